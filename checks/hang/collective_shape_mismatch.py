@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
-from ddpdoctor.analysis.divergence.buffer_shapes import SkippedRound, apart
+from ddpdoctor.analysis.divergence.buffer_shapes import BufferMismatch, buffer_mismatches
 from ddpdoctor.analysis.divergence.divergence import describe_sides
 from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.mismatch_report import (
-    Told,
+    PASSED_BY_ALL,
+    Mismatch,
     began,
-    culprits_of,
     each_once,
-    elsewhere,
     evidence,
     related,
+    standstill,
 )
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.events import CallSite, CommHook, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks, ranks_do, ranks_text
+from ddpdoctor.run import Run, listed, ranks_do, ranks_text
 
 CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
 NAMES = {
@@ -30,111 +31,123 @@ NAMES = {
     "root": "roots",
 }
 FIXES = {
-    "numel": "give every rank the same shape: pad, or exchange the sizes first",
+    "numel": "pass tensors of the same shape on every rank: pad them, or exchange the sizes first",
     "dtype": "cast to one dtype on every rank before the call: `tensor.to(torch.float32)`",
-    "device": "put the tensor on the same kind of device on every rank",
+    "device": "put the tensor on the same type of device on every rank",
     "reduce_op": "pass the same `op=` on every rank",
     "root": "pass the same `src`/`dst` on every rank",
 }
 
 
 class CollectiveShapeMismatch(Check):
-    """Ranks make the same collective with different arguments
+    """Ranks call the same collective with different arguments
 
     ## What it finds
-    At one number of one group all ranks make the same call, but with another number of elements,
-    dtype, kind of device, root or reduce operation, whether the run hangs, aborts, or goes on. The
-    same of DDP's own averaging, where the ranks gave a model different communication hooks and came
-    to a stop in a backward, and of its broadcast of buffers that a forward has made as large as the
-    rank's own batch.
+    All ranks make the same call, at the same number of the same group, but with a different number
+    of elements, dtype, device type, root or reduce operation, whether the run hangs, aborts or
+    continues. Also DDP's own all-reduce of gradients, where the ranks registered different
+    communication hooks on a model and stopped in a backward, and DDP's broadcast of buffers that
+    `forward` resizes with the rank's own batch.
 
     ## How it knows
-    Every rank writes down the arguments of each collective before it makes it; they are compared
-    number by number, as for `collective-mismatch`. Communication hooks are recorded as they are
-    registered; the shapes of the buffers that DDP is to broadcast at the first 16 forwards, at
-    powers of two and at every 64th, where they have changed. Where the call is in a function that
-    only hands on what it was given, the line shown is that of the caller that made it. The finding
-    is proven.
+    Every rank records the arguments of each collective before it calls it; they are compared number
+    by number, as for `collective-mismatch`. Communication hooks are recorded when they are
+    registered; the shapes of buffers that DDP broadcasts at the first 16 forwards, at powers of two
+    and at every 64th, where they changed. Where the call is in a function that only passes its
+    arguments on, the line shown is that of the caller. The finding is proven.
 
     ## Why it hurts
-    On gloo a different dtype or reduce operation ends with wrong numbers and no error; a different
-    shape aborts one process from C++, without a Python traceback, and the *other* rank gets the
-    error message; a different root hangs or leaves one rank with its own value.
+    With gloo, a different dtype or reduce operation gives wrong numbers and no error; a different
+    shape aborts one process in C++ without a Python traceback, and the *other* rank gets the error
+    message; a different root hangs or leaves one rank with its own value.
 
     ## How to fix it
-    Give all ranks the same arguments: pad tensors to one size or exchange sizes first, cast to one
-    dtype, compute `src`, `dst` and `op` from values that all ranks share.
+    Pass the same arguments on all ranks: pad tensors to one size or exchange the sizes first, cast
+    to one dtype, compute `src`, `dst` and `op` from values that are equal on all ranks.
 
     ## When it stays quiet
-    `all_gather_object` and its kin, `all_to_all` with uneven splits, point-to-point calls, shapes
-    with equal numbers of elements, uneven `all_gather` on NCCL.
+    - `all_gather_object` and similar, and `all_to_all` with uneven splits.
+    - Point-to-point calls.
+    - Different shapes with the same number of elements.
+    - `all_gather` of different sizes with NCCL, which supports it.
     """
 
     code = "DDP602"
     name = "collective-shape-mismatch"
     family = "hang"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "arguments": "one collective is called with different arguments",
+        "communication-hooks": "ranks registered different communication hooks on one model",
+        "buffers": "DDP broadcasts buffers that have different shapes on the ranks",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(CallSite) or run.any(Wrapped) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        parted = divergences(run)
-        for reported in each_once(p for p in parted if p.key.name != "new_group" and p.same_call):
-            yield self._report(run, reported)
-        if not parted and (hooked := _hooked_apart(run)):
+        found = divergences(run)
+        for mismatch in each_once(d for d in found if d.key.name != "new_group" and d.same_call):
+            yield self._report(run, mismatch)
+        # Hooks explain how a run ended, only where no call differs that would explain it better.
+        if not found and (hooked := _different_hooks(run)):
             yield self._report_hooks(scene(run), *hooked)
-        for sent in apart(run):
+        for sent in buffer_mismatches(run):
             yield self._report_buffers(sent)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check not in CONSEQUENCES or mine.evidence.get("all_got_past"):
+        if other.check not in CONSEQUENCES or mine.evidence.get(PASSED_BY_ALL):
             return False
         return other.at == 0.0 or other.at >= mine.at - 1.0
 
-    def _report(self, run: Run, reported: Told) -> Finding:
-        divergence, _ = reported
-        place, culprits = divergence.place, culprits_of(reported)
+    def _report(self, run: Run, mismatch: Mismatch) -> Finding:
+        divergence, culprits = mismatch.divergence, mismatch.culprits
+        place = divergence.place
         op = place.signature.op
-        words = " and ".join(NAMES[d] for d in divergence.differs if d in NAMES)
-        sides = [(fold_ranks(side), m.signature.text) for side, m in describe_sides(divergence)]
-        calls = "; ".join(f"rank{'s' if ',' in r or '-' in r else ''} {r}: {t}" for r, t in sides)
+        names = listed([NAMES[d] for d in divergence.differs if d in NAMES])
+        calls = "; ".join(
+            f"{ranks_text(side)}: {made.signature.text}"
+            for side, made in describe_sides(divergence)
+        )
         return self.finding(
+            rule="arguments",
+            deadlocked=standstill(run, mismatch).deadlocked,
             ranks=culprits,
             steps=divergence.when,
             subjects=(op,),
             location=divergence.location,
-            label=f"{ranks_do(culprits, 'differ')} in {words}",
+            label=f"{ranks_do(culprits, 'use')} different {names}",
             related=related(divergence, place, divergence.location),
-            summary=f"{op} is called with different {words}: {calls}{elsewhere(reported)}",
-            cause=f"the ranks pass different {words} to the same {op} ({divergence.key}, call "
-            f"{divergence.index}); gloo checks none of it",
+            summary=f"{op} is called with different {names}: {calls}{mismatch.elsewhere}",
+            cause=f"the ranks pass different {names} to the same {op} (call {divergence.index} of "
+            f"{divergence.key}); gloo does not check this",
             fix="; ".join(FIXES[d] for d in divergence.differs if d in FIXES),
             fix_kind=FixKind.CHECK,
-            evidence=evidence(run, reported),
+            evidence=evidence(run, mismatch),
             at=began(divergence, run.started),
         )
 
-    def _report_buffers(self, found: SkippedRound) -> Finding:
-        """DDP broadcasts the buffers at the begin of a forward, whatever their shapes."""
+    def _report_buffers(self, found: BufferMismatch) -> Finding:
+        """DDP broadcasts the buffers at the start of a forward, whatever their shapes."""
         culprits = found.culprits
-        reported = "; ".join(
+        shapes = "; ".join(
             f"rank {r}: " + ", ".join(f"{n} {shape}" for n, shape in found.shapes(r).items())
             for r in (found.root, culprits[0])
         )
         return self.finding(
+            rule="buffers",
             ranks=culprits,
             steps=Steps.of([found.event.step]),
             subjects=tuple({**found.shapes(culprits[0]), **found.shapes(found.root)}),
             location=found.rank.location(found.event.site),
             label=f"broadcasts the buffers of rank {found.root}",
-            summary=f"DDP broadcasts buffers of {found.kind} that have other shapes on other "
-            f"ranks: {reported}",
-            cause=f"at the begin of each forward DDP sends the buffers of rank {found.root} to "
-            "all, and checks no shapes: the values land where they do not belong, or the run "
-            "crashes; what a forward makes or replaces is as large as the rank's own batch asks",
-            fix="keep what depends on the batch out of the buffers (a plain attribute, or made "
-            "anew in `forward`), or make it as large as it can get in `__init__`",
+            summary=f"DDP broadcasts buffers of {found.kind} that have different shapes on the "
+            f"ranks: {shapes}",
+            cause=f"at the start of each forward DDP broadcasts the buffers of rank {found.root} "
+            "and does not check shapes: values end up in the wrong places, or the run crashes; a "
+            "buffer that `forward` creates or replaces has the size of the rank's own batch",
+            fix="keep tensors that depend on the batch out of the buffers (use a plain attribute, "
+            "or create them in `forward`), or allocate the largest size in `__init__`",
             fix_kind=FixKind.CHECK,
             evidence={
                 "shapes": {str(r): found.shapes(r) for r in found.sent},
@@ -146,28 +159,29 @@ class CollectiveShapeMismatch(Check):
     def _report_hooks(
         self, now: Snapshot, waiting: RankSnapshot, hooks: dict[int, CommHook | None]
     ) -> Finding:
-        """Ranks average one model's gradients with different hooks, and stopped in doing so."""
+        """Ranks use different hooks for one model's gradients, and stopped in a backward."""
         sides: dict[str, list[int]] = {}
         for rank, hook in hooks.items():
             sides.setdefault(hook.name if hook else "", []).append(rank)
         culprits = min(sides.values(), key=lambda side: (len(side), hooks[side[0]] is None))
-        reported = "; ".join(f"{ranks_text(r)}: {name or 'none'}" for name, r in sides.items())
+        named = "; ".join(f"{ranks_text(r)}: {name or 'none'}" for name, r in sides.items())
         placed = next(r for r in (*culprits, *hooks) if hooks[r] is not None)
         here = hooks[placed]
         waits = waiting.location
         return self.finding(
+            rule="communication-hooks",
+            deadlocked=not now.failed,
             ranks=tuple(culprits),
             subjects=tuple(name for name in sides if name),
             location=now.stands[placed].rank.location(here.site) if here else None,
             label=f"registered on {ranks_text(sides[here.name])}" if here else "",
-            related=(Related(f"{ranks_text([waiting.rank.rank])} averages here", waits),)
+            related=(Related(f"{ranks_text([waiting.rank.rank])} is in this backward", waits),)
             if waits
             else (),
-            summary=f"ranks average the gradients of one model with different communication hooks: "
-            f"{reported}",
-            cause="a hook decides in which dtype and shape a rank sends its gradients, and the "
-            "others receive them in theirs; the run came to its end in such a backward",
-            fix="register the same hook on every rank, right after the model is wrapped",
+            summary=f"ranks registered different communication hooks on one model: {named}",
+            cause="the hook decides in which dtype and shape a rank sends its gradients, so ranks "
+            "with different hooks cannot match; the run ended in such a backward",
+            fix="register the same hook on every rank, right after wrapping the model",
             fix_kind=FixKind.CHECK,
             evidence={
                 "model": here.model if here else -1,
@@ -178,9 +192,9 @@ class CollectiveShapeMismatch(Check):
         )
 
 
-def _hooked_apart(run: Run) -> tuple[RankSnapshot, dict[int, CommHook | None]] | None:
-    """Who is in a backward, and the hooks that the ranks gave the last model of its group in which
-    they differ, where the run failed or stands still."""
+def _different_hooks(run: Run) -> tuple[RankSnapshot, dict[int, CommHook | None]] | None:
+    """A rank that is in a backward of DDP, and each rank's hook of the last model in its group for
+    which they differ; None where the run neither failed nor stands still."""
     now = scene(run)
     stands = now.stands.values()
     within = [s for s in stands if s.made and s.made.signature.op == "DDP backward"]
@@ -193,7 +207,7 @@ def _hooked_apart(run: Run) -> tuple[RankSnapshot, dict[int, CommHook | None]] |
         for wrapped in stand.rank.of(Wrapped):
             if now.known.key(stand.rank, wrapped.group) == key:
                 known.setdefault(wrapped.model, {})[stand.rank.rank] = own.get(wrapped.model)
-    apart = [
+    different = [
         h for _, h in sorted(known.items()) if len({x.name if x else "" for x in h.values()}) > 1
     ]
-    return (within[0], apart[-1]) if apart else None
+    return (within[0], different[-1]) if different else None

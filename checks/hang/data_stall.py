@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.waiting.failures import failures
@@ -20,7 +21,7 @@ from ddpdoctor.report.findings import (
     Related,
     Severity,
 )
-from ddpdoctor.run import Phase, Rank, Run, ranks_text
+from ddpdoctor.run import Phase, Rank, Run, ranks_do, ranks_text
 
 WORKER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")
 
@@ -29,52 +30,63 @@ WORKERS = (
     "the worker, and pass `timeout=60` to the DataLoader"
 )
 SLEEPS = (
-    "see where the data set's own code sleeps or tries again, and give that a limit: with "
-    "`num_workers=0` the report names the line; with `timeout=60` the DataLoader itself raises "
-    "where no batch comes"
+    "find where the code of the data set sleeps or retries, and add a limit: with `num_workers=0` "
+    "the report names the line; with `timeout=60` the DataLoader itself raises when no batch comes"
 )
 LOCKED = (
-    "give the lock back on every way out of the data set's code (`with`, or `finally:`), and keep "
-    "no file open that it is on; `lslocks` on that machine tells who holds it"
+    "release the lock on every way out of the data set's code (`with`, or `finally:`), and keep no "
+    "file open that is locked; `lslocks` on that machine shows who holds it"
 )
 NO_WORKERS = (
-    "see what this line waits for on that rank (a file, a lock, the network) and give it a limit; "
-    "with `num_workers=1` and `timeout=60` the DataLoader itself raises where no batch comes"
+    "see what this line waits for on that rank (a file, a lock, the network) and add a limit; with "
+    "`num_workers=1` and `timeout=60` the DataLoader itself raises when no batch comes"
 )
 _FILE_LOCK = re.compile(r"lock_(?:inode|file)_wait|fcntl_(?:set|get)lk")
-"""Functions of the kernel."""
+"""Kernel functions that wait for a lock on a file."""
 
 
 class DataStall(Check):
     """A rank waits for a batch that does not come
 
     ## What it finds
-    Ranks that stand in their DataLoader's `next` longer than the stall time, and what their workers
-    do: gone, stuck in a lock (of a thread, or on a file), sleeping, reading, or computing. Also a
-    worker that died, where torch raises for it.
+    Ranks that are in `next` of their DataLoader longer than the stall time, and what its workers
+    do: gone, waiting for a lock (of a thread, or on a file), sleeping, reading, or computing. Also
+    a worker that died, where torch raises for it.
 
     ## How it knows
-    Each rank writes down when it goes into its loader's `next` and when it comes out. Once the run
-    has stood still for the stall time (see `rank-missing`), the node's monitor takes the stacks and
-    looks into `/proc` for what the workers do. That no batch comes is suspected; that a worker died
-    is proven: torch's own error says so.
+    Each rank records when it enters and leaves `next` of its loader. Once the run has stood still
+    for the stall time (see `rank-missing`), the node's monitor takes the stacks and reads from
+    `/proc` what the workers do. A stall is suspected; that a worker died is proven by torch's own
+    error.
 
     ## Why it hurts
     A worker that is stuck (a lock held when the process was forked, a file system that does not
-    answer) never delivers; the other ranks wait in a collective, and torch waits without a limit.
+    answer) never delivers its batch; the other ranks wait in a collective, and torch waits without
+    a limit.
 
     ## How to fix it
     Start workers with `multiprocessing_context="forkserver"`, start no threads before the loader,
-    open files inside the worker, and give the loader a `timeout=` so that it says so itself.
+    open files inside the worker, and pass `timeout=` to the loader so that it raises.
 
     ## When it stays quiet
-    A slow first batch that comes; data that is merely slow.
+    - A slow first batch that comes in the end.
+    - Data loading that is merely slow: see `data-bound`.
     """
 
     code = "DDP608"
     name = "data-stall"
     family = "hang"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "worker-died": "torch raised because a worker's process ended",
+        "no-workers": "the data set itself does not return, in the rank's own process",
+        "worker-stopped": "a worker was stopped by a signal",
+        "worker-lock": "a worker waits for a lock of a thread",
+        "worker-sleeps": "a worker sleeps",
+        "file-lock": "workers wait for a lock on a file",
+        "unobserved": "what the workers do was not seen",
+        "workers-stalled": "the workers do not deliver the next batch",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(LoaderSeen) else "no DataLoader was seen"
@@ -92,7 +104,7 @@ class DataStall(Check):
         return other.check in ("rank-missing", "stall", "first-failure")
 
     def _died(self, run: Run) -> Iterable[Finding]:
-        """A worker's process ended, and torch said so."""
+        """The process of a worker ended, and torch raised for it."""
         found = [
             f for f in failures(run) if f.exception and WORKER_DIED.search(f.exception.message)
         ]
@@ -101,11 +113,12 @@ class DataStall(Check):
         first = found[0]
         loader = _loader(first.rank)
         message = first.exception.message if first.exception else ""
-        # A signal tells of it, wherever the rank is just then.
+        # torch raises it in a signal handler, at whatever line the rank is.
         loop = first.rank.location(loader.loop_site) if loader else None
         noticed = first.location if loop is not None and first.location != loop else None
         ranks = tuple(sorted(f.rank.rank for f in found))
         yield self.finding(
+            rule="worker-died",
             ranks=ranks,
             subjects=(loader.dataset,) if loader else (),
             location=loop or first.location,
@@ -113,8 +126,8 @@ class DataStall(Check):
             related=(Related("noticed here", noticed),) if noticed else (),
             summary=f"a DataLoader worker of {ranks_text(ranks)} died: {message.splitlines()[0]}",
             cause=_worker_end(message),
-            fix="try `num_workers=0` to see an error of the data set itself; for lack of memory "
-            "use fewer workers, for /dev/shm start the container with `--shm-size=8g`",
+            fix="use `num_workers=0` to see an error of the data set itself; if memory ran out, "
+            "use fewer workers; if /dev/shm is full, start the container with `--shm-size=8g`",
             fix_kind=FixKind.CHECK,
             evidence={"message": message[:1000], "workers": loader.workers if loader else None},
             at=first.at,
@@ -130,15 +143,15 @@ class DataStall(Check):
         where = (loop or first.location) if workers else (first.location or loop)
         here = next((s.made.location for s in waiting if s.made), None)
         others = sorted({s.rank.rank for s in waiting})
-        who = f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'}"
         waited, still = now.waited(stuck), max(s.still_s for s in stuck)
-        verb = "waits" if len(ranks) == 1 else "wait"
         thread = thread_waits.failed(now, first)
         related = [*thread_waits.place(thread, first)]
-        related += [Related(f"{who} here", here)] if here else []
+        related += [Related(f"{ranks_do(others, 'wait')} here", here)] if here else []
         if loop is not None and loop != where:
             related.insert(0, Related("the loop over the loader", loop))
+        rule = _rule(first.stood, loader)
         return self.finding(
+            rule=rule,
             ranks=ranks,
             confidence=Confidence.SUSPECTED,
             steps=first.steps,
@@ -146,10 +159,10 @@ class DataStall(Check):
             location=where,
             label=f"no batch for {waited:.0f} s",
             related=tuple(related),
-            summary=f"{ranks_text(ranks)} {verb} {waited:.0f} s for a batch; "
-            + _workers_text(first.stood, loader),
-            cause=_cause(first.stood, loader) + thread_waits.remark(thread),
-            fix=NO_WORKERS if not workers else _fix(first.stood),
+            summary=f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} waited "
+            f"{waited:.0f} s for a batch; " + _workers_text(first.stood, loader),
+            cause=_cause(rule, first.stood, loader) + thread_waits.remark(thread),
+            fix=FIXES.get(rule, WORKERS) if workers else NO_WORKERS,
             fix_kind=FixKind.CHECK,
             evidence={
                 **_workers(first.stood),
@@ -163,7 +176,7 @@ class DataStall(Check):
 
 def _worker_end(message: str) -> str:
     if "Killed" in message:
-        return "it was killed from outside, most often for lack of memory"
+        return "it was killed from outside, most often because memory ran out"
     if "Bus error" in message:
         return "it ran out of shared memory (/dev/shm)"
     if "Segmentation" in message or "Aborted" in message:
@@ -185,13 +198,13 @@ def _workers(stood: RankStood | None) -> Evidence:
 
 def _workers_text(stood: RankStood | None, loader: LoaderSeen | None) -> str:
     if stood is None:
-        return "what its workers do was not seen"
+        return "what the workers do was not seen"
     if not loader or not loader.workers:
-        return "it has no workers: the data set itself does not return"
+        return "there are no workers: the data set itself does not return"
     alive = [w for w in stood.workers if w.state not in ("Z", "X")]
     lost = loader.workers - len(alive)
     if lost > 0:
-        return f"{lost} of its {loader.workers} workers are gone"
+        return f"{lost} of its {loader.workers} workers {'is' if lost == 1 else 'are'} gone"
     states = fold_states(stood)
     those = "worker is" if loader.workers == 1 else f"{loader.workers} workers are"
     return f"its {those} alive: {states}"
@@ -208,35 +221,48 @@ def fold_states(stood: RankStood) -> str:
     return ", ".join(f"{n} {what}" for what, n in counts.items())
 
 
-def _cause(stood: RankStood | None, loader: LoaderSeen | None) -> str:
-    if stood is None or not loader or not loader.workers:
-        return "the code that makes the batch does not return"
+def _rule(stood: RankStood | None, loader: LoaderSeen | None) -> str:
+    """Why no batch comes; what stops a worker for good comes before what may pass."""
+    if loader is not None and not loader.workers:
+        return "no-workers"
+    if stood is None or loader is None:
+        return "unobserved"
     if any(w.state == "T" for w in stood.workers):
-        return "a worker was stopped by a signal"
+        return "worker-stopped"
     if any("futex" in w.waits_in for w in stood.workers):
-        return (
-            "a worker waits for a lock: typically one that another thread held when the worker "
-            "was forked"
-        )
+        return "worker-lock"
     if _sleeps(stood):
-        return f"a worker sleeps, as `time.sleep` does, in the code that loads {loader.dataset}"
-    if _locked(stood):
-        return (
-            f"{_on_lock(stood)} for a lock on a file (`flock`, `lockf`), which another process "
-            "holds, or a worker itself by a file that it keeps open"
-        )
-    return "the workers do not deliver the next batch"
+        return "worker-sleeps"
+    return "file-lock" if _locked(stood) else "workers-stalled"
 
 
-def _fix(stood: RankStood | None) -> str:
-    """What to do about workers that deliver nothing."""
-    if _sleeps(stood):
-        return SLEEPS
-    return LOCKED if _locked(stood) else WORKERS
+def _cause(rule: str, stood: RankStood | None, loader: LoaderSeen | None) -> str:
+    match rule:
+        case "worker-stopped":
+            return "a worker is stopped by a signal"
+        case "worker-lock":
+            return (
+                "a worker waits for a lock, typically one that another thread held when the worker "
+                "was forked"
+            )
+        case "worker-sleeps" if loader:
+            return f"a worker sleeps (`time.sleep`) in the code that loads {loader.dataset}"
+        case "file-lock" if stood:
+            return (
+                f"{_on_lock(stood)} for a lock on a file (`flock`, `lockf`) that another process "
+                "holds, or a worker itself through a file that it keeps open"
+            )
+        case "workers-stalled":
+            return "the workers do not deliver the next batch"
+    return "the code that produces the batch does not return"
+
+
+FIXES = {"worker-sleeps": SLEEPS, "file-lock": LOCKED}
+"""What to do about workers that deliver nothing, by rule."""
 
 
 def _locked(stood: RankStood | None) -> bool:
-    """Whether workers wait for a lock on a file, and none computes."""
+    """Whether workers wait for a lock on a file and none computes."""
     workers = stood.workers if stood is not None else ()
     return any(map(_for_file, workers)) and not any(w.state == "R" for w in workers)
 
@@ -253,5 +279,5 @@ def _for_file(worker: Worker) -> bool:
 
 
 def _sleeps(stood: RankStood | None) -> bool:
-    """Whether a worker waits for nothing but for time to pass."""
+    """Whether a worker waits only for time to pass."""
     return stood is not None and any("nanosleep" in w.waits_in for w in stood.workers)

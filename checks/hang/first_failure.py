@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
-from ddpdoctor.analysis.divergence.mismatch_report import never_made
+from ddpdoctor.analysis.divergence.mismatch_report import never_created
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
     Failure,
@@ -22,7 +23,7 @@ from ddpdoctor.analysis.waiting.failures import (
     translate,
     unseen,
 )
-from ddpdoctor.analysis.waiting.missing_file import astray
+from ddpdoctor.analysis.waiting.missing_file import missing_file
 from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
@@ -39,42 +40,57 @@ QUIT = "bdb.BdbQuit"
 NO_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 
+LOST_PEERS = "lost-peers"
+"""Rule of a finding that is itself a consequence: no rank was seen to fail on its own."""
+
+
 class FirstFailure(Check):
-    """The rank that failed first, and what the other tracebacks are worth
+    """The rank that failed first; the errors of the others follow from it
 
     ## What it finds
-    Of all ranks that failed, the earliest that failed *on its own*: an exception in its code, or an
-    exit status of its own; also of a process that `torch.multiprocessing.spawn` made with them and
-    that is no rank, where it raised. Connection errors and timeouts on the others are its
-    consequences and are folded under it; equal exceptions on several ranks are told once. Of a file
-    that a rank did not find it says where another one wrote it, if each made the path from the
-    clock or at random.
+    Of all ranks that failed, the first that failed *on its own*: an exception in its code or an
+    exit status of its own; also a process that `torch.multiprocessing.spawn` started with the ranks
+    but that is no rank, where it raised. Connection errors and timeouts on other ranks are listed
+    as consequences; the same exception on several ranks is reported once. For a file that a rank
+    did not find, it says where another rank wrote it, if each built the path from the clock or at
+    random.
 
     ## How it knows
-    Each rank records the exceptions that leave its program, or that it handles as it exits with a
-    bad status, or has logged or printed (`traceback`) just before, with no call since; and when the
-    call failed that raised them; the launcher and the node's monitor record how processes end. The
-    failures of all ranks are put in the order of these times; torch's errors whose text speaks of a
-    lost connection or of a timeout count as consequences, and so does what is raised while one of
-    these is handled. Of a text that is no Python it shows the line that could not be parsed, of a
-    debugger that was quit the `breakpoint()` before. The finding is proven.
+    Each rank records the exceptions that leave its program, that it handles while it exits with a
+    non-zero status, or that it logged or printed (`traceback`) just before, with no call since; and
+    when the call failed that raised them. The launcher and the node's monitor record how processes
+    end. Failures of all ranks are ordered by these times; errors of torch about a lost connection
+    or a timeout count as consequences, and so does what is raised while handling one of these. For
+    a syntax error it shows the line that could not be parsed, for a debugger that was quit the
+    `breakpoint()` before. The finding is proven.
 
     ## Why it hurts
     When one rank fails, the others lose their connections and fail too, some before it is even
     noticed. torchrun names the process that ended first, which is often one that only waited.
 
     ## How to fix it
-    Look at the exception and the line given here, not at the connection errors of the others.
+    Look at the exception and the line given here, not at the connection errors of the other ranks.
 
     ## When it stays quiet
-    A run that ends well, or that somebody stopped. An abort at teardown, after the program has
-    ended and in no line of it, is a note: torch does that now and then.
+    - A run that ends well, or that somebody stopped.
+    - An abort at teardown, after the program has ended and in none of its lines, is only a note:
+      torch does that occasionally.
     """
 
     code = "DDP606"
     name = "first-failure"
     family = "hang"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "exception": "a rank raised an exception first",
+        "worker-exception": "a DataLoader worker of a rank raised first",
+        "rank-specific-path": "a rank did not find a file that another wrote under its own path",
+        "exit-status": "a rank exited with a non-zero status first, without an exception",
+        "unrecorded": "a process without any record ended first",
+        "spawned-process": "a process that `spawn` started, which is no rank, raised first",
+        LOST_PEERS: "ranks only lost their peers; none was seen to fail on its own",
+        "teardown-abort": "a process aborted in native code after the program had ended",
+    }
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = failures(run)
@@ -85,7 +101,7 @@ class FirstFailure(Check):
         lost = [f for f in rest if f.kind == "lost"]
         first = next(iter(unseen(run)), None)
         if first and first.at < min((f.at for f in (*own, *died)), default=math.inf):
-            if first.kind == "exit":  # else it is told by rank-died
+            if first.kind == "exit":  # a signal is reported by rank-died
                 yield self._report_unseen(first, [*own, *lost, *died])
             return
         if spawned := spawn_failed(run):
@@ -94,9 +110,9 @@ class FirstFailure(Check):
                 yield self._report_spawned(raised, [*own, *lost, *ended])
                 return
         if died and (not own or died[0].at < own[0].at):
-            return  # told by rank-died
+            return  # reported by rank-died
         if own and _reported_to_stop(own[0]):
-            return  # asked for by `raise_on`: the finding that it carries is the failure
+            return  # `raise_on` asked for it: the failure is the finding that it carries
         if own:
             yield self._report(run, own, [*lost, *died])
         elif lost:
@@ -105,12 +121,12 @@ class FirstFailure(Check):
             yield self._report_abort(run, aborts)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is not Severity.ERROR or mine.evidence.get("consequence"):
+        if mine.severity is not Severity.ERROR or mine.rule == LOST_PEERS:
             return False
         if other.check == "data-stall":  # a worker that died is why its own rank raised
             return not set(mine.ranks) & set(other.ranks)
         effects = "rank-missing", "rank-exited-early", "rank-died", "stall", "rendezvous-stall"
-        return other.check in effects or never_made(other)
+        return other.check in effects or never_created(other)
 
     def _report(self, run: Run, own: list[Failure], followers: list[Failure]) -> Finding:
         first = own[0]
@@ -122,31 +138,36 @@ class FirstFailure(Check):
         others = [f for f in own if f not in same] + followers
         message = first.message
         what = first.kind_raised if first.exception else first.text
-        lost = astray(run, first)
+        missing = missing_file(run, first)
+        stuck = left_waiting(run, ranks)
         if first.worker:
             summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
             summary = f"{at_step}{ranks_text(ranks)} raised {first.text}{_caught(first)}"
-            summary += f"; it was handling {first.before}" if first.before else ""
+            summary += f" while handling {first.before}" if first.before else ""
             summary += _in_other_words(same)
         else:
-            summary = f"{at_step}{ranks_text(ranks)} left with {first.text}"
+            summary = f"{at_step}{ranks_text(ranks)} exited with {first.text}"
         return self.finding(
+            rule="rank-specific-path" if missing else _rule(first),
+            deadlocked=stuck,
             ranks=ranks,
             steps=None if step is None else Steps.of([step]),
             subjects=(what,),
             location=where,
             label=_label(first),
-            related=_received(first) + (lost.related if lost else ()),
+            related=_received(first) + (missing.related if missing else ()),
             summary=summary,
-            cause=(f"{lost.cause}; " if lost else "") + _cause(run, first, ranks, others),
-            fix=lost.fix if lost else _fix(run, first, ranks, alike=not _in_other_words(same)),
+            cause=(f"{missing.cause}; " if missing else "") + _cause(run, first, ranks, others),
+            fix=missing.fix
+            if missing
+            else _fix(run, first, ranks, same_text=not _in_other_words(same)),
             fix_kind=FixKind.CHECK,
             evidence={
                 "message": message[:2000],
-                **({"written_by_another_rank": lost.path} if lost else {}),
+                **({"written_by_another_rank": missing.path} if missing else {}),
                 **_traceback(first),
-                **({"stuck": True} if left_waiting(run, ranks) else {}),
+                **({"stuck": True} if stuck else {}),
                 **_aftermath(first.at, others),
                 **_named_by_torchrun(run, ranks),
             },
@@ -158,14 +179,15 @@ class FirstFailure(Check):
         message = first.exception.message if first.exception else ""
         ranks = tuple(sorted(f.rank.rank for f in lost))
         return self.finding(
+            rule=LOST_PEERS,
             ranks=ranks,
             subjects=(first.exception.kind,) if first.exception else (),
             location=first.location,
             label="waited here",
-            summary=f"{ranks_text(ranks)} lost the other ranks: {first.text}",
-            cause=(translate(message) or "another rank ended or did not come")
+            summary=f"{ranks_text(ranks)} lost the connection to other ranks: {first.text}",
+            cause=(translate(message) or "another rank exited or did not arrive")
             + "; no rank was seen to fail on its own",
-            fix="look at the ranks that are not named here, and at the network between them",
+            fix="look at the ranks not named here, and at the network between them",
             fix_kind=FixKind.CHECK,
             evidence={"message": message[:2000], "consequence": True},
             at=first.at,
@@ -175,52 +197,55 @@ class FirstFailure(Check):
         ranks = tuple(sorted(f.rank.rank for f in aborts))
         ended = [r for r in run.ranks.values() if r.signal == "SIGTERM" and not is_done(r)]
         others = ranks_text(r.rank for r in ended)
-        cut_off = f"{others} was told to end because of it, and was not seen to be done before"
+        cut_off = f"{others} was terminated because of it, before it was seen to finish"
         return self.finding(
+            rule="teardown-abort",
             severity=Severity.NOTE,
             ranks=ranks,
             subjects=(aborts[0].rank.signal or "",),
-            summary=f"{ranks_text(ranks)} ended with {aborts[0].rank.signal} at teardown, after "
+            summary=f"{ranks_text(ranks)} died of {aborts[0].rank.signal} at teardown, after "
             f"all {'its ' if ended else ''}work was done",
-            cause="torch's own threads are still running when the interpreter goes away; "
+            cause="torch's threads still run while the interpreter shuts down; "
             + (cut_off if ended else "results and checkpoints are complete"),
-            fix="end with a small collective (`dist.barrier()`) and `dist.destroy_process_group()`",
+            fix="end the program with `dist.barrier()` and `dist.destroy_process_group()`",
             fix_kind=FixKind.TEMPLATE,
             evidence={"signal": aborts[0].rank.signal, "steps": aborts[0].rank.steps},
             at=aborts[0].at,
         )
 
     def _report_unseen(self, first: Failure, followers: list[Failure]) -> Finding:
-        """A rank that left no record ended with an error before any other."""
+        """A rank without any record ended with an error before any other."""
         late = ranks_text(f.rank.rank for f in followers)
-        follow = f"; what {late} reported follows from it" if followers else ""
+        follow = f"; the errors of {late} follow from it" if followers else ""
         return self.finding(
+            rule="unrecorded",
             ranks=(first.rank.rank,),
             summary=f"rank {first.rank.rank} ended first, with {first.text}",
             cause="there is no record of this process (the probe did not reach it, or its files "
-            f"are gone), so that its exception is not known{follow}",
-            fix="look at its output: `--log-dir logs --redirects 3` keeps one file per rank",
+            f"are gone), so its exception is not known{follow}",
+            fix="look at its output: `--log-dir logs --redirects 3` writes one file per rank",
             fix_kind=FixKind.TEMPLATE,
             evidence={"status": first.status, **_aftermath(None, followers)},
             at=first.at,
         )
 
     def _report_spawned(self, raised: SpawnFailed, followers: list[Failure]) -> Finding:
-        """A process that was spawned with the ranks, and is none, raised."""
+        """A process that was spawned together with the ranks, but is no rank, raised."""
         cwd = followers[0].rank.cwd
         spots = [Location(shorten(f.file, cwd), f.line, f.function, f.text) for f in raised.frames]
         lines = raised.message.strip().splitlines()
         what = cut(": ".join((raised.kind, *lines[:1])), 200)
         late = ranks_text(f.rank.rank for f in followers)
         return self.finding(
+            rule="spawned-process",
             ranks=(),
             subjects=(raised.kind,),
             location=spots[-1] if spots else None,
             label="raised here",
             summary=f"process {raised.index} of the {raised.count} that "
-            f"`torch.multiprocessing.spawn` made, which was in no process group, raised {what}",
-            cause=f"it failed first, and `torch.multiprocessing.spawn` then ended all others: what "
-            f"became of {late} follows from it",
+            f"`torch.multiprocessing.spawn` started, in no process group, raised {what}",
+            cause="it failed first, and `torch.multiprocessing.spawn` then terminated all other "
+            f"processes: the ends of {late} follow from it",
             fix="read the exception",
             fix_kind=FixKind.CHECK,
             evidence={"message": raised.message[:2000], **_aftermath(raised.wall, followers)},
@@ -228,34 +253,40 @@ class FirstFailure(Check):
         )
 
 
+def _rule(first: Failure) -> str:
+    if first.worker:
+        return "worker-exception"
+    return "exception" if first.exception else "exit-status"
+
+
 def _label(first: Failure) -> str:
     if first.kind_raised == QUIT:
-        return "stops in the debugger here"
-    return "raised here" if first.exception else "left here"
+        return "stopped in the debugger here"
+    return "raised here" if first.exception else "exited here"
 
 
 def _caught(first: Failure) -> str:
     if first.exception is None or not first.exception.caught:
         return ""
-    return f", caught it and left with exit status {first.status}"
+    return f", caught it and exited with status {first.status}"
 
 
 def _in_other_words(same: list[Failure]) -> str:
-    """What a rank said that raised the same at the same line, where it is not the same text."""
+    """The message of a rank that raised the same exception on the same line with another text."""
     other = next((f for f in same if _words(f) != _words(same[0])), None)
     if other is None:
         return ""
     text, first = (" ".join(f.message.split()) for f in (other, same[0]))
-    return f"; rank {other.rank.rank} said '{cut_to_difference(text, first, 80)}'"
+    return f"; on rank {other.rank.rank}: '{cut_to_difference(text, first, 80)}'"
 
 
 def _words(failure: Failure) -> str:
-    return re.sub(r"0x[0-9a-f]+", "0x", failure.message)  # addresses differ anyway
+    return re.sub(r"0x[0-9a-f]+", "0x", failure.message)  # addresses always differ
 
 
 def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> tuple[list[int], str]:
-    """The others, where a rank failed before there was a group, or after it had destroyed its own,
-    and its launcher ended them while they were still on their way; and to where they were."""
+    """The ranks that the launcher ended while they were still on their way, and where to: where a
+    rank failed before there was a group, or after it had destroyed its own."""
     rest = [r for r in run.ranks.values() if r.rank not in ranks]
     early = not any(r.of(InitEntered) or r.steps for r in (first.rank, *rest))
     over = (e.at for e in first.rank.of(GroupDestroyed) if not e.name)
@@ -268,76 +299,78 @@ def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> tuple[list[int]
 
 def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failure]) -> str:
     behind = _behind(run, first, ranks)
-    meant = translate(first.message)
-    reported = f"the text means: {meant}" if meant else ""
+    meaning = translate(first.message)
+    text = f"the message means: {meaning}" if meaning else ""
     if first.kind_raised == "KeyboardInterrupt":
-        reported = f"a SIGINT to {ranks_text(ranks)} alone, or the program itself, interrupted it"
+        text = f"interrupted by a SIGINT to {ranks_text(ranks)} alone, or by the program itself"
     if first.kind_raised == QUIT:
-        reported = (
-            f"a `breakpoint()` was reached on {ranks_text(ranks)}, and the debugger was quit: by "
-            "itself, where it finds no input, since ranks have no terminal of their own"
+        text = (
+            f"{ranks_text(ranks)} reached a `breakpoint()`, and the debugger was quit; it quits on "
+            "its own without input, and ranks have no terminal of their own"
         )
     if first.kind == "exit" and raised_exit(first.rank):
-        reported = f"{EXIT_RAISED}, ended it"
+        text = f"{EXIT_RAISED}, ended it"
     if others:
         late = ranks_text([f.rank.rank for f in others])
-        follow = f"it failed first; what {late} reported came after it"
-        reported = f"{reported}; {follow}" if reported else follow
-    if not reported and behind[0]:
+        follow = f"it failed first; the errors of {late} follow from it"
+        text = f"{text}; {follow}" if text else follow
+    if text:
+        return text
+    if behind[0]:
         return (
             f"an error in the program itself; {ranks_text(behind[0])} had not come {behind[1]} "
             "when the launcher ended it, and may fail here as well"
         )
-    if not reported and len(ranks) > 1:
-        where = " at the same line" if first.location else ""
+    if len(ranks) > 1:
+        where = " on the same line" if first.location else ""
         if run.world_size > len(ranks):
-            do = "fail" if first.exception else "leave like this"
-            return f"these ranks {do}{where}, and no other was seen to"
-        does = "fails" if first.exception else "leaves like this"
-        return f"every one of these ranks {does}{where}: not a fault of one rank"
-    return reported or "an error in the program itself; no other rank failed before"
+            do = "fail" if first.exception else "exit like this"
+            return f"these ranks {do}{where}; no other rank was seen to"
+        does = "fail" if first.exception else "exit like this"
+        return f"all of these ranks {does}{where}: it is not the fault of one rank"
+    return "an error in the program itself; no other rank failed before"
 
 
-def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, alike: bool) -> str:
+def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -> str:
     message = first.message
     if "address already in use" in message.lower():
         return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
     if "inLengthPerRank" in message:
         return (
-            "let every rank expect what the others send: exchange the split sizes first, "
-            "`dist.all_to_all_single(expected, sent)` with one number for each rank"
+            "make output splits match what the other ranks send: exchange the sizes first with "
+            "`dist.all_to_all_single(output_sizes, input_sizes)`, one number for each rank"
         )
     if "LOCAL_RANK" in message:
-        return "start it with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
+        return "launch with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
     if first.kind_raised == QUIT:
         return (
-            "take the `breakpoint()` out; to stop in one rank, call "
+            "remove the `breakpoint()`; to debug one rank, call "
             f"`torch.distributed.breakpoint({ranks[0]})` on every rank: the others wait for it"
         )
     if first.kind_raised in NO_PYTHON:
-        return "mend the text there: every rank that comes to it fails"
-    read = "read the exception" if first.exception else "see what decides to leave here"
-    if len(ranks) == run.world_size and not alike:
-        return f"{read}: ranks have one each, so look at what they do not share (data, paths)"
+        return "correct the syntax: every rank that imports it fails"
+    read = "read the exception" if first.exception else "see why the program exits here"
+    if len(ranks) == run.world_size and not same_text:
+        return f"{read}: each rank has its own, so look at what they do not share (data, paths)"
     if len(ranks) == run.world_size:
-        same = ": it is the same on every rank, and one process alone should show it as well"
+        same = ": it is the same on every rank and should also occur with a single process"
         return read + (same if len(ranks) > 1 else "")
     if _behind(run, first, ranks)[0]:
-        return f"{read}: one process alone may show it as well"
+        return f"{read}: it may also occur with a single process"
     named = ranks_text(ranks)
     if first.worker.startswith("DataLoader"):
         return (
-            f"{read}: look at the samples of {named}'s share; `num_workers=0` shows it without "
-            "a worker"
+            f"{read}: look at the samples in the shard of {named}; `num_workers=0` reproduces it "
+            "without a worker"
         )
     if first.kind_raised == "FileNotFoundError":
         return (
-            f"{read}; if another rank writes the file, put `dist.barrier()` between that and the "
-            f"read, else look for what differs on {named}: its share of the data, its paths"
+            f"{read}; if another rank writes the file, call `dist.barrier()` between the write and "
+            f"the read; otherwise look for what differs on {named}: its data shard, its paths"
         )
     return (
-        f"{read}, then look for what differs on {named}: code that runs only there, its share of "
-        "the data, its paths, its environment"
+        f"{read}, then look for what differs on {named}: code that runs only there, its data "
+        "shard, its paths, its environment"
     )
 
 
@@ -345,11 +378,11 @@ def _received(first: Failure) -> tuple[Related, ...]:
     where = first.received
     if where is None or where == first.location:
         return ()
-    return (Related(f"rank {first.rank.rank} got it from its {first.worker} here", where),)
+    return (Related(f"rank {first.rank.rank} received it from its {first.worker} here", where),)
 
 
 def _traceback(first: Failure) -> Evidence:
-    """The user's lines of a worker's traceback, which the rank's own does not have."""
+    """The user's lines in the traceback of a worker, which the rank's traceback lacks."""
     relayed = first.exception.relayed if first.exception else None
     lines = [f for f in relayed.frames if f.user] if relayed else []
     cwd = first.rank.cwd
@@ -362,11 +395,15 @@ def _traceback(first: Failure) -> Evidence:
 
 
 def _aftermath(first: float | None, others: list[Failure]) -> Evidence:
-    """What the other ranks reported, equal ones folded, with the seconds after the first where it
-    is known when that failed (the end of a process is seen a moment later)."""
+    """What the other ranks reported, equal texts as one row.
+
+    Args:
+        first: when the first rank failed, in seconds since the epoch; None where that is not known
+            (the end of a process is seen a moment later).
+    """
     rows: dict[str, list[Failure]] = {}
     for f in others:
-        text = f.rank.signal or "was told to end" if f.kind == "signal" else f.text
+        text = f.rank.signal or "terminated" if f.kind == "signal" else f.text
         rows.setdefault(text or "", []).append(f)
     if not rows:
         return {}
@@ -387,7 +424,8 @@ def _aftermath(first: float | None, others: list[Failure]) -> Evidence:
 
 
 def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
-    """The rank that torchrun, where it ran, calls the root cause: the first that ended badly."""
+    """The rank that torchrun calls the root cause, if it is another one: the first whose process
+    ended with an error."""
     ends = [
         e
         for node in run.nodes.values()
@@ -402,11 +440,11 @@ def _named_by_torchrun(run: Run, ranks: tuple[int, ...]) -> Evidence:
         return {}
     if "TORCHELASTIC_RUN_ID" not in rank.started.environment:
         return {}
-    return {"torchrun_names": f"rank {first.rank}, whose process was the first to end"}
+    return {"torchrun_names": f"rank {first.rank}, whose process ended first"}
 
 
 def _reported_to_stop(failure: Failure) -> bool:
-    """Whether the program ended by our `FaultFound`, or exited after it caught that."""
+    """Whether ddpdoctor's `FaultFound` ended the program, or it exited after catching that."""
     if failure.exception and not failure.exception.caught:
         return failure.exception.kind == RAISED_BY_US
     return any(e.kind == RAISED_BY_US for e in failure.rank.of(ExceptionRaised))

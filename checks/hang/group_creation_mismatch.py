@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.calls.call_logs import CallRecord, GroupCalls, call_logs
 from ddpdoctor.analysis.control_flow.branches import condition, head_of
 from ddpdoctor.analysis.divergence.divergence import CallDivergence
 from ddpdoctor.analysis.divergence.divergences import divergences
-from ddpdoctor.analysis.divergence.mismatch_report import began, evidence, related
+from ddpdoctor.analysis.divergence.mismatch_report import (
+    NEVER_CREATED,
+    Mismatch,
+    began,
+    evidence,
+    related,
+    standstill,
+)
 from ddpdoctor.analysis.waiting.snapshot import scene
 from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks, ranks_text
+from ddpdoctor.run import Run, fold_ranks, ranks_do, ranks_text
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall",
@@ -22,36 +30,42 @@ CONSEQUENCES = (
 
 
 class GroupCreationMismatch(Check):
-    """Ranks do not make the same process groups in the same order
+    """Ranks do not create the same process groups in the same order
 
     ## What it finds
     `new_group` must be called by *every* rank of the world, members or not, with the same ranks and
-    in the same order. It finds a group that only its members create, and groups made in another
-    order.
+    in the same order. Found are groups that only their members create, and groups that are created
+    in a different order.
 
     ## How it knows
-    Every rank writes down each `new_group` and its members before it makes it. These lists are
-    compared between the ranks, number by number. A group that only some ranks make is told once
-    they wait in there and the others wait elsewhere or are gone, or when the run is over or fails:
-    until then the others may be late. The finding is proven.
+    Every rank records each `new_group` and its members before it calls it. These records are
+    compared between ranks, number by number. A group that only some ranks create is reported once
+    they wait in `new_group` and the others wait elsewhere or are gone, or when the run is over or
+    fails: until then the others may only be late. The finding is proven.
 
     ## Why it hurts
-    Groups are matched by their number in order. A rank that leaves one out shifts all that follow:
-    the others wait for it until the timeout, or ranks of two different groups get paired and reduce
-    each other's numbers.
+    Groups are matched by the order of their creation. A rank that skips one shifts all that follow:
+    the others wait for it until the timeout, or ranks of two different groups are matched and
+    reduce each other's data.
 
     ## How to fix it
-    Loop over all groups on every rank and keep the one that holds this rank; or make them with
+    Loop over all groups on every rank and keep the one that contains this rank, or create them with
     `use_local_synchronization=True`.
 
     ## When it stays quiet
-    `use_local_synchronization=True`; a rank that is only behind.
+    - Groups created with `use_local_synchronization=True`.
+    - A rank that is only behind.
     """
 
     code = "DDP607"
     name = "group-creation-mismatch"
     family = "hang"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "different-order": "ranks create different groups at the same number",
+        "members-only": "every rank creates only the groups that it is a member of",
+        NEVER_CREATED: "some ranks never create a group that others create",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(CallSite) else "no collective was seen"
@@ -70,33 +84,35 @@ class GroupCreationMismatch(Check):
         sides: dict[tuple[int, ...], list[int]] = {}
         for rank, made in divergence.made.items():
             sides.setdefault(made.signature.ranks, []).append(rank)
-        reported = ", ".join(
-            f"{ranks_text(r)} make{'s' if len(r) == 1 else ''} {_members(members)}"
-            for members, r in sides.items()
+        created = ", ".join(
+            f"{ranks_do(r, 'create')} {_members(members)}" for members, r in sides.items()
         )
         branched = _of_members(divergence)
+        mismatch = Mismatch(divergence)
         cause = (
-            "new_group is a collective of all ranks of the world, members or not, and its calls "
-            "pair by their order"
+            "every rank of the world must call new_group, members or not, and the calls are "
+            "matched by their order"
         )
         return self.finding(
+            rule="members-only" if branched else "different-order",
+            deadlocked=standstill(run, mismatch).deadlocked,
             ranks=tuple(sorted(divergence.made)) if branched else divergence.culprits,
             steps=_late(divergence.place),
             subjects=tuple(_members(members) for members in sides),
             location=divergence.location,
-            label="other ranks make another group here",
+            label="other ranks create a different group",
             related=branched or related(divergence, divergence.place, divergence.location),
-            summary="ranks make different process groups as their number "
-            f"{divergence.index}: {reported}",
-            cause=f"{cause}; here only its members make each" if branched else cause,
+            summary=f"ranks create different process groups at call {divergence.index} of "
+            f"new_group: {created}",
+            cause=f"{cause}; here only its members create each group" if branched else cause,
             fix=_FIX,
             fix_kind=FixKind.TEMPLATE,
-            evidence=evidence(run, (divergence, ())),
+            evidence=evidence(run, mismatch),
             at=began(divergence, run.started),
         )
 
     def _absent(self, run: Run) -> Iterator[Finding]:
-        """Some ranks made more groups than others, which do something else or are gone."""
+        """Some ranks created more groups than others, which are elsewhere or gone."""
         known = call_logs(run)
         logs = next((v for k, v in known.logs.items() if k.name == "new_group"), {})
         made = {r: logs[r].issued if r in logs else 0 for r in run.ranks}
@@ -124,15 +140,16 @@ class GroupCreationMismatch(Check):
         group = f"new_group({_members(place.signature.ranks)})"
         most_ranks = [r for r, n in made.items() if n == most]
         yield self.finding(
+            rule=NEVER_CREATED,
+            deadlocked=stuck,
             ranks=tuple(without if len(without) <= len(most_ranks) else most_ranks),
             steps=_late(place),
             subjects=(_members(place.signature.ranks),),
             location=place.location,
-            label=f"{ranks_text(without)} never {_verb(without, 'make')} this group",
-            summary=f"{ranks_text(without)} never {_verb(without, 'call')} {group}"
-            f", {ranks_text(most_ranks)} {_verb(most_ranks, 'do')}"
-            + _at_present(place, [s.doing for s in elsewhere if not s.gone]),
-            cause="new_group is a collective of all ranks of the world, members or not",
+            label=f"never called by {ranks_text(without)}",
+            summary=f"{ranks_text(most_ranks)} called {group}, but {ranks_text(without)} did not"
+            + _meanwhile([s.doing for s in elsewhere if not s.gone]),
+            cause="every rank of the world must call new_group, members or not",
             fix=_FIX,
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -145,14 +162,14 @@ class GroupCreationMismatch(Check):
 
 
 _FIX = (
-    "call new_group on every rank, in the same order, and keep the group that holds this rank: "
+    "call new_group on every rank, in the same order, and keep the group with this rank: "
     "`for ranks in all_groups: group = dist.new_group(ranks); mine = group if rank in ranks "
     "else mine`; or pass `use_local_synchronization=True`"
 )
 
 
 def _of_members(divergence: CallDivergence) -> tuple[Related, ...]:
-    """The branch by which every rank makes no groups but those that it is in; empty for none."""
+    """The branch by which every rank creates only groups that it is a member of, or empty."""
     found = [(made, condition(made)) for made in divergence.made.values()]
     heads = {around[1].line for _, around in found if around is not None}
     if len(heads) != 1 or any(around is None for _, around in found):
@@ -163,19 +180,15 @@ def _of_members(divergence: CallDivergence) -> tuple[Related, ...]:
     spot = divergence.place.rank.location(place.site) if place else None
     if spot is None or head is None:
         return ()
-    return (Related("lets only the members through", head_of(spot, head)),)
+    return (Related("only members enter this branch", head_of(spot, head)),)
 
 
 def _late(place: CallRecord) -> Steps | None:
-    """The step of a group that is made while the training goes on."""
+    """The step in which a group is created, where training had begun by then."""
     return Steps.of([place.step]) if place.step > 0 else None
 
 
-def _verb(ranks: list[int], verb: str) -> str:
-    return verb if len(ranks) > 1 else "does" if verb == "do" else verb + "s"
-
-
-def _at_present(place: CallRecord, doing: list[str]) -> str:
+def _meanwhile(doing: list[str]) -> str:
     return f" (meanwhile {doing[0]})" if doing else ""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.calls.call_logs import CallRecord, lines
 from ddpdoctor.analysis.calls.rank_conditions import on_rank
@@ -19,13 +21,14 @@ from ddpdoctor.analysis.control_flow.branches import (
 from ddpdoctor.analysis.control_flow.caught_exceptions import caught
 from ddpdoctor.analysis.control_flow.jumps import may_end
 from ddpdoctor.analysis.divergence.loop_exits import (
+    MAY_END,
     LoopExit,
     LoopExitKind,
-    apart_since,
     loop_of_leaver,
     shifted_by_it,
+    uneven_since,
 )
-from ddpdoctor.analysis.divergence.mismatch_report import never_made
+from ddpdoctor.analysis.divergence.mismatch_report import never_created
 from ddpdoctor.analysis.divergence.periodic_calls import HISTORY
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
@@ -40,58 +43,87 @@ from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.analysis.waiting.wait_graph import gone, unanswered, victims, waiting_for
 from ddpdoctor.events import CallSite, RankExiting, Statement
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, fold_ranks, ranks_text, shorten, unfolded
+from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text, shorten
 
-Only = tuple[Location, Statement]
-"""A statement that parts the ranks, and its line."""
+BranchLine = tuple[Location, Statement]
+"""A branch that only some ranks enter, and its line."""
 
-FIX = (
-    "let all ranks do the same number of steps (`DistributedSampler`, `drop_last=True`), share the "
+UNEVEN_SINCE = "apart_since_step"
+"""Name of the evidence from which step on the ranks are in different epochs."""
+
+SAME_STEPS = (
+    "run the same number of steps on all ranks (`DistributedSampler`, `drop_last=True`), share the "
     "decision to stop with `all_reduce`, or wrap the loop in `with Join([model]):`"
 )
-EXIT = (
-    "share the decision to leave with `all_reduce`, and leave the loop on all ranks in the same "
-    "round; let a signal handler do no more than set a flag"
+SAME_ROUND = (
+    "share the decision to exit with `all_reduce`, and leave the loop on all ranks in the same "
+    "round; let a signal handler only set a flag"
 )
-CALLED = (
-    "share the decision to leave with `all_reduce`, and call `{}` on all ranks in the same round; "
-    "where it comes after the loop, let all ranks do the same number of steps "
+SAME_EXIT = (
+    "share the decision to exit with `all_reduce`, and call `{}` on all ranks in the same round; "
+    "where it comes after the loop, run the same number of steps on all ranks "
     "(`DistributedSampler`, `drop_last=True`)"
 )
 
 
+class Departure(enum.Enum):
+    """How ranks left.
+
+    `EXIT_RAISED`: a `SystemExit` of unknown origin. `EXIT_CALLED`: an explicit `sys.exit(0)` or the
+    like. `ENDED`: the program came to its end. `DESTROYED`: they destroyed their process groups,
+    and their processes may have continued.
+    """
+
+    EXIT_RAISED = enum.auto()
+    EXIT_CALLED = enum.auto()
+    ENDED = enum.auto()
+    DESTROYED = enum.auto()
+
+
 class RankExitedEarly(Check):
-    """A rank is done and has left while the others still wait for it
+    """A rank finished and left while others still wait for it
 
     ## What it finds
-    Ranks that left without an error (their loop was shorter, `break`, `return`, `sys.exit(0)`), or
-    destroyed their process group, while others are in a collective that needs them. Where these
-    entered a branch alone (`if rank == 0: evaluate(model)`), and are no more than those that left,
-    they are at fault.
+    Ranks that left without an error (a shorter loop, `break`, `return`, `sys.exit(0)`) or destroyed
+    their process group while others are in a collective that needs them. Where those others entered
+    a branch alone (`if rank == 0: evaluate(model)`) and are no more than the ranks that left, they
+    are at fault.
 
     ## How it knows
-    Each rank writes down every call before it makes it, when it destroys its groups, and how it
-    leaves. At the moment at which the run stands still, or the first rank fails, the ranks that
-    wait in a call are compared with those that have left without an error: one that has not begun
-    that call never will. The finding is proven.
+    Each rank records every call before it makes it, when it destroys its groups, and how it exits.
+    At the moment the run stands still, or the first rank fails, the ranks that wait in a call are
+    compared with those that left without an error: one that has not begun that call never will. The
+    finding is proven.
 
     ## Why it hurts
-    On gloo the ranks that stay get `Connection closed by peer` and are blamed by torchrun; on NCCL
-    they hang until the timeout. The rank at fault ends with status 0.
+    With gloo the remaining ranks get `Connection closed by peer` and torchrun blames them; with
+    NCCL they hang until the timeout. The rank at fault exits with status 0.
 
     ## How to fix it
     Let all ranks leave together: the same number of batches on each (`DistributedSampler`,
-    `drop_last=True`), a decision to stop that all share (`all_reduce` the flag), or
-    `with Join([model]):` for uneven inputs.
+    `drop_last=True`), a shared decision to stop (`all_reduce` the flag), or `with Join([model]):`
+    for uneven inputs.
 
     ## When it stays quiet
-    Ranks that leave together; a rank that left because it failed (that is another finding).
+    - Ranks that leave together.
+    - A rank that left because it failed: see `first-failure`.
     """
 
     code = "DDP604"
     name = "rank-exited-early"
     family = "hang"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "entered-alone": "the ranks that wait entered a branch that the others did not",
+        "branch": "most ranks entered a branch that the ranks that left did not",
+        "skipped-round": "the ranks that left skipped rounds of a loop before",
+        "loop-exit": "the ranks left a loop that others are still in",
+        "exit-raised": "a `SystemExit`, perhaps of a signal handler, ended the ranks",
+        "exit-called": "the ranks called `sys.exit(0)` or the like",
+        "unmatched-message": "a send or receive has no counterpart on a rank that left",
+        "group-destroyed": "the ranks destroyed their process group",
+        "program-ended": "the program ended on these ranks",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(CallSite) else "no collective was seen"
@@ -110,7 +142,7 @@ class RankExitedEarly(Check):
                 yield self._report(now, left, lost)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check in ("rank-missing", "stall") or never_made(other):
+        if other.check in ("rank-missing", "stall") or never_created(other):
             return True
         if shifted_by_it(mine, other):
             return True
@@ -118,10 +150,8 @@ class RankExitedEarly(Check):
             early = other.evidence.get("the_same_values_first_on_ranks")
             if isinstance(early, list) and set(early) == _left_of(mine):
                 return True
-            since = mine.evidence.get("apart_since_step")
-            return (
-                isinstance(since, int) and other.steps is not None and (other.steps.first >= since)
-            )
+            since = mine.evidence.get(UNEVEN_SINCE)
+            return isinstance(since, int) and other.steps is not None and other.steps.first >= since
         return other.check in ("first-failure", "rank-died") and not (
             _left_of(mine) & set(other.ranks)
         )
@@ -135,47 +165,42 @@ class RankExitedEarly(Check):
         call, here = _waited_in(first)
         only = _only_some(now, left[0].rank, first)
         spot, label, loop = (None, "", None) if only else _left_at(left[0].rank, first)
-        related = [Related(f"{ranks_text(others)} still here", here)] if here and spot else []
+        related = []
+        if here and spot:
+            related.append(Related(f"{ranks_do(others, 'wait')} here", here))
         related += [Related(leading(only[1]), only[0])] if only else []
         unsure = loop is not None and loop.how is LoopExitKind.UNKNOWN and loop.place == loop.loop
         if loop and unsure and first.made and (may := may_end(first.made, loop.loop)):
-            related.append(Related("may end a loop sooner on some ranks", may))
-        since = apart_since(left[0].rank, first.rank, loop.loop) if loop else None
-        steps = {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)}
-        still = all(s.waits_for_good for s in (*left, *waiting))
-        who = ranks_text(ranks)
-        leaves, ended = _leaving(left)
-        lacks = _lacks(now, left[0], first)
-        cause = f"{parts(only[1])}; {who} {ended} without" if only else f"{who} {ended} {lacks}"
-        if loop and (loop.ways or loop.exits or loop.how is LoopExitKind.FEWER):
-            mixed = _mixed(left, first, others) if loop.how is LoopExitKind.SKIPPED else ""
-            cause = f"{loop.cause}{mixed}; {cause}"
-        ways = loop.ways if loop else ()
-        why = loop.skips.why if loop and loop.skips else ""
-        if what := why or caught([s.rank for s in left], [s.rank for s in waiting], ways):
-            cause = f"{what}; {cause}"
-        if went_on := [s.rank.rank for s in waiting if s.rank.exit_code == 0]:
-            cause += f"; {ranks_text(went_on)} caught the loss of the connection and went on"
+            related.append(Related(MAY_END, may))
+        since = uneven_since(left[0].rank, first.rank, loop.loop) if loop else None
+        deadlocked = not now.failed and all(s.waits_for_good for s in (*left, *waiting))
         alone = only is not None and len(others) <= len(ranks)
+        departure = _departure(left)
+        rule = "entered-alone" if alone else _rule(only, loop, departure, first)
+        leave = "destroyed the process group"
+        if departure is not Departure.DESTROYED:
+            leave = "leaves" if len(left) == 1 else "leave"
         return self.finding(
+            rule=rule,
+            deadlocked=deadlocked,
             ranks=tuple(others) if alone else ranks,
             steps=first.steps,
             subjects=(first.made.signature.op,) if first.made else (),
             location=spot or here,
             label=label if spot else f"{ranks_text(others)} waited here",
             related=tuple(related),
-            summary=f"{who} {leaves} while {ranks_text(others)} still "
-            f"wait{'s' if len(others) == 1 else ''} for it in {call}",
-            cause=f"{cause}; the errors of {ranks_text(others)} are consequences",
-            fix=_fix(only, loop, left[0].rank, leaves, first),
+            summary=f"{ranks_text(ranks)} {leave} while {ranks_do(others, 'wait')} for "
+            f"{'it' if len(left) == 1 else 'them'} in {call}",
+            cause=_cause(now, left, waiting, only, loop),
+            fix=_fix(rule, only, loop, left[0].rank, first),
             fix_kind=FixKind.CHECK,
             evidence={
                 "left": fold_ranks(ranks),
-                "steps": steps,
-                **({} if since is None else {"apart_since_step": since}),
+                "steps": {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)},
+                **({} if since is None else {UNEVEN_SINCE: since}),
                 **(loop.evidence if loop else {}),
                 **(victims(now, waiting) if first.made else {"waiting_in": call}),
-                "stuck": not now.failed and still,
+                "stuck": deadlocked,
             },
             at=now.at,
         )
@@ -183,58 +208,118 @@ class RankExitedEarly(Check):
 
 def _left_of(mine: Finding) -> set[int]:
     """The ranks that left: they are not at fault where others entered a branch alone."""
-    left = mine.evidence.get("left")
-    return unfolded(left) if isinstance(left, str) else {*mine.ranks}
+    steps = mine.evidence.get("steps")
+    if mine.rule != "entered-alone" or not isinstance(steps, dict):
+        return {*mine.ranks}
+    return {int(rank) for rank in steps} - {*mine.ranks}
+
+
+def _rule(
+    only: BranchLine | None, loop: LoopExit | None, departure: Departure, waiting: RankSnapshot
+) -> str:
+    """Why ranks left too early: a branch or a loop says more than how their processes ended."""
+    if only:
+        return "branch"
+    if loop:
+        return "skipped-round" if loop.skipped else "loop-exit"
+    if departure is Departure.EXIT_RAISED:
+        return "exit-raised"
+    if departure is Departure.EXIT_CALLED:
+        return "exit-called"
+    if waiting.call is not None and waiting.call.index < 0:
+        return "unmatched-message"
+    return "group-destroyed" if departure is Departure.DESTROYED else "program-ended"
+
+
+def _cause(
+    now: Snapshot,
+    left: list[RankSnapshot],
+    waiting: list[RankSnapshot],
+    only: BranchLine | None,
+    loop: LoopExit | None,
+) -> str:
+    first = waiting[0]
+    others = sorted({s.rank.rank for s in waiting})
+    did = f"{ranks_text(s.rank.rank for s in left)} {_ended(left)}"
+    if only:
+        cause = f"{parts(only[1])}; {did} without that call"
+    else:
+        cause = f"{did} {_lacks(now, left[0], first)}"
+    if loop and (loop.ways or loop.exits or loop.how is LoopExitKind.FEWER):
+        mixed = _mixed(left, first, others) if loop.skipped else ""
+        cause = f"{loop.cause}{mixed}; {cause}"
+    ways = loop.ways if loop else ()
+    why = loop.skips.why if loop and loop.skips else ""
+    if what := why or caught([s.rank for s in left], [s.rank for s in waiting], ways):
+        cause = f"{what}; {cause}"
+    if went_on := [s.rank.rank for s in waiting if s.rank.exit_code == 0]:
+        cause += f"; {ranks_text(went_on)} caught the connection error and continued"
+    return f"{cause}; the errors of {ranks_text(others)} follow from this"
 
 
 def _mixed(left: list[RankSnapshot], waiting: RankSnapshot, others: list[int]) -> str:
     """What follows for the rounds after one that was skipped: nothing failed in them."""
     its = "its" if len(left) == 1 else "their"
-    text = f"; from there on {its} rounds meet earlier ones of {ranks_text(others)}"
+    text = f"; from then on {its} rounds are matched with earlier ones of {ranks_text(others)}"
     averages = waiting.made is not None and waiting.made.signature.op == "DDP backward"
-    return text + (", and gradients of different steps are averaged" if averages else "")
+    return text + (", so gradients of different steps are averaged" if averages else "")
 
 
-def _leaving(left: list[RankSnapshot]) -> tuple[str, str]:
-    """What they do while others wait, and how they ended: their processes may have gone on."""
+def _departure(left: list[RankSnapshot]) -> Departure:
     if all(raised_exit(s.rank) for s in left):
-        ended = f"ended by {EXIT_RAISED},"
-        return ("leaves", f"was {ended}") if len(left) == 1 else ("leave", f"were {ended}")
-    calls = {_exit_called(s.rank) for s in left}
-    if len(calls) == 1 and (call := min(calls)):
-        return "leaves" if len(left) == 1 else "leave", f"left by `{call}` with status 0,"
+        return Departure.EXIT_RAISED
+    if len(calls := {_exit_called(s.rank) for s in left}) == 1 and min(calls):
+        return Departure.EXIT_CALLED
     if all(s.rank.of(RankExiting) or s.rank.exit_code == 0 for s in left):
-        return "leaves" if len(left) == 1 else "leave", "ended with status 0"
-    did = "destroyed its process group" if len(left) == 1 else "destroyed their process groups"
-    return did, did
+        return Departure.ENDED
+    return Departure.DESTROYED
+
+
+def _ended(left: list[RankSnapshot]) -> str:
+    """How the ranks ended, after their name; their processes may have continued."""
+    match _departure(left):
+        case Departure.EXIT_RAISED:
+            return f"{'was' if len(left) == 1 else 'were'} ended by {EXIT_RAISED},"
+        case Departure.EXIT_CALLED:
+            return f"called `{_exit_called(left[0].rank)}` and exited with status 0"
+        case Departure.ENDED:
+            return "exited with status 0"
+        case Departure.DESTROYED:
+            return "destroyed the process group"
 
 
 def _exit_called(rank: Rank) -> str:
-    """What the program called to leave, where that is known; empty where it came to its end."""
+    """What the program called to exit (`sys.exit`); empty where it came to its end, or that is not
+    known."""
     leaving = rank.latest(RankExiting)
     return leaving.how if leaving and leaving.site >= 0 and leaving.how != "return" else ""
 
 
 def _lacks(now: Snapshot, leaver: RankSnapshot, waiting: RankSnapshot) -> str:
-    """What it did not do before it left."""
+    """What a rank did not do before it left."""
     if waiting.call is None or waiting.call.index >= 0:
         return "without that call"
     lacking = next((m for m in unanswered(now, waiting) if m.peer is leaver), None)
     rings = [s.rank.ring for s in (leaver, waiting)]
+    # A ring that has wrapped around lacks the first messages, so that they cannot be counted.
     if lacking is None or any(r is None or r.count > len(r.calls) for r in rings):
-        return "while messages were under way"  # or the first are overwritten
+        return "while messages were in flight"
     one, other = leaver.rank.rank, waiting.rank.rank
     match = "received" if lacking.sends else "sent"
     did = "sends" if lacking.sends else "receives"
     here, there = ("from", "to") if lacking.sends else ("to", "from")
     return (
-        f"without a match: it {match} {lacking.theirs} messages {here} rank {other}, which {did} "
-        f"{lacking.mine} {there} rank {one}"
+        f"without a matching call: it {match} {counted(lacking.theirs, 'message')} {here} rank "
+        f"{other}, which {did} {lacking.mine} {there} rank {one}"
     )
 
 
 def _fix(
-    only: Only | None, loop: LoopExit | None, left: Rank, leaves: str, waiting: RankSnapshot
+    rule: str,
+    only: BranchLine | None,
+    loop: LoopExit | None,
+    left: Rank,
+    waiting: RankSnapshot,
 ) -> str:
     if only and waiting.made and waiting.made.signature.op.startswith("DDP"):
         return unwrapped(only[1], waiting.made)
@@ -242,26 +327,27 @@ def _fix(
         return unbranched(only[1], "call it")
     if loop:
         return loop.fix
-    if raised_exit(left):
-        return EXIT
-    if call := _exit_called(left):
-        return CALLED.format(call)
-    if waiting.call is not None and waiting.call.index < 0:
-        return (
-            "let every receive have its send on the other rank, and every send its receive; let "
-            "the ranks meet (`dist.barrier()`) before they leave"
-        )
-    if leaves.startswith("destroyed"):
-        return (
-            "destroy the group when no rank communicates any more: make the same calls on every "
-            "rank before `destroy_process_group()`"
-        )
-    return FIX
+    match rule:
+        case "exit-raised":
+            return SAME_ROUND
+        case "exit-called":
+            return SAME_EXIT.format(_exit_called(left))
+        case "unmatched-message":
+            return (
+                "match every receive with a send on the other rank, and every send with a receive; "
+                "call `dist.barrier()` before the ranks exit"
+            )
+        case "group-destroyed":
+            return (
+                "destroy the group only when no rank communicates any more: make the same calls on "
+                "every rank before `destroy_process_group()`"
+            )
+    return SAME_STEPS
 
 
 def _lost(run: Run, now: Snapshot) -> list[RankSnapshot]:
-    """Ranks that lost their peers in communication of which the record does not tell who lacked,
-    where nothing else failed: it is no call, or one of a wrapped model, or a message."""
+    """Ranks that lost the connection to others where nothing else failed, and where the records do
+    not say which rank was missing: in no call, in one of DDP's, or in a message."""
     found = failures(run)
     if not now.failed or any(f.kind != "lost" for f in found):
         return []
@@ -276,7 +362,7 @@ def _lost(run: Run, now: Snapshot) -> list[RankSnapshot]:
 
 
 def _met(stand: RankSnapshot) -> bool:
-    """Whether a rank was in a collective of its program that no member of the group lacks."""
+    """Whether a rank was in a collective of its program, which no member of the group missed."""
     call, made = stand.call, stand.made
     return (
         call is not None
@@ -286,7 +372,7 @@ def _met(stand: RankSnapshot) -> bool:
 
 
 def _peers(now: Snapshot, lost: list[RankSnapshot]) -> list[RankSnapshot]:
-    """Who may have left them: the members of the groups in which they lost a rank."""
+    """The ranks that left of the groups in which `lost` were."""
     keys = [s.key for s in lost]
     return [
         s
@@ -296,20 +382,20 @@ def _peers(now: Snapshot, lost: list[RankSnapshot]) -> list[RankSnapshot]:
 
 
 def _waited_in(stand: RankSnapshot) -> tuple[str, Location | None]:
-    """What a rank waited in, as far as it is known: `all_reduce (train.py:8)`, and the line."""
+    """What a rank waited in, as far as it is known: `all_reduce (train.py:8)`, and its line."""
     if stand.made:
         return stand.made.place, stand.made.location
     failed = failure(stand.rank)
     here = failed.location if failed else None
     frames = failed.exception.frames if failed and failed.exception else ()
     last = max((n for n, f in enumerate(frames) if f.user), default=-1)
-    name = frames[last + 1].function if last + 1 < len(frames) else "torch's communication"
+    name = frames[last + 1].function if last + 1 < len(frames) else "communication inside torch"
     return f"{name} ({here})" if here else name, here
 
 
-def _only_some(now: Snapshot, leaver: Rank, stand: RankSnapshot) -> Only | None:
-    """The branch around a call that only some enter, and its line, where the rank that left never
-    made that call: its text says so, or the other has made the call before."""
+def _only_some(now: Snapshot, leaver: Rank, stand: RankSnapshot) -> BranchLine | None:
+    """The branch around a call that only some ranks enter, where the rank that left never made that
+    call: its condition is on the rank, or the other rank made the call before."""
     if stand.made:
         if any(lines(leaver, site) == stand.made.text for site in leaver.of(CallSite)):
             return None
@@ -321,7 +407,7 @@ def _only_some(now: Snapshot, leaver: Rank, stand: RankSnapshot) -> Only | None:
             return None
         line = found[1].line
         if any(is_inside(leaver, site, spot.file, line) for site in leaver.of(CallSite)):
-            return None  # the other was in there, too
+            return None  # the rank that left was in there, too
         return head_of(spot, found[1]), found[1]
     raised = stand.rank.exception
     for frame in reversed(raised.frames if raised else ()):
@@ -341,7 +427,7 @@ def _made_before(now: Snapshot, stand: RankSnapshot, made: CallRecord) -> bool:
 
 
 def _well(rank: Rank) -> bool:
-    """Whether a rank left without an error of its own."""
+    """Whether a rank left without an error."""
     if failure(rank) is not None or rank.exception is not None:
         return False
     leaving = rank.latest(RankExiting)
@@ -349,20 +435,21 @@ def _well(rank: Rank) -> bool:
 
 
 def _left_at(rank: Rank, waiting: RankSnapshot) -> tuple[Location | None, str, LoopExit | None]:
-    """The line by which it left: an explicit exit, the loop that ended, the end of its group."""
+    """The line by which a rank left, its label, and the loop that it left, if any: an explicit
+    exit, the end of a loop, or that of its group."""
     leaving = rank.latest(RankExiting)
     if leaving and leaving.how != "return":
-        return rank.location(leaving.site), "left here", None
+        return rank.location(leaving.site), "exited here", None
     last = _last_call(rank, rank.of(CallSite))
     loop = loop_of_leaver(rank, last, waiting.made) if waiting.made else None
     messages = waiting.call is not None and waiting.call.index < 0
     if messages and (loop is None or loop.how is LoopExitKind.UNKNOWN):
-        return None, "", None  # a message that was not sent is in no call of the leaver's
+        return None, "", None  # nothing in the program of the rank that left points at a message
     if loop is not None:
         return loop.place, loop.label, loop
     end = destroyed(rank)
     if end and (spot := rank.location(end.site)):
-        return spot, "destroyed it here", None
+        return spot, "destroyed the group here", None
     return None, "", None
 
 

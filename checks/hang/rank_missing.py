@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.waiting.lock_wait import entering
-from ddpdoctor.analysis.waiting.patience import overdue
+from ddpdoctor.analysis.waiting.patience import Overdue, overdue
 from ddpdoctor.analysis.waiting.sent_signals import stopping
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
 from ddpdoctor.analysis.waiting.wait_graph import (
@@ -18,44 +19,53 @@ from ddpdoctor.analysis.waiting.wait_graph import (
 )
 from ddpdoctor.events import CallSite, InitEntered
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Phase, Rank, Run, fold_ranks, ranks_text
+from ddpdoctor.run import Phase, Rank, Run, fold_ranks, ranks_do, ranks_text, ranks_were
 
 
 class RankMissing(Check):
-    """A rank does not come to the collective in which the others wait
+    """A rank does not reach the collective in which the others wait
 
     ## What it finds
-    Ranks that wait in a collective longer than the stall time, for a rank that is somewhere else:
-    in a loop, a sleep, a lock, a download, in the `backward` of a function of its own, or stopped
-    by a signal, with the line that sent it where a rank did. A thread of that rank that failed
-    before is named with it, and so is a `with` that it waits to enter while others wait inside.
+    Ranks that wait in a collective longer than the stall time for a rank that is somewhere else: in
+    a loop, a sleep, a lock, a download, the `backward` of a custom function, or stopped by a
+    signal, with the line that sent it where a rank did. Also named are a thread of that rank that
+    failed before, and a `with` block that it waits to enter while others wait inside.
 
     ## How it knows
-    Each rank writes down every call before it makes it: those that wait in one are compared with
-    those that have not begun it. The finding is made when that has lasted for the stall time:
-    `--hang-after`, or else the most of 10 s (30 s before training begins), three times the step
-    time, and 1.5 times the longest pause so far that ended well; what is given, or these 10 or 30
-    s, counts six times while all ranks compute. The node's monitor then takes the stacks, and the
-    missing rank's own says where it is. The finding is suspected, and proven where the backend's
-    own timeout ended the wait.
+    Each rank records every call before it makes it: ranks that wait in one are compared with those
+    that have not begun it. The finding is made when that has lasted for the stall time:
+    `--hang-after`, or else the largest of 10 s (30 s before training begins), three times the step
+    time, and 1.5 times the longest pause so far that ended well. While all ranks compute, the given
+    time, or these 10 or 30 s, count six times. The node's monitor then takes the stacks, and the
+    stack of the missing rank shows where it is. The finding is suspected; it is proven where the
+    backend's own timeout ended the wait.
 
     ## Why it hurts
     Every other rank stands still, and after the backend's timeout the error is raised on the ranks
     that waited, not on the one that is late.
 
     ## How to fix it
-    Look at the line where the missing rank is. If what it does is right and only slow (saving,
-    evaluating, preparing data), raise `timeout=` of `init_process_group`, or let all ranks do it.
+    Look at the line where the missing rank is. If it is right and only slow (saving, evaluating,
+    preparing data), raise `timeout=` of `init_process_group`, or let all ranks do it.
 
     ## When it stays quiet
-    A pause shorter than the stall time; rank 0 saving or evaluating that does come back: the
-    suspicion is withdrawn, and a pause of that length is expected from then on.
+    - A pause shorter than the stall time.
+    - Rank 0 saves or evaluates and comes back: the suspicion is withdrawn, and a pause of that
+      length is expected from then on.
     """
 
     code = "DDP603"
     name = "rank-missing"
     family = "hang"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "lock": "the rank waits to enter a `with` block in which the others wait for it",
+        "failed-thread": "a thread of the rank failed before",
+        "stopped": "a signal or a debugger stopped the rank",
+        "busy": "the rank computes",
+        "idle": "the rank waits and uses no CPU time",
+        "unobserved": "what the rank does was not seen",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(CallSite) else "no collective was seen"
@@ -71,7 +81,7 @@ class RankMissing(Check):
             other.ranks if other.check == "rank-died" else ()
         )
 
-    def _report(self, run: Run, now: Snapshot, absent: list[RankSnapshot], why: str) -> Finding:
+    def _report(self, run: Run, now: Snapshot, absent: list[RankSnapshot], why: Overdue) -> Finding:
         waiting = [s for a in absent for s in waiting_for(now, a)]
         first = waiting[0]
         waited = max(s.still_s for s in waiting)
@@ -80,9 +90,8 @@ class RankMissing(Check):
         inside = absent[0].computes is not None  # in the same call, before it communicates
         call = f"the communication of {call}" if inside else call
         others = sorted({s.rank.rank for s in waiting})
-        be = "is" if len(ranks) == 1 else "are"
-        does = "does not" if len(ranks) == 1 else "do not"
-        it = "it" if len(ranks) == 1 else "they"
+        they_are = "it is" if len(ranks) == 1 else "they are"
+        has_not = "has not" if len(ranks) == 1 else "have not"
         have = "has" if len(others) == 1 else "have"
         here = first.made.location if first.made else None
         where = absent[0].location
@@ -90,8 +99,9 @@ class RankMissing(Check):
         thread = thread_waits.failed(now, absent[0])
         block = entering(absent[0], waiting)
         return self.finding(
+            rule="lock" if block else "failed-thread" if thread else _rule(absent[0]),
             ranks=ranks,
-            confidence=Confidence.PROVEN if why == "timeout" else Confidence.SUSPECTED,
+            confidence=Confidence.PROVEN if why is Overdue.TIMEOUT else Confidence.SUSPECTED,
             steps=absent[0].steps,
             subjects=(first.made.signature.op,) if first.made else (),
             location=sent or where or here,
@@ -99,11 +109,11 @@ class RankMissing(Check):
             related=(
                 *thread_waits.place(thread, absent[0]),
                 *(block.related if block else ()),
-                *((Related(f"{ranks_text(others)} {have} waited here", here),) if here else ()),
+                *((Related(f"{ranks_do(others, 'wait')} here", here),) if here else ()),
             ),
-            summary=f"{ranks_text(ranks)} {does} come to {call}, "
+            summary=f"{ranks_text(ranks)} {has_not} reached {call}, "
             f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
-            f"{it} {be} {absent[0].doing}",
+            f"{they_are} {absent[0].doing}",
             cause=(block.cause if block else _cause(absent[0], why, sender))
             + thread_waits.remark(thread),
             fix=block.fix
@@ -126,51 +136,58 @@ class RankMissing(Check):
         )
 
 
+def _rule(stand: RankSnapshot) -> str:
+    if stand.stopped:
+        return "stopped"
+    if stand.stood is None or stand.cpu is None:
+        return "unobserved"
+    return "busy" if stand.busy else "idle"
+
+
 def _label(stand: RankSnapshot, ranks: tuple[int, ...]) -> str:
     if not stand.location:
         return "never reached"
-    one = len(ranks) == 1
     if stand.surely:
-        return f"{ranks_text(ranks)} {'is' if one else 'are'} here"
-    return f"{ranks_text(ranks)} {'was' if one else 'were'} last seen here"
+        return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} here"
+    return f"{ranks_were(ranks)} last seen here"
 
 
-def _fix(stand: RankSnapshot, waiting: RankSnapshot, why: str, sender: Rank | None) -> str:
+def _fix(stand: RankSnapshot, waiting: RankSnapshot, why: Overdue, sender: Rank | None) -> str:
     if stand.stopped and stand.stood is not None:
         node = f" on {stand.rank.node}" if stand.rank.node else ""
         if stand.stood.state == "t":
-            return f"let the debugger that holds process {stand.stood.pid}{node} go on"
+            return f"continue process {stand.stood.pid}{node} in the debugger that stopped it"
         find_out = (
-            f"see why {ranks_text([sender.rank])} comes to the line above"
+            f"see why {ranks_text([sender.rank])} reaches the line above"
             if sender
             else "find out who stopped it"
         )
         return f"continue it with `kill -CONT {stand.stood.pid}`{node}, and {find_out}"
     op = waiting.made.signature.op if waiting.made else ""
-    own = op == "monitored_barrier"  # it does not ask the group for how long
+    own = op == "monitored_barrier"  # it has a timeout of its own, not that of the group
     entered = waiting.rank.first(InitEntered)
     default = waiting.key is not None and waiting.key.name == "0"
     asked = entered.timeout_s if entered is not None and default and not own else -1.0
-    than = f" than the {asked:g} s of this group" if why == "timeout" and asked > 0 else ""
+    than = f" (now {asked:g} s)" if why is Overdue.TIMEOUT and asked > 0 else ""
     return (
-        "see what the line does on that rank; if it is right and only slow, give the others more "
-        f"time{than}: `{op if own else 'init_process_group'}(..., timeout=timedelta(hours=2))`"
+        "see what the line does on that rank; if it is right and only slow, raise the timeout"
+        f"{than}: `{op if own else 'init_process_group'}(..., timeout=timedelta(hours=2))`"
     )
 
 
-def _cause(stand: RankSnapshot, why: str, sender: Rank | None) -> str:
+def _cause(stand: RankSnapshot, why: Overdue, sender: Rank | None) -> str:
     if stand.stopped:
         if stand.stood is not None and stand.stood.state == "t":
-            return "a debugger holds its process, which does nothing"
+            return "a debugger stopped its process"
         if sender is not None:
             who = "the program" if sender is stand.rank else ranks_text([sender.rank])
-            return f"its process was stopped by a signal that {who} sent, and does nothing"
-        return "its process was stopped by a signal (`kill -STOP`, Ctrl-Z) and does nothing"
-    what = "it computes all the time" if stand.busy else "it waits there and uses no CPU time"
+            return f"its process is stopped by a signal that {who} sent"
+        return "its process is stopped by a signal (`kill -STOP`, Ctrl-Z)"
+    what = "it computes there" if stand.busy else "it waits there and uses no CPU time"
     if stand.stood is None:
-        what = "what it does was not seen"
+        what = "what it does there was not seen"
     elif stand.cpu is None:
-        what = "whether it computes there or waits was not measured"
-    if why == "timeout":
+        what = "whether it computes or waits there was not measured"
+    if why is Overdue.TIMEOUT:
         return f"{what}; the backend's timeout ended the ranks that waited"
-    return f"{what}; whether it ever comes back cannot be told from outside"
+    return f"{what}; whether it will ever return cannot be seen from outside"

@@ -1,4 +1,4 @@
-"""The calls of every rank, group by group, aligned by their number in the group."""
+"""The collectives of every rank, group by group, aligned by their number in the group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...run import Call, Location, Rank, Run, State
 from .shared_helpers import callers, helpers
 
 NEW_GROUPS = -2
-"""The pseudo group in whose order groups are made (see the probe's tape)."""
+"""The pseudo group whose calls are `new_group` (see the call log of the probe)."""
 
 UNKNOWN = -1
-"""Of a call of which no more than its number is on record (the end of a record was lost)."""
+"""Stands for a call of which only the number is on record (the end of a record was lost)."""
 
 What = tuple[object, ...]
 Text = tuple[str, ...]
@@ -25,7 +25,7 @@ Spots = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """A process group as all its ranks know it."""
+    """A process group, under a name that is the same on all its ranks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -33,7 +33,7 @@ class GroupKey:
 
     def __str__(self) -> str:
         if self.name == "new_group":
-            return "the order in which groups are made"
+            return "new_group"
         return "the default group" if self.name == "0" else f"group {self.name} {list(self.ranks)}"
 
 
@@ -42,12 +42,14 @@ class CallRecord:
     """One call of one rank.
 
     Attributes:
-        what: everything that must agree between the ranks.
-        text: the lines that led to it, as written, innermost first; spots: which these are;
-            key: as in `CallSite`.
-        call: its slot in the ring, while it was there.
-        helpers: how many callers up the line stands that tells this call from others: those
-            beneath are in helpers.
+        index: the number of the call in its group.
+        step: optimizer steps taken before it, -1 where that is not known.
+        what: everything that must be equal on all ranks.
+        text: the source lines that led to it, innermost first; spots: file and line of each.
+        key: as in `CallSite`, the name in a loop over names.
+        call: its slot in the ring, while it is there.
+        helpers: how many callers up the line is that tells this call from others: the lines below
+            are in helpers.
     """
 
     rank: Rank
@@ -68,27 +70,27 @@ class CallRecord:
 
     @property
     def caller(self) -> Location | None:
-        """The line that called the helper it is made in; None where it is in none."""
+        """The line that called the helper in which the call is; None where it is in none."""
         return self.location_at(self.helpers) if self.helpers else None
 
     @property
     def handed(self) -> int:
-        """How many callers up the line stands that made what is passed: those beneath hand it
+        """How many callers up the line is from which the arguments come: lines below only pass them
         on."""
         places = self.site.places if self.site else ()
         lines = takewhile(lambda place: place.hands_on, places)
         return min(sum(1 for _ in lines), max(len(places) - 1, 0))
 
     def location_at(self, depth: int) -> Location | None:
-        """The line `depth` callers up."""
+        """The line `depth` callers up; None beyond the lines on record."""
         if self.site is None or (depth and depth >= len(self.site.places)):
             return None
         return self.rank.location(self.site.places[depth].site if depth else self.site.line)
 
     @property
     def model(self) -> int | None:
-        """Of a call of one wrapped model: how many were wrapped in its group before, which is the
-        same on every rank; None where that is not known."""
+        """The number of the wrapped model that makes the call, in the order of wraps in its group,
+        which is the same on every rank; None where that is not known."""
         wrapped = [w for w in self.rank.of(Wrapped) if w.wrapper == "DistributedDataParallel"]
         mine = next((w for w in wrapped if w.model == self.signature.model), None)
         wrapped = [w for w in wrapped if mine is not None and w.group == mine.group]
@@ -103,7 +105,8 @@ class CallRecord:
 
     @property
     def where(self) -> str:
-        """Its line and, where that is in a helper, whose; empty where it has none."""
+        """The line of the call and, where that is in a helper, the line that called it; empty where
+        it has none."""
         here, caller = self.location, self.caller
         if here is None or caller is None:
             return str(here or "")
@@ -113,11 +116,14 @@ class CallRecord:
 
 @dataclass
 class Segment:
-    """`repeat` times the same calls, from index `first` on.
+    """The same calls `repeat` times, from number `first` on.
 
     Attributes:
-        tokens: of calls and what their lines read, `UNKNOWN` where these need not be the other
-            ranks'; places: of calls and their lines themselves, the same.
+        whats: a number for each distinct call; equal numbers on two ranks are equal calls.
+        tokens: a number for each call and the text of its lines, `UNKNOWN` where that may differ
+            between ranks; places: a number for each call and its lines, likewise.
+        codes: signature and site of each call.
+        step: optimizer steps taken before the first; every: steps from one repetition to the next.
     """
 
     first: int
@@ -149,7 +155,7 @@ class GroupCalls:
         return self.segments[-1].end if self.segments else 0
 
     def number_at(self, index: int) -> int:
-        """Of the first segment that ends after that call."""
+        """The number of the first segment that ends after a call."""
         return bisect_right(self.segments, index, key=lambda s: s.end)
 
     def segment_at(self, index: int) -> Segment | None:
@@ -159,7 +165,7 @@ class GroupCalls:
 
 
 class CallLogs:
-    """The logs of all ranks, by group."""
+    """The calls of all ranks, by group and rank."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -174,14 +180,14 @@ class CallLogs:
             self._read(rank)
 
     def at(self, log: GroupCalls, index: int) -> CallRecord | None:
-        """The call with that number, where it is on record."""
+        """The call with a number; None where it is not on record."""
         made = self.meant(log, index)
         if made is None or made.call is not None:
             return made
         return replace(made, call=_in_ring(log, index))
 
     def meant(self, log: GroupCalls, index: int) -> CallRecord | None:
-        """The same without a look into the ring."""
+        """The call with a number, without its slot in the ring; None where it is not on record."""
         segment = log.segment_at(index)
         if segment is None:
             return None
@@ -194,11 +200,12 @@ class CallLogs:
         return replace(known, index=index, step=step, call=segment.call)
 
     def point_to_point(self, rank: Rank, call: Call) -> CallRecord:
-        """A call that has no number in its group."""
+        """The record of a point-to-point call, which has no number in its group."""
         known = self._made(rank, call.signature, call.site, call.group)
         return replace(known, step=call.step, call=call)
 
     def window(self, log: GroupCalls, first: int, count: int) -> Iterator[CallRecord]:
+        """Up to `count` calls from number `first` on, until one is not on record."""
         for index in range(first, first + count):
             made = self.at(log, index)
             if made is None:
@@ -206,19 +213,19 @@ class CallLogs:
             yield made
 
     def key(self, rank: Rank, group: int) -> GroupKey | None:
-        """What all ranks know a group of this rank by."""
+        """The key of a group of this rank; None where the rank is no member."""
         if group == NEW_GROUPS:
             return GroupKey("new_group", tuple(range(self.run.world_size)))
         ready = next((g for g in rank.of(GroupReady) if g.group == group and g.member), None)
         return GroupKey(ready.name, ready.ranks, ready.backend) if ready else None
 
     def steps_of(self, rank: Rank) -> int:
-        """All steps that a rank took, as they are told."""
+        """The optimizer steps of a rank, as reports count them."""
         known = self._taken(rank)
         return known[-1][1] if known else rank.steps
 
     def _step(self, rank: Rank, taken: int) -> int:
-        """After so many steps of all optimizers together: how many they are as they are told."""
+        """Steps as reports count them, after `taken` steps of all optimizers together."""
         known = self._taken(rank)
         own = known[min(bisect_left(known, (taken, 0)), len(known) - 1)][1] if known else taken
         return min(taken, own)
@@ -293,7 +300,7 @@ class CallLogs:
         log.segments.append(Segment(first, whats, tokens, places, codes, repeat, step, every, call))
 
     def _made(self, rank: Rank, signature: int, site: int, group: int) -> CallRecord:
-        """What stands behind two numbers of a rank, without index."""
+        """The call behind the numbers of a signature and a site; its own number is left at -1."""
         known = self._known.setdefault(rank.rank, {})
         if (signature, site) not in known:
             meant = next((s for s in rank.of(Signature) if s.id == signature), None)
@@ -317,15 +324,18 @@ class CallLogs:
 
 @lru_cache(maxsize=1)
 def call_logs(run: Run) -> CallLogs:
-    """The book of a run; the checks of the family share one."""
+    """The calls of a run, read once for all checks."""
     return CallLogs(run)
 
 
 def first_difference(
     a: GroupCalls, b: GroupCalls, part: Callable[[Segment], tuple[int, ...]], start: int = 0
 ) -> int | None:
-    """The first index from `start` on at which two ranks' calls differ, as far as both are on
-    record."""
+    """The first call from `start` on in which two ranks differ, as far as both are on record.
+
+    Args:
+        part: which numbers of a segment to compare.
+    """
     xs, ys = _rest(a, part, start), _rest(b, part, start)
     x, y = next(xs, None), next(ys, None)
     while x is not None and y is not None:
@@ -346,8 +356,8 @@ def first_difference(
 
 
 def _steps(rank: Rank) -> list[tuple[int, int]]:
-    """Steps of all optimizers together, and of the one that had taken the most by then; of each of
-    those that follow each other."""
+    """Pairs of steps of all optimizers together, and steps as reports count them: of the optimizer
+    with the most, summed over optimizers that follow each other. Empty for a single optimizer."""
     reported = rank.of(StepDone)
     last = {e.optimizer: e.at for e in reported}
     found, every, before, most = [(0, 0)], 0, 0, 0
@@ -363,7 +373,7 @@ def _steps(rank: Rank) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """`repeat` times the same values; `end`: of the first time."""
+    """The same values `repeat` times; `end` is that of the first time."""
 
     first: int
     values: tuple[int, ...]
@@ -374,7 +384,7 @@ class _Part:
         return self.first + len(self.values)
 
     def past(self, times: int) -> _Part | None:
-        """What is left after so many times."""
+        """The rest after a number of repetitions; None where nothing is left."""
         if self.repeat <= times:
             return None
         return _Part(self.first + times * len(self.values), self.values, self.repeat - times)
@@ -383,7 +393,7 @@ class _Part:
 def _rest(
     log: GroupCalls, part: Callable[[Segment], tuple[int, ...]], start: int
 ) -> Iterator[_Part]:
-    """What a log holds from the time on that `start` is in."""
+    """The values of a log from the repetition on that contains call `start`."""
     for number in range(log.number_at(start), len(log.segments)):
         segment = log.segments[number]
         values = part(segment)
@@ -392,8 +402,8 @@ def _rest(
 
 
 def _by_lines(made: CallRecord) -> bool:
-    """Whether its lines say which call it is: a callback of a communication hook has none where one
-    of the backend's threads runs it."""
+    """Whether the lines of a call tell which one it is: a callback of a communication hook has none
+    where a thread of the backend runs it."""
     return bool(made.text) and not (made.site is not None and made.site.shadows)
 
 
@@ -431,7 +441,7 @@ def _what(signature: Signature, key: GroupKey | None) -> What:
 
 
 def lines(rank: Rank, site: CallSite | None) -> Text:
-    """The lines that led to a call, as written, innermost first."""
+    """The source lines that led to a call, innermost first."""
     found = _spots(rank, site)
     return tuple(spot.source.strip() or f"{spot.file}:{spot.line}" for spot in found)
 

@@ -1,4 +1,4 @@
-"""Statements whose text says that only some ranks enter them."""
+"""Statements whose condition asks for the rank."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P
 
 
 def on_rank(inside: tuple[Statement, ...]) -> list[Statement]:
-    """Those of these statements whose text says that only some ranks enter them."""
+    """The statements whose condition asks for the rank, so that only some ranks enter them."""
     heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ", PAST)))
     return [e for e in heads if ON_RANK.search(unquoted(e.text))]
 
 
 def unquoted(text: str) -> str:
-    """A statement without the strings that name no key: `mode == "rank0"` says nothing of ranks."""
+    """A statement without strings that are no keys: `mode == "rank0"` does not ask for the rank."""
     return _STRING.sub(lambda found: found[0] if found["key"] else "", text)
 
 
 def part_on_rank(text: str) -> tuple[str, str] | None:
-    """Of a condition on several things (`if step % n == 0 and rank == 0:`, `past if step % n or
-    rank:`) the one that asks for the rank, and the rest; None where that is not clear."""
+    """The part of a condition that asks for the rank, and the rest; None where that is not clear.
+
+    Examples: `if step % n == 0 and rank == 0:`, `past if step % n or rank:`.
+    """
     code = text.removeprefix(PAST)
     statement: ast.stmt | None = None
     with contextlib.suppress(SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Which lines of the program are in helpers that several others call."""
+"""Lines in helper functions that several other lines call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Spot = tuple[str, int]
 
 
 def callers(run: Run) -> dict[Spot, set[Spot]]:
-    """The lines that led to each line, by way of which any rank came to a call."""
+    """For each line that led to a call on any rank: the lines that called it."""
     found: dict[Spot, set[Spot]] = {}
     for rank in run.ranks.values():
         for site in rank.of(CallSite):
@@ -29,9 +29,11 @@ def _spot(location: Location) -> Spot:
 
 
 def helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) -> int:
-    """How many of the innermost lines are in helpers: outside of loops and of conditions on the
-    rank there, and led to from several lines, or from a function in another file; also by way of
-    lines that hand on what they were given."""
+    """How many of the innermost lines of a call are in helpers.
+
+    A helper is called from several lines or from a function in another file, or only passes on what
+    it was given; its line is in no loop and under no condition on the rank there.
+    """
     found = 0
     for depth, (place, outer) in enumerate(pairwise(site.places if site else ()), 1):
         here, caller = rank.location(place.site), rank.location(outer.site)

@@ -1,5 +1,5 @@
-"""The statements of the program around a call: which branch led there, and whether two calls stand
-on the same lines or in the two arms of one `if`."""
+"""The statements around a call: which branch led there, and whether two calls are on the same lines
+or in two branches of one `if`."""
 
 from __future__ import annotations
 
@@ -26,43 +26,49 @@ _ARMS = ("else:", "elif ", "except", PAST)
 
 
 def parts(head: Statement) -> str:
-    """How a statement parts the ranks."""
+    """How a statement makes ranks diverge."""
     if head.text.startswith(PAST):
-        return f"some ranks leave at `{opener(head)}`, before that call"
+        return f"some ranks leave at `{opener(head)}`, before this call"
     return f"only some ranks enter `{head.text}`"
 
 
 def leading(head: Statement) -> str:
-    """What is written beside it."""
+    """The label of a statement that makes ranks diverge."""
     past = head.text.startswith(PAST)
-    return "some ranks leave here" if past else "the branch that leads there"
+    return "some ranks leave here" if past else "the branch around the call"
 
 
 def unbranched(head: Statement, what: str) -> str:
-    """What to do with a call that a statement keeps from some ranks."""
+    """What to do about a call that some ranks do not make because of a statement.
+
+    Args:
+        what: `call all_reduce`.
+    """
     if found := part_on_rank(head.text):
         part, rest = found
         where_to = f"{'past' if head.text.startswith(PAST) else 'under'} `if {rest}:`"
-        return f"{what} on every rank: put it {where_to} (the same on all), without `{part}`"
+        return f"{what} on every rank: put it {where_to}, without `{part}`"
     out_of = f"out of `{head.text}`"
     if head.text.startswith(PAST):
-        out_of = f"in front of `{opener(head)}`"
+        out_of = f"before `{opener(head)}`"
     shared = ""
     if head.text.startswith(("if ", "elif ", PAST)) and not on_rank((head,)):
-        shared = ", or make its condition from a value that is equal on all (`all_reduce` it first)"
+        shared = (
+            ", or compute its condition from a value equal on all ranks (`all_reduce` it first)"
+        )
     return f"{what} on every rank: move it {out_of}{shared}"
 
 
 def unwrapped(head: Statement, made: CallRecord) -> str:
-    """What to do with a wrapped model, of whose calls this is one, that it keeps from some."""
+    """What to do about a wrapped model that some ranks do not run because of a statement."""
     name = _wrapper(made)
-    inner = f"`{name}.module(...)`" if name else "the module in it (`.module`)"
+    inner = f"`{name}.module(...)`" if name else "the inner module (`.module`)"
     return f"run the wrapped model on every rank, or use {inner} {where(head)}"
 
 
 def _wrapper(made: CallRecord) -> str:
-    """What the program calls the wrapper there, where that is certain: as the line that calls it
-    does, or as the only one that was made."""
+    """The program's name of the wrapped model, as on the line of the call, or the only one; empty
+    where that is not certain."""
     source = made.location.source if made.location else ""
     names = {made.rank.names_of(w)[0] for w in made.rank.of(Wrapped)}
     called = [
@@ -74,14 +80,14 @@ def _wrapper(made: CallRecord) -> str:
 
 
 def where(head: Statement) -> str:
-    """Where the ranks are that a statement lets through."""
+    """Where the ranks are that enter a statement: `` under `if rank == 0:` ``."""
     if head.text.startswith(PAST):
         return f"after `{opener(head)}`"
     return f"under `{head.text}`"
 
 
 def head_of(spot: Location, head: Statement) -> Location:
-    """The line of a statement, given one beneath it."""
+    """The line of a statement, given a line inside of it."""
     if head.text.startswith(PAST):
         return Location(spot.file, head.opener, spot.function, opener(head))
     if head.line == spot.line:
@@ -91,13 +97,15 @@ def head_of(spot: Location, head: Statement) -> Location:
 
 
 def condition(made: CallRecord) -> tuple[Place, Statement] | None:
-    """The statement around a call (or past it) that only some ranks enter, as its text suggests."""
+    """The statement around (or before) a call that only some ranks enter, as its text asks for the
+    rank; None for none."""
     places = made.site.places if made.site else ()
     return _telling((p, head) for p in places for head in on_rank(p.inside))
 
 
 def branch(made: CallRecord) -> tuple[Place, Statement] | None:
-    """The innermost branch around a call that may part the ranks; all run the same program."""
+    """The innermost branch around a call that ranks may take differently; None for none. Branches
+    that ask for the module's name or the number of ranks are the same on all."""
     return _telling(
         (place, head)
         for place in (made.site.places if made.site else ())
@@ -109,30 +117,29 @@ def branch(made: CallRecord) -> tuple[Place, Statement] | None:
 
 
 def _telling(heads: Iterable[tuple[Place, Statement]]) -> tuple[Place, Statement] | None:
-    """The innermost of these whose other arms do not make the same call; the innermost of all where
-    there is none."""
+    """The innermost statement whose other branches do not make the same call, or else the innermost
+    of all; None for none."""
     found = list(heads)
     return next((h for h in found if not h[1].matched), found[0] if found else None)
 
 
 def _on_size(text: str) -> bool:
-    """Whether a statement asks for no more than how many ranks there are, or whether there are
-    several: that is the same on all of them."""
+    """Whether a condition depends on the number of ranks only, or on whether there are several,
+    which is the same on all of them."""
     named = (name for name in _NAME.findall(unquoted(text)) if not _BESIDE.fullmatch(name))
     sizes = [_SIZE.fullmatch(name) is not None for name in named]
     return bool(sizes) and all(sizes)
 
 
 def finalizer(made: CallRecord) -> Location | None:
-    """The line in a `__del__` that led to a call."""
+    """The line in a `__del__` that led to a call; None for none."""
     depths = range(len(made.site.places) if made.site else 0)
     spots = (made.location_at(depth) for depth in depths)
     return next((spot for spot in spots if spot and spot.function == "__del__"), None)
 
 
 def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
-    """Whether a place that communicates, or a line that led to it, is inside the statement at that
-    line."""
+    """Whether a call, or a line that led to it, is inside the statement at a line of a file."""
     return any(
         enclosing.line == line and (at := rank.location(place.site)) and at.file == file
         for place in (site.places if site else ())
@@ -141,7 +148,7 @@ def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
 
 
 def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
-    """The arms of one statement that two calls stand in, where that is so."""
+    """The two branches of one statement in which two calls are; None where they are in no such."""
     ours, theirs = (list(x.site.places) if x.site else [] for x in (m, n))
     if not ours or not theirs:
         return None
@@ -160,7 +167,7 @@ def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
 
 
 def opener(head: Statement) -> str:
-    """The `if` (or `try`) that an arm belongs to; the probe writes it behind `else:`."""
+    """The `if` (or `try:`) to which a branch belongs; the probe records it after `else:`."""
     if head.text.startswith(("try:", "except")):
         return "try:"
     if head.text.startswith(("else:", "elif ")):
@@ -169,22 +176,32 @@ def opener(head: Statement) -> str:
 
 
 def within(made: CallRecord, head: Statement) -> bool:
+    """Whether a call, or a line that led to it, is inside of a statement."""
     return any(head in place.inside for place in (made.site.places if made.site else ()))
 
 
 def avoided(call: CallRecord, made: CallRecord) -> bool:
-    """Whether a rank is past the branch around a call, without that call."""
+    """Whether a rank is past the branch around a call without having made that call.
+
+    Args:
+        call: of another rank; made: the present call of the rank.
+    """
     _, head = branch(call) or (None, None)
     if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):
         return False
-    # The outermost: a generator expression under the branch is a function of its own.
+    # The outermost, as a generator expression in the branch is a function of its own.
     inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
     return passed(made, call, inside[-1])
 
 
 def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> bool:
-    """Whether a rank is further down in a function, or in one that called it, without a call that
-    another makes there."""
+    """Whether a rank is further down in a function, or in one that called it, without having made
+    the call that another rank makes there.
+
+    Args:
+        made: the present call of the rank.
+        inside: the line that led to `call` from which to look; its own line by default.
+    """
     if call.site is None or not call.site.places or made.step != call.step:
         return False
     inside = inside or call.site.places[0]
@@ -198,13 +215,12 @@ def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> b
         if _is_below(made, call.rank, place, around):
             return True
         if any(head.text.startswith(_BRANCHES) for head in around):
-            return False  # that may be what parted them
+            return False  # this branch may have made them diverge
     return False
 
 
 def _is_below(made: CallRecord, rank: Rank, place: Place, around: tuple[Statement, ...]) -> bool:
-    """Whether a rank is further down in the function of a place, inside of all that is around
-    that."""
+    """Whether a call is further down in the function of a place, inside of all of `around`."""
     spot = rank.location(place.site)
     return spot is not None and any(
         at is not None
@@ -217,14 +233,14 @@ def _is_below(made: CallRecord, rank: Rank, place: Place, around: tuple[Statemen
 
 
 def _around(rank: Rank, place: Place) -> tuple[Statement, ...]:
-    """The statements around a place, but for one in whose condition it is."""
+    """The statements around a place, without one in whose condition the place is."""
     spot = rank.location(place.site)
     line = spot.line if spot else -1
     return tuple(h for h in place.inside if h.line != line or not h.text.endswith(":"))
 
 
 def begins_round(made: CallRecord, other: CallRecord) -> bool:
-    """Whether a call comes before another one in the rounds of a loop that both are in."""
+    """Whether a call comes before another one in each round of a loop around both."""
     for place in made.site.places if made.site else ():
         loops = {e.line for e in place.inside if e.text.startswith(("for ", "while "))}
         here = made.rank.location(place.site)
@@ -242,7 +258,7 @@ def _same_place(m: CallRecord, p: Place, n: CallRecord, q: Place) -> bool:
 
 
 def same_lines(m: CallRecord, n: CallRecord) -> bool:
-    """Whether two calls were led to by the same lines."""
+    """Whether the same lines led to two calls."""
     ours, theirs = (x.site.places if x.site else () for x in (m, n))
     return len(ours) == len(theirs) > 0 and all(
         _same_place(m, p, n, q) for p, q in zip(ours, theirs, strict=True)
@@ -250,9 +266,11 @@ def same_lines(m: CallRecord, n: CallRecord) -> bool:
 
 
 def called_apart(made: CallRecord, others: Iterable[CallRecord]) -> int:
-    """How many callers up the outermost line stands, from the caller of a helper down to the call,
-    on which those are not that were led to theirs by other lines; none beyond a branch that may
-    have parted them."""
+    """How many callers up the line is that tells a call in a helper from the calls of other ranks:
+    the outermost one that led to none of theirs; 0 for the call's own line.
+
+    It is not looked for beyond a branch that may have made the ranks diverge.
+    """
     rest = [m for m in others if not same_lines(m, made)]
     theirs = {m.location_at(n) for m in rest for n in range(CALLERS)}
     depths = range(min(made.helpers, _branched(made, rest)), 0, -1)
@@ -260,9 +278,8 @@ def called_apart(made: CallRecord, others: Iterable[CallRecord]) -> int:
 
 
 def _branched(made: CallRecord, rest: list[CallRecord]) -> int:
-    """How many callers up the branch is that leads to a call, `CALLERS` for none: where a condition
-    on the rank does not say who makes it, and the others are not known to enter that branch from
-    other lines."""
+    """How many callers up the branch around a call is; `CALLERS` for none, where its condition is
+    on the rank, and where the other ranks are known to enter the branch from other lines."""
     found = None if condition(made) else branch(made)
     if found is None or made.site is None:
         return CALLERS
@@ -274,7 +291,7 @@ def _branched(made: CallRecord, rest: list[CallRecord]) -> int:
 
 
 def _enters(rank: Rank, file: str, line: int, caller: Location | None) -> bool:
-    """Whether a rank has entered the statement at that line, but never from that caller."""
+    """Whether a rank has entered the statement at a line, but never from this caller."""
     sites = [site for site in rank.of(CallSite) if is_inside(rank, site, file, line)]
     places = (place for site in sites for place in site.places)
     return bool(sites) and all(rank.location(place.site) != caller for place in places)

@@ -1,4 +1,4 @@
-"""What a rank caught, so that it left something out that the others did."""
+"""Exceptions that a rank caught, so that it skipped calls that the others made."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from ..waiting.failures import LOST_PEER
 
 
 def caught(ranks: Iterable[Rank], others: Iterable[Rank], ways: Iterable[Location] = ()) -> str:
-    """`rank 1 caught ValueError: bad sample (data.py:12) in the forward of step 7`, of exceptions
-    that the other ranks did not have; empty where none was seen: those that are raised outside of
-    what is watched are not, unless a handler logs them. Of these, only those of the handlers among
-    these `ways` count."""
+    """`rank 1 caught ValueError: bad sample (data.py:12) in the forward of step 7`, for exceptions
+    that the other ranks did not have; empty where none was seen.
+
+    Exceptions outside of a forward, a backward or a loader are only seen where a handler logs them.
+
+    Args:
+        ways: handlers; what another handler logged does not count.
+    """
     theirs = {_key(rank, event) for rank in others for event in rank.of(ExceptionPassed)}
     for rank in ranks:
         mine = {
@@ -30,7 +34,7 @@ def caught(ranks: Iterable[Rank], others: Iterable[Rank], ways: Iterable[Locatio
 
 
 def caught_text(rank: Rank, events: Sequence[ExceptionPassed]) -> str:
-    """The same of exceptions in their order."""
+    """`rank 1 caught ValueError: bad sample (data.py:12) in the forward of step 7 and 2 more`."""
     first, more = events[0], len(events) - 1
     spot = rank.location(first.site)
     return (
@@ -42,7 +46,7 @@ def caught_text(rank: Rank, events: Sequence[ExceptionPassed]) -> str:
 
 
 def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Location | None:
-    """Which of these ways to cut a round short is the handler that was seen to have it."""
+    """The handler among `ways` that was seen to catch an exception; None for none."""
     if event.where != "handler":
         return None
     tried = rank.location(event.tried)
@@ -59,10 +63,10 @@ def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Loc
 
 @dataclass(frozen=True)
 class ExceptionExit:
-    """An exception led a rank to a call.
+    """An exception that led a rank to a call.
 
     Attributes:
-        head: the `finally` or handler that the call is in.
+        head: the `finally` or handler in which the call is.
     """
 
     rank: Rank
@@ -71,11 +75,11 @@ class ExceptionExit:
 
     @property
     def cause(self) -> str:
-        """`rank 0 came to `finally:` (train.py:100) after ValueError: bad sample (data.py:12)`."""
+        """`rank 0 reached `finally:` (train.py:100) after ValueError: bad sample (data.py:12)`."""
         spot = self.rank.location(self.event.site)
         head = f"`{self.head.source}` ({self.head})"
         return (
-            f"rank {self.rank.rank} came to {head} after {self.event.text}"
+            f"rank {self.rank.rank} reached {head} after {self.event.text}"
             f"{f' ({spot})' if spot else ''}"
         )
 
@@ -83,18 +87,18 @@ class ExceptionExit:
     def fix(self) -> str:
         if self.head.source.startswith("finally"):
             return (
-                "make no collective in `finally`, which runs on the way out of an exception, too: "
-                "move it behind the `try`, so that a rank that fails ends instead"
+                "do not call collectives in `finally`, which also runs when an exception "
+                "propagates: move the call after the `try`, so that a failing rank exits instead"
             )
         return (
-            f"make no collective under `{self.head.source}`, where only a rank that fails comes: "
-            "let it end there, or share with `all_reduce` behind the `try` that one has failed"
+            f"do not call collectives under `{self.head.source}`, which only a failing rank "
+            "enters: let it exit there, or `all_reduce` an error flag after the `try`"
         )
 
 
 def way_out(made: CallRecord) -> ExceptionExit | None:
-    """What led to a call, where it is in a `finally` or a handler and an exception is the last that
-    the rank met before."""
+    """The exception that led to a call in a `finally` or a handler, where nothing happened on the
+    rank in between; None otherwise."""
     rank, call = made.rank, made.call
     if call is None or rank.ring is None:
         return None

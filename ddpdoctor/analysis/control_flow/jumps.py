@@ -1,4 +1,4 @@
-"""The statements that cut a round of a loop short, or end it."""
+"""The statements that skip the rest of a round of a loop, or end the loop."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ Key = tuple[str, int, str]
 """File, line and function of a loop's head."""
 
 SAME_ON_ALL = re.compile(r"for .+ in range\([\d_, ]+\):")
-"""A loop that has as many rounds on every rank."""
+"""A loop with the same number of rounds on every rank."""
 OF_MODEL = re.compile(
     r"for .+ in .*\b(?:params?|param_groups|grads|(?:named_)?(?:parameters|buffers|modules))\b.*:"
 )
-"""A loop over parts of a model."""
+"""A loop over the parts of a model, which are the same on every rank."""
 _ENDLESS = re.compile(r"while (?:True|1):|for .+ in (?:itertools\.)?count\(.*\):")
 
 
 def loops_around(
     rank: Rank, site: CallSite | None
 ) -> Iterator[tuple[Key, Location, int, Statement]]:
+    """The loops around a call, innermost first: key, head, how many callers up, and statement."""
     for depth, place in enumerate(site.places if site else ()):
         spot = rank.location(place.site)
         for around in place.inside if spot else ():
@@ -37,8 +38,12 @@ def loops_around(
 
 
 def in_same_run(rank: Rank, site: CallSite | None, still: CallRecord, loop: Key) -> bool:
-    """Whether a call is in that loop, as another one is, and the same lines led to both: a function
-    that is called from two places has its loop twice."""
+    """Whether two calls are in the same loop, and the same lines led to it: a function that is
+    called from two places runs its loop twice.
+
+    Args:
+        still: the other call, which is in the loop.
+    """
     theirs = [_led_by(still.rank, still.site, d) for d in _depths(still.rank, still.site, loop)]
     return any(
         all(a == b for a, b in zip(_led_by(rank, site, depth), callers, strict=False))
@@ -48,12 +53,12 @@ def in_same_run(rank: Rank, site: CallSite | None, still: CallRecord, loop: Key)
 
 
 def _depths(rank: Rank, site: CallSite | None, loop: Key) -> list[int]:
-    """How many callers up from a call that loop is."""
+    """How many callers up from a call a loop is, once for each time that it is around the call."""
     return [depth for key, _, depth, _ in loops_around(rank, site) if key == loop]
 
 
 def _led_by(rank: Rank, site: CallSite | None, depth: int) -> list[Location | None]:
-    """The lines above so many callers."""
+    """The lines of the callers beyond `depth`, innermost first."""
     return [rank.location(place.site) for place in (site.places if site else ())[depth + 1 :]]
 
 
@@ -62,8 +67,11 @@ def places(made: CallRecord) -> tuple[Place, ...]:
 
 
 def ways_around(made: CallRecord, ends: bool = False) -> tuple[Location, ...]:
-    """The statements that can leave a call out of a round of the loops around it, also those that
-    end a loop where it `ends`."""
+    """The statements that can skip a call in a round of the loops around it.
+
+    Args:
+        ends: count statements that end a loop, too.
+    """
     found = []
     for _, head, depth, around in loops_around(made.rank, made.site):
         spot, place = made.location_at(depth), places(made)[depth]
@@ -76,7 +84,7 @@ def ways_around(made: CallRecord, ends: bool = False) -> tuple[Location, ...]:
 
 
 def ways_out(made: CallRecord, loop: Location) -> tuple[tuple[Location, ...], bool]:
-    """The statements that leave out a call in a loop, and whether one ends the loop."""
+    """The statements that skip a call in a loop, and whether any statement ends the loop."""
     key = (loop.file, loop.line, loop.function)
     inside = [
         (depth, site, around)
@@ -96,7 +104,8 @@ def ways_out(made: CallRecord, loop: Location) -> tuple[tuple[Location, ...], bo
 
 
 def leaves_out(way: Way, line: int, place: Place) -> bool:
-    """Whether a way to end a round leaves out a line: not where it is in another arm of an `if`."""
+    """Whether a statement that ends a round skips a line: not where it is in another branch of the
+    same `if`."""
     other_arm = any(
         arm.opener <= way.line < arm.line
         for arm in place.inside
@@ -106,7 +115,7 @@ def leaves_out(way: Way, line: int, place: Place) -> bool:
 
 
 def depth_in(made: CallRecord, loop: Location) -> int | None:
-    """How many calls deep in a loop a call is made; None where a branch in the loop leads there."""
+    """How many callers up from a call a loop is; None where a branch in the loop leads to it."""
     for depth, place in enumerate(places(made)):
         spot = made.rank.location(place.site)
         for around in place.inside:
@@ -122,19 +131,19 @@ def same_function(a: Location, b: Location) -> bool:
 
 
 def uneven(loop: Location) -> bool:
-    """Whether a loop may have another number of rounds on each rank."""
+    """Whether a loop may have a different number of rounds on each rank."""
     return not SAME_ON_ALL.match(loop.source) and not OF_MODEL.match(loop.source)
 
 
 def whole(made: CallRecord, loop: Location) -> bool:
-    """Whether whoever begins a loop does all of its rounds, and the call in each."""
+    """Whether a rank that begins a loop does all of its rounds, with the call in each."""
     ways, broken = ways_out(made, loop)
     here = depth_in(made, loop) is not None
     return SAME_ON_ALL.match(loop.source) is not None and here and not ways and not broken
 
 
 def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
-    """The handler around a call, in any function, that catches what is raised there."""
+    """The handlers of the innermost `try` around a call, in any function."""
     for place in site.places if site else ():
         spot = rank.location(place.site)
         for around in place.inside if spot else ():
@@ -148,10 +157,14 @@ def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
 def exits(
     leaver: Rank, last: CallSite | None, stay: CallRecord, loop: Location, sure: bool, even: bool
 ) -> tuple[Location, ...]:
-    """The statements one of which ended a loop on a rank that left it after its `last` call, while
-    another one is in a call in there; none where it may as well have been its head, unless the
-    loop is `sure` not to have ended by that, or fewer rounds of one in it, unless these are
-    `even`. Of an exception it may have caught anywhere."""
+    """The statements one of which ended a loop on a rank that left it; none where the loop may as
+    well have ended by its head.
+
+    Args:
+        last: the last call of the rank that left; stay: a call of another rank in the loop.
+        sure: the loop did not end by its head.
+        even: the loops inside of it have the same number of rounds on all ranks.
+    """
     key = (loop.file, loop.line, loop.function)
     ended = {
         way.line: Location(loop.file, way.line, loop.function, way.text)
@@ -179,8 +192,8 @@ def exits(
 
 
 def may_end(stay: CallRecord, loop: Location) -> Location | None:
-    """The statement under a condition that ends a loop around a call, or another one in it, where
-    there is only one."""
+    """The conditional statement that ends a loop around a call, or a loop inside of it; None where
+    there are several."""
     key = (loop.file, loop.line, loop.function)
     within: dict[int, Location] = {}
     for at, head, _, around in loops_around(stay.rank, stay.site):
@@ -193,13 +206,13 @@ def may_end(stay: CallRecord, loop: Location) -> Location | None:
 
 
 def _unseen(rank: Rank, way: Location) -> bool:
-    """Whether it is a handler that no exception was seen to come to."""
+    """Whether a statement is a handler that was not seen to catch anything."""
     passed = rank.of(ExceptionPassed)
     return way.source.startswith("except") and not any(handler(rank, e, [way]) for e in passed)
 
 
 def line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
-    """The line in a loop that leads to a call."""
+    """The line in the function of a loop that leads to a call; None where it is not in the loop."""
     for key, _, depth, _ in loops_around(rank, site):
         spot = rank.location(site.places[depth].site) if site else None
         if key == loop and spot is not None:
@@ -209,16 +222,20 @@ def line_in(rank: Rank, site: CallSite | None, loop: Key) -> int | None:
 
 def has_left(made: CallRecord, still: CallRecord, loop: Key) -> bool:
     """Whether a rank made calls in a loop before, entered by the same lines, and is known to be
-    outside of it now."""
+    outside of the loop now.
+
+    Args:
+        made: its present call; still: a call of another rank in the loop.
+    """
     depth = next(d for key, _, d, _ in loops_around(still.rank, still.site) if key == loop)
     ours, theirs = places(made), places(still)
     here = [n for n, p in enumerate(ours) if _function(made, p) == (loop[0], loop[2])]
     if not here and len(ours) >= CALLERS and not _elsewhere(made, still, depth):
-        return False  # it may be in the loop by a caller that is not on record
+        return False  # it may be in the loop by callers beyond those on record
     for n in here:
         callers = zip(ours[n + 1 :], theirs[depth + 1 :], strict=False)
         if any(made.rank.location(p.site) != still.rank.location(q.site) for p, q in callers):
-            return False  # another call of the function: of the loop in this one it says nothing
+            return False  # another call of the function says nothing about this loop
     rank, until = until_call(made)
     return any(
         site.at <= until and in_same_run(rank, site, still, loop) for site in rank.of(CallSite)
@@ -226,7 +243,7 @@ def has_left(made: CallRecord, still: CallRecord, loop: Key) -> bool:
 
 
 def _elsewhere(made: CallRecord, still: CallRecord, depth: int) -> bool:
-    """Whether another line of a function that leads to the loop leads to a call instead."""
+    """Whether a function that leads to the loop led to the call by another line instead."""
     outer = {still.rank.location(place.site) for place in places(still)[depth + 1 :]}
     return any(
         spot is not None and spot not in outer and any(o and same_function(spot, o) for o in outer)

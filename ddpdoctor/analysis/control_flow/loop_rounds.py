@@ -1,4 +1,4 @@
-"""What the loaders say of the rounds of a loop."""
+"""What the data loaders show about the rounds of a loop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
 
 Leaver = tuple[Rank, float]
-"""A rank, and until when what it did counts: it may have gone on after a call that failed."""
+"""A rank, and until when its events count: it may have continued after a call that failed. In
+seconds on the rank's clock."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration over a loader; `loader` is the same on all ranks."""
+    """One epoch of a loader on a rank.
+
+    Attributes:
+        loader: its line and number, which are the same on all ranks.
+    """
 
     loader: tuple[str, int]
     began: EpochBegan
@@ -27,12 +32,17 @@ class Iteration:
 
 
 def until_call(made: CallRecord) -> Leaver:
+    """The rank of a call, and when that began."""
     return made.rank, made.call.began if made.call else inf
 
 
 def is_last(same: Iteration, mine: list[Iteration]) -> bool:
-    """Whether all after that one are over other loaders, began when it was over, and train
-    nothing: an evaluation follows the loop."""
+    """Whether nothing but an evaluation follows an epoch: all later ones are over other loaders,
+    began when it had ended, and contain no backward.
+
+    Args:
+        same: the epoch; mine: all epochs of the rank, `same` included.
+    """
     over = same.ended.at if same.ended else inf
     return all(
         i.loader != same.loader and i.began.at >= over and not (i.ended and i.ended.backwards)
@@ -41,7 +51,7 @@ def is_last(same: Iteration, mine: list[Iteration]) -> bool:
 
 
 def iterations_of(leaver: Leaver, loop: Location | None) -> list[Iteration]:
-    """The iterations over the loaders of a loop, or over all."""
+    """The epochs of the loaders that a loop runs over; of all loaders where `loop` is None."""
     rank, until = leaver
     made = {e.loader: (str(rank.location(e.site)), e.made) for e in rank.of(LoaderSeen)}
     ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded) if e.at <= until}
@@ -56,7 +66,7 @@ def iterations_of(leaver: Leaver, loop: Location | None) -> list[Iteration]:
 
 
 def skipped_in(leaver: Leaver, iterations: list[Iteration]) -> int:
-    """Batches that no backward followed, of iterations in which one did, as far as is on record."""
+    """Batches without a backward, in epochs in which others had one, as far as is on record."""
     rank, until = leaver
     skipped = 0
     for iteration in iterations:
@@ -64,13 +74,14 @@ def skipped_in(leaver: Leaver, iterations: list[Iteration]) -> int:
         read = (e for e in reversed(rank.of(IndicesRead)) if (e.loader, e.epoch) == number)
         reported = iteration.ended or next((e for e in read if e.at <= until), None)
         if reported is not None and reported.backwards:
-            last = reported is not iteration.ended  # of what came last it is not known yet
+            last = reported is not iteration.ended  # its last batch may still get a backward
             skipped += max(0, reported.batches - reported.backwards - last)
     return skipped
 
 
 def steps_taken(leaver: Leaver) -> str:
-    """`3 of its 6`, of the last iteration in which it skipped one."""
+    """For how many batches a rank took a step in the last epoch in which it skipped one, as `3 of
+    its 6`; `some` if unknown."""
     rank, until = leaver
     ended = [e for e in rank.of(EpochEnded) if e.exhausted and 0 < e.backwards < e.batches]
     ended = [e for e in ended if e.at <= until]

@@ -1,4 +1,4 @@
-"""Batches that ranks took no step for, in iterations in which others left out fewer."""
+"""Batches for which ranks took no optimizer step, in epochs in which others skipped fewer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import inf
 
 from ...events import ExceptionPassed
 from ...report.findings import Related, Steps
-from ...run import Location, Rank, ranks_text
+from ...run import Location, Rank, counted, listed, ranks_text
 from .caught_exceptions import caught_text
 from .loop_rounds import Iteration, Leaver, iterations_of, skipped_in
 
@@ -17,12 +17,12 @@ Caught = tuple[Rank, tuple[ExceptionPassed, ...]]
 
 @dataclass(frozen=True)
 class SkippedBatches:
-    """What the loader of a loop says of it.
+    """What the loader of a loop shows about skipped batches.
 
     Attributes:
-        epochs: rank to the number of iterations in which it left out more batches than another.
-        caught: what these ranks caught meanwhile, where that is why: something each time, and in
-            no other iteration.
+        epochs: rank to the number of epochs in which it skipped more batches than another rank.
+        caught: the exceptions that these ranks caught in them, where that is why: one each time,
+            and none in any other epoch.
     """
 
     epochs: dict[int, int]
@@ -46,23 +46,23 @@ class SkippedBatches:
         """Where the program caught it."""
         for rank, events in self.caught:
             if (spot := rank.location(events[0].tried)) is not None:
-                return (Related("the exception came out of this line, and was caught there", spot),)
+                return (Related("the exception left this line and was caught here", spot),)
         return ()
 
     def before(self, ranks: Iterable[int]) -> str:
-        """What came before the last iteration in which these ranks did."""
+        """Who skipped batches before the last epoch in which these ranks did; empty for none."""
         earlier = {r: n - (r in ranks) for r, n in sorted(self.epochs.items())}
-        reported = [f"{ranks_text([r])} in {n} {_epochs(n)}" for r, n in earlier.items() if n]
+        before = [f"{ranks_text([r])} in {counted(n, 'epoch')}" for r, n in earlier.items() if n]
         return (
-            f"; batches were skipped before by {' and '.join(reported)}, from which on steps for "
-            "different batches met"
-            if reported
+            f"; batches were skipped before by {listed(before)}, and from then on ranks "
+            "synchronised steps of different batches"
+            if before
             else ""
         )
 
 
 def skips(leavers: list[Leaver], loop: Location) -> SkippedBatches:
-    """Of the iterations over the loaders of a loop that several of these ranks did."""
+    """Who skipped batches of a loop, in the epochs of its loaders that all of these ranks did."""
     every = {
         leaver[0].rank: {_key(i): (i, skipped_in(leaver, [i])) for i in iterations_of(leaver, loop)}
         for leaver in leavers
@@ -92,7 +92,7 @@ def _key(iteration: Iteration) -> object:
 
 
 def _caught_in(rank: Rank, iteration: Iteration, until: float) -> list[ExceptionPassed]:
-    """What the program caught and went on, each once."""
+    """The exceptions after which the program continued in that epoch, each once."""
     end = min(iteration.ended.at if iteration.ended else inf, until)
     found = {
         (e.kind, e.message, e.step): e
@@ -100,7 +100,3 @@ def _caught_in(rank: Rank, iteration: Iteration, until: float) -> list[Exception
         if iteration.began.at <= e.at <= end and e.where != "unwinding"
     }
     return list(found.values())
-
-
-def _epochs(count: int) -> str:
-    return "epoch" if count == 1 else "epochs"

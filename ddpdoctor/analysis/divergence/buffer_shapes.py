@@ -1,4 +1,4 @@
-"""Ranks whose buffers of one model are not shaped alike when DDP broadcasts them."""
+"""Buffers of a model that have different shapes on the ranks when DDP broadcasts them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ Buffers = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class SkippedRound:
-    """The first forward in which they differ.
+class BufferMismatch:
+    """The first forward in which the shapes of a model's buffers differ.
 
     Attributes:
-        sent: what each rank hands to DDP; `root` is the rank whose values all get.
-        event: a rank was seen to hand over other shapes than before; rank: one that differs.
+        kind: the class of the model.
+        root: the rank whose buffers DDP broadcasts.
+        sent: the buffers that each rank passes to DDP.
+        event: the record of a rank whose shapes changed; rank: one that differs from the root.
     """
 
     kind: str
@@ -33,7 +35,8 @@ class SkippedRound:
         return tuple(r for r, b in self.sent.items() if _layout(b) != _layout(self.sent[self.root]))
 
     def shapes(self, rank: int) -> dict[str, str]:
-        """Of the buffers that another rank has in another shape, or not at all."""
+        """Name to shape (`12x12`) of a rank's buffers that differ on another rank, or are missing
+        there."""
         others = [{b.name: b.shape for b in buffers} for buffers in self.sent.values()]
         return {
             b.name: "x".join(map(str, b.shape)) or "1"
@@ -42,8 +45,8 @@ class SkippedRound:
         }
 
 
-def apart(run: Run) -> Iterator[SkippedRound]:
-    """One for every model of which ranks broadcast buffers of different shapes."""
+def buffer_mismatches(run: Run) -> Iterator[BufferMismatch]:
+    """One for every model whose buffers have different shapes on the ranks."""
     known = call_logs(run)
     models: dict[object, dict[int, tuple[Rank, Wrapped]]] = {}
     for rank in run.ranks.values():
@@ -56,8 +59,8 @@ def apart(run: Run) -> Iterator[SkippedRound]:
             yield found
 
 
-def _first(members: dict[int, tuple[Rank, Wrapped]]) -> SkippedRound | None:
-    """The first forward in which they differ, of those that all ranks are known to have begun."""
+def _first(members: dict[int, tuple[Rank, Wrapped]]) -> BufferMismatch | None:
+    """The first forward in which they differ, of those that all ranks are known to have started."""
     reported = {
         n: [e for e in r.of(SentBuffers) if e.model == w.model] for n, (r, w) in members.items()
     }
@@ -70,17 +73,17 @@ def _first(members: dict[int, tuple[Rank, Wrapped]]) -> SkippedRound | None:
         culprits = [n for n in now if _layout(now[n]) != _layout(now[root])]
         if culprits:
             rank, wrapped = members[culprits[0]]
-            return SkippedRound(wrapped.kind, root, now, event, rank)
+            return BufferMismatch(wrapped.kind, root, now, event, rank)
     return None
 
 
 def _steps(rank: Rank) -> int:
-    """Of all optimizers."""
+    """Optimizer steps of a rank, of all its optimizers."""
     return max(rank.ring.step if rank.ring else 0, rank.steps)
 
 
 def _sent(wrapped: Wrapped, reported: list[SentBuffers], forward: int) -> Buffers:
-    """What a rank hands to DDP in a forward."""
+    """The buffers that a rank passes to DDP in a forward."""
     last = [e.buffers for e in reported if e.forward <= forward]
     return last[-1] if last else tuple(b for b in wrapped.buffers if not b.ignored)
 

@@ -1,4 +1,4 @@
-"""Where the ranks' calls part: at one number of one group they are not in the same call."""
+"""Where ranks diverge: at one number of one group they are not in the same call."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ..control_flow.jumps import Key, in_same_run
 from .periodic_calls import HISTORY, left_out
 
 WINDOW = 64
+"""Calls around a divergence that are compared: enough for a round of most training loops."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,22 @@ class CallDivergence:
 
     Attributes:
         made: what each rank called there (only ranks with that call on record).
-        differs: names of what differs (`op`, `numel`, `dtype`, ...); empty where everything
-            agrees but the lines: the ranks call the same things in another order.
-        shifted: the ranks' sequences are the same but for calls made by some only, or swapped.
+        differs: names of what differs (`op`, `numel`, `dtype`, ...); empty where only the lines
+            do: the ranks make the same calls in a different order.
+        shifted: the ranks' sequences are the same but for calls that only some make, or swapped.
+        extra: one side makes a call that the other does not.
+        culprits: the ranks at fault; place: the call to point at.
         depth: how many callers up the ranks' lines differ (all may go through one helper).
-        extra: a call that one side makes and the other does not, where that can be told.
         elsewhere: the ranks are on different lines: it is not one call with other arguments.
-        odd: ranks at fault; place: the call a person would point at.
-        left_out: where the ranks at fault left that call out, the earlier rounds in all of which
-            they made it.
-        before: what each rank called before that.
-        width: so many calls on they make the same ones again, 0 where that is not seen.
-        again: the later calls in which they differ in the same way; `steps`: of all of them, up to
-            step `until` where there were too many to look on.
-        after: 1 where these calls come after a step, of which so many were taken by then; 0 where
-            they come in the next one.
-        over: they come after all steps, and outside of the loop of these: they are in none.
+        left_out: where the ranks at fault skipped the call: in how many earlier rounds, all of
+            them, they made it; 0 otherwise.
+        before: what each rank called just before.
+        width: after how many calls they make the same ones again; 0 where that is not seen.
+        again: the later calls in which they differ in the same way; steps: the optimizer steps of
+            all of them, up to step `until` where there were too many to examine.
+        after: 1 where these calls follow the optimizer step in which they are counted; 0 where they
+            precede it.
+        over: they come after all steps, outside of the training loop: they are in no step.
     """
 
     key: GroupKey
@@ -70,9 +71,14 @@ class CallDivergence:
     over: bool = False
 
     def may_be_left(self, still: CallRecord, loop: Key) -> bool:
-        """Whether some may have left a loop before the one that is in it: not where all were
-        outside of it in the call before, or in it from other lines, so that who is in it came anew;
-        nor where another thread makes a call."""
+        """Whether ranks may have left a loop in which another rank is.
+
+        Not where all were outside of it in the call before, or entered it by other lines: then that
+        rank has newly entered it. Nor where another thread makes a call.
+
+        Args:
+            still: the call of the rank in the loop.
+        """
         if len({made.site.thread for made in self.made.values() if made.site}) > 1:
             return False
         return not self.before or any(
@@ -83,39 +89,46 @@ class CallDivergence:
 
     @property
     def when(self) -> Steps | None:
+        """The optimizer steps in which the ranks differ; None for none."""
         found = Steps.of(map(self.step, [self.place.step, *self.steps]))
         if found is None or self.until is None:
             return found
         return Steps(found.first, found.last, found.count, self.until - found.first + 1)
 
     def step(self, taken: int) -> int:
-        """The step of a call before which so many were taken, -1 for none and for unknown."""
+        """The optimizer step of a call, -1 for none and for unknown.
+
+        Args:
+            taken: steps taken before the call.
+        """
         if self.over:
             return -1
         return max(taken - self.after, min(taken, 0))
 
     @property
     def location(self) -> Location | None:
-        """The line to point at: of a helper that all ranks share, or that other ranks are not in,
-        the line that called it; of one that hands on the arguments in which they differ, the line
-        that made these."""
+        """The line to point at.
+
+        For a helper that all ranks share, or that only these ranks are in: the line that called it.
+        For a helper that passes on the arguments in which they differ: the line they come from.
+        """
         depth = self.depth or called_apart(self.place, self.made.values())
         return self.place.location_at(depth or self.handed)
 
     @property
     def handed(self) -> int:
-        """How far up the stack of callers that line is, where all ranks are on the same ones."""
+        """How many callers up the arguments come from, where all ranks are on the same lines."""
         one = self.same_call and len({made.text for made in self.made.values()}) == 1
         return self.place.handed if one else 0
 
     @property
     def same_call(self) -> bool:
-        """Whether it is the same call with other arguments."""
+        """Whether it is the same call with different arguments."""
         return "op" not in self.differs and not self.shifted and not self.elsewhere
 
 
 def _knows_all_of(made: CallRecord, file: str, function: str) -> bool:
-    """Whether a call's lines tell in which statements of a function it is, if in any."""
+    """Whether the lines on record tell in which statements of a function a call is, if in any."""
     places = made.site.places if made.site else ()
     spots = (made.rank.location(place.site) for place in places)
     return 0 < len(places) < CALLERS or any(
@@ -129,16 +142,17 @@ _PARTS = ("op", "numel", "dtype", "device", "reduce_op", "root", "ranks")
 def judge(
     known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int, end: int
 ) -> CallDivergence | None:
-    """The parting at that call, if it is one.
+    """The divergence at a call; None where the ranks do not diverge there.
 
     Args:
-        end: where the calls themselves differ, -1 if they never do.
+        index: the number of the call in the group.
+        end: the first call in which more than the lines differs, -1 if there is none.
     """
     made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
     sides = _sides(made)
     if len(sides) < 2:
         return None
-    # The two largest sides stand for all: who else differs, differs from the larger one too.
+    # The two largest sides stand for all: whatever else differs also differs from the larger one.
     one, other = sides[1], sides[0]
     if index == end and (extra := _too_many(known, key, logs, index, (one, other))) is not None:
         return extra
@@ -179,8 +193,7 @@ def judge(
 
 
 def _of_several_models(made: dict[int, CallRecord]) -> bool:
-    """Whether these are what different models communicate themselves, so that the gradients of one
-    are summed up with those of another."""
+    """Whether these are the collectives of different DDP models, whose gradients would be mixed."""
     return len({m.model for m in made.values()} - {None}) > 1
 
 
@@ -191,9 +204,12 @@ def _too_many(
     end: int,
     sides: tuple[list[int], list[int]],
 ) -> CallDivergence | None:
-    """A call too many that was paired with the others' next one of its kind, so that the ranks part
-    only at the `end`: from there on its callers are a call behind, each time on the line on which
-    the others were the call before."""
+    """An extra call that was matched with the next one of its kind, so that the mismatch shows only
+    at `end`; None where there is none.
+
+    From the extra call on, its callers are one call behind, each time on the line on which the
+    others were in the call before.
+    """
     for callers, rest in (sides, sides[::-1]):
         mine, theirs, index = logs[callers[0]], logs[rest[0]], end
         while index > max(0, end - WINDOW):
@@ -217,8 +233,11 @@ def _too_many(
 def _sides(
     made: dict[int, CallRecord], of: Callable[[CallRecord], object] = lambda m: None
 ) -> list[list[int]]:
-    """Ranks that made the same call from lines that read the same, and agree in what is asked `of`
-    them, the largest side first."""
+    """Ranks that made the same call from lines that read the same, the largest side first.
+
+    Args:
+        of: what else has to be equal within a side.
+    """
     sides: dict[object, list[int]] = {}
     hard = len({m.what for m in made.values()}) > 1
     for rank, m in made.items():
@@ -228,7 +247,11 @@ def _sides(
 
 @dataclass(frozen=True)
 class Shift:
-    """How two sequences differ: calls of `a` (or of `b`) that the other side has not there."""
+    """How two sequences differ: calls `start` to `end` of `side`, which the other lacks there.
+
+    Attributes:
+        only_one_side: the other side does not make these calls at another place near by either.
+    """
 
     side: str
     start: int
@@ -237,19 +260,19 @@ class Shift:
 
 
 def _shift(a: list[CallRecord], b: list[CallRecord]) -> Shift | None:
-    """The first calls that one side has and the other not; None where the calls only differ.
+    """The first calls that one side has and the other does not; None where the calls only differ.
 
-    `if rank == 0: broadcast(x) else: broadcast(y)` puts different lines at the same numbers and is
-    right: nothing is inserted, nothing left out.
+    `if rank == 0: broadcast(x) else: broadcast(y)` has different lines at the same numbers and is
+    correct: nothing is inserted, nothing missing.
     """
-    xs, ys = _alike(a, b)
+    xs, ys = _tokens(a, b)
     blocks = SequenceMatcher(None, xs, ys, autojunk=False).get_opcodes()
     for at, (kind, i1, i2, j1, j2) in enumerate(blocks):
         if kind == "equal" or (kind == "replace" and i2 - i1 == j2 - j1):
             continue
         after = next(((i, j) for k, i, _, j, _ in blocks[at + 1 :] if k == "equal"), None)
         if after is None:
-            return None  # the tail: one side is just further on
+            return None  # the tail: one side is merely ahead
         if a[after[0]].step != b[after[1]].step:
             return None  # the same lines again, in another step
         longer_a = (i2 - i1) >= (j2 - j1)
@@ -259,7 +282,7 @@ def _shift(a: list[CallRecord], b: list[CallRecord]) -> Shift | None:
 
 
 def _swapped(a: list[CallRecord], b: list[CallRecord]) -> bool:
-    """Whether both sides issue the same calls, in another order, before any of these ends."""
+    """Whether both sides issue the same calls in a different order before any of them returns."""
     ours: Counter[object] = Counter()
     theirs: Counter[object] = Counter()
     for count, (m, n) in enumerate(zip(a, b, strict=False), 1):
@@ -271,14 +294,14 @@ def _swapped(a: list[CallRecord], b: list[CallRecord]) -> bool:
 
 
 def _at_once(made: list[CallRecord]) -> bool:
-    """Whether every one of these calls had begun before the first one ended."""
+    """Whether all of these calls were in flight at the same time."""
     calls = [m.call for m in made if m.call is not None]
     last = max((c.began for c in calls), default=0.0)
     return len(calls) == len(made) and all(not c.ended or c.ended >= last for c in calls)
 
 
 def _depth(place: CallRecord, others: list[CallRecord]) -> int:
-    """How far up the stack of callers the lines differ; 0 where the innermost do, or none."""
+    """How many callers up the lines differ; 0 where the innermost do, or none."""
     ours = place.site.places if place.site else ()
     for depth in range(len(ours)):
         here = place.location_at(depth)
@@ -290,14 +313,14 @@ def _depth(place: CallRecord, others: list[CallRecord]) -> int:
 def _moved(
     xs: list[object], ys: list[object], longer_a: bool, i1: int, i2: int, j1: int, j2: int
 ) -> bool:
-    """Whether what one side has more is made by the other as well, at another place near by."""
+    """Whether the other side makes the additional calls of one side, too, at a place near by."""
     if longer_a:
         return any(x in ys[j1 : j1 + 16] for x in xs[i1:i2])
     return any(y in xs[i1 : i1 + 16] for y in ys[j1:j2])
 
 
-def _alike(a: list[CallRecord], b: list[CallRecord]) -> tuple[list[object], list[object]]:
-    """Tokens of both sides; the arms of one `if` that stand for each other count as equal."""
+def _tokens(a: list[CallRecord], b: list[CallRecord]) -> tuple[list[object], list[object]]:
+    """Tokens of both sides; corresponding branches of one `if` count as equal."""
     same: dict[object, object] = {}
 
     def token(m: CallRecord) -> object:
@@ -313,15 +336,20 @@ def _alike(a: list[CallRecord], b: list[CallRecord]) -> tuple[list[object], list
             continue
         ours = {token(o) for o in (*a, *b) if within(o, heads[0])}
         theirs = {token(o) for o in (*a, *b) if within(o, heads[1])}
-        # `if r: f(a), f(b)` and `else: f(b), f(a)` are no alternatives but another order.
+        # `if r: f(a), f(b)` and `else: f(b), f(a)` do not correspond: it is a different order.
         if x not in theirs and y not in ours:
             same[y] = x
     return [token(m) for m in a], [token(n) for n in b]
 
 
 def _harmless(a: list[CallRecord], b: list[CallRecord], shift: Shift, end: int) -> bool:
-    """Barriers carry nothing that could get mixed up; but where other calls differ in the `end`
-    because one side is that much behind, it is the barrier that is too many."""
+    """Whether only barriers are shifted, which carry no data that could get mixed up.
+
+    Not where later calls differ because one side is behind by as many: then the barriers are extra.
+
+    Args:
+        end: after how many calls more than the lines differs.
+    """
     longer, shorter = (a, b) if shift.side == "a" else (b, a)
     if not all(m.signature.op in ("barrier", "DDP()") for m in longer[shift.start : shift.end]):
         return False
@@ -379,7 +407,7 @@ def _fault(
 
 
 def _new(made: CallRecord, logs: dict[int, GroupCalls], known: CallLogs, index: int) -> bool:
-    """Whether nobody passed these arguments on that line before."""
+    """Whether no rank passed these arguments on this line before."""
     start = max(0, index - WINDOW)
     return not any(
         m.text == made.text and m.what == made.what
@@ -391,7 +419,11 @@ def _new(made: CallRecord, logs: dict[int, GroupCalls], known: CallLogs, index: 
 def _oddness(
     made: CallRecord, other: CallRecord, others: GroupCalls, known: CallLogs, index: int
 ) -> int:
-    """How much a call looks like the one that should not be there (or not alone)."""
+    """How much a call looks like the one that should not be there.
+
+    A branch on the rank weighs most, then that no rank called it before, then any branch; DDP's own
+    calls come in every step and are rarely at fault.
+    """
     branches = condition(made) is not None or (avoided(made, other) and not arms(made, other))
     seen = any(
         m.text == made.text
@@ -404,8 +436,8 @@ def _oddness(
 def _often(
     made: CallRecord, logs: dict[int, GroupCalls], ranks: list[int], known: CallLogs, index: int
 ) -> int:
-    """How many times this call was made on these lines so far: what comes in every round is less
-    odd than what comes now and then."""
+    """How often a call was made on these lines so far: what comes in every round is less suspect
+    than what comes now and then."""
     start = max(0, index - HISTORY)
     return sum(
         (m.what, m.text) == (made.what, made.text)
@@ -417,13 +449,14 @@ def _often(
 def _minority(
     callers: list[int], rest: list[int], made: CallRecord, known: CallLogs
 ) -> tuple[int, ...]:
+    """The smaller of two sides: the callers, or those that do not make the call."""
     if len(rest) < len(callers):
         return tuple(sorted(rest))
     return tuple(sorted(callers))
 
 
 def describe_sides(divergence: CallDivergence) -> Iterator[tuple[list[int], CallRecord]]:
-    """Who was in which call, the ranks at fault first."""
+    """The ranks of each side and their call, the ranks at fault first."""
     sides = _sides(divergence.made, lambda m: (m.location, m.key))
     for side in sorted(sides, key=lambda s: s[0] not in divergence.culprits):
         yield side, divergence.made[side[0]]

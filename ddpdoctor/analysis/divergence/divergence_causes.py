@@ -1,4 +1,4 @@
-"""What parted the ranks: a branch that only some take, or an exception that only some had."""
+"""What made ranks diverge: a branch that only some take, or an exception that only some had."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .divergence import CallDivergence
 
 
 def entered(divergence: CallDivergence) -> tuple[Place, Statement] | None:
-    """The branch that only the ranks at fault took: its text says so, or the others are past it in
-    the same step and never made that call."""
+    """The branch that only the ranks at fault took: its condition is on the rank, or the others are
+    past it in the same step and never made the call. None where no branch explains it."""
     place = divergence.place
     said = condition(place)
     found = said or branch(place)
@@ -28,8 +28,8 @@ def entered(divergence: CallDivergence) -> tuple[Place, Statement] | None:
 
 
 def by_their_rank(divergence: CallDivergence) -> bool:
-    """Whether a condition on the rank leads the ranks at fault to a call that no other rank makes
-    at any time: whatever the others may have left, they do not come to it."""
+    """Whether a condition on the rank leads to a call that only the ranks at fault ever make, so
+    that the others have not left a loop around it."""
     said = condition(divergence.place)
     if said is None or around_all(divergence, *said):
         return False
@@ -53,8 +53,7 @@ def opposed(divergence: CallDivergence, place: Place, statement: Statement) -> b
 
 
 def around_all(divergence: CallDivergence, place: Place, statement: Statement) -> bool:
-    """Whether every rank is inside of a statement around the call that is pointed at: it parts
-    nobody."""
+    """Whether every rank is inside of a statement around the call, so that it explains nothing."""
     spot = divergence.place.rank.location(place.site)
     return spot is not None and all(
         is_inside(made.rank, made.site, spot.file, statement.line)
@@ -65,8 +64,9 @@ def around_all(divergence: CallDivergence, place: Place, statement: Statement) -
 def _is_round(
     divergence: CallDivergence, made: CallRecord, place: Place, statement: Statement
 ) -> bool:
-    """Whether a rank is in the next round of a loop around that branch, without the call in it: all
-    were in one call above it, and this rank is in that one, or above it, again."""
+    """Whether a rank is in the next round of a loop around a branch without having made the call in
+    the branch: all ranks were in one call above it before, and this rank is there again, or above.
+    """
     call = divergence.place
     last = next((m for m in divergence.before if m.rank.rank == made.rank.rank), None)
     mine = next((m for m in divergence.before if m.rank.rank == call.rank.rank), None)
@@ -86,9 +86,9 @@ def _is_round(
 
 
 def alone(divergence: CallDivergence) -> CallDivergence:
-    """The same as a call too many, where only the ranks at fault entered the branch around it and
-    no other makes it: that calls of their own read like it, from lines elsewhere, is no other
-    order."""
+    """A copy with an extra call in place of a different order, where only the ranks at fault
+    entered the branch around the call: calls of the others that read the same are on other lines.
+    """
     found = entered(divergence) if divergence.shifted and not divergence.extra else None
     if found is None or opposed(divergence, *found):
         return divergence
@@ -99,7 +99,7 @@ def alone(divergence: CallDivergence) -> CallDivergence:
 
 
 def _makes(rank: Rank, spots: tuple[tuple[str, int], ...]) -> bool:
-    """Whether a rank makes a call on these lines at any time."""
+    """Whether a rank ever makes a call on these lines."""
     return any(
         tuple((at.file, at.line) for p in site.places if (at := rank.location(p.site))) == spots
         for site in rank.of(CallSite)
@@ -108,10 +108,12 @@ def _makes(rank: Rank, spots: tuple[tuple[str, int], ...]) -> bool:
 
 @dataclass(frozen=True)
 class SwallowedException:
-    """A call that some ranks are past without having made it, by a handler and nothing else.
+    """A call that some ranks skipped, where only an exception handler leads around it.
 
     Attributes:
-        made: the call, of one that makes it.
+        ranks: who skipped it.
+        made: the call of a rank that makes it.
+        head: the handler.
     """
 
     ranks: tuple[int, ...]
@@ -121,22 +123,22 @@ class SwallowedException:
     @property
     def cause(self) -> str:
         return (
-            f"{ranks_text(self.ranks)} went on past that call without it: of the statements around "
-            f"it only `{self.head.source}` ({self.head}) leads there, after an exception"
+            f"{ranks_text(self.ranks)} continued without this call: of the statements around it, "
+            f"only `{self.head.source}` ({self.head}) leads past it, after an exception"
         )
 
     @property
     def fix(self) -> str:
         return (
-            f"make no collective inside of a `try` that goes on after an exception: move "
-            f"{self.made.signature.op} out of it, or let `{self.head.source}` raise it again, so "
-            "that a rank that fails ends"
+            "do not call collectives in a `try` that continues after an exception: move "
+            f"{self.made.signature.op} out of it, or re-raise in `{self.head.source}`, so that a "
+            "failing rank exits"
         )
 
 
 def swallowed(divergence: CallDivergence) -> SwallowedException | None:
-    """Who left a call out by an exception that was caught, where the lines leave no other way:
-    those ranks are further down in the function of the `try` around the others' call."""
+    """The ranks that skipped a call because of a caught exception, where nothing else can have led
+    them past it: they are further down in the function of the `try` around the others' call."""
     if divergence.shifted or "op" not in divergence.differs or len(divergence.made) < 2:
         return None
     for made in divergence.made.values():
@@ -151,8 +153,8 @@ def swallowed(divergence: CallDivergence) -> SwallowedException | None:
 
 
 def _handler(made: CallRecord) -> tuple[Place, Location] | None:
-    """The line of a `try` that led to a call, and its handler, where no other statement in the
-    functions from there down to the call can lead around that."""
+    """The place of a call in a `try`, and the handler of that, where no other statement between the
+    `try` and the call can lead around the call."""
     for place in made.site.places if made.site else ():
         spot = made.rank.location(place.site)
         for around in place.inside if spot else ():

@@ -1,5 +1,5 @@
-"""Every time that the ranks part: a mismatch that stopped nothing hides no later one, from which
-what stopped them may follow."""
+"""All divergences of each group, in order, so that a harmless early one does not hide the one that
+caused a hang."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from ..control_flow.branches import arms, begins_round
 from ..control_flow.jumps import loops_around
 from ..waiting.snapshot import scene
 from .divergence import WINDOW, CallDivergence, judge
-from .reordered_calls import turned
+from .reordered_calls import reordered
 
 NEAR = 4
-"""So many calls after the one in which they differ the ranks may stop because of it."""
+"""Calls within which ranks may stop because of a divergence; later stops have another cause."""
 _FAULTS = 8
-"""So many of one group are told."""
+"""Divergences of one group that are reported."""
 _TIMES = 2000
-"""So often it is looked on."""
+"""Calls of one group that are examined for the same divergences."""
 _REACH = 1024
+"""Calls within which ranks have to be in the same call again."""
 _LOOKS = 64
-"""So many differences that mean nothing are passed over at once."""
+"""Harmless differences that are passed over in a row."""
 
 Marks = tuple[object, ...]
 
 
 @lru_cache(maxsize=1)
 def divergences(run: Run) -> tuple[CallDivergence, ...]:
-    """Of every group whose ranks part, in their order; each fault once."""
+    """The divergences of every group, in the order of its calls; each fault once."""
     known = call_logs(run)
     return tuple(
         divergence
@@ -49,13 +50,13 @@ def divergences(run: Run) -> tuple[CallDivergence, ...]:
 
 
 def latest(divergence: CallDivergence, until: int) -> int:
-    """The last call in which they differed so, of those up to that one; -1 for none."""
+    """The last call up to number `until` in which the ranks differed in this way; -1 for none."""
     return max((i for i in (divergence.index, *divergence.again) if i <= until), default=-1)
 
 
 def got_past(run: Run, divergence: CallDivergence) -> bool:
-    """Whether all ranks went on from there together, so that what stops them later has another
-    cause. Calls of a device may have been issued only."""
+    """Whether all ranks continued together after a divergence, so that what stops them later has
+    another cause. Not known for calls on a device, which may only have been issued."""
     if not divergence.width:
         return False
     now = scene(run)
@@ -71,7 +72,7 @@ def got_past(run: Run, divergence: CallDivergence) -> bool:
 
 
 def _reached(log: GroupCalls, wall: float) -> int:
-    """The first call that a rank had not done at that moment."""
+    """The number of the first call that a rank had not completed at a moment."""
     at = wall - log.rank.wall(0.0)
     undone = (
         call.index
@@ -108,15 +109,15 @@ def _of_group(known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls]) -> li
 
 
 def _after(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> int:
-    """1 where the last of these calls comes after the last step, and none has begun another."""
+    """1 where the last of these calls follows the last optimizer step of all ranks; otherwise 0."""
     taken = max(divergence.place.step, *divergence.steps, 0)
     over = (_is_over(known, log, divergence.place, taken) for log in logs.values())
     return int(taken > 0 and all(over))
 
 
 def _is_over(known: CallLogs, log: GroupCalls, made: CallRecord, taken: int) -> bool:
-    """Whether a rank took so many steps and no other was begun by that call: it ended well, or its
-    model averages in every step and has not since."""
+    """Whether a rank took exactly so many steps, and had not begun another one by a call: it ended
+    well, or its model has not averaged gradients since."""
     if known.steps_of(log.rank) != taken or log.rank.state == "finished":
         return known.steps_of(log.rank) == taken
     last = _averaged(known, log)
@@ -124,8 +125,8 @@ def _is_over(known: CallLogs, log: GroupCalls, made: CallRecord, taken: int) -> 
 
 
 def _is_outside(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> bool:
-    """Whether no loop around a call, all of whose callers are on record, is one around the last
-    averaging of gradients."""
+    """Whether the call is outside of the training loop: all its callers are on record, and none of
+    the loops around it is around the last averaging of gradients."""
     place = divergence.place
     last = _averaged(known, logs[place.rank.rank])
     whole = place.site is not None and 0 < len(place.site.places) < CALLERS
@@ -138,7 +139,7 @@ def _loops(made: CallRecord) -> set[tuple[str, int, str]]:
 
 
 def _averaged(known: CallLogs, log: GroupCalls) -> CallRecord | None:
-    """Where DDP last averaged gradients in this group, None where that is long ago."""
+    """The last call in which DDP averaged gradients in this group; None where it is long ago."""
     last = (known.meant(log, i) for i in range(log.issued - 1, log.issued - WINDOW, -1))
     return next((m for m in last if m and m.signature.op == "DDP backward"), None)
 
@@ -150,17 +151,17 @@ def _next(
     start: int,
     judged: dict[Marks, CallDivergence | None],
 ) -> CallDivergence | None:
-    """The first parting from that call on.
+    """The first divergence from call `start` on.
 
     Args:
-        judged: what was found at calls that were marked so.
+        judged: what was found before at calls with these marks; equal marks are not judged again.
     """
-    found = _by_what_they_are(known, key, logs, start, judged)
+    found = _by_calls(known, key, logs, start, judged)
     until = found.index if found else None
-    return _by_their_lines(known, key, logs, start, until, judged) or found
+    return _by_lines(known, key, logs, start, until, judged) or found
 
 
-def _by_their_lines(
+def _by_lines(
     known: CallLogs,
     key: GroupKey,
     logs: dict[int, GroupCalls],
@@ -168,35 +169,35 @@ def _by_their_lines(
     until: int | None,
     judged: dict[Marks, CallDivergence | None],
 ) -> CallDivergence | None:
-    """The first before that call, of those that show in nothing but the numbers of the lines."""
+    """The first divergence before call `until` that shows in the line numbers only."""
     first, *others = (logs[r] for r in sorted(logs))
     for _ in range(_LOOKS):
-        apart = (first_difference(first, o, lambda s: s.places, start) for o in others)
-        index = min((i for i in apart if i is not None), default=None)
+        found = (first_difference(first, o, lambda s: s.places, start) for o in others)
+        index = min((i for i in found if i is not None), default=None)
         if index is None or (until is not None and index >= until):
             break
         marks = tuple(m and (m.what, m.spots, m.key) for m in _there(known, logs, index))
         if marks not in judged:
-            judged[marks] = turned(known, key, logs, index)
+            judged[marks] = reordered(known, key, logs, index)
         if (divergence := judged[marks]) is not None:
             return _again(known, logs, divergence, index)
         start = index + 1
     return None
 
 
-def _by_what_they_are(
+def _by_calls(
     known: CallLogs,
     key: GroupKey,
     logs: dict[int, GroupCalls],
     start: int,
     judged: dict[Marks, CallDivergence | None],
 ) -> CallDivergence | None:
-    """The first that shows in what is called, or in what the lines read."""
+    """The first divergence that shows in what is called, or in the text of the lines."""
     first, *others = (logs[r] for r in sorted(logs))
     hard = (first_difference(first, o, lambda s: s.whats, start) for o in others)
     soft = (first_difference(first, o, lambda s: s.tokens, start) for o in others)
     end = min((i for i in hard if i is not None), default=-1)
-    # A swap of calls that look alike shows in their lines before it shows in anything else.
+    # A swap of calls with equal arguments shows in their lines before it shows in anything else.
     places = {i for i in soft if i is not None and (i <= end or end < 0)}
     for index in sorted(places | ({end} if end >= 0 else set())):
         marks = _marks(known, logs, index)
@@ -222,7 +223,7 @@ def _judged(
 
 
 def _marks(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> Marks:
-    """On which lines every rank is, and whose calls agree."""
+    """The lines of every rank's call, and which ranks' calls are equal."""
     made = _there(known, logs, index)
     whats: dict[object, int] = {}
     return tuple(
@@ -235,7 +236,7 @@ def _there(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> list[Cal
 
 
 def _joined(before: CallDivergence, divergence: CallDivergence) -> CallDivergence:
-    """A fault that is there again."""
+    """A divergence, with a later one of the same kind added."""
     culprits = divergence.culprits if len(divergence.culprits) < len(divergence.made) else ()
     return replace(
         before,
@@ -247,10 +248,10 @@ def _joined(before: CallDivergence, divergence: CallDivergence) -> CallDivergenc
 
 
 def _width(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> int:
-    """After how many calls the ranks are together again, 0 where that is not seen.
+    """After how many calls the ranks make the same ones again; 0 where that is not seen.
 
-    They are where all go on from one line, or one step, to the next one with the same call: none is
-    a call behind.
+    They do where all go on from one line, or one step, to the next with the same call: no rank is a
+    call behind.
     """
     marks = zip(logs.values(), _marks(known, logs, divergence.index), strict=True)
     sides = list({mark: log for log, mark in marks if mark is not None}.values())
@@ -261,21 +262,21 @@ def _width(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDiverge
     for index in range(first, first + _REACH):
         here = [known.meant(log, index) for log in sides]
         before = [known.meant(log, index - 1) for log in sides]
-        moved = [not _alike(h, b) for h, b in zip(here, before, strict=True)]
+        moved = [not _same_call(h, b) for h, b in zip(here, before, strict=True)]
         if any(moved):
-            together = all(moved) and all(_alike(here[0], h) for h in here[1:])
+            together = all(moved) and all(_same_call(here[0], h) for h in here[1:])
             return after if together else 0
     return 0
 
 
-def _alike(a: CallRecord | None, b: CallRecord | None) -> bool:
+def _same_call(a: CallRecord | None, b: CallRecord | None) -> bool:
     if a is None or b is None:
         return False
     return a.step == b.step and (a.text == b.text or arms(a, b) is not None)
 
 
 def _swap(known: CallLogs, sides: list[GroupCalls], first: int) -> int:
-    """How many calls it takes until all have made the same ones, in whatever order."""
+    """After how many calls all sides have made the same ones, in whatever order; 0 for never."""
     counts: list[Counter[object]] = [Counter() for _ in sides]
     for index in range(first, first + WINDOW):
         for log, count in zip(sides, counts, strict=True):

@@ -1,5 +1,5 @@
-"""Ranks that wait for each other in a ring, each in a collective of another group than the one it
-waits for."""
+"""Ranks that wait for each other in collectives of different groups: a deadlock of several groups,
+and what led to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ...events import CallSite, Place, Statement
 from ...report.findings import Related
-from ...run import Location, State, ranks_do
+from ...run import Location, State, ranks_do, ranks_text
 from ..control_flow.branches import (
     arms,
     avoided,
@@ -24,18 +24,18 @@ from ..control_flow.jumps import loops_around, may_end
 from ..waiting.snapshot import RankSnapshot, Snapshot
 from ..waiting.wait_graph import victims
 from .divergence import CallDivergence
-from .loop_exits import LoopExit, left_loop
+from .explanations import DEADLOCKED, Rule
+from .loop_exits import MAY_END, LoopExit, left_loop
 from .missing_calls import MissingCall, left_out
-
-FOR_EVER = "none of them can ever finish"
 
 
 @dataclass(frozen=True)
 class GroupBranch:
-    """A call that some make under a branch, past which the others are without it.
+    """A call under a branch that only some ranks entered; the others are past the branch.
 
     Attributes:
-        ranks: the fewer of the two; place, head: the branch.
+        call: a rank that waits in the call; callers: all ranks in it; others: who is past it.
+        place, head: the branch.
     """
 
     call: RankSnapshot
@@ -45,35 +45,40 @@ class GroupBranch:
     head: Statement
 
     @property
-    def ranks(self) -> tuple[int, ...]:
+    def culprits(self) -> tuple[int, ...]:
+        """The fewer of the two sides."""
         rest = tuple(s.rank.rank for s in self.others)
         return rest if len(rest) < len(self.callers) else self.callers
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """Ranks that left a loop, and those that wait for them in it."""
+class GroupLoopExit:
+    """A loop that ranks left while others wait for them in it."""
 
     left: LoopExit
     gone: list[RankSnapshot]
     stay: list[RankSnapshot]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The fewer of the two; all where nothing tells."""
+    def culprits(self) -> tuple[int, ...]:
+        """The fewer of the two sides; both where nothing tells which is at fault."""
         gone, stay = (tuple(s.rank.rank for s in stands) for stands in (self.gone, self.stay))
         if len(gone) == len(stay) and not self.left.blames:
             return tuple(sorted((*gone, *stay)))
         return stay if len(stay) < len(gone) else gone
 
 
-def reported(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
-    """The fields of the finding."""
+def report(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
+    """The fields of the finding.
+
+    Args:
+        ring: ranks in collectives, each of which waits for the next one, the last for the first.
+    """
     if skipped := left_out(now, ring):
-        fields = _left_out(skipped)
+        fields = _missing_call(skipped)
     elif found := _branched(now, ring):
         fields = _in_a_branch(found)
-    elif beyond := _beyond(now, ring):
+    elif beyond := _loop_exit(now, ring):
         fields = _out_of_a_loop(beyond)
     else:
         fields = _in_any_order(now, ring)
@@ -87,25 +92,28 @@ def reported(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
         **victims(now, waiting),
     }
     return fields | {
+        "deadlocked": not now.failed,
         "subjects": tuple(sorted({s.made.signature.op for s in ring if s.made})),
         "at": now.at - max(s.still_s for s in ring),
     }
 
 
-def _left_out(skipped: MissingCall) -> dict[str, Any]:
+def _missing_call(skipped: MissingCall) -> dict[str, Any]:
     stand, waiting = skipped.stand, skipped.waiting
+    rank = stand.rank.rank
     number = f"call {waiting.call.index if waiting.call else -1} of {waiting.key}"
     return {
-        "ranks": (stand.rank.rank,),
+        "rule": Rule.MISSING_CALL.value,
+        "ranks": (rank,),
         "location": waiting.location,
-        "label": f"rank {stand.rank.rank} did not make this call",
+        "label": f"rank {rank} did not make this call",
         "related": _here([stand], waiting.location),
-        "summary": f"rank {stand.rank.rank} left out {number}",
-        "cause": f"rank {stand.rank.rank} made a call of that group before each of its last "
-        f"{skipped.rounds} calls of {stand.made.place if stand.made else 'that line'}, and none "
-        f"before this one; {FOR_EVER}",
-        "fix": f"make every rank of the group call {_op(waiting)} at the same place in each round, "
-        "or none",
+        "summary": f"rank {rank} skipped {number}",
+        "cause": f"in each of its last {skipped.rounds} rounds rank {rank} called this group "
+        f"before {stand.made.place if stand.made else 'that line'}; this time it did not, so "
+        f"{DEADLOCKED}",
+        "fix": f"call {_op(waiting)} at the same point of each round on every rank of the group, "
+        "or on none",
         "evidence": {"earlier_rounds": skipped.rounds},
     }
 
@@ -132,28 +140,31 @@ def _in_a_branch(found: GroupBranch) -> dict[str, Any]:
     spot = found.call.rank.location(found.place.site)
     head = Related(leading(found.head), head_of(spot, found.head)) if spot else None
     return {
-        "ranks": found.ranks,
+        "rule": Rule.BRANCH.value,
+        "ranks": found.culprits,
         "location": found.call.location,
         "label": "not called by every rank",
         "related": (*((head,) if head else ()), *_here(found.others, found.call.location)),
         "summary": f"only some ranks call {_op(found.call)} here",
         "cause": f"{parts(found.head)}, and the others wait further down in a call of another "
-        f"group; {FOR_EVER}",
+        f"group; {DEADLOCKED}",
         "fix": unbranched(found.head, f"call {_op(found.call)}"),
     }
 
 
-def _beyond(now: Snapshot, ring: list[RankSnapshot]) -> Beyond | None:
-    """Who left a loop in which others wait for it; None where that is not clear, or is said of
-    several loops."""
+def _loop_exit(now: Snapshot, ring: list[RankSnapshot]) -> GroupLoopExit | None:
+    """The loop that ranks left while others wait for them in it; None where that is not clear, or
+    holds for several loops."""
     pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
-    found = [beyond for pair in pairs if (beyond := _left(now, *pair)) is not None]
+    found = [left for pair in pairs if (left := _left(now, *pair)) is not None]
     return found[0] if len(found) == 1 else None
 
 
-def _left(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Beyond | None:
-    """The same of a rank, and one that waits for it: not where that one may have come anew to a
-    loop that all were through with."""
+def _left(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> GroupLoopExit | None:
+    """The loop in which `waiting` is and which `stand`, that it waits for, left.
+
+    None where `waiting` may have come anew to a loop that all ranks had finished.
+    """
     key, call, ours, theirs = waiting.key, waiting.call, stand.made, waiting.made
     if key is None or call is None or ours is None or theirs is None:
         return None
@@ -170,11 +181,13 @@ def _left(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Beyond |
         return None
     around = [{at for at, _, _, _ in loops_around(m.rank, m.site)} for m in (ours, theirs)]
     anew = around[0] & around[1] and not left.surely
-    return None if anew or not _stayed(waiting, left.loop) else Beyond(left, gone, stay)
+    if anew or not _stayed(waiting, left.loop):
+        return None
+    return GroupLoopExit(left, gone, stay)
 
 
 def _stayed(stand: RankSnapshot, loop: Location) -> bool:
-    """Whether a rank made no call outside of a loop since its last one like the present one."""
+    """Whether a rank called nothing outside of a loop since it last made its present call."""
     at = stand.call
     calls = stand.rank.ring.calls if stand.rank.ring and at else ()
     earlier = takewhile(lambda c: at is None or c.number != at.number, calls)
@@ -187,21 +200,20 @@ def _stayed(stand: RankSnapshot, loop: Location) -> bool:
     return False
 
 
-def _out_of_a_loop(beyond: Beyond) -> dict[str, Any]:
+def _out_of_a_loop(beyond: GroupLoopExit) -> dict[str, Any]:
     left, first = beyond.left, beyond.stay[0]
     here, may = left.place, may_end(first.made, left.loop) if first.made else None
-    unsure = (
-        () if may is None or may == here else (Related("may end a loop sooner on some ranks", may),)
-    )
+    unsure = () if may is None or may == here else (Related(MAY_END, may),)
     waiting = ranks_do((s.rank.rank for s in beyond.stay), "wait")
-    did = f"left out {_op(first)}" if left.surely else f"left a loop in which {waiting}"
+    did = f"skipped {_op(first)}" if left.surely else f"left a loop in which {waiting}"
     return {
-        "ranks": beyond.ranks,
+        "rule": (Rule.SKIPPED_ROUND if left.skipped else Rule.LOOP_EXIT).value,
+        "ranks": beyond.culprits,
         "location": here,
         "label": left.label,
         "related": (*unsure, *_here([*beyond.stay, *beyond.gone], here)),
         "summary": f"{left.who} {did}",
-        "cause": f"{left.cause}; {FOR_EVER}",
+        "cause": f"{left.cause}; {DEADLOCKED}",
         "fix": left.fix,
     }
 
@@ -209,26 +221,27 @@ def _out_of_a_loop(beyond: Beyond) -> dict[str, Any]:
 def _in_any_order(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
     ranks = {s.rank.rank for stand in ring for s in _with(now, stand)}
     return {
+        "rule": Rule.GROUP_ORDER.value,
         "ranks": tuple(sorted(ranks)),
         "location": ring[0].location,
-        "label": f"rank {ring[0].rank.rank} waits here",
+        "label": f"{ranks_text([ring[0].rank.rank])} waits here",
         "related": _here([ring[1]], ring[0].location),
         "summary": "ranks wait for each other in different groups",
         "cause": "each waits in one group for a rank that waits in another: they use the groups in "
-        f"different order, or one of them left a call out; {FOR_EVER}",
-        "fix": "use the groups in one order on all ranks, and make each call on every rank of its "
-        "group",
+        f"a different order, or one of them skipped a call; {DEADLOCKED}",
+        "fix": "use the groups in the same order on all ranks, and make each call on every rank of "
+        "its group",
     }
 
 
 def _with(now: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
-    """The ranks that wait in the same call, with this one."""
+    """The ranks that wait in the same call as this one, itself included."""
     index = stand.call.index if stand.call else -1
     return [s for s in now.blocked if s.key == stand.key and s.call and s.call.index == index]
 
 
 def _here(stands: list[RankSnapshot], shown: Location | None) -> tuple[Related, ...]:
-    """The lines that other ranks are at."""
+    """The lines at which ranks wait, but for the line that is shown already."""
     lines: dict[Location, list[int]] = {}
     for stand in stands:
         if stand.location is not None and stand.location != shown:

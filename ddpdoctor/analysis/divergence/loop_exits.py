@@ -10,7 +10,7 @@ from math import inf
 
 from ...events import CALLERS, CallSite, ExceptionPassed
 from ...report.findings import Evidence, Finding
-from ...run import Location, Rank, ranks_text
+from ...run import Location, Rank, ranks_do, ranks_text
 from ..calls.call_logs import CallRecord
 from ..control_flow.branches import condition
 from ..control_flow.caught_exceptions import handler
@@ -40,19 +40,26 @@ from ..control_flow.loop_rounds import (
 from ..control_flow.skipped_batches import SkippedBatches, skips
 from .divergence import CallDivergence
 from .divergence_causes import by_their_rank
-from .skipped_round import apart
+from .skipped_round import skipped_round
 
 SKIPPED_BY = "took_no_step_for_a_batch"
-"""Name of the evidence which ranks did so."""
+"""Name of the evidence which ranks skipped a round."""
+
+MAY_END = "may end the loop earlier on some ranks"
+"""Label of a statement that may have ended a loop."""
+
+_NAMED = 2
+"""Statements named in a sentence."""
 
 
 class LoopExitKind(enum.Enum):
-    """How a rank got out of a loop that another one is still in.
+    """How a rank left a loop that another rank is still in.
 
-    `DRY`: its loader had fewer batches. `FEWER`: it had fewer rounds, whatever they are over.
-    `SKIPPED`: it did all rounds, and in fewer of them what the other does. `BROKE`: it left the
-    very iteration that the other is in. `RAISED`: nothing but an exception ends it early. `OVER`:
-    in good order, the other is in a later one. `UNKNOWN`: no loader tells.
+    `DRY`: its loader had fewer batches. `FEWER`: it had fewer iterations, over whatever. `SKIPPED`:
+    it did all iterations, but skipped in some what the other rank does. `BROKE`: it left the very
+    iteration of the loader that the other rank is in. `RAISED`: only an exception ends the loop
+    early. `OVER`: it finished the loop, the other rank is in a later one. `UNKNOWN`: no loader
+    tells.
     """
 
     DRY = enum.auto()
@@ -66,16 +73,17 @@ class LoopExitKind(enum.Enum):
 
 @dataclass(frozen=True)
 class LoopExit:
-    """A loop that some have left.
+    """A loop that some ranks left, or skipped a round of, while others are in it.
 
     Attributes:
         ranks: who left it.
-        steps: where they skipped some, for how many of their batches they took a step; skips: who
-            did in all iterations.
-        ways: the statements that cut a round short, or that catch what ends it; as `source` what
-            each is under.
-        known: whether all of these ranks did; otherwise some of them, nothing tells which.
-        turn: the branch that shows it, which goes by the number of the round.
+        steps: `3 of its 6`, where they skipped some: for how many of their batches they took a
+            step; skips: who skipped batches in all iterations.
+        ways: the statements that skip the rest of a round, or catch what ends it; their `source` is
+            the condition or handler that each is under.
+        exits: the statements that end the loop.
+        known: all of these ranks did so; otherwise some of them, nothing tells which.
+        turn: the branch that shows the round, as its condition depends on the round's number only.
     """
 
     ranks: list[int]
@@ -89,9 +97,12 @@ class LoopExit:
     skips: SkippedBatches | None = None
 
     @property
+    def skipped(self) -> bool:
+        return self.how is LoopExitKind.SKIPPED
+
+    @property
     def evidence(self) -> Evidence:
-        skipped = self.how is LoopExitKind.SKIPPED and self.known
-        return {SKIPPED_BY: sorted(self.ranks)} if skipped else {}
+        return {SKIPPED_BY: sorted(self.ranks)} if self.skipped and self.known else {}
 
     @property
     def who(self) -> str:
@@ -100,7 +111,7 @@ class LoopExit:
 
     @property
     def place(self) -> Location:
-        """The line to point at."""
+        """The line to point at: the statement that did it, if only one can have, or the loop."""
         lines = self.ways if self.surely else () if self._or_skipped else self.exits
         return lines[0] if len(lines) == 1 else self.loop
 
@@ -113,21 +124,21 @@ class LoopExit:
     def cause(self) -> str:
         """`rank 1 left the loop at train.py:8 before the others`."""
         who = self.who
-        ways = " or ".join(f"`{w.source}` ({w})" for w in self.ways[:2])
-        short = f": {ways} leaves out the rest of one" if ways else ""
-        if self.how is LoopExitKind.SKIPPED and self.steps:
-            batches = f"{who} took a step for only {self.steps} batches"
+        ways = _either(self.ways)
+        short = f": {ways} skips the rest of a round" if ways else ""
+        if self.skipped and self.steps:
+            batches = f"{who} took optimizer steps for only {self.steps} batches"
             before = self.skips.before(self.ranks) if self.skips else ""
             return f"{batches} in the loop at {self.loop}{short}{before}"
-        if self.how is LoopExitKind.SKIPPED:
-            shown = f"; `{self.turn}` goes by the number of the round" if self.turn else ""
+        if self.skipped:
+            shown = f"; `{self.turn}` depends on the number of the round" if self.turn else ""
             return f"{who} skipped rounds of the loop at {self.loop}{short}{shown}"
         if self.how is LoopExitKind.FEWER:
-            return f"{who} had fewer rounds of `{self.loop.source}` ({self.loop})"
+            return f"{who} had fewer iterations of `{self.loop.source}` ({self.loop})"
         if self.how is LoopExitKind.RAISED:
             return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
-        dry = "; its loader had fewer batches there" if self.how is LoopExitKind.DRY else ""
-        exits = " or ".join(f"`{e.source}` ({e})" for e in self.exits[:2])
+        dry = "; its loader had fewer batches" if self.how is LoopExitKind.DRY else ""
+        exits = _either(self.exits)
         ended = f": {exits} ends it" if exits else ""
         or_skipped = f", or skipped a round{short}" if self._or_skipped else ""
         return f"{who} left the loop at {self.loop} before the others{dry}{ended}{or_skipped}"
@@ -137,22 +148,22 @@ class LoopExit:
         who = self.who
         if self.how is LoopExitKind.RAISED:
             return f"{who} caught an exception here"
-        if self.how is LoopExitKind.SKIPPED:
+        if self.skipped:
             if not self.known:
-                return "the rest of a round is skipped here"
+                return "skips the rest of a round"
             rounds = "batches in" if self.steps else "rounds of"
             return (
                 f"{who} skipped {rounds} this loop"
                 if self.place == self.loop
-                else (f"{who} skips the rest of a round here")
+                else f"{ranks_do(self.ranks, 'skip')} the rest of a round here"
             )
         if self.how is LoopExitKind.FEWER:
-            return f"{who} had fewer rounds of this loop"
+            return f"{who} had fewer iterations of this loop"
         return f"{who} left {'this loop' if self.place == self.loop else 'the loop here'}"
 
     @property
     def surely(self) -> bool:
-        """Whether the others are in a round that those who left it had to do, too."""
+        """Whether those who left had to do the round that the others are in, too."""
         return self.how in (LoopExitKind.SKIPPED, LoopExitKind.RAISED)
 
     @property
@@ -166,42 +177,48 @@ class LoopExit:
         if self.how is LoopExitKind.DRY:
             return (
                 "give every rank the same number of batches (`DistributedSampler`, "
-                "`drop_last=True`), or train inside `with Join([model]):`, which covers no "
-                "collective of your own and does not copy the optimizer's state"
+                "`drop_last=True`), or train inside `with Join([model]):`, which covers none of "
+                "your own collectives and does not copy the optimizer's state"
             )
-        alone = f"let no rank skip a {'batch' if self.steps else 'round'} alone: "
         if self.how is LoopExitKind.FEWER:
             return (
-                "let that loop have as many rounds on every rank: agree on the smallest number of "
-                "items (`all_reduce` with `ReduceOp.MIN`) and stop there on all of them"
+                "give that loop the same number of iterations on every rank: compute the smallest "
+                "number of items (`all_reduce` with `ReduceOp.MIN`) and stop there on all ranks"
             )
+        alone = f"let no rank skip a {'batch' if self.steps else 'round'} on its own: "
         handled = any(w.source.startswith("except") for w in self.ways)
-        if self.how is LoopExitKind.SKIPPED and (handled or (self.skips and self.skips.caught)):
+        if self.skipped and (handled or (self.skips and self.skips.caught)):
             return (
-                f"{alone}`all_reduce` a flag on every rank behind the `try`, before any other "
-                "collective, and skip on all of them or on none"
+                f"{alone}`all_reduce` an error flag on every rank after the `try`, before any "
+                "other collective, and skip on all ranks or on none"
             )
-        if self.how is LoopExitKind.SKIPPED:
+        if self.skipped:
             return f"{alone}share the condition with `all_reduce`, or take the step with `loss * 0`"
         if self.how is LoopExitKind.RAISED:
             return (
-                "let an exception end the rank with a bad status (raise it again), so that the "
+                "raise the exception again, so that the rank exits with a non-zero status and the "
                 "launcher ends the others"
             )
         if self.exits and not self._or_skipped:
             return (
-                "decide together: `all_reduce` the decision, or what it is made from, and leave "
-                "the loop on all ranks in the same round"
+                "decide together: `all_reduce` the decision, or what it is computed from, and "
+                "leave the loop on all ranks in the same round"
             )
         return (
-            "let all ranks do the same rounds of the loop and make the same calls in each: compute "
-            "its bounds from values that are equal on all of them, and share a decision to stop or "
-            "to skip (`all_reduce` the condition)"
+            "run the same rounds of the loop, with the same calls in each, on all ranks: compute "
+            "its bounds from values that are equal on all of them, and `all_reduce` any condition "
+            "to stop or to skip"
         )
 
 
+def _either(ways: tuple[Location, ...]) -> str:
+    """`` `if bad:` (train.py:22) or `except ValueError:` (train.py:30)``."""
+    return " or ".join(f"`{w.source}` ({w})" for w in ways[:_NAMED])
+
+
 def left_loop(divergence: CallDivergence) -> LoopExit | None:
-    """The loop that ranks are still in and others have left, None where that is not clear."""
+    """The loop that ranks are in and others have left, or skipped a round of; None where that is
+    not clear."""
     inside: dict[Key, list[int]] = {}
     heads: dict[Key, Location] = {}
     for rank, made in divergence.made.items():
@@ -219,14 +236,15 @@ def left_loop(divergence: CallDivergence) -> LoopExit | None:
         )
         in_another = any(not set(others) & set(stay) for others in inside.values())
         if not rest or (in_another and whole(staying[0], heads[key])):
-            continue  # whoever is in the other one has this before it, or is through with it
+            continue  # ranks in the other loop have this one before them, or have finished it
         may_be = divergence.may_be_left(staying[0], key) or _began(
             divergence, rest, stay, heads[key]
         )
         if may_be and all(has_left(divergence.made[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (
-        _told([until_call(divergence.made[r]) for r in rest], all_) for rest, all_ in loops.items()
+        _reported_loop([until_call(divergence.made[r]) for r in rest], all_)
+        for rest, all_ in loops.items()
     )
     left = next((left for left in found if left is not None), None)
     if left is not None:
@@ -235,24 +253,25 @@ def left_loop(divergence: CallDivergence) -> LoopExit | None:
         left = _with_exits(left, last.rank, last.site, still) if last else left
     if left is not None and left.blames:
         return left
-    if (rounds := apart(divergence)) is not None:
+    if (rounds := skipped_round(divergence)) is not None:
         skipped = LoopExit(rounds.ranks, rounds.loop, LoopExitKind.SKIPPED, ways=rounds.ways)
         return replace(skipped, known=rounds.known, turn=rounds.turn)
     usual = divergence.left_out and left and left.how is LoopExitKind.UNKNOWN
     again = usual or (left is not None and _came_again(divergence, left))
-    return None if again else left  # the others are in a later round of the loop
+    return None if again else left  # then the others are in a later round of the loop
 
 
 def _began(divergence: CallDivergence, left: list[int], stay: list[int], loop: Location) -> bool:
-    """Whether a loader tells that some left the very iteration in which the others are."""
+    """Whether the loaders show that ranks left the very iteration in which the others are."""
     until = {r: until_call(made) for r, made in divergence.made.items()}
     hows = {_how(until[a], until[b], loop, False) for a in left for b in stay}
     return hows <= {LoopExitKind.BROKE, LoopExitKind.DRY, LoopExitKind.SKIPPED}
 
 
 def _came_again(divergence: CallDivergence, left: LoopExit) -> bool:
-    """Whether nothing says that a loop was left too early, but a branch around the call after it
-    that it keeps some from that, and all are in a loop around both."""
+    """Whether the others may be in a later round of an outer loop: nothing says that the loop was
+    left too early, all ranks are in a loop around it, and a branch keeps some from the next call.
+    """
     call = divergence.place
     if left.how is not LoopExitKind.UNKNOWN or left.blames or call.rank.rank not in left.ranks:
         return False
@@ -264,8 +283,8 @@ def _came_again(divergence: CallDivergence, left: LoopExit) -> bool:
 
 
 def blamed(divergence: CallDivergence) -> CallDivergence:
-    """The same, with those who left the loop as the ranks at fault, where it is known how, unless
-    most did, and the call that they left out."""
+    """A copy with those at fault who left the loop, and the call that they skipped, where it is
+    known how they left; unchanged where most ranks left."""
     left = left_loop(divergence)
     if left is not None and not left.known:
         return replace(divergence, culprits=tuple(left.ranks))
@@ -279,13 +298,18 @@ def blamed(divergence: CallDivergence) -> CallDivergence:
 
 
 def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> LoopExit | None:
-    """The loop that a rank left for good while another still is in a call inside of it."""
+    """The loop that a rank left for good while another rank is in a call inside of it.
+
+    Args:
+        last: the last call of the leaver.
+        waiting: the call of the rank that waits for it.
+    """
     loops = [
         (head, [waiting])
         for key, head, _, _ in loops_around(leaver, last)
         if in_same_run(leaver, last, waiting, key)
     ]
-    left = _told([(leaver, inf)], loops, one_function=True)
+    left = _reported_loop([(leaver, inf)], loops, one_function=True)
     if left is not None:
         left = _with_exits(left, leaver, last, waiting)
     if left is not None and left.how is LoopExitKind.UNKNOWN:
@@ -308,17 +332,17 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> 
 
 
 def _skipped_before(leaver: Rank, waiting: CallRecord) -> LoopExit | None:
-    """The loop around a call whose loader tells that a rank is through with all of it and took
-    fewer steps there, whatever that rank did last."""
+    """The loop around a call whose loader shows that a rank finished it with fewer optimizer
+    steps, whatever that rank did last."""
     for _, head, _, _ in loops_around(waiting.rank, waiting.site):
         if _how((leaver, inf), until_call(waiting), head, False) is LoopExitKind.SKIPPED:
-            return _told([(leaver, inf)], [(head, [waiting])])
+            return _reported_loop([(leaver, inf)], [(head, [waiting])])
     return None
 
 
-def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
-    """The step from which two ranks are in different rounds around a loop over a loader, since one
-    of them took fewer batches in an iteration before; None where they are not."""
+def uneven_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
+    """The optimizer step from which two ranks are in different epochs of a loop over a loader,
+    because one took fewer batches in an epoch before; None where they are not."""
     mine, theirs = iterations_of((leaver, inf), loop), iterations_of((waiting, inf), loop)
     for a, b, after in zip(mine, theirs, mine[1:], strict=False):
         same = (a.loader, a.began.epoch) == (b.loader, b.began.epoch)
@@ -327,13 +351,13 @@ def apart_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
     return None
 
 
-def _told(
+def _reported_loop(
     left: list[Leaver], loops: list[tuple[Location, list[CallRecord]]], one_function: bool = False
 ) -> LoopExit | None:
-    """Of nested loops, innermost first, the one to tell of.
+    """Of nested loops, innermost first, the one to report.
 
-    The first whose loader tells how it was left; otherwise the outermost (of one function) of which
-    that is not known to have been in good order: whoever leaves that is out of the others, too.
+    The first whose loader shows how it was left; otherwise the outermost (of one function) that is
+    not known to have been finished: whoever leaves that one has left the inner ones, too.
     """
     numbers = [rank.rank for rank, _ in left]
     candidate: LoopExit | None = None
@@ -376,7 +400,7 @@ def _with_exits(left: LoopExit, leaver: Rank, last: CallSite | None, stay: CallR
 
 
 def _uneven_within(loop: Location, leaver: Rank, stay: CallRecord) -> Iterator[Location]:
-    """The loops in that one that may have had another number of rounds on each of both ranks."""
+    """The loops inside of `loop` that may have had different numbers of iterations on two ranks."""
     heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
     for head in takewhile(lambda head: head != loop, heads):
         if (
@@ -387,7 +411,7 @@ def _uneven_within(loop: Location, leaver: Rank, stay: CallRecord) -> Iterator[L
 
 
 def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, ...]:
-    """The handlers that were seen to catch an exception on a rank that left."""
+    """The handlers among `ways` that were seen to catch an exception on a rank that left."""
     seen = [
         handler(rank, event, ways)
         for rank, until in left
@@ -398,7 +422,7 @@ def _handled(left: list[Leaver], ways: tuple[Location, ...]) -> tuple[Location, 
 
 
 def _no_loader(made: CallRecord) -> bool:
-    """Whether none of the loops around a call iterates a loader by itself."""
+    """Whether none of the loops around a call iterates a DataLoader itself."""
     return not any(
         iterations_of((made.rank, inf), head)
         for _, head, _, _ in loops_around(made.rank, made.site)
@@ -415,7 +439,8 @@ def _agreed(hows: Iterable[LoopExitKind]) -> LoopExitKind:
 def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> LoopExitKind:
     """How one rank left a loop that the other is in.
 
-    `hidden`: the loader may be iterated by a generator that the loop runs over.
+    Args:
+        hidden: the loader may be iterated by a generator that the loop runs over.
     """
     theirs = iterations_of(stay, None if hidden else loop)
     mine = iterations_of(left, None if hidden else loop)
@@ -447,8 +472,8 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> LoopExitKi
 
 
 def shifted_by_it(mine: Finding, other: Finding) -> bool:
-    """Whether options that some ranks have so many steps sooner are those of later batches, as they
-    took no step for one."""
+    """Whether a hyperparameter schedule differs only because `mine` tells that ranks skipped steps:
+    they have the options of later batches after fewer steps."""
     ranks = mine.evidence.get(SKIPPED_BY)
     sooner = other.evidence.get("the_same_values_but_for_a_few_on_ranks")
     return bool(ranks) and other.check == "hyperparameter-skew" and sooner == ranks

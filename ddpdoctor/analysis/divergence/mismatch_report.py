@@ -1,34 +1,95 @@
-"""How a parting of the ranks is told: who was where, on which lines, and since when."""
+"""How a divergence of the ranks is reported: which calls, on which lines, and since when."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ...report.findings import Evidence, Finding, Related
-from ...run import Location, Run, fold_ranks, ranks_text
+from ...run import Location, Run, fold_ranks, ranks_do, ranks_text
+from ...run.phrases import listed, some
 from ..calls.call_logs import CallRecord
 from ..control_flow.branches import branch, condition, head_of, leading
-from ..waiting.snapshot import RankSnapshot, Snapshot, scene
+from ..waiting.snapshot import RankSnapshot, scene
 from .divergence import CallDivergence, describe_sides
 from .divergence_causes import around_all
 from .divergences import NEAR, got_past, latest
 from .loop_exits import left_loop
 
-Told = tuple[CallDivergence, tuple[CallDivergence, ...]]
-"""A fault, and the same one in other groups."""
+NEVER_CREATED = "never-created"
+"""Rule of group-creation-mismatch: some ranks never created a group, as ranks do not that failed or
+left before."""
+
+PASSED_BY_ALL = "all_got_past"
+"""Name of the evidence that all ranks continued after the divergence."""
+
+_GROUPS_NAMED = 3
+_LINES_SHOWN = 4
 
 
-def each_once(found: Iterable[CallDivergence]) -> list[Told]:
-    """Sub-groups that run one program part at the same lines: one fault, the earliest first."""
+@dataclass(frozen=True)
+class Mismatch:
+    """A divergence, and the same one in other groups that execute the same lines."""
+
+    divergence: CallDivergence
+    others: tuple[CallDivergence, ...] = ()
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks at fault in all of these groups."""
+        found = {rank for one in (self.divergence, *self.others) for rank in one.culprits}
+        return tuple(sorted(found))
+
+    @property
+    def elsewhere(self) -> str:
+        """`; the same in group 2 [2, 3]`; empty where it is in one group only."""
+        groups = [str(divergence.key) for divergence in self.others]
+        return f"; the same in {some(groups, _GROUPS_NAMED)}" if groups else ""
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Whether ranks can go on after a divergence.
+
+    Attributes:
+        deadlocked: every rank concerned waits, or is gone, and none makes progress.
+        passed: all ranks continued after the divergence.
+        waited_s: seconds that the first of them has waited.
+        verdict_s: seconds from the last call until the monitor reported it; None without one.
+    """
+
+    deadlocked: bool = False
+    passed: bool = False
+    waited_s: float = 0.0
+    verdict_s: float | None = None
+
+    @property
+    def evidence(self) -> Evidence:
+        found: Evidence = {"stuck": self.deadlocked}
+        if self.passed:
+            found[PASSED_BY_ALL] = True
+        if self.deadlocked:
+            found["waited_s"] = round(self.waited_s, 2)
+        if self.verdict_s is not None:
+            found["time_to_verdict_s"] = round(self.verdict_s, 2)
+        return found
+
+
+def each_once(found: Iterable[CallDivergence]) -> list[Mismatch]:
+    """One mismatch for all groups that diverge on the same lines, the earliest first.
+
+    Groups that have a rank in common are not joined: one may follow from the other.
+    """
     faults: list[list[CallDivergence]] = []
-    for divergence in sorted(found, key=lambda p: began(p, 0.0)):
-        apart = (f for f in faults if not any({*p.key.ranks} & {*divergence.key.ranks} for p in f))
-        same = next((f for f in apart if _calls(f[0]) == _calls(divergence)), None)
+    for divergence in sorted(found, key=lambda d: began(d, 0.0)):
+        ranks = {*divergence.key.ranks}
+        disjoint = (f for f in faults if not any({*d.key.ranks} & ranks for d in f))
+        same = next((f for f in disjoint if _calls(f[0]) == _calls(divergence)), None)
         if same is None:
             faults.append([divergence])
         else:
             same.append(divergence)
-    return [(first, tuple(others)) for first, *others in faults]
+    return [Mismatch(first, tuple(others)) for first, *others in faults]
 
 
 def _calls(divergence: CallDivergence) -> object:
@@ -36,56 +97,40 @@ def _calls(divergence: CallDivergence) -> object:
     return calls, divergence.place.text, divergence.differs, divergence.shifted, divergence.extra
 
 
-def never_made(other: Finding) -> bool:
-    """Whether it tells of a group that some ranks never made, as who has failed or left does. Who
-    makes another group in its place has not."""
-    return other.check == "group-creation-mismatch" and "groups_made" in other.evidence
-
-
-def culprits_of(reported: Told) -> tuple[int, ...]:
-    """The ranks at fault, of all those groups."""
-    return tuple(
-        sorted({rank for divergence in (reported[0], *reported[1]) for rank in divergence.culprits})
-    )
-
-
-def elsewhere(reported: Told) -> str:
-    """`; the same in group 2 [2, 3]`."""
-    groups = " and ".join(str(divergence.key) for divergence in reported[1][:3])
-    more = f", and {len(reported[1]) - 3} more" if len(reported[1]) > 3 else ""
-    return f"; the same in {groups}{more}" if groups else ""
+def never_created(other: Finding) -> bool:
+    """Whether a finding of group-creation-mismatch only says that ranks never created a group."""
+    return other.check == "group-creation-mismatch" and other.rule == NEVER_CREATED
 
 
 def began(divergence: CallDivergence, otherwise: float) -> float:
-    """When the first of them made that call."""
+    """When the first rank made its call there, in seconds on the run's clock."""
     walls = [m.rank.wall(m.call.began) for m in divergence.made.values() if m.call]
     return min(walls, default=otherwise)
 
 
 def sides_text(divergence: CallDivergence) -> str:
-    """`rank 1 is in all_reduce (train.py:88), ranks 0,2-3 are in barrier (train.py:92)`."""
-    parts = []
+    """`rank 1 calls all_reduce (train.py:88) and ranks 0,2-3 call barrier (train.py:92)`."""
+    found = []
     sides = list(describe_sides(divergence))
-    alike = len({(m.signature.op, m.location_at(divergence.depth)) for _, m in sides}) == 1
+    one_line = len({(m.signature.op, m.location_at(divergence.depth)) for _, m in sides}) == 1
     for side, made in sides:
-        be = "are" if len(side) > 1 else "is"
         where = made.location_at(divergence.depth) if divergence.depth else made.where
-        said = ", ".join(filter(None, (str(where or ""), made.key and f"`{made.key}`")))
-        at = f" ({said})" if said else ""
-        what = made.signature.text if alike else made.signature.op
-        parts.append(f"{ranks_text(side)} {be} in {what}{at}")
-    return ", ".join(parts)
+        spots = ", ".join(filter(None, (str(where or ""), made.key and f"`{made.key}`")))
+        what = made.signature.text if one_line else made.signature.op
+        found.append(f"{ranks_do(side, 'call')} {what}" + (f" ({spots})" if spots else ""))
+    return listed(found)
 
 
 def related(
     divergence: CallDivergence, place: CallRecord, location: Location | None
 ) -> tuple[Related, ...]:
-    """The lines of the other ranks, and the branch that parted them; `location` is shown."""
+    """The lines of the other ranks, and the branch around the call; `location` is shown already."""
     found = []
     shown = {location}
     left = left_loop(divergence)
-    reported = left is not None or len(divergence.culprits) == len(divergence.made)
-    heads = (h for h in (condition(place), None if reported else branch(place)) if h is not None)
+    # Where a loop explains it, or all are at fault, only a branch on the rank is of interest.
+    explained = left is not None or len(divergence.culprits) == len(divergence.made)
+    heads = (h for h in (condition(place), None if explained else branch(place)) if h is not None)
     branched = next((h for h in heads if not around_all(divergence, *h)), None)
     if branched is not None:
         spot = place.rank.location(branched[0].site)
@@ -98,39 +143,40 @@ def related(
     by_all = len({made.caller for _, made in sides}) == 1
     for side, made in sides:
         who, op = ranks_text(side), made.signature.op
-        here = f"calls {op} with it" if divergence.handed else f"{who} here"
+        here = f"{ranks_do(side, 'call')} {op} here"
+        if divergence.handed:
+            here = f"the arguments of {op} on {who} come from here"
         spots = [(here, made.location_at(divergence.depth))]
         if not divergence.depth:
-            spots.append(("called from here" if by_all else f"calls {op} for {who}", made.caller))
+            called = "called from here" if by_all else f"{op} of {who} is called from here"
+            spots.append((called, made.caller))
         for label, where in spots:
             if where is not None and where not in shown:
                 shown.add(where)
                 found.append(Related(label, where))
-    return tuple(found[:4])
+    return tuple(found[:_LINES_SHOWN])
 
 
-def evidence(run: Run, reported: Told) -> Evidence:
-    """The calls of every side at that number, and whether the run stands still because of it."""
-    mine, *others = (_evidence(run, divergence) for divergence in (reported[0], *reported[1]))
-    if not others:
-        return mine
+def evidence(run: Run, mismatch: Mismatch) -> Evidence:
+    """The calls of every side at that number, and whether the ranks are deadlocked because of
+    them."""
+    found = _evidence(run, mismatch.divergence)
     same = [
         {
-            "group": e["group"],
-            "call_number": e["call_number"],
+            "group": str(divergence.key),
+            "call_number": divergence.index,
             "ranks": fold_ranks(divergence.culprits),
         }
-        for e, divergence in zip(others, reported[1], strict=True)
+        for divergence in mismatch.others
     ]
-    still: Evidence = next((e for e in (mine, *others) if e["stuck"]), {})
-    kept = {k: v for k, v in still.items() if k in ("stuck", "waited_s", "time_to_verdict_s")}
-    if not all(e.get("all_got_past") for e in others):
-        mine.pop("all_got_past", None)
-    return {**mine, "same_in": same, **kept}
+    return {
+        **found,
+        **standstill(run, mismatch).evidence,
+        **({"same_in": same} if same else {}),
+    }
 
 
 def _evidence(run: Run, divergence: CallDivergence) -> Evidence:
-    now = scene(run)
     made = divergence.made.values()
     in_steps = not divergence.over and any(m.step >= 0 for m in made)
     return {
@@ -150,42 +196,46 @@ def _evidence(run: Run, divergence: CallDivergence) -> Evidence:
         "differs": list(divergence.differs) or ["order"],
         **({"times": 1 + len(divergence.again)} if divergence.again else {}),
         **_progress(run, divergence),
-        **(
-            {"stuck": False, "all_got_past": True}
-            if got_past(run, divergence)
-            else standing(now, divergence, sorted({m.rank.rank for m in made}))
-        ),
     }
 
 
 def _progress(run: Run, divergence: CallDivergence) -> Evidence:
-    """Optimizer steps of each rank, where they differ: one has skipped some, or left its loop."""
+    """The optimizer steps of each rank, where they differ: one skipped some, or left its loop."""
     steps = {r: run.ranks[r].steps for r in divergence.made}
     if len(set(steps.values())) < 2:
         return {}
     return {"steps_taken": {str(r): n for r, n in steps.items()}}
 
 
-def standing(now: Snapshot, divergence: CallDivergence, ranks: list[int]) -> Evidence:
-    """`stuck`: every rank concerned waits, or is gone, and none has made progress. Where they got
-    past that call all the same: where all ranks of a stall wait somewhere."""
-    stands = [now.stands[r] for r in ranks if r in now.stands]
+def standstill(run: Run, mismatch: Mismatch) -> Standstill:
+    """Whether the ranks of a mismatch are deadlocked, in one of its groups at least."""
+    every = [_standstill(run, one) for one in (mismatch.divergence, *mismatch.others)]
+    deadlocked = next((one for one in every if one.deadlocked), None)
+    return deadlocked or Standstill(passed=all(one.passed for one in every))
+
+
+def _standstill(run: Run, divergence: CallDivergence) -> Standstill:
+    if got_past(run, divergence):
+        return Standstill(passed=True)
+    now = scene(run)
+    stands = [now.stands[r] for r in divergence.made if r in now.stands]
     members = [s for r, s in now.stands.items() if r in divergence.key.ranks]
     waiting = [s for s in members if _waits_near(s, divergence)]
+    # Where they got past that call all the same, they may wait anywhere.
     if not waiting and now.stall is not None:
         stands, waiting = list(now.stands.values()), now.blocked
-    stuck = bool(waiting) and all(s.waits_for_good for s in (*members, *stands))
-    if not stuck:
-        return {"stuck": False}
-    found: Evidence = {"stuck": True, "waited_s": round(max(s.still_s for s in waiting), 2)}
+    if not waiting or not all(s.waits_for_good for s in (*members, *stands)):
+        return Standstill()
     began = [s.rank.wall(s.call.began) for s in (*members, *waiting) if s.call is not None]
-    if now.stall is not None and began:
-        found["time_to_verdict_s"] = round(now.at - max(began), 2)
-    return found
+    return Standstill(
+        deadlocked=True,
+        waited_s=max(s.still_s for s in waiting),
+        verdict_s=now.at - max(began) if now.stall is not None and began else None,
+    )
 
 
 def _waits_near(stand: RankSnapshot, divergence: CallDivergence) -> bool:
-    """Whether a rank waits in the call at which they part, or in one of the next."""
+    """Whether a rank waits in the call at which the ranks diverge, or soon after it."""
     call = stand.call
     if call is None or stand.gone or stand.key != divergence.key:
         return False

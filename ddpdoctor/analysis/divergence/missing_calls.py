@@ -1,4 +1,4 @@
-"""What a rank did in every earlier round and has left out in this one."""
+"""Calls that a rank made in every earlier round and skipped in this one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..calls.call_logs import CallRecord, GroupKey
 from ..waiting.snapshot import RankSnapshot, Snapshot
 
 LEAST = 2
-"""Earlier rounds that have to agree."""
+"""Earlier rounds that have to be equal: fewer prove no habit."""
 
 
 @dataclass(frozen=True)
 class MissingCall:
-    """A rank in a call of one group, without one of another group that it made before that in all
-    earlier rounds.
+    """A rank in a call of one group that skipped a call of another group, which it made before in
+    all earlier rounds.
 
     Attributes:
-        stand: that rank, where it is now; waiting: who waits for it in the group.
-        rounds: how many earlier ones there are to compare with.
+        stand: that rank, where it is now; waiting: a rank that waits for it in the other group.
+        rounds: how many earlier rounds there are.
     """
 
     stand: RankSnapshot
@@ -30,8 +30,8 @@ class MissingCall:
 
 
 def left_out(now: Snapshot, ring: list[RankSnapshot]) -> MissingCall | None:
-    """Who of a ring of ranks, each of which waits for the next, left a call out; None where that
-    is not clear, or is said of several."""
+    """The rank of a cycle of waiting ranks that skipped a call; None where that is not clear, or
+    holds for several."""
     found = []
     for waiting, stand in zip(ring, [*ring[1:], ring[0]], strict=True):
         rounds = _rounds(now, stand, waiting.key) if waiting.key is not None else []
@@ -42,8 +42,8 @@ def left_out(now: Snapshot, ring: list[RankSnapshot]) -> MissingCall | None:
 
 
 def _rounds(now: Snapshot, stand: RankSnapshot, key: GroupKey) -> list[int]:
-    """How many calls of a group a rank made between one call like its present one and the next,
-    round by round; the last number is that of this round."""
+    """How many calls of a group a rank made in each round; the last number is that of this round. A
+    round is what lies between two calls on the line of its present one."""
     at = stand.call
     counts: list[int] = []
     since = 0
@@ -64,13 +64,13 @@ def _rounds(now: Snapshot, stand: RankSnapshot, key: GroupKey) -> list[int]:
 
 @dataclass(frozen=True)
 class Unsent:
-    """A message that a rank exchanged with another one in all earlier rounds, and not in this one.
+    """A message that a rank exchanged with another one in all earlier rounds, but not in this one.
 
     Attributes:
-        stand: that rank, where it is now; waiting: who waits for it.
-        made: the call of a round before; rounds: how many earlier ones there are.
-        usual: how often it made its present call in a row before that, where it does so once more
-            in this one; 0 where it does not.
+        stand: that rank, where it is now; waiting: the rank that waits for it.
+        made: the call of an earlier round; rounds: how many earlier rounds there are.
+        usual: how often it made its present call in a row in these, where it makes it once more in
+            this round; 0 otherwise.
         ended: it has left the loop of these rounds since.
     """
 
@@ -83,15 +83,15 @@ class Unsent:
 
 
 def unsent(now: Snapshot, ring: list[RankSnapshot]) -> Unsent | None:
-    """Who of a ring of ranks, each of which waits for the next, left a message out; None where that
-    is not clear, or is said of several."""
+    """The rank of a cycle of waiting ranks that skipped a message; None where that is not clear, or
+    holds for several."""
     pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
     found = [missed for pair in pairs if (missed := _missed(now, *pair)) is not None]
     return found[0] if len(found) == 1 else None
 
 
 def _missed(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Unsent | None:
-    """The message that came next in all rounds before, if these were alike, of as many calls."""
+    """The message that came next in all rounds before, if these had the same calls."""
     calls = _messages(stand, waiting.rank.rank)
     sites = [call.site for call in calls]
     last = len(sites) - 1
@@ -109,7 +109,7 @@ def _missed(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Unsent
             return None
         made = now.known.point_to_point(stand.rank, due)
         if waiting.made is None or _kind(made) == _kind(waiting.made):
-            return None  # it waits for another one
+            return None  # the other rank waits for another message
         again = _in_a_row(sites[last], reversed(sites[:last]))
         more = again > 0 and again + _in_a_row(due.site, sites[last - long :]) > 2
         return Unsent(stand, waiting, made, len(ends), again if more else 0)
@@ -117,8 +117,8 @@ def _missed(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Unsent
 
 
 def _broken_off(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Unsent | None:
-    """The message that followed in all rounds before on what a rank did last in a loop, which it
-    has left: it is where it never was."""
+    """The message that always followed the last call of a rank, where it left the loop instead: it
+    is in a call that it never made before."""
     at = stand.call
     calls = [c for c in (stand.rank.ring.calls if stand.rank.ring else ()) if c is not at]
     calls = [c for c in calls if c.state is not State.VOID and at and c.number < at.number]
@@ -142,12 +142,13 @@ def _kind(made: CallRecord) -> str:
 
 
 def _in_a_row(site: int, sites: Iterable[int]) -> int:
+    """How many of the first sites are this one."""
     return sum(1 for _ in takewhile(lambda other: other == site, sites))
 
 
 def _messages(stand: RankSnapshot, peer: int) -> list[Call]:
-    """The messages between a rank and another one, and the calls that are like its present one,
-    which is the last."""
+    """The messages of a rank with another one, and its calls on the line of its present one, which
+    is the last."""
     at = stand.call
     found: list[Call] = []
     for call in stand.rank.ring.calls if stand.rank.ring and at else ():

@@ -1,5 +1,5 @@
-"""The same calls of the same lines, made in another order: nothing but the numbers of these lines
-may tell that, or the names over which one line is looped."""
+"""The same calls of the same lines in a different order, which shows only in the line numbers, or
+in the names that one line loops over."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..control_flow.branches import arms, condition
 from .divergence import WINDOW, CallDivergence
 
 ROUNDS = 3
-"""So often the ranks make them, each time in the same two orders. Names speak for themselves."""
+"""Rounds in which ranks have to make the calls in the same two orders. Names need one only."""
 _LONGEST = 16
-"""Calls of one round at most."""
+"""Calls of one round at most: in longer ones a match may be chance."""
 
 Pair = tuple[CallRecord, CallRecord]
 Mark = tuple[object, ...]
@@ -22,12 +22,12 @@ def _mark(made: CallRecord) -> Mark:
     return (made.spots, made.key)
 
 
-def turned(
+def reordered(
     known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int
 ) -> CallDivergence | None:
-    """The parting at a call that comes from other lines, where all ranks make the same calls of the
-    same lines in every round, and always in the same two orders; or one that is made for another
-    name, where all make the same calls for the same names."""
+    """The divergence at a call whose lines differ, where all ranks make the same calls of the same
+    lines in every round, always in the same two orders; or whose names differ, where all make the
+    same calls for the same names. None otherwise."""
     made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
     sides: dict[Mark, list[int]] = {}
     for rank, one in made.items():
@@ -54,8 +54,8 @@ def turned(
 
 
 def _width(pairs: list[Pair]) -> int:
-    """How many calls a round takes; 0 where it is not the same calls, or not always these orders,
-    or one may stand for the other."""
+    """How many calls a round has; 0 where the calls are not the same, the orders vary, or calls may
+    correspond to each other."""
     orders: Counter[tuple[tuple[Mark, ...], ...]] = Counter()
     part: list[Pair] = []
     for m, o in pairs:
@@ -76,8 +76,8 @@ def _width(pairs: list[Pair]) -> int:
 
 
 def _one_by_one(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> bool:
-    """Whether each of three ranks or more is once on one line from that call on, while all others
-    are on another one. Of two ranks that would say nothing."""
+    """Whether each of three or more ranks is on one line once while all others are on another one:
+    they take turns, which is correct. Of two ranks that would say nothing."""
     turns: set[tuple[Mark, Mark]] = set()
     takers: set[int] = set()
     for n in range(index, index + len(logs)):
@@ -91,17 +91,18 @@ def _one_by_one(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> boo
 
 
 def _in_turn(m: CallRecord, o: CallRecord) -> bool:
-    """Whether two calls may be meant for each other, so that a rank takes its turn in one of them
-    while the others are in the other one; barriers carry nothing."""
+    """Whether two calls may correspond, so that one rank makes one of them while the others make
+    the other; barriers carry no data, so they always may."""
     if _mark(m) == _mark(o):
         return False
     return not _carries(m) or any((arms(m, o), condition(m), condition(o)))
 
 
 def _by_name(m: CallRecord, o: CallRecord) -> bool:
-    """Whether two calls of one line are told apart by their names alone."""
+    """Whether two calls of one line differ in their names alone."""
     return m.spots == o.spots and bool(m.key and o.key) and _carries(m)
 
 
 def _carries(made: CallRecord) -> bool:
+    """Whether a call carries data."""
     return made.signature.op not in ("barrier", "DDP()")

@@ -1,4 +1,4 @@
-"""Ranks in different rounds of a loop, as a call shows that comes in some rounds only."""
+"""Ranks in different rounds of a loop, which shows in a call that comes in some rounds only."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True)
 class SkippedRound:
-    """Who skipped a round of a loop, so that the others are in another one.
+    """Who skipped a round of a loop, so that the others are in a different one.
 
     Attributes:
-        ranks: all of them where it is not `known` which.
-        turn: the branch that goes by the number of the round.
-        ways: the statements that leave out the rest of a round.
+        ranks: who skipped it; all ranks where it is not `known` which.
+        turn: the branch whose condition depends on the number of the round.
+        ways: the statements that skip the rest of a round.
     """
 
     ranks: list[int]
@@ -40,9 +40,9 @@ class SkippedRound:
     ways: tuple[Location, ...]
 
 
-def apart(divergence: CallDivergence) -> SkippedRound | None:
-    """Who skipped a round, where some are in a call that comes by the number of the round, and the
-    others in one that comes in all rounds; None where that is not clear."""
+def skipped_round(divergence: CallDivergence) -> SkippedRound | None:
+    """Who skipped a round, where some ranks are in a call that depends on the number of the round,
+    and the others in one of every round; None where that is not clear."""
     if any(condition(made) for made in divergence.made.values()):
         return None
     for key, head in _loops_of_all(divergence):
@@ -64,7 +64,7 @@ def apart(divergence: CallDivergence) -> SkippedRound | None:
 
 
 def _loops_of_all(divergence: CallDivergence) -> Iterator[tuple[Key, Location]]:
-    """The loops that all ranks are in, and were in the call before."""
+    """The loops around the calls of all ranks, and around their calls before."""
     every = [
         {key: head for key, head, _, _ in loops_around(made.rank, made.site)}
         for made in (*divergence.made.values(), *divergence.before)
@@ -74,13 +74,13 @@ def _loops_of_all(divergence: CallDivergence) -> Iterator[tuple[Key, Location]]:
 
 
 def _number(loop: Location) -> str:
-    """What the program calls the number of a round, empty where the loop counts none."""
+    """The loop's variable for the number of a round; empty where it has none."""
     counted = _COUNTED.match(loop.source) or _NUMBERED.match(loop.source)
     return counted[1] if counted else ""
 
 
 def _by_round(divergence: CallDivergence, key: Key, name: str) -> Statement | None:
-    """The branch in a loop that some ranks are in, and which goes by the number of the round."""
+    """The branch in a loop that some ranks are in and that depends on the number of the round."""
     return next(
         (
             around
@@ -93,7 +93,7 @@ def _by_round(divergence: CallDivergence, key: Key, name: str) -> Statement | No
 
 
 def _goes_by(text: str, name: str) -> bool:
-    """Whether a condition reads nothing but that number, and what it is divided by:
+    """Whether a condition depends only on the number of the round and a divisor:
     `if (i + 1) % args.every == 0:`."""
     return "%" in text and name in _WORD.findall(text) and _reads_only(text, name)
 
@@ -114,8 +114,8 @@ def _within(made: CallRecord, key: Key) -> Iterator[Statement]:
 
 
 def _ways(divergence: CallDivergence, key: Key, rest: set[int]) -> tuple[Location, ...]:
-    """The statements that leave out the call of either side; none where another one may leave out
-    that of the `rest` alone."""
+    """The statements that skip the calls of both sides; none where another one may skip the call of
+    the `rest` alone."""
     found: dict[int, Location] | None = None
     for rank, made in divergence.made.items():
         depth, loop = next(
@@ -136,7 +136,8 @@ def _ways(divergence: CallDivergence, key: Key, rest: set[int]) -> tuple[Locatio
 
 
 def _in_every_round(made: CallRecord, key: Key, depth: int, ways: set[int]) -> bool:
-    """Whether a call in a loop comes in every round, but where one of these ways leaves it out."""
+    """Whether a call in a loop comes in every round, unless a statement on one of the lines `ways`
+    skips it."""
     inner = (around for place in places(made)[:depth] for around in place.inside)
     return all(_is_entered(around, set()) for around in inner) and all(
         _is_entered(around, ways) for around in _within(made, key)
@@ -154,8 +155,8 @@ def _is_entered(around: Statement, ways: set[int]) -> bool:
 
 
 def _comparable(divergence: CallDivergence, key: Key, loop: Location) -> bool:
-    """Whether rounds of one number are the same on all ranks: it has as many on each, or they are
-    of one iteration over a loader, or no loop is around it."""
+    """Whether rounds with the same number correspond on all ranks: the loop has equally many on
+    each, or they are of one epoch of a loader, or no loop is around it."""
     made = list(divergence.made.values())
     last = [iterations_of(until_call(m), loop)[-1:] for m in made]
     if all(last):
@@ -168,7 +169,7 @@ def _comparable(divergence: CallDivergence, key: Key, loop: Location) -> bool:
 
 
 def _skipped(divergence: CallDivergence, ways: tuple[Location, ...], loop: Location) -> set[int]:
-    """Who caught something that the others did not, or took no step for a batch."""
+    """The ranks that caught an exception that others did not, or took no step for a batch."""
     raised = {rank: _caught(made, ways) for rank, made in divergence.made.items()}
     if any(raised.values()):
         everywhere = set.intersection(*raised.values())
@@ -180,7 +181,7 @@ def _skipped(divergence: CallDivergence, ways: tuple[Location, ...], loop: Locat
 
 
 def _caught(made: CallRecord, ways: tuple[Location, ...]) -> set[tuple[str, str, int]]:
-    """What may have come to one of these handlers on a rank."""
+    """The exceptions that one of the handlers among `ways` may have caught on a rank."""
     rank, until = until_call(made)
     handlers = [way for way in ways if way.source.startswith("except")]
     return {

@@ -1,4 +1,4 @@
-"""How ranks failed: on their own, by a signal, or because another one did."""
+"""How ranks failed: on their own, by a signal, or because another rank did."""
 
 from __future__ import annotations
 
@@ -35,38 +35,39 @@ TIMED_OUT = re.compile(
     re.IGNORECASE,
 )
 CLEAN_UP_S = 5.0
-"""A launcher ends the other ranks within that."""
+"""Seconds within which a launcher terminates the other ranks."""
 _SEEN_S = 1.0
-"""The end of a process is seen within that."""
+"""Seconds within which the end of a process is seen."""
 _JUST_BEFORE_S = 60.0
-EXIT_RAISED = "`SystemExit`, which a signal handler may have raised"
+"""Seconds after a failed call within which an exception is taken to come from it."""
+EXIT_RAISED = "a `SystemExit`, perhaps raised by a signal handler"
 _TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
 
 TRANSLATIONS = (
     (r"Connection (?:closed|reset)|Broken pipe", "another rank's process ended, or destroyed its "
      "process group: look at that rank; this one only lost the connection"),
-    (r"inconsistent 0 params", "another rank is dead or late, so that nothing came from it: the "
+    (r"inconsistent 0 params", "another rank is dead or late, so nothing arrived from it: the "
      "models need not differ"),
-    (r"Timed out waiting|Watchdog caught|wait timeout", "another rank did not come in time: look "
-     "at where that one is"),
-    (r"failed to pass monitoredBarrier", "the ranks named in the message did not come to the "
+    (r"Timed out waiting|Watchdog caught|wait timeout", "another rank did not arrive in time: see "
+     "where that rank is"),
+    (r"failed to pass monitoredBarrier", "the ranks named in the message did not reach the "
      "barrier"),
     (r"finished reduction in the prior iteration", "some parameters got no gradient in the step "
      "before"),
-    (r"[Aa]ddress already in use|EADDRINUSE", "another process listens on that port: give "
-     "MASTER_PORT another number, or let torchrun choose one (`--standalone`, "
+    (r"[Aa]ddress already in use|EADDRINUSE", "another process listens on that port: set "
+     "MASTER_PORT to a different number, or let torchrun choose one (`--standalone`, "
      "`--rdzv-endpoint=localhost:0`)"),
     (r"invalid device ordinal", "there are fewer GPUs than ranks on this node, or the global rank "
-     "was used as a device number"),
-    (r"Default process group has not been initialized", "a collective before "
+     "was used as a device index"),
+    (r"Default process group has not been initialized", "a collective was called before "
      "init_process_group"),
-    (r"device-side assert", "a kernel failed earlier than this line: run with "
-     "CUDA_LAUNCH_BLOCKING=1 to see where"),
+    (r"device-side assert", "a kernel failed before this line: run with CUDA_LAUNCH_BLOCKING=1 to "
+     "see where"),
     (r"DataLoader worker .* (?:exited|is killed)", "a DataLoader worker died: out of memory, out "
-     "of /dev/shm, or a crash in the data set's own code"),
-    (r"inLengthPerRank", "the split sizes of an all_to_all do not fit: what the rank keeps for "
-     "itself of what it sends is not as long as what it expects from itself"),
-    (r"out of memory|OutOfMemory", "the device's memory is full on this rank"),
+     "of /dev/shm, or a crash in the code of the data set"),
+    (r"inLengthPerRank", "all_to_all split sizes disagree: the input split that the rank sends to "
+     "itself differs from its own output split"),
+    (r"out of memory|OutOfMemory", "the memory of this rank's device is full"),
 )  # fmt: skip
 
 
@@ -76,8 +77,8 @@ class Failure:
 
     Attributes:
         at: seconds since the epoch.
-        kind: `exception`, `exit` (a status of its own), `signal`, or `lost`: a consequence of
-            another rank's end.
+        kind: `exception`, `exit` (a non-zero status of its own), `signal`, or `lost`: a consequence
+            of the end of another rank.
     """
 
     rank: Rank
@@ -89,7 +90,7 @@ class Failure:
 
     @property
     def location(self) -> Location | None:
-        """The innermost line of the user's."""
+        """The innermost line of the user's code."""
         if self.exception is not None:
             relayed = self.exception.relayed
             if relayed is not None and (found := self._innermost(relayed.frames)):
@@ -103,7 +104,7 @@ class Failure:
 
     @property
     def received(self) -> Location | None:
-        """The rank's own line that an exception of another process came out of."""
+        """The line of the rank at which it received the exception of another process."""
         if self.exception is None or self.exception.relayed is None:
             return None
         return self._innermost(self.exception.frames)
@@ -114,14 +115,14 @@ class Failure:
 
     @property
     def kind_raised(self) -> str:
-        """The exception's class; that of the original where torch raised it again."""
+        """The class of the exception; that of the original where torch re-raised it."""
         if self.exception is None:
             return ""
         return (self.exception.relayed or self.exception).kind
 
     @property
     def message(self) -> str:
-        """The exception's own text, or what an exit said."""
+        """The message of the exception, or of the exit."""
         if self.exception is None:
             leaving = self.rank.latest(RankExiting)
             return leaving.message if leaving and self.kind == "exit" else ""
@@ -129,7 +130,8 @@ class Failure:
 
     @property
     def before(self) -> str:
-        """`ValueError: boom (train.py:12)`, in whose handling it was raised; empty for none."""
+        """The exception that was being handled when this one was raised: `ValueError: boom
+        (train.py:12)`; empty for none."""
         first = self.exception.first if self.exception is not None else None
         if first is None:
             return ""
@@ -139,7 +141,7 @@ class Failure:
 
     @property
     def worker(self) -> str:
-        """`DataLoader worker 0`, where that raised it; otherwise empty."""
+        """The worker process that raised it, `DataLoader worker 0`; empty for none."""
         relayed = self.exception.relayed if self.exception is not None else None
         return relayed.where.replace("worker process", "worker") if relayed is not None else ""
 
@@ -152,7 +154,7 @@ class Failure:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What makes two ranks' failures the same."""
+        """What is equal for equal failures of two ranks."""
         if self.exception is not None:
             raised = self.exception.relayed or self.exception
             frames = tuple((f.file, f.line) for f in raised.frames if f.user)
@@ -161,7 +163,7 @@ class Failure:
 
 
 def cut(text: str, limit: int) -> str:
-    """A text of so many characters at most, cut at the end of a word."""
+    """A text of at most `limit` characters, cut at the end of a word."""
     if len(text) <= limit:
         return text
     head = text[:limit].rpartition(" ")[0] or text[:limit]
@@ -169,7 +171,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def cut_to_difference(text: str, other: str, limit: int) -> str:
-    """The same, cut in front instead where it differs from another text only further on."""
+    """A text of at most `limit` characters that shows where it differs from another text."""
     pairs = enumerate(zip(text, other, strict=False))
     same = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
     if len(text) <= limit or same < limit // 2:
@@ -208,12 +210,13 @@ def call_failed(rank: Rank, raised: ExceptionRaised) -> float | None:
 
 
 def lost_peer(raised: ExceptionRaised) -> bool:
-    """Whether torch raised it because another rank's process ended, or it came of such an error."""
+    """Whether torch raised it because the process of another rank ended, or it follows from such an
+    error."""
     return _of_torch(raised, LOST_PEER)
 
 
 def timed_out(rank: Rank) -> bool:
-    """Whether torch raised because another rank did not come."""
+    """Whether torch ended a rank with a timeout because another rank did not arrive."""
     raised = rank.exception
     return raised is not None and _of_torch(raised, TIMED_OUT)
 
@@ -226,16 +229,19 @@ def _of_torch(raised: ExceptionRaised, says: re.Pattern[str]) -> bool:
 
 
 def is_over(run: Run, rank: Rank, left: float, now: float) -> bool:
-    """Whether the end of a rank that left can bring nothing more by itself: its process is gone for
-    so long that the others lost their connections to it, or stays in its teardown for the stall
-    time. Times are on the rank's clock."""
+    """Whether a rank that left can change nothing any more: its process is gone for so long that
+    the others lost their connections to it, or has been in its teardown for the stall time.
+
+    Args:
+        left: when it began to leave; now: both in seconds on the rank's clock.
+    """
     if rank.ended is not None:
         return now - rank.ended.at >= CLEAN_UP_S
     return run.stall is not None and now - left >= run.stall[0].hang_after
 
 
 def left_waiting(run: Run, failed: tuple[int, ...]) -> bool:
-    """Whether others still wait, in a run that goes on, although nobody ended them."""
+    """Whether ranks still wait in a live run, although a rank failed and nobody ends them."""
     if run.now is None or not all(
         is_over(run, rank, leaving.at if leaving else run.now, run.now)
         for rank in (run.ranks[r] for r in failed)
@@ -253,19 +259,19 @@ def left_waiting(run: Run, failed: tuple[int, ...]) -> bool:
 
 
 def failures(run: Run) -> list[Failure]:
-    """Of all ranks, the earliest first; none where somebody stopped the run."""
+    """The failures of all ranks, the earliest first; none where somebody stopped the run."""
     if stopped(run):
         return []
     found = [f for r in run.ranks.values() if (f := failure(r)) is not None]
     interrupted = [f for f in found if f.kind_raised == "KeyboardInterrupt"]
-    if len(interrupted) < len(run.ranks):  # whoever stops a run interrupts all of it
+    if len(interrupted) < len(run.ranks):  # who stops a run interrupts all of it
         found = [replace(f, kind="exception") if f in interrupted else f for f in found]
     return sorted((f for f in found if not _cleaned_up(run, f, found)), key=lambda f: f.at)
 
 
 def unseen(run: Run) -> list[Failure]:
-    """Of ranks that left no record, as the launcher saw them end, the earliest first; none where
-    somebody stopped the run."""
+    """The failures of ranks without any record, as the launcher saw them end, the earliest first;
+    none where somebody stopped the run."""
     found = []
     for end in (e for node in run.nodes.values() for e in node.of(ProcessEnded)):
         if end.attempt != run.attempt or end.rank not in run.unrecorded or stopped(run):
@@ -278,8 +284,8 @@ def unseen(run: Run) -> list[Failure]:
 
 
 def _cleaned_up(run: Run, ended: Failure, found: list[Failure]) -> bool:
-    """Whether it was told to end since another process had aborted at its teardown (the two may be
-    seen at once), or had failed by itself; where nobody saw who told it."""
+    """Whether a rank was terminated because another process had aborted at its teardown (both may
+    be seen at once) or had failed; where nobody saw who sent the signal."""
     if ended.kind != "signal" or ended.rank.signal != "SIGTERM":
         return False
     aborts = [f.at for f in found if at_teardown(run, f)]
@@ -290,8 +296,8 @@ def _cleaned_up(run: Run, ended: Failure, found: list[Failure]) -> bool:
 
 
 def spawn_failed(run: Run) -> tuple[SpawnFailed, list[Failure]] | None:
-    """Why `torch.multiprocessing.spawn` told ranks to end, and these: another process that it made
-    with them, and that is no rank, had raised by itself."""
+    """The process that `torch.multiprocessing.spawn` started, which is no rank and raised first,
+    and the ranks that spawn terminated because of it; None where that did not happen."""
     reported = [e for node in run.nodes.values() for e in node.of(SpawnFailed)]
     killed = [r for r in run.ranks.values() if r.state == "killed" and r.ended] if reported else []
     ended = [Failure(r, r.wall(r.ended.at), "signal") for r in killed if r.ended]
@@ -307,11 +313,11 @@ def spawn_failed(run: Run) -> tuple[SpawnFailed, list[Failure]] | None:
 
 
 def vanished(run: Run) -> list[Failure]:
-    """Ranks that ended without a word, nobody knows how, while others only lost their peers or were
-    told to end.
+    """Ranks that ended without any trace, nobody knows how, while others only lost their peers or
+    were terminated.
 
-    Whom a launcher tells to end leaves its stacks, and ends after one of those that lost a peer;
-    whom it kills because that did not help ends long after the others.
+    A rank that a launcher terminates leaves its stacks, and ends after a rank that lost a peer; one
+    that the launcher kills because that did not help ends long after the others.
     """
     found = failures(run)
     if not all(_lost_others(f) or f.rank.signal == "SIGTERM" for f in found):
@@ -335,7 +341,7 @@ def vanished(run: Run) -> list[Failure]:
 
 
 def _unexplained(rank: Rank, failed: set[int]) -> bool:
-    """Whether nobody knows how it ended."""
+    """Whether nothing on record says how a rank ended."""
     end = rank.ended
     known = end is None or end.by_launcher or end.status is not None or end.signal is not None
     return not known and rank.rank not in failed and not rank.of(RankExiting)
@@ -346,13 +352,13 @@ def _lost_others(f: Failure) -> bool:
 
 
 def stopped(run: Run) -> bool:
-    """Whether the user or the doctor ended the run, so that how ranks end says nothing."""
+    """Whether the user or ddpdoctor stopped the run, so that how ranks end says nothing."""
     return any(stopped_in(node, run.attempt) for node in run.nodes.values())
 
 
 def at_teardown(run: Run, found: Failure) -> bool:
-    """Whether a process aborted as the interpreter went away, and in no line of the program, as
-    torch does now and then."""
+    """Whether a process aborted while the interpreter shut down, in no line of the program, as
+    torch does occasionally."""
     rank = found.rank
     if found.kind != "signal" or rank.signal not in ("SIGABRT", "SIGSEGV", "SIGBUS"):
         return False
@@ -362,8 +368,8 @@ def at_teardown(run: Run, found: Failure) -> bool:
 
 
 def step_of(failed: Failure) -> int | None:
-    """The step it failed in; None where training had not begun, was over (no step after the groups
-    were destroyed, or as it left), or was of optimizers in turn, each with steps of its own."""
+    """The optimizer step in which a rank failed; None before training, after it (no step after the
+    groups were destroyed, or while it left), and for several optimizers in turn."""
     rank, spans = failed.rank, dict[int, tuple[float, float]]()
     for e in rank.of(StepDone):
         spans[e.optimizer] = spans.get(e.optimizer, (e.at, e.at))[0], e.at
@@ -381,19 +387,23 @@ def step_of(failed: Failure) -> int | None:
 
 
 def raised_exit(rank: Rank) -> bool:
-    """Whether `SystemExit` ended it, and where that came from was not seen."""
+    """Whether a `SystemExit` of unknown origin ended a rank."""
     leaving = rank.latest(RankExiting)
     return leaving is not None and (leaving.how, leaving.site) == ("sys.exit", -1)
 
 
 def is_done(rank: Rank) -> bool:
-    """Whether a rank had left, or destroyed its groups."""
+    """Whether a rank has left, or destroyed its groups."""
     return bool(rank.of(RankExiting)) or destroyed(rank) is not None
 
 
 def destroyed(rank: Rank, at: float = math.inf) -> GroupDestroyed | None:
-    """By which a rank gave up its groups, as of that moment; None where it has formed new ones
-    since, or is about to."""
+    """The call by which a rank destroyed its groups; None where it formed new ones after that, or
+    is about to.
+
+    Args:
+        at: until when, in seconds on the rank's clock.
+    """
     joined = [e.at for kind in (InitEntered, GroupReady) for e in rank.of(kind) if e.at <= at]
     since = max(joined, default=0.0)
     ends = (e for e in rank.of(GroupDestroyed) if not e.name and since <= e.at <= at)
@@ -401,12 +411,12 @@ def destroyed(rank: Rank, at: float = math.inf) -> GroupDestroyed | None:
 
 
 def translate(message: str) -> str:
-    """What a misleading text means; empty where it says it itself."""
+    """What a misleading message means; empty where it needs no explanation."""
     return next((said for pattern, said in TRANSLATIONS if re.search(pattern, message)), "")
 
 
 def crash_line(run: Run, rank: Rank) -> Location | None:
-    """The user's line in which native code crashed, where faulthandler wrote that down."""
+    """The user's line in which native code crashed, where faulthandler recorded it."""
     seen = (e for node in run.nodes.values() for e in node.of(RankStood))
     own = (e for e in seen if e.crashed and (e.rank, e.attempt) == (rank.rank, run.attempt))
     frame = next((e.user_frame for e in own), None)
@@ -416,12 +426,12 @@ def crash_line(run: Run, rank: Rank) -> Location | None:
 
 
 def inside_call(rank: Rank) -> bool:
-    """Whether it was in a call when it was last heard of."""
+    """Whether a rank was in a call at its last sign of life."""
     return rank.ring is not None and any(call.inside for call in rank.ring.last_calls)
 
 
 def whereabouts(rank: Rank) -> Location | None:
-    """The last line a rank was seen at."""
+    """The last line at which a rank was seen."""
     ring = rank.ring
     calls = ring.last_calls[::-1] if ring is not None else ()
     if found := _line_of(rank, next((c for c in calls if c.inside), None)):

@@ -1,4 +1,4 @@
-"""A block (`with lock:`) that a rank waits to enter, while those in it wait for that rank."""
+"""A block (`with lock:`) that a rank waits to enter while the ranks inside wait for that rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...report.findings import Related
-from ...run import Location, ranks_text, shorten
+from ...run import Location, ranks_do, ranks_text, shorten
 from .snapshot import RankSnapshot
 
 _ENTERS = ("__enter__", "__aenter__")
@@ -14,7 +14,7 @@ _ENTERS = ("__enter__", "__aenter__")
 
 @dataclass(frozen=True)
 class LockWait:
-    """One rank at the head of a block, and those that are inside."""
+    """A rank that waits at the head of a block, and the ranks that are inside of it."""
 
     rank: int
     inside: list[int]
@@ -22,28 +22,26 @@ class LockWait:
 
     @property
     def cause(self) -> str:
-        waits = f"{ranks_text(self.inside)} wait{'s' if len(self.inside) == 1 else ''}"
         return (
             f"rank {self.rank} waits to enter `{self.head.source}` ({self.head}), inside of which "
-            f"{waits} for it: if that lets only one in at a time, as a lock does, none of them can "
-            "go on"
+            f"{ranks_do(self.inside, 'wait')} for it: if only one can be inside at a time, as with "
+            "a lock, they are deadlocked"
         )
 
     @property
     def fix(self) -> str:
         return (
-            f"make no collective inside of `{self.head.source}`: leave it first, and let the ranks "
-            "meet behind it"
+            f"do not call collectives inside of `{self.head.source}`: leave it first and call them "
+            "after it"
         )
 
     @property
     def related(self) -> tuple[Related, ...]:
-        return (Related(f"{ranks_text(self.inside)} came in here before", self.head),)
+        return (Related(f"{ranks_text(self.inside)} entered here before", self.head),)
 
 
 def entering(stand: RankSnapshot, waiting: list[RankSnapshot]) -> LockWait | None:
-    """The block that a rank waits to enter without computing, and the ranks that wait for it
-    inside of that."""
+    """The block that an idle rank waits to enter while ranks inside wait for it; None for none."""
     if stand.stood is None or stand.busy or stand.stopped:
         return None
     for head in _entered(stand):
@@ -54,8 +52,8 @@ def entering(stand: RankSnapshot, waiting: list[RankSnapshot]) -> LockWait | Non
 
 
 def _entered(stand: RankSnapshot) -> list[Location]:
-    """The heads of blocks that the stack of a rank is about to enter: one may be at such a line to
-    leave the block, too."""
+    """The heads of blocks that a rank is about to enter by its stack; it may also be on such a line
+    to leave the block."""
     frames = stand.stood.frames if stand.stood else ()
     cwd = stand.rank.cwd
     every = [(None, frame) for frame in frames[:1]] + list(pairwise(frames))
@@ -68,7 +66,7 @@ def _entered(stand: RankSnapshot) -> list[Location]:
 
 
 def _is_in(stand: RankSnapshot, head: Location) -> bool:
-    """Whether a rank's call is in that block."""
+    """Whether the call of a rank is inside of a block."""
     made = stand.made
     for place in made.site.places if made and made.site else ():
         spot = stand.rank.location(place.site)

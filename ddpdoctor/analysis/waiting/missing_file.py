@@ -1,5 +1,5 @@
-"""A file that a rank does not find, because every rank made the path by itself: from the clock, or
-with a random name."""
+"""A file that a rank does not find because every rank built the path itself, from the clock or with
+a random name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .failures import Failure
 
 _MISSING = re.compile(r"No such file or directory: (?P<quote>['\"]?)(?P<path>.+)(?P=quote)")
 _MOMENT = 10
-"""Digits that a folder's name holds where it is made from the clock: a count has fewer."""
+"""Digits in a folder's name from which on it is taken for a date and time: a count has fewer."""
 _COUNT = re.compile(r"(?<!\d)\d{1,4}(?!\d)")
 _DIFFERING = 2
-"""Folders of the path in which the ranks may differ."""
+"""Folders of the path that may differ at most: more of them are simply other paths."""
 
 
 @dataclass(frozen=True)
 class MissingFile:
-    """The file of that name that another rank wrote in a folder of its own."""
+    """The file of the same name that another rank wrote in a folder of its own."""
 
     rank: Rank
     event: FileWritten
@@ -33,41 +33,44 @@ class MissingFile:
     @property
     def cause(self) -> str:
         return (
-            f"rank {self.rank.rank} wrote a file of that name in another folder, {self.path}: each "
-            "rank makes the path by itself, from the clock or with a random name, and they differ"
+            f"rank {self.rank.rank} wrote this file to a different folder, {self.path}: each rank "
+            "builds the path itself, from the clock or with a random name, so the paths differ"
         )
 
     @property
     def fix(self) -> str:
         return (
-            "make the path on one rank and give it to all: `paths = [path]; "
-            "dist.broadcast_object_list(paths, src=0)`, with `paths[0]` on every rank"
+            "build the path on one rank and broadcast it: `paths = [path]; "
+            "dist.broadcast_object_list(paths, src=0)`, then use `paths[0]` on every rank"
         )
 
     @property
     def related(self) -> tuple[Related, ...]:
         spot: Location | None = self.rank.location(self.event.site)
-        return (Related(f"rank {self.rank.rank} wrote its own here", spot),) if spot else ()
+        return (Related(f"rank {self.rank.rank} wrote its file here", spot),) if spot else ()
 
 
-def astray(run: Run, first: Failure) -> MissingFile | None:
-    """What another rank wrote, where a path that a rank did not find is not the same on all."""
+def missing_file(run: Run, first: Failure) -> MissingFile | None:
+    """The file that another rank wrote under its own path, where a rank failed because it did not
+    find the file under its path; None where the paths are equal, or that is not clear."""
     missing = _MISSING.search(first.message)
     if missing is None or not first.kind_raised.endswith("FileNotFoundError"):
         return None
     found = [
-        (MissingFile(rank, event), _apart(missing["path"], event.path))
+        (MissingFile(rank, event), _differing_folders(missing["path"], event.path))
         for rank in run.ranks.values()
         if rank is not first.rank
         for event in reversed(rank.of(FileWritten))
     ]
-    if any(apart == [] for _, apart in found):
-        return None  # it was written there, too late or on another machine
-    return next((o for o, apart in found if apart and _by_itself(o, first, apart)), None)
+    if any(folders == [] for _, folders in found):
+        return None  # the same path: written too late, or on another machine
+    return next(
+        (o for o, folders in found if folders and _built_by_each_rank(o, first, folders)), None
+    )
 
 
-def _apart(path: str, other: str) -> list[tuple[str, str]] | None:
-    """The folders in which two paths of files of one name differ; None where they are not alike."""
+def _differing_folders(path: str, other: str) -> list[tuple[str, str]] | None:
+    """The folders in which two paths of files of one name differ; None where too many do."""
     ours, theirs = ([p for p in name.split("/") if p != "."] for name in (path, other))
     if ours[0]:  # relative
         theirs = theirs[-len(ours) :]
@@ -77,9 +80,9 @@ def _apart(path: str, other: str) -> list[tuple[str, str]] | None:
     return apart if len(apart) <= _DIFFERING else None
 
 
-def _by_itself(other: MissingFile, first: Failure, apart: list[tuple[str, str]]) -> bool:
-    """Whether the clock or chance has named the folders, or the other rank read its own file at the
-    line at which this one finds none, and they are not numbered (by the rank, say)."""
+def _built_by_each_rank(other: MissingFile, first: Failure, apart: list[tuple[str, str]]) -> bool:
+    """Whether the folders are named by the clock or at random; or the other rank read its own file
+    on the line on which this one failed, and the folders are not numbered (by rank, say)."""
     if all(_of_the_moment(a, b) for a, b in apart):
         return True
     numbered = any(_COUNT.sub("", a) == _COUNT.sub("", b) for a, b in apart)
@@ -97,7 +100,7 @@ def _same_line(spot: Location | None, first: Failure) -> bool:
 
 
 def _of_the_moment(a: str, b: str) -> bool:
-    """Whether two names are alike but for the digits of a date and time, or are of `tempfile`."""
+    """Whether two names differ only in the digits of a date and time, or come from `tempfile`."""
     if a.startswith("tmp") and b.startswith("tmp") and len(a) == len(b) == len("tmp12345678"):
         return True
     digits = len(re.findall(r"\d", a))

@@ -11,14 +11,18 @@ from .snapshot import RankSnapshot, Snapshot
 _STOPS = (19, 20)
 """SIGSTOP and SIGTSTP, as Linux numbers them."""
 _APART_S = 1.0
-"""So far the clock of the sender and the last sign of life may be apart."""
+"""Seconds by which the clock of the sender and the last sign of life may differ."""
 
 Sent = tuple[Rank | None, Location | None]
 """The rank that sent it, and its line; None where none did."""
 
 
 def sent(run: Run, rank: Rank, numbers: Collection[int | None], since: float = 0.0) -> Sent:
-    """Who sent a rank one of these signals, after that moment."""
+    """The rank that sent one of these signals to a rank, itself first.
+
+    Args:
+        numbers: of the signals; since: seconds since the epoch.
+    """
     pid = rank.started.pid if rank.started else -1
     for sender in sorted(run.ranks.values(), key=lambda one: one is not rank):
         if sender.node != rank.node:
@@ -31,7 +35,8 @@ def sent(run: Run, rank: Rank, numbers: Collection[int | None], since: float = 0
 
 
 def stopping(run: Run, now: Snapshot, stand: RankSnapshot) -> Sent:
-    """Who sent the signal by which a rank is stopped: not one that it went on after."""
+    """The rank that sent the signal by which a rank is stopped; a signal before its last progress
+    does not count."""
     if stand.stood is None or stand.stood.state != "T":
         return None, None
     return sent(run, stand.rank, _STOPS, now.at - stand.still_s - _APART_S)

@@ -24,10 +24,11 @@ from ..calls.call_logs import CallLogs, CallRecord, GroupKey, call_logs
 from .failures import call_failed, destroyed, is_over, lost_peer
 
 STALL_S = 10.0
-"""What counts as a stall where no monitor was there to learn it."""
+"""Seconds without progress that count as a stall where no monitor learned it from the run."""
 QUIET_S = 1.0
+"""Seconds without progress after which a rank counts as waiting: a call may be in flight."""
 BUSY = 0.3
-"""Share of a core."""
+"""Share of a core from which on a rank counts as computing."""
 
 DOING = {
     Phase.START: "starting",
@@ -37,24 +38,24 @@ DOING = {
     Phase.BACKWARD: "in a backward",
     Phase.OPTIMIZER: "in optimizer.step",
     Phase.INIT: "in init_process_group",
-    Phase.LEAVING: "leaving",
+    Phase.LEAVING: "exiting",
 }
 
 _KNOWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.INIT)
-"""Phases that have a line of their own while they last."""
+"""Phases whose line is recorded while they last."""
 
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """One rank at that moment.
+    """One rank at the moment of a snapshot.
 
     Attributes:
-        gone: its process had ended, or was leaving, or had destroyed its groups.
-        call, key: the call it was in, and whose group; made: the same with its lines.
+        gone: its process had ended or was exiting, or it had destroyed its groups.
+        call, key: the call it was in and the group of that; made: the call with its lines.
         computes: the forward or backward of a wrapped model that it was in without any
-            communication under way.
-        over: gone, and nothing more can come of that by itself.
-        still_s: how long it had made no progress.
+            communication in flight.
+        over: gone, and its end can change nothing any more (see `is_over`).
+        still_s: for how many seconds it had made no progress.
         stood: what the monitor saw of it.
     """
 
@@ -72,41 +73,42 @@ class RankSnapshot:
 
     @property
     def waits_for_good(self) -> bool:
-        """Whether it will not move any more, unless another rank does."""
+        """Whether the rank makes no progress any more unless another rank does."""
         return self.over if self.gone else self.blocked and self.still_s >= QUIET_S
 
     @property
     def blocked(self) -> bool:
-        """In a collective or in a point-to-point call."""
+        """Whether the rank is in a collective or a point-to-point call."""
         return self.call is not None and not self.gone
 
     @property
     def unknown(self) -> bool:
-        """Whether it used torch, and its calls could not be written down, or cannot be read."""
+        """Whether the rank used torch, but its calls were not recorded or cannot be read."""
         return self.rank.ring is None and self.rank.first(TorchLoaded) is not None
 
     @property
     def steps(self) -> Steps | None:
-        """The optimizer step it was in; None where it took none."""
+        """The optimizer step in which the rank was; None before the first one."""
         return Steps.of([self.rank.steps]) if self.rank.steps else None
 
     @property
     def stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process."""
         return self.stood is not None and self.stood.state in ("T", "t")
 
     @property
     def cpu(self) -> float | None:
-        """Share of a core that it used, where that was measured."""
+        """Share of a core that the rank used; None where it was not measured."""
         return self.stood.cpu if self.stood is not None and self.stood.measured else None
 
     @property
     def busy(self) -> bool:
-        """Whether it was seen to compute."""
+        """Whether the rank was seen to compute."""
         return self.cpu is not None and self.cpu > BUSY
 
     @property
     def location(self) -> Location | None:
-        """The user's line it was at."""
+        """The user's line at which the rank was."""
         if self.made is not None and self.made.location:
             return self.made.location
         frame = self.stood.user_frame if self.stood else None
@@ -117,27 +119,27 @@ class RankSnapshot:
 
     @property
     def surely(self) -> bool:
-        """Whether it was at that line, and not only seen there last: in the program's own code
-        nothing but a stack tells."""
+        """Whether the rank was at its `location` for certain, and not only last seen there: in the
+        program's own code only a stack can tell."""
         if (self.made is not None and self.made.location) or (self.stood and self.stood.user_frame):
             return True
         return self.phase in _KNOWN
 
     @property
     def doing(self) -> str:
-        """In words, with the line."""
+        """What the rank was doing, with the line: `in all_reduce (train.py:8)`."""
         where = self.location
         at = f"{' at' if self.surely else ', last seen at'} {where}" if where else ""
         if self.gone:
             return "gone"
         if self.stopped:
-            held = self.stood is not None and self.stood.state == "t"
-            return f"{'held by a debugger' if held else 'stopped by a signal (SIGSTOP)'}{at}"
+            traced = self.stood is not None and self.stood.state == "t"
+            return f"{'stopped by a debugger' if traced else 'stopped by a signal (SIGSTOP)'}{at}"
         if self.made is not None:
             return f"in {self.made.place}"
         if self.unknown:
-            return at[1:] or "at a place that is not on record"
-        what = DOING.get(self.phase, "") if self.phase is not None else "not seen in torch"
+            return at.lstrip(", ") or "at an unknown line (its calls are not on record)"
+        what = DOING.get(self.phase, "") if self.phase is not None else "in no recorded call"
         if where and where.source.strip():
             return f"{what}{at} `{where.source.strip()}`"
         return f"{what}{at}"
@@ -148,9 +150,11 @@ class Snapshot:
     """All ranks at one moment.
 
     Attributes:
-        at: seconds since the epoch; stall: the monitor's record, where it saw the run stand still.
+        at: the moment, in seconds since the epoch.
+        stall: the monitor's record of a stall; None where it saw none.
         failed: the moment is that of the first failure.
-        until: when the ranks stood so no more, or were last heard of.
+        stands: rank to its snapshot; known: the calls of all ranks.
+        until: when a rank moved again, or the last sign of life; seconds since the epoch.
     """
 
     at: float
@@ -161,7 +165,7 @@ class Snapshot:
     until: float = 0.0
 
     def waited(self, stands: Iterable[RankSnapshot]) -> float:
-        """For how long the first of them has stood so in the end."""
+        """For how many seconds the first of these ranks waited in the end."""
         still = max(s.still_s for s in stands)
         return still + max(0.0, self.until - self.at) if self.stall else still
 
@@ -174,8 +178,8 @@ class Snapshot:
         return [s for s in self.stands.values() if s.blocked]
 
     def absent(self, stand: RankSnapshot) -> list[RankSnapshot]:
-        """Members of the group of this rank's call that had not begun that call, or were in it and
-        had not come to what this rank waits for there."""
+        """The members of a rank's group that had not begun its call, or were in it without having
+        begun the communication for which the rank waits."""
         if stand.key is None or stand.call is None or stand.call.index < 0:
             return []
         return [
@@ -192,8 +196,8 @@ class Snapshot:
     def _is_behind(
         self, other: RankSnapshot, stand: RankSnapshot, key: GroupKey, index: int
     ) -> bool:
-        """Whether it computes in the same call, and torch's flight recorder has a communication
-        under way on this rank that has not begun there."""
+        """Whether another rank computes in the same call, and torch's flight recorder lists a
+        collective in flight on this rank that has not begun on the other."""
         call = other.computes
         if call is None or call.index != index or self.known.key(other.rank, call.group) != key:
             return False
@@ -216,13 +220,13 @@ class Snapshot:
 
 
 def flight_log(rank: Rank, key: GroupKey) -> FlightLog | None:
-    """What torch's flight recorder had last of a group."""
+    """The last record of torch's flight recorder for a group of a rank."""
     return next((f for f in reversed(rank.of(FlightLog)) if f.group == key.name), None)
 
 
 @lru_cache(maxsize=1)
 def scene(run: Run) -> Snapshot:
-    """The moment that matters: of the stall, else of the first failure, else the last on record."""
+    """All ranks at the stall, or else at the first failure, or else at the end of the records."""
     stall, at = run.stall or (None, 0.0)
     failed = False
     if stall is None:
@@ -236,7 +240,7 @@ def scene(run: Run) -> Snapshot:
 
 
 def _until(run: Run, at: float) -> float:
-    """When the first rank ended, or was told to, after that moment."""
+    """When the first rank ended, or was terminated, after a moment; seconds since the epoch."""
     times = [_stopped(node, run.attempt) for node in run.nodes.values()]
     for rank in run.ranks.values():
         ends = [*failures(rank), *(e.at for e in rank.of(RankExiting))]
@@ -251,7 +255,7 @@ def _stopped(node: Facts, attempt: int) -> float | None:
 
 
 def failures(rank: Rank) -> Iterator[float]:
-    """When this rank failed, on its own clock: its exception, or a bad end."""
+    """When a rank failed: its exception, or its end with an error; seconds on its own clock."""
     raised = rank.exception
     if raised is not None:
         yield call_failed(rank, raised) or raised.at
@@ -263,9 +267,8 @@ def failures(rank: Rank) -> Iterator[float]:
 
 
 def _swallowed(rank: Rank) -> float | None:
-    """When the first call failed of those in which a rank lost another one, where its program
-    caught that and went on, and no later call came through. Waiting for others at the end is not
-    missed."""
+    """When a rank lost its peers, where its program caught that and continued; None where it did
+    not, or where a later call completed, and for a barrier at the end, which nobody misses."""
     raised = rank.latest(ExceptionRaised)
     if raised is None or not raised.caught or rank.exception or not lost_peer(raised):
         return None
@@ -285,7 +288,7 @@ def _first_failure(run: Run) -> float | None:
 
 
 def _last(run: Run) -> float:
-    """The last moment on record, or now while the run goes on."""
+    """The last moment on record, or now for a live run; seconds since the epoch."""
     times = []
     for rank in run.ranks.values():
         if run.now is not None:
@@ -337,9 +340,9 @@ def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
 
 
 def _only_computes(known: CallLogs, rank: Rank, key: GroupKey, call: Call) -> bool:
-    """Whether a forward or backward of a wrapped model has nothing under way in its group.
+    """Whether a forward or backward of a wrapped model has no communication in flight.
 
-    Of these the log knows when they begin, not when they communicate; the flight recorder does.
+    The call log knows only when these begin; torch's flight recorder knows when they communicate.
     """
     log = known.logs.get(key, {}).get(rank.rank)
     made = known.at(log, call.index) if log and call.index >= 0 else None
@@ -352,7 +355,7 @@ def _only_computes(known: CallLogs, rank: Rank, key: GroupKey, call: Call) -> bo
 
 
 def _still(rank: Rank, call: Call | None, at: float, then: RankStood | None) -> float:
-    """Seconds without progress: what was done after `at` does not count."""
+    """Seconds without progress until `at`, on the clock of the rank."""
     quiet = at - rank.ring.progress_at if rank.ring else 0.0
     if quiet <= 0 and then is not None:
         quiet = then.still_s
@@ -363,7 +366,7 @@ def _still(rank: Rank, call: Call | None, at: float, then: RankStood | None) -> 
 
 
 def _looked(run: Run, wall: float) -> float:
-    """When the run was looked at: by now, or until it was stopped, later than at that moment."""
+    """Until when the run was observed: now, or when it was stopped; not before `wall`."""
     times = [wall]
     if run.now is not None:
         times += [r.wall(run.now) for r in run.ranks.values()]
@@ -372,7 +375,7 @@ def _looked(run: Run, wall: float) -> float:
 
 
 def _left(rank: Rank, at: float) -> float | None:
-    """When a rank had begun to leave, by that moment."""
+    """When a rank began to leave, up to a moment on its clock; None where it had not."""
     marks: list[Event] = [*rank.of(RankExiting)]
     if (end := destroyed(rank, at)) is not None:
         marks.append(end)

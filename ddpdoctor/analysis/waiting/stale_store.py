@@ -1,4 +1,4 @@
-"""Groups that are formed again over a store which still holds the addresses of the earlier one."""
+"""Groups that are formed again over a store that still has the addresses of an earlier group."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from ...run import Location, State
 from .snapshot import RankSnapshot
 
 CAUSE = (
-    "the default group was formed again at an address where an earlier one had been: both leave "
-    "the addresses of their ranks under the same keys of one store, so that a rank that comes "
-    "sooner than another finds those of the group that is gone, and nobody answers there"
+    "the default group was formed again on the store of an earlier one, under the same keys: the "
+    "store still has the addresses of the destroyed group, and a rank that arrives before the "
+    "others connects to those, where nobody answers"
 )
 FIX = (
-    "form the group once, and destroy it at the end (`dist.new_group` makes more of them); or give "
-    "each group names of its own in the store: `init_process_group(backend, store=dist.PrefixStore("
+    "form the group once and destroy it at the end (use `dist.new_group` for more groups); or give "
+    "each group a prefix in the store: `init_process_group(backend, store=dist.PrefixStore("
     'f"group {n}", store), rank=rank, world_size=world_size)`'
 )
 
 
 def formed_again(stands: list[RankSnapshot]) -> Location | None:
-    """Where the group was formed in which these ranks wait, if each formed one before at the same
-    place, and nothing came through in this one."""
+    """The line that formed the group in which ranks wait, where each rank formed one before on the
+    same store and no call completed in this one; None otherwise."""
     latest = [_latest(stand) for stand in stands]
     if not stands or any(event is None for event in latest):
         return None

@@ -1,4 +1,4 @@
-"""Who waits for whom: the wait-for graph of a moment, and what it proves."""
+"""The wait-for graph: which rank waits for which, and what that proves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECEIVES = {name for name, o in OPERATIONS.items() if o.receives}
 
 
 def awaited(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
-    """The ranks without which this one cannot leave its call."""
+    """The ranks for which a rank waits in its call."""
     call = stand.call
     if call is None or stand.gone:
         return []
@@ -27,7 +27,12 @@ def awaited(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
 
 @dataclass(frozen=True)
 class Unanswered:
-    """Messages between two ranks: one has begun `mine` of them, the other `theirs` to match."""
+    """Messages of a rank without a matching call on its peer.
+
+    Attributes:
+        sends: the rank sends, the peer should receive; otherwise the reverse.
+        mine: how many the rank has begun; theirs: how many matching ones the peer has.
+    """
 
     peer: RankSnapshot
     sends: bool
@@ -36,7 +41,7 @@ class Unanswered:
 
 
 def unanswered(scene: Snapshot, stand: RankSnapshot) -> list[Unanswered]:
-    """The messages of a point-to-point call that the other side has not begun."""
+    """The messages of a point-to-point call that the peer has not begun."""
     call, made = stand.call, stand.made
     if call is None or made is None or call.index >= 0:
         return []
@@ -58,7 +63,8 @@ def unanswered(scene: Snapshot, stand: RankSnapshot) -> list[Unanswered]:
 
 
 def _count(stand: RankSnapshot, sends: bool, peer: int) -> int:
-    """Messages to, or from, a peer that were begun and not given up, but for the present call."""
+    """How many messages to (or from) a peer a rank has begun, without failed ones; its present call
+    counts even if it failed."""
     ring = stand.rank.ring
     known = {s.id: s for s in stand.rank.of(Signature)}
     total = 0
@@ -75,7 +81,7 @@ def _count(stand: RankSnapshot, sends: bool, peer: int) -> int:
 
 
 def graph(scene: Snapshot) -> dict[int, list[int]]:
-    """Rank to the ranks it waits for."""
+    """Each waiting rank, and the ranks for which it waits."""
     return {
         s.rank.rank: [o.rank.rank for o in awaited(scene, s)]
         for s in scene.blocked
@@ -84,15 +90,15 @@ def graph(scene: Snapshot) -> dict[int, list[int]]:
 
 
 def cycle(scene: Snapshot) -> list[int]:
-    """Ranks that wait for each other in a ring, so that none can go on; empty where there is none.
+    """Ranks that wait for each other in a cycle, so that none can go on; empty for none.
 
-    Only ranks that make no progress count: a call may be in flight.
+    Only ranks without progress count: a call may be in flight.
     """
     return next(iter(cycles(scene)), [])
 
 
 def cycles(scene: Snapshot) -> list[list[int]]:
-    """All such rings, of which no two have a rank in common."""
+    """All cycles of waiting ranks; no two of them have a rank in common."""
     edges = {
         r: [o for o in others if o in scene.stands and scene.stands[o].blocked]
         for r, others in graph(scene).items()
@@ -107,7 +113,7 @@ def cycles(scene: Snapshot) -> list[list[int]]:
 
 
 def across_groups(ring: list[RankSnapshot]) -> bool:
-    """Whether a ring of waiting ranks runs over collectives of several groups."""
+    """Whether a cycle consists of collectives alone, which then are of several groups."""
     return all(s.call is not None and s.call.index >= 0 for s in ring)
 
 
@@ -121,23 +127,24 @@ def _walk(edges: dict[int, list[int]], path: list[int]) -> list[int]:
 
 
 def missing(scene: Snapshot) -> list[RankSnapshot]:
-    """Ranks that others wait for and that are in no call themselves, nor gone."""
+    """Ranks for which others wait and which are neither in a call themselves nor gone."""
     return _unique(
         o for s in scene.blocked for o in awaited(scene, s) if not o.gone and not o.blocked
     )
 
 
 def gone(scene: Snapshot) -> list[RankSnapshot]:
-    """Ranks that others wait for and that have left."""
+    """Ranks for which others wait and which have left."""
     return _unique(o for s in scene.blocked for o in awaited(scene, s) if o.gone)
 
 
 def waiting_for(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
-    """The ranks that wait for one, directly."""
+    """The ranks that wait for one rank directly."""
     return [s for s in scene.blocked if any(o is stand for o in awaited(scene, s))]
 
 
 def in_init(scene: Snapshot) -> list[RankSnapshot]:
+    """Ranks that are in `init_process_group`."""
     return [s for s in scene.stands.values() if s.phase is Phase.INIT and not s.gone]
 
 
@@ -146,7 +153,7 @@ def _unique(stands: Iterable[RankSnapshot]) -> list[RankSnapshot]:
 
 
 def victims(scene: Snapshot, waiting: list[RankSnapshot]) -> Evidence:
-    """Who waited where, for how long in the end."""
+    """Evidence of which ranks waited where, and for how many seconds."""
     rows: dict[str, list[RankSnapshot]] = {}
     for stand in waiting:
         rows.setdefault(stand.doing, []).append(stand)
@@ -163,7 +170,7 @@ def victims(scene: Snapshot, waiting: list[RankSnapshot]) -> Evidence:
 
 
 def merged_stacks(scene: Snapshot) -> list[dict[str, object]]:
-    """The ranks' stacks, equal ones folded, the least progressed first."""
+    """The stacks of all ranks, equal ones merged, the rank with the least progress first."""
     classes: dict[tuple[str, ...], list[RankSnapshot]] = {}
     for stand in scene.stands.values():
         frames = stand.stood.frames if stand.stood else ()
@@ -190,7 +197,7 @@ def _progress(stand: RankSnapshot) -> tuple[int, int]:
 
 
 def pending(now: Snapshot) -> list[str]:
-    """Collectives that torch's flight recorder has as not finished."""
+    """Collectives that torch's flight recorder lists as not completed, one line each."""
     lines = []
     for stand in now.stands.values():
         log = stand.rank.latest(FlightLog)
