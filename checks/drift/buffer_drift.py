@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import causes, late_buffers
 from ddpdoctor.analysis.replicas.replicas import (
@@ -17,50 +18,60 @@ from ddpdoctor.analysis.replicas.replicas import (
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, some
+from ddpdoctor.run import Location, Rank, Run, plural, some
 
-LATE = "differ_and_came_after_the_wrap"
+LATE = "added-after-wrap"
+BYPASSED = "wrapper-bypassed"
+UNEQUAL_AT_WRAP = "unequal-at-wrap"
+NOT_BROADCAST = "not-broadcast"
+NOT_COPIED = "not-copied-since"
 
 
 class BufferDrift(Check):
     """Buffers differ between ranks where it matters
 
     ## What it finds
-    Buffers (running statistics of BatchNorm, codebooks, queues) that are not the same on all ranks
-    when the model or a part of it is evaluated, through the wrapper or around it, or its state is
-    taken and a file is written. Also buffers that came after the wrap (masks of a pruning), at the
-    steps compared.
+    Buffers (BatchNorm running statistics, codebooks, queues) that differ between ranks when the
+    model or a submodule is evaluated, through the wrapper or not, or when its state is taken and a
+    file is written. Also buffers registered after the wrap (pruning masks), at the steps compared.
 
     ## How it knows
-    All buffers are digested at the first forward without gradients after training, in `eval()`
-    mode, and at the end; those of a part where `eval()` is called on it and it is then called by
-    itself, after four forwards of training or more; where DDP does not copy them, also before the
-    forward that follows a step at which `parameter-drift` compares. When `state_dict()` is taken,
-    the next step is compared whole; it counts as saved where a file is written in the same step.
-    Those that came after the wrap are digested before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on.
-    The digests of one moment are compared between the ranks, of buffers with fractions only; the
-    finding is proven.
+    Each rank records digests (checksums) of all buffers at the first forward without gradients
+    after training, in `eval()` mode, and at the end. For a submodule it does so when, after at
+    least four training forwards, `eval()` is called on it and it is called on its own. Where DDP
+    does not broadcast buffers, it also does before the forward after each step that
+    `parameter-drift` compares. When `state_dict()` is taken, the next step is compared completely;
+    it counts as saved if a file is written in the same step. Buffers registered after the wrap are
+    examined before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on. The digests of one moment are
+    compared between ranks, for floating-point buffers only. A difference proves the fault.
 
     ## Why it hurts
-    Each rank evaluates another model, and the checkpoint holds the statistics of one rank's data
-    only: what was measured in training is not what is loaded later.
+    Each rank evaluates a different model, and the checkpoint holds the statistics of one rank's
+    data: what was measured during training is not what is loaded later.
 
     ## How to fix it
-    Leave `broadcast_buffers` (newer: `forward_sync_buffers`) on, convert the model with
+    Keep `broadcast_buffers=True` (newer: `forward_sync_buffers`), convert the model with
     `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or average the buffers before evaluation.
 
     ## When it stays quiet
-    The ordinary difference after each training forward, which DDP repairs by copying rank 0's
-    buffers at the next one, or the program itself before it evaluates or saves; SyncBatchNorm;
-    ignored buffers; counters and random states of a rank.
-    Buffers that differ, but are neither evaluated nor saved, are a note at most; so are those of a
-    part that is evaluated, where the next forward of the model copies them.
+    - The ordinary difference after each training forward: DDP repairs it by broadcasting rank 0's
+      buffers at the next one, or the program does before it evaluates or saves.
+    - SyncBatchNorm, buffers that DDP ignores, counters and random states.
+    - Buffers that are neither evaluated nor saved are a note at most, and so are those of an
+      evaluated submodule if the model's next forward broadcasts them.
     """
 
     code = "DDP403"
     name = "buffer-drift"
     family = "drift"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        BYPASSED: "the model or a submodule is evaluated without the wrapper, which broadcasts",
+        NOT_BROADCAST: "DDP was told not to broadcast buffers, and each rank updates its own",
+        UNEQUAL_AT_WRAP: "each rank made its own buffers, and DDP was told not to broadcast them",
+        NOT_COPIED: "DDP broadcasts buffers, but has not since each rank updated its own",
+        LATE: "the buffers were added after the wrap, and DDP does not know them",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
@@ -78,8 +89,8 @@ class BufferDrift(Check):
         yield from each_model(run, self._judge_late)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        """Masks that differ leave parameters that differ, once they are made permanent."""
-        if other.check != "parameter-drift" or LATE not in mine.evidence:
+        """Pruning masks that differ leave parameters that differ, once they are made permanent."""
+        if other.check != "parameter-drift" or mine.rule != LATE:
             return False
         return all(any(m.startswith(f"{s}_") for m in mine.subjects) for s in other.subjects)
 
@@ -93,25 +104,25 @@ class BufferDrift(Check):
         used = spot is not None or taken is not None
         wrapped = causes.wrap_line(group)
         yield self.finding(
+            rule=LATE,
             severity=Severity.WARNING if used else Severity.NOTE,
             ranks=tuple(group.members),
             steps=Steps(late.steps[0], late.steps[-1], len(late.steps), late.looked),
             subjects=tuple(late.names),
             location=wrapped,
-            label="copies only the buffers of that time",
+            label="broadcasts only buffers registered before this line",
             related=tuple(Related("they matter here", s) for s in (spot or saved,) if s),
-            summary=f"buffer{'s' if len(late.names) > 1 else ''} {some(late.names)} of "
-            f"{group.any.wrapped.kind}, which came after the wrap, "
-            f"{'differ' if len(late.names) > 1 else 'differs'} between ranks, seen at step "
-            f"{late.steps[0]}",
-            cause="each rank made its own (from other random numbers or its own data), and DDP "
-            "copies only buffers that were there at the wrap",
-            fix="make them before the wrap, from the same numbers on every rank (a generator with "
-            "one seed for all), or send them: `dist.broadcast(buffer, src=0)`",
+            summary=f"{_buffers(late.names)} of {group.any.wrapped.kind}, registered after the "
+            f"wrap, {plural(len(late.names), 'differs', 'differ')} between ranks, first seen at "
+            f"step {late.steps[0]}",
+            cause="each rank created its own (from other random numbers or its own data), and DDP "
+            "broadcasts only buffers that were registered at the wrap",
+            fix="register them before the wrap, from the same values on every rank (a generator "
+            "with the same seed), or send them: `dist.broadcast(buffer, src=0)`",
             fix_kind=FixKind.CHECK,
             evidence={
-                LATE: len(late.names),
-                "looks that differ": f"{len(late.steps)} of {late.looked}",
+                "differ_and_were_added_after_the_wrap": len(late.names),
+                "comparisons_that_differ": f"{len(late.steps)} of {late.looked}",
             },
             at=late.at,
         )
@@ -124,22 +135,22 @@ class BufferDrift(Check):
             return
         if part := _matters(group, divergence(group, "buffers", "part")):
             part.before = -1
-            when, spot = "when a part of it is evaluated", _evaluation(group, "part")
+            when, spot = "when a submodule is evaluated", _evaluation(group, "part")
             mild = Severity.NOTE if group.any.seen.broadcast else Severity.WARNING
             yield self._finding(run, group, part, when, spot, mild)
             return
         if group.any.seen.broadcast:
-            return  # the next forward copies rank 0's: by design
+            return  # the next forward broadcasts rank 0's: by design
         saves = _saves(group)
         for point in ("kept", "end"):
             found = _matters(group, divergence(group, "buffers", point, among=saves))
             if found:
                 spot = saves[found.first]
-                yield self._finding(run, group, found, "when its state is taken to be saved", spot)
+                yield self._finding(run, group, found, "when its state is saved", spot)
                 return
         found = _matters(group, divergence(group, "buffers", "end"))
         if found:
-            yield self._finding(run, group, found, "at the end", None, Severity.NOTE)
+            yield self._finding(run, group, found, "at the end of the run", None, Severity.NOTE)
 
     def _finding(
         self,
@@ -150,33 +161,20 @@ class BufferDrift(Check):
         spot: Location | None,
         severity: Severity = Severity.WARNING,
     ) -> Finding:
+        """A finding about buffers that differ at one point, which is at `spot` where known."""
         wrapped = causes.wrap_line(group)
-        broadcast = group.any.seen.broadcast
-        # The wrapper's own forward would have copied them before it evaluates.
-        part = found.point == "part"
-        around = broadcast and spot is not None and found.point in ("eval", "part")
-        if around:
-            location, label = spot, f"calls {'a part of ' * part}the model inside of the wrapper"
+        rule = _rule(group, found, spot)
+        if rule == BYPASSED:
+            location = spot
+            what = "submodule" if found.point == "part" else "model"
+            label = f"calls the {what}, not the wrapper"
             related = (Related(group.any.wrapped.here, wrapped),) if wrapped else ()
         else:
             location, related = wrapped, (Related("they matter here", spot),) if spot else ()
+            broadcast = rule == NOT_COPIED
             label = group.any.wrapped.here if broadcast else "buffers are not synchronised"
-        cause = (
-            "the buffers were updated from each rank's own data and not copied since"
-            if broadcast
-            else "DDP was told not to copy buffers, and each rank updates them from its own data"
-        )
-        alike = _made_alike(group, found.names)
-        # `forward_sync_buffers=False` leaves `broadcast_buffers` at None and copies at the wrap.
-        reported = group.any.wrapped.options.get("broadcast_buffers", False)
-        never_copied = not broadcast and reported is False
-        if never_copied and never_change(group, found.names):
-            cause = "each rank made its own before the wrap (from other random numbers, say), DDP "
-            cause += "was told not to copy buffers, not at the wrap either, and nothing changed "
-            cause += "them since"
-            alike = "make them from the same numbers on every rank, or send them once after the "
-            alike += "wrap (`dist.broadcast(buffer, src=0)`)"
         return self.finding(
+            rule=rule,
             severity=severity,
             ranks=tuple(sorted(r for g in found.split for r in g)),
             steps=_evaluated(group, found),
@@ -184,26 +182,67 @@ class BufferDrift(Check):
             location=location,
             label=label,
             related=related,
-            summary=f"buffer{'s' if len(found.names) > 1 else ''} {some(found.names)} of "
-            f"{group.any.wrapped.kind} "
+            summary=f"{_buffers(found.names)} of {group.any.wrapped.kind} "
             f"{causes.differ(len(found.names), found.split, run)} {when}",
-            cause=cause,
-            fix=alike
-            if around and part
-            else "call the wrapper itself on every rank, `model(x)`, which copies rank 0's buffers "
-            f"first; or {alike}"
-            if around
-            else f"{alike}, or leave `broadcast_buffers` on",
+            cause=CAUSES[rule],
+            fix=_fix(rule, group, found),
             fix_kind=FixKind.CHECK,
             evidence=causes.evidence(group, found)
-            | {"next_forward_repairs": "yes" if broadcast else "no"},
+            | {"next_forward_repairs": "yes" if group.any.seen.broadcast else "no"},
             at=found.at,
         )
 
 
+def _buffers(names: list[str]) -> str:
+    """`buffer a`, `buffers a and b`."""
+    return f"{plural(len(names), 'buffer')} {some(names)}"
+
+
+def _rule(group: Replicas, found: Divergence, spot: Location | None) -> str:
+    """Why these buffers differ."""
+    if group.any.seen.broadcast:
+        # The wrapper's own forward would have broadcast them before it evaluates.
+        around = spot is not None and found.point in ("eval", "part")
+        return BYPASSED if around else NOT_COPIED
+    # `forward_sync_buffers=False` leaves `broadcast_buffers` at None and broadcasts at the wrap.
+    option = group.any.wrapped.options.get("broadcast_buffers", False)
+    if option is False and never_change(group, found.names):
+        return UNEQUAL_AT_WRAP
+    return NOT_BROADCAST
+
+
+CAUSES = {
+    BYPASSED: "each rank updated the buffers from its own data, and nothing has broadcast them "
+    "since",
+    NOT_COPIED: "each rank updated the buffers from its own data, and nothing has broadcast them "
+    "since",
+    NOT_BROADCAST: "DDP was told not to broadcast buffers, and each rank updates them from its own "
+    "data",
+    UNEQUAL_AT_WRAP: "each rank created its own buffers before the wrap (for example from other "
+    "random numbers), DDP was told not to broadcast buffers, which includes the wrap, and nothing "
+    "changed them since",
+}
+SEND = (
+    "create them from the same values on every rank, or send them once after the wrap "
+    "(`dist.broadcast(buffer, src=0)`)"
+)
+
+
+def _fix(rule: str, group: Replicas, found: Divergence) -> str:
+    equal = SEND if rule == UNEQUAL_AT_WRAP else _make_equal(group, found.names)
+    if rule != BYPASSED:
+        return f"{equal}, or keep `broadcast_buffers=True`"
+    if found.point == "part":
+        return equal
+    return (
+        "call the wrapper on every rank, `model(x)`, which broadcasts rank 0's buffers first; or "
+        f"{equal}"
+    )
+
+
 def _evaluated(group: Replicas, found: Divergence) -> Steps | None:
-    """The steps of the evaluations that differ, from the first while the training goes on; what
-    follows the last step counts to that."""
+    """The steps of the evaluations that differ, if the first comes before training ends. What
+    follows the last step counts as that step."""
     member = group.any
     steps = {
         event.keys[-1]: event.step
@@ -224,9 +263,9 @@ REDUCE = (
 )
 
 
-def _made_alike(group: Replicas, names: list[str]) -> str:
-    """How to make these buffers equal: SyncBatchNorm does it for those of BatchNorm only, and not
-    on the CPU."""
+def _make_equal(group: Replicas, names: list[str]) -> str:
+    """How to make these buffers equal: SyncBatchNorm does it for those of BatchNorm only, and does
+    not run on the CPU."""
     if group.any.wrapped.device == "cpu":
         return REDUCE
     kinds = {m.name: m.kind for m in group.any.wrapped.modules}
@@ -241,13 +280,15 @@ def _made_alike(group: Replicas, names: list[str]) -> str:
 
 
 def _of_batch_norm(kinds: dict[str, str], name: str) -> bool:
-    """By the kind of the module; of one that holds no parameters only the names are known."""
+    """Whether a buffer belongs to BatchNorm: known from the module's class, or for a module that
+    holds no parameters from the buffer's name."""
     module, _, leaf = name.rpartition(".")
     return leaf in ("running_mean", "running_var") and "BatchNorm" in kinds.get(module, "BatchNorm")
 
 
 def _matters(group: Replicas, found: Divergence | None) -> Divergence | None:
-    """Without counters and random states, which may be a rank's own."""
+    """The divergence without counters and random states, which may differ between ranks; None
+    where nothing else differs."""
     if found is None:
         return None
     kinds = {b.name: b.dtype for b in group.any.wrapped.buffers}
@@ -260,7 +301,7 @@ def _matters(group: Replicas, found: Divergence | None) -> Divergence | None:
 
 
 def _evaluation(group: Replicas, point: str = "eval") -> Location | None:
-    """The line of the first evaluation."""
+    """The line of the first evaluation of the model, or of a `part`."""
     for member in group.members.values():
         for event in member.rank.of(Digests):
             if event.point == point and event.model == member.model and event.site >= 0:
@@ -269,8 +310,8 @@ def _evaluation(group: Replicas, point: str = "eval") -> Location | None:
 
 
 def _saves(group: Replicas) -> dict[int, Location | None]:
-    """Where the state was last taken before a file was written, by the forwards with gradients
-    before it. What follows the weights (an average of them, say) takes the state as well."""
+    """Where the state was last taken before a file was written, by the number of forwards with
+    gradients before it. Other code takes the state as well (a moving average of the weights)."""
     saves: dict[int, Location | None] = {}
     for member in group.members.values():
         files = [e for e in member.rank.of(FileWritten) if not e.path.endswith(_TEXTS)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
-from ddpdoctor.analysis.manual_sync.averaged_gradients import by_hand
+from ddpdoctor.analysis.manual_sync import averaged_gradients
 from ddpdoctor.analysis.replicas import uncompared
 from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
@@ -14,54 +15,67 @@ from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Run
 
 LOOKED_AT = 20
-"""Steps, the first ones or after a reduction, in all of which gradients are looked at."""
+"""Steps at the begin, or after a reduction, in which gradients are always examined."""
 
 SEVERAL = 0.0
-"""Not all gradients were multiplied by one number."""
+"""The factor that stands for: not all gradients were multiplied by the same number."""
+
+
+DIVIDED_LOSS = "divided-loss"
+DIVIDED_GRADIENTS = "divided-gradients"
+SUMMED_AGAIN = "summed-again"
+REDUCED_AGAIN = "reduced-again"
 
 
 class DoubleAveraging(Check):
     """Gradients are averaged twice
 
     ## What it finds
-    A loss divided by the world size, or by a product that holds it, before its backward, gradients
-    divided by it by hand, or gradients (or copies of them) all-reduced by hand, although DDP has
-    averaged them already. Without a wrapper: gradients that the program exchanges by hand and whose
-    mean it divides once more, or of a loss that was divided before.
+    With DDP, which averages gradients itself: a loss divided by the world size (or by a product
+    that contains it) before backward, gradients divided by it, or gradients or copies of them
+    all-reduced once more. Without a wrapper: gradients that the program synchronises manually and
+    divides once too often, or whose loss was divided before.
 
     ## How it knows
-    In the first six backwards of a line, then in one of 17 and wherever the loss is made in a new
-    way, the last twelve nodes of its graph are searched for a division by the world size or a
-    multiple; where there is one, torch is made to note the lines in a forward that follows. Between
-    the averaging backward and the step some values of up to six gradients on the CPU are compared
-    (in the first 64 steps, later in one of about 110 and as `--budget` allows), without what
-    torch's clipping makes of them, and what the program hands to collectives with the gradients;
-    without a wrapper, in four steps, what is applied with the mean of what the ranks had. A
-    division counts only where its line names the world size, or a name that is given a quotient or
-    a product with it in one place of that file: another 2 does not. By a product it counts where
-    the loss is a mean, or a sum divided by the world size times what it is over. The finding is
-    proven. An all-reduce by hand is an error where the gradients become so many times larger as
-    ranks are summed; where something else multiplies them besides, that it is superfluous is all
-    that is said.
+    Each rank searches the last twelve nodes of the loss's autograd graph for a division by the
+    world size or a multiple of it: in the first six backwards of a line, then in one of 17, and
+    whenever the loss is computed in a new way. The lines are recorded in a later forward. Between
+    the synchronised backward and the step, values of up to six gradients on the CPU are compared
+    (in the first 64 steps, then in about one of 110 as `--budget` allows), apart from what torch's
+    clipping changes, and so is what the program passes to collectives. Without a wrapper, four
+    steps compare what is applied with the mean of the ranks' own gradients. A division counts only
+    if its line names the world size, or a name assigned once in that file from a product or
+    quotient with it: any other 2 does not. A product counts where the loss is a mean, or a sum
+    divided by the world size times the number of its terms. All this proves the fault. A manual
+    all-reduce is an error if the gradients grow by the number of ranks summed; if something else
+    scales them as well, it is only called redundant.
 
     ## Why it hurts
-    The effective learning rate is the world size times too small (or, with a sum, too large) and
-    changes with the number of ranks. All-reduces that change nothing still cost their time.
+    The effective learning rate is too small by the world size (too large, for a sum) and changes
+    with the number of ranks. An all-reduce that changes nothing still costs time.
 
     ## How to fix it
     Leave averaging to DDP: compute the mean over the local batch, call backward, step. For logging,
     reduce `loss.detach().clone()`.
 
     ## When it stays quiet
-    Division by the number of accumulation steps; losses that are reduced for the log only;
-    `loss *= world_size` where a sum over ranks is wanted; gradients of models that DDP does not
-    average, or not in this backward (`no_sync`), or by a communication hook that is not torch's.
+    - Division by the number of accumulation steps; losses that are reduced for logging only.
+    - `loss *= world_size`, where a sum over ranks is wanted.
+    - Gradients that DDP does not average: in this backward (`no_sync`), or at all, or through a
+      communication hook other than torch's.
     """
 
     code = "DDP409"
     name = "double-averaging"
     family = "drift"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        DIVIDED_LOSS: "the loss is divided by the world size, and DDP averages",
+        DIVIDED_GRADIENTS: "gradients are divided by the world size after DDP averaged them",
+        SUMMED_AGAIN: "gradients that DDP averaged are summed over the ranks once more",
+        REDUCED_AGAIN: "gradients that DDP averaged are all-reduced once more, to no effect",
+        **averaged_gradients.RULES,
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not (replicas(run) or run.any(Averaged)):
@@ -72,20 +86,20 @@ class DoubleAveraging(Check):
         return uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for twice in by_hand(run):
-            yield self.finding(fix_kind=FixKind.CHECK, **twice)
+        for fields in averaged_gradients.reported(run):
+            yield self.finding(fix_kind=FixKind.CHECK, **fields)
         reported: set[object] = set()
         for group in replicas(run):
             if group.left_out or not group.any.seen.averages:
                 continue
-            for judge in (self._loss, self._by_hand, self._reduced):
+            for judge in (self._divided_loss, self._divided_gradients, self._reduced):
                 for finding in judge(group):
-                    key = (finding.location, finding.summary[:20])
+                    key = (finding.location, judge)
                     if key not in reported:
                         reported.add(key)
                         yield finding
 
-    def _loss(self, group: Replicas) -> Iterator[Finding]:
+    def _divided_loss(self, group: Replicas) -> Iterator[Finding]:
         seen = {n: e for n, m in group.members.items() if (e := _scaled(m))}
         if not seen:
             return
@@ -94,23 +108,24 @@ class DoubleAveraging(Check):
         size = f"{event.divisor:g}"
         yield self._finding(
             member,
+            rule=DIVIDED_LOSS,
             ranks=tuple(seen),
             first=(first := own_step(member, event.step)),
             count=member.last_step - first + 1,
             location=member.rank.location(event.site),
-            label="DDP divides by it once more",
+            label="DDP divides by the world size as well",
             related=_related(member, "its backward", event.backward_site),
-            summary=f"the loss is divided by the world size ({size}) before a backward whose "
-            f"gradients DDP averages: they are {size} times too small",
-            cause="DDP averages gradients over the ranks; dividing the loss by their number too "
+            summary=f"the loss is divided by the world size ({size}) before backward, and DDP "
+            f"averages the gradients: they are {size} times too small",
+            cause="DDP averages gradients over the ranks; dividing the loss by the number of ranks "
             "averages twice",
-            fix=f"remove the division by `{event.expression}`: the mean over the local batch is "
-            "all DDP needs",
+            fix=f"remove the division by `{event.expression}`: DDP needs the mean over the local "
+            "batch only",
             evidence={"divided_by": event.divisor, "written_as": event.expression},
             at=event.at,
         )
 
-    def _by_hand(self, group: Replicas) -> Iterator[Finding]:
+    def _divided_gradients(self, group: Replicas) -> Iterator[Finding]:
         size = len(group.any.seen.ranks)
         seen = {n: e for n, m in group.members.items() if (e := _divided(m, size))}
         if len(seen) < len(group.members):
@@ -120,17 +135,18 @@ class DoubleAveraging(Check):
         steps = _steps(member, size)
         yield self._finding(
             member,
+            rule=DIVIDED_GRADIENTS,
             ranks=tuple(seen),
             first=steps[0],
             count=len(steps),
             location=member.rank.location(event.site),
-            label="DDP has divided by it already",
+            label="DDP has already divided by the world size",
             related=(),
             summary=f"gradients are divided by the world size ({size}) after DDP averaged them: "
             f"they are {size} times too small",
-            cause="DDP's backward leaves the mean over the ranks in `.grad`",
+            cause="after DDP's backward, `.grad` holds the mean over the ranks",
             fix=f"remove the division by `{event.divisor}`",
-            evidence={"measured_ratio": _by_hand(event), "written_as": event.divisor},
+            evidence={"measured_ratio": _manual_factor(event), "written_as": event.divisor},
             at=event.at,
         )
 
@@ -145,33 +161,35 @@ class DoubleAveraging(Check):
         if factors == {SEVERAL}:
             return
         summed = event.op == "SUM"
-        # Another number than one that adding up gives is made by something else as well.
+        # A factor that a sum over ranks does not give comes from something else as well.
         times = next((f for f in sorted(factors) if summed and f in range(2, size + 1)), 0)
         same = not times and 1 in factors
         copied = all(c.copied for row in seen.values() for c in row)
-        effect, becomes, division = "which costs its time", "brings nothing new", ""
+        effect, result, division = "which costs time", "adds nothing", ""
         if times:
-            effect = f"which leaves them {times:g} times what they were"
-            becomes = f"adds {times:g} equal numbers"
+            effect = f"which multiplies them by {times:g}"
+            result = f"adds up {times:g} equal values"
         elif same:
-            effect, becomes = "which changes nothing and costs its time", "gives the same mean"
+            effect, result = "which changes nothing and costs time", "gives the same mean"
             division = " together with the division" if summed else ""
         else:
-            becomes += "; something else multiplies them besides" if factors else ""
+            result += "; something else scales them as well" if factors else ""
             division = f", and the division by the {size} ranks if there is one" if summed else ""
+        severity = Severity.NOTE if copied else Severity.WARNING
         yield self._finding(
             member,
-            severity=Severity.ERROR if times else Severity.NOTE if copied else Severity.WARNING,
+            rule=SUMMED_AGAIN if times else REDUCED_AGAIN,
+            severity=Severity.ERROR if times else severity,
             ranks=tuple(seen),
             first=own_step(member, event.step),
             count=calls[-1].call + 1,
             location=member.rank.location(event.site),
-            label="these are equal on all ranks already",
+            label="the gradients are already equal on all ranks",
             related=(),
-            summary=f"gradients that DDP has averaged are all-reduced by hand ({event.op}"
+            summary=f"gradients that DDP has averaged are all-reduced again ({event.op}"
             f"{' and a division' if same and summed else ''}), {effect}",
-            cause=f"DDP's backward leaves the mean over the ranks in `.grad`; reducing it again "
-            f"{becomes}",
+            cause="after DDP's backward, `.grad` holds the mean over the ranks; reducing it again "
+            f"{result}",
             fix=f"remove the all-reduce{division}: after `loss.backward()` the gradients are "
             "averaged",
             evidence={"operation": event.op}
@@ -194,12 +212,13 @@ class DoubleAveraging(Check):
 
 
 def _scaled(member: Member) -> LossScaled | None:
+    """The first division of the loss whose line is known."""
     mine = (e for e in member.rank.of(LossScaled) if e.model == member.model)
     return next((e for e in mine if e.expression), None)
 
 
 def _undecided(run: Run) -> str | None:
-    """What a longer run would have told."""
+    """Why the run does not decide, where a longer one would; None where it does."""
     for group in replicas(run):
         if group.left_out or not group.any.seen.averages:
             continue
@@ -207,21 +226,22 @@ def _undecided(run: Run) -> str | None:
         for member in group.members.values():
             if any(e.model == member.model for e in member.rank.of(LossScaled)):
                 return (
-                    f"the loss is divided by {size}, but no line was seen to divide by the number "
-                    "of ranks"
+                    f"the loss is divided by {size}, but no line was found that divides by the "
+                    "world size"
                 )
             if member.last_step < 1 and _changes_gradients(member, size):
-                return "the program changes gradients itself, and took one step only"
+                return "the program modifies gradients itself, and took only one step"
     return None
 
 
 def _changes_gradients(member: Member, size: int) -> bool:
-    """In a way that may be an average over the ranks, by a line that is not known, or once."""
-    divided = any(e.changed and abs(_by_hand(e) * size - 1) < 1e-3 for e in _edits(member))
+    """Whether the program modifies gradients in a way that may be an average over the ranks."""
+    divided = any(e.changed and abs(_manual_factor(e) * size - 1) < 1e-3 for e in _edits(member))
     return divided or any(e.model == member.model for e in member.rank.of(GradientReduced))
 
 
 def _edits(member: Member) -> list[Edited]:
+    """The recorded modifications of gradients, but for those found by write counters only."""
     return [
         e
         for e in member.rank.of(Edited)
@@ -231,36 +251,36 @@ def _edits(member: Member) -> list[Edited]:
 
 
 def _divided(member: Member, size: int) -> Edited | None:
-    """An edit by exactly one over the world size, at a line that says so, before or after whatever
-    functions of torch's (clipping) made of them."""
+    """The first multiplication by exactly one over the world size, at a line that says so; before
+    or after what functions of torch (clipping) do."""
     for event in _edits(member):
-        exact = event.changed and abs(_by_hand(event) * size - 1) < 1e-3
+        exact = event.changed and abs(_manual_factor(event) * size - 1) < 1e-3
         if exact and event.divisor and (event.beside or not event.functions):
             return event
     return None
 
 
-def _by_hand(event: Edited) -> float:
-    """By how much the program multiplied them."""
+def _manual_factor(event: Edited) -> float:
+    """The factor by which the program itself multiplied the gradients."""
     return event.besides or event.ratio
 
 
 def _steps(member: Member, size: int) -> list[int]:
-    """Those in which the same edit was made, also at a line that was not known yet. An edit stands
-    for the steps up to the next."""
+    """The steps in which gradients are divided so, also before the line was known. A record holds
+    for the steps up to the next one."""
     edits = _edits(member)
     ends = [*(e.step for e in edits[1:]), member.last_step + 1]
     return [
         step
         for event, end in zip(edits, ends, strict=True)
-        if event.changed and abs(_by_hand(event) * size - 1) < 1e-3
+        if event.changed and abs(_manual_factor(event) * size - 1) < 1e-3
         for step in range(event.step, max(end, event.step + 1))
     ]
 
 
 def _reductions(member: Member) -> list[GradientReduced]:
-    """What is known of the steps in which a line did so, if it did in more than one: one that was
-    reduced once only may be a start of its own."""
+    """The records of the first line that reduces gradients in more than one step: a single
+    reduction may be part of an initialisation."""
     lines: dict[int, list[GradientReduced]] = {}
     for event in member.rank.of(GradientReduced):
         if event.model == member.model:
@@ -269,10 +289,10 @@ def _reductions(member: Member) -> list[GradientReduced]:
 
 
 def _factors(member: Member, calls: list[GradientReduced]) -> set[float]:
-    """By what the program multiplied its gradients in steps in which it reduced them, as far as
-    they were looked at then: in the first ones of a run, and after each of the first reductions.
+    """The factors by which the program multiplied its gradients in steps in which it reduced them,
+    as far as these steps were examined: at the begin, and after each of the first reductions.
 
-    torch's clipping is not counted; what the program clips itself is.
+    torch's clipping does not count; manual clipping does.
     """
     edits, factors = _edits(member), set()
     steps = [own_step(member, c.step) for c in calls]
@@ -285,7 +305,7 @@ def _factors(member: Member, calls: list[GradientReduced]) -> set[float]:
 
 
 def _factor(event: Edited) -> float:
-    """By what the program multiplied them; 1 for not at all."""
+    """The factor by which the program multiplied the gradients; 1 for not at all."""
     if not event.changed or (event.functions and not event.beside):
         return 1.0
     ratio = event.besides if event.functions else event.ratio

@@ -2,58 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import uncompared
 from ddpdoctor.analysis.replicas.group_findings import united
-from ddpdoctor.analysis.replicas.missed_scaler_calls import MissedScalerCalls, left_out
+from ddpdoctor.analysis.replicas.missed_scaler_calls import MissedScalerCalls, missed_call
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, by_step, replicas
 from ddpdoctor.events import Loaded, ScalerStep
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Location, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
+Events = dict[int, list[ScalerStep]]
+"""Records of one scaler, by rank."""
+
 _GRADIENTS = ("gradients", "local")
-"""Kinds of their digests: averaged, or not."""
+"""Kinds of digests of gradients: averaged, or not."""
+
+MISSED_CALL = "missed-call"
+SCALE_SET = "scale-set"
+LOAD_ON_SOME = "load-on-some-ranks"
+UNEQUAL_UPDATES = "unequal-updates"
+UNEQUAL_SCALERS = "unequal-scalers"
+NOT_AVERAGED = "skip-not-averaged"
+CHANGED_AFTER = "skip-changed-after-averaging"
+UNEQUAL_SKIPS = "unequal-skips"
+
+CREATED_DIFFERENTLY = (
+    "the scalers were created or loaded differently, or did not see the same steps"
+)
+UPDATED_DIFFERENTLY = (
+    "the scales were equal up to scaler step {}: not every rank calls `update` after every step, "
+    "or the scalers were created or loaded with different growth intervals or factors"
+)
+SAME_SCALER = (
+    "create the scaler with the same arguments on every rank and load its state_dict on every rank"
+)
+CALL_BOTH = (
+    "call `scaler.step(optimizer)` and `scaler.update()` on every rank after every backward, also "
+    "for a batch that is to be skipped (no early `return` or `continue` on some ranks only)"
+)
+AGREE = "agree on what to skip: `dist.all_reduce(bad, op=dist.ReduceOp.MAX)`"
 
 
 class GradScalerSkew(Check):
-    """The loss scale of mixed precision differs between ranks, or only some skip a step
+    """The loss scale of mixed precision differs between ranks, or only some ranks skip a step
 
     ## What it finds
-    `GradScaler`s whose scale is not the same on all ranks at the same step, steps that some ranks
-    skip for infinite gradients while others take them, and calls that some ranks leave out while
-    those of the others skip, so that only their scale falls.
+    `GradScaler`s whose scale differs between ranks at the same step; steps that some ranks skip for
+    infinite gradients and others take; `scaler.step` calls that some ranks omit while those of the
+    others skip, so that only the others' scale falls.
 
     ## How it knows
-    Every `GradScaler.step` is seen: each rank records the scale when it changes, and the steps that
-    its optimizer did not take. Calls of the same number are compared between the ranks, up to the
-    first that does not come after equally many averaging backwards on all of them; where the others
-    skip that one, also the calls after it, by those backwards. A scale that lies on a GPU is not
-    read, since the rank would have to wait for it: there, only steps that are skipped tell. The
-    finding is proven.
+    Each rank records every `GradScaler.step` whose scale changed and every step it skipped. Calls
+    with the same number are compared between ranks, as long as all ranks run equally many
+    synchronised backwards before them; if the others skip that call, also the calls after it,
+    matched by backwards. A scale on a GPU is not read, since reading it would block: there only
+    skipped steps are compared. A difference proves the fault.
 
     ## Why it hurts
-    DDP averages gradients that were scaled differently: none is unscaled rightly. A step that is
-    skipped on some ranks only leaves the models one update apart, for good.
+    DDP averages gradients that were scaled differently, so that unscaling is wrong on every rank. A
+    step skipped on some ranks only leaves the models one update apart, for good.
 
     ## How to fix it
-    Make the scaler with the same arguments on every rank, load its state on every rank, and call
-    `step` and `update` on every rank in every step. Leave gradients alone after DDP averaged them,
-    or let all ranks agree on the step that is to be skipped.
+    Create the scaler with the same arguments on every rank, load its state on every rank, and call
+    `step` and `update` on every rank in every step. Do not modify gradients after DDP averaged
+    them, or let all ranks agree on the step to skip.
 
     ## When it stays quiet
-    Scales that agree, steps that all ranks skip, scalers that are switched off; ranks that do not
-    call `step` in the same iterations, unless the others skip there.
+    - Equal scales, steps that all ranks skip, disabled scalers.
+    - Ranks that do not call `step` in the same iterations, unless the others skip there.
     """
 
     code = "DDP406"
     name = "grad-scaler-skew"
     family = "drift"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        MISSED_CALL: "some ranks omit a call of `scaler.step` that skips on the others",
+        SCALE_SET: "the program sets the scale, not the same on all ranks",
+        LOAD_ON_SOME: "some ranks load the scaler's state, the others do not",
+        UNEQUAL_UPDATES: "the scales were equal before, and have been updated differently",
+        UNEQUAL_SCALERS: "the scales differ from the first comparison on",
+        NOT_AVERAGED: "some ranks skip a step whose gradients were not averaged",
+        CHANGED_AFTER: "some ranks skip a step whose gradients were changed after DDP's average",
+        UNEQUAL_SKIPS: "some ranks skip a step; whether its gradients were averaged is not known",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not run.any(ScalerStep):
-            return "no GradScaler was used that is switched on"
+            return "no enabled GradScaler was used"
         return None if replicas(run) else NO_COPIES
 
     def left_out(self, run: Run) -> str | None:
@@ -69,7 +107,7 @@ class GradScalerSkew(Check):
         yield from united(first.items())
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        # A rank that skips is a step behind from then on, with its schedule too.
+        # A rank that skips is one step behind from then on, and so is its schedule.
         later = (
             "parameter-drift", "gradient-drift", "optimizer-state-drift", "buffer-drift",
             "hyperparameter-skew",
@@ -88,39 +126,36 @@ class GradScalerSkew(Check):
         for scaler in sorted({e.scaler for mine in events.values() for e in mine}):
             own = {n: [e for e in mine if e.scaler == scaler] for n, mine in events.items()}
             found = self._compare(group, own)
-            if found is None and (left := left_out(own, ends)) is not None:
-                found = self._left_out(group, left)
+            if found is None and (missed := missed_call(own, ends)) is not None:
+                found = self._missed_call(group, missed)
             if found is not None:
                 yield found
                 return
 
-    def _left_out(self, group: Replicas, left: MissedScalerCalls) -> Finding:
-        rank, call, who = group.members[left.by].rank, left.call, ranks_text(left.ranks)
-        spelled = ", ".join(f"{v:g} on rank {n}" for n, v in left.scales.items())
+    def _missed_call(self, group: Replicas, missed: MissedScalerCalls) -> Finding:
+        rank, call = group.members[missed.by].rank, missed.call
         return self.finding(
-            ranks=left.ranks,
-            steps=left.steps,
+            rule=MISSED_CALL,
+            ranks=missed.ranks,
+            steps=missed.steps,
             subjects=("GradScaler",),
             location=rank.location(call.site),
-            label=f"left out on {who} at least once",
-            summary=f"the loss scale differs between ranks from step {left.steps.first} on: "
-            f"{spelled}",
-            cause=f"{ranks_do(left.ranks, 'leave')} out scaler step {call.number}, which the "
-            "others call and which skips for gradients that are not finite: only their scale "
-            "falls, and the gradients, which DDP averages, are unscaled by unlike scales from "
-            "then on",
-            fix="call `scaler.step(optimizer)` and `scaler.update()` on every rank after every "
-            "backward, also for a batch that is to be skipped (no early `return` or `continue` on "
-            "some ranks only); let the ranks agree on what to skip: `dist.all_reduce(bad, "
-            "op=dist.ReduceOp.MAX)`",
+            label="omitted at least once, on some ranks only",
+            summary=f"the loss scale differs between ranks from step {missed.steps.first} on: "
+            f"{_scales(missed.scales)}",
+            cause=f"{ranks_do(missed.ranks, 'omit')} scaler step {call.number}, which the other "
+            "ranks call and which skips for non-finite gradients: only their scale falls, and the "
+            "gradients, which DDP averages, are unscaled by different scales from then on",
+            fix=f"{CALL_BOTH}; let the ranks {AGREE}",
             evidence={
                 "scaler_step": call.number,
-                "by_rank": [{"rank": n, "scale": str(v)} for n, v in left.scales.items()],
+                "by_rank": [{"rank": n, "scale": str(v)} for n, v in missed.scales.items()],
             },
             at=rank.wall(call.at),
         )
 
-    def _compare(self, group: Replicas, events: dict[int, list[ScalerStep]]) -> Finding | None:
+    def _compare(self, group: Replicas, events: Events) -> Finding | None:
+        """The first call at which scales, or skips, differ."""
         reported = {n: {e.call: e for e in mine} for n, mine in events.items()}
         last: dict[int, ScalerStep] = {}
         scales: dict[int, float | None] = dict.fromkeys(events)
@@ -129,83 +164,104 @@ class GradScalerSkew(Check):
             last |= now
             scales |= {n: e.scale for n, e in now.items() if e.scale >= 0}
             if not _at_one_moment(last, call):
-                return None  # some leave calls out: from here on they are of other iterations
+                return None  # some ranks omit calls: from here on, numbers of calls do not match
             skips = {n: n in now and now[n].skipped for n in events}
-            unlike = len({s for s in scales.values() if s is not None}) > 1
-            if (unlike or len(set(skips.values())) > 1) and _all_came(group, events, call):
-                if unlike:
-                    return self._finding(group, events, call, scales, "scale")
-                return self._finding(group, events, call, skips, "skip")
+            differ = len({s for s in scales.values() if s is not None}) > 1
+            if (differ or len(set(skips.values())) > 1) and _all_came(group, events, call):
+                if differ:
+                    return self._unequal_scales(group, events, call, scales)
+                return self._unequal_skips(group, events, call, skips)
         return None
 
-    def _finding(
-        self,
-        group: Replicas,
-        events: dict[int, list[ScalerStep]],
-        call: int,
-        values: dict[int, float | None] | dict[int, bool],
-        what: str,
+    def _unequal_scales(
+        self, group: Replicas, events: Events, call: int, scales: dict[int, float | None]
     ) -> Finding:
-        ranks = odd_ones(equal_ranks(values))
         own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
-        number, event = next((n, e) for n, e in own.items() if e is not None and e.call == call)
-        fix = "make the scaler with the same arguments on every rank and load its state_dict on "
-        fix += "every rank"
-        location, label = group.members[number].rank.location(event.site), "not alike on all ranks"
-        related: tuple[Related, ...] = ()
-        apart: tuple[int, ...] = ()
-        set_by_hand: tuple[Location, tuple[int, ...]] | None = None
-        if what == "scale":
-            spelled = ", ".join(f"{v:g} on rank {n}" for n, v in values.items() if v is not None)
-            summary = f"the loss scale differs between ranks at scaler step {call}: {spelled}"
-            cause = "the scalers were made or loaded differently, or did not see the same steps"
-            before = {_scale(mine, call - 1) for mine in events.values()}
-            if len(before) == 1 and None not in before:
-                cause = (
-                    f"the scales were alike up to scaler step {call - 1}: not every rank calls "
-                    "`update` after every step, or the scalers were made or loaded with another "
-                    "interval or factor of growth"
-                )
-                fix = f"call `update` after every step on every rank; {fix}"
-            set_by_hand = _set_by_hand(group, events, call)
+        number, event = _first_at(own, call)
+        stepped = location = group.members[number].rank.location(event.site)
+        ranks: tuple[int, ...] = ()
+        label, fix = "the scale differs between ranks", SAME_SCALER
+        before = {_scale(mine, call - 1) for mine in events.values()}
+        if len(before) == 1 and None not in before:
+            rule, cause = UNEQUAL_UPDATES, UPDATED_DIFFERENTLY.format(call - 1)
+            fix = f"call `update` after every step on every rank; {fix}"
         else:
-            skipping = apart = tuple(n for n, v in values.items() if v)
-            summary = f"{ranks_do(skipping, 'skip')} scaler step {call}, the others take it"
-            label = f"skipped on {ranks_text(skipping)}"
-            cause, fix = _infinite_on_some(group, event.step, skipping)
-        if what == "scale" and set_by_hand is None and (loaded := _loaded(group, own)) is not None:
-            related = (Related("steps with it", location),) if location else ()
-            location, apart = loaded
-            label = cause = f"{ranks_do(apart, 'load')} the scaler's state, the others do not"
-        if set_by_hand is not None:
-            related = (Related("steps with it", location),) if location else ()
-            location, apart = set_by_hand
-            alone = len(apart) < len(values)
-            how = f"on {ranks_text(apart)} only" if alone else "of its own on each rank"
-            label, cause = f"sets the scale {how}", f"`{event.kind}.update` is given a scale {how}"
+            rule, cause = UNEQUAL_SCALERS, CREATED_DIFFERENTLY
+        if (by_program := _set_by_program(group, events, call)) is not None:
+            rule, (location, ranks) = SCALE_SET, by_program
+            alone = len(ranks) < len(scales)
+            how = f"on {ranks_text(ranks)} only" if alone else "different on each rank"
+            label = "sets the scale, " + (
+                "on some ranks only" if alone else "differently on each rank"
+            )
+            cause = f"`{event.kind}.update` is called with a scale {how}"
             fix = "set the same scale on every rank, or leave it to the scaler"
+        elif (loaded := _loaded(group, own)) is not None:
+            rule, (location, ranks) = LOAD_ON_SOME, loaded
+            label = "loads the scaler's state, on some ranks only"
+            cause = f"{ranks_do(ranks, 'load')} the scaler's state, the other ranks do not"
+        elsewhere = stepped is not None and rule in (SCALE_SET, LOAD_ON_SOME)
+        odd = odd_ones(equal_ranks(scales))
         return self.finding(
-            ranks=(apart if len(ranks) == len(values) else ()) or ranks,
-            steps=_differing(group, events, event) if what == "scale" else Steps.of([event.step]),
+            rule=rule,
+            ranks=(ranks if len(odd) == len(scales) else ()) or odd,
+            steps=_differing(group, events, event),
             subjects=(event.kind,),
             location=location,
             label=label,
-            related=related,
-            summary=summary,
+            related=(Related("steps with it", stepped),) if stepped and elsewhere else (),
+            summary=f"the loss scale differs between ranks at scaler step {call}: "
+            f"{_scales(scales)}",
             cause=cause,
             fix=fix,
             evidence={
                 "scaler_step": call,
-                "by_rank": [{"rank": n, what: str(v)} for n, v in values.items()],
+                "by_rank": [{"rank": n, "scale": str(v)} for n, v in scales.items()],
+            },
+            at=group.members[number].rank.wall(event.at),
+        )
+
+    def _unequal_skips(
+        self, group: Replicas, events: Events, call: int, skips: dict[int, bool]
+    ) -> Finding:
+        own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
+        number, event = _first_at(own, call)
+        skipping = tuple(n for n, skipped in skips.items() if skipped)
+        odd = odd_ones(equal_ranks(skips))
+        rule, cause, fix = _infinite_on_some(group, event.step, skipping)
+        return self.finding(
+            rule=rule,
+            ranks=(skipping if len(odd) == len(skips) else ()) or odd,
+            steps=Steps.of([event.step]),
+            subjects=(event.kind,),
+            location=group.members[number].rank.location(event.site),
+            label="skipped on some ranks only",
+            summary=f"{ranks_do(skipping, 'skip')} scaler step {call}, the other ranks take it",
+            cause=cause,
+            fix=fix,
+            evidence={
+                "scaler_step": call,
+                "by_rank": [{"rank": n, "skip": str(v)} for n, v in skips.items()],
             },
             at=group.members[number].rank.wall(event.at),
         )
 
 
+def _first_at(own: dict[int, ScalerStep | None], call: int) -> tuple[int, ScalerStep]:
+    """The first rank that has a record of this call, and the record."""
+    return next((n, e) for n, e in own.items() if e is not None and e.call == call)
+
+
+def _scales(scales: Mapping[int, float | None]) -> str:
+    """`16 on rank 0, 32 on rank 1`."""
+    return ", ".join(f"{v:g} on rank {n}" for n, v in scales.items() if v is not None)
+
+
 def _loaded(
     group: Replicas, steps: dict[int, ScalerStep | None]
 ) -> tuple[Location, tuple[int, ...]] | None:
-    """The line that loads a scaler before these steps, and the ranks that do, if not all do."""
+    """The line that loads a scaler's state before these steps, and the ranks that run it; None
+    where all do or none."""
     loads: dict[int, list[int]] = {}
     for n, step in steps.items():
         if step is not None:
@@ -219,30 +275,29 @@ def _loaded(
     return None if spot is None else (spot, some)
 
 
-def _infinite_on_some(group: Replicas, step: int, skipping: tuple[int, ...]) -> tuple[str, str]:
-    """Why only these ranks skip, and what to do about it."""
+def _infinite_on_some(
+    group: Replicas, step: int, skipping: tuple[int, ...]
+) -> tuple[str, str, str]:
+    """Why only these ranks skip, and what to do about it: the rule, the cause and the fix."""
     cause = "gradients are infinite on some ranks only: "
-    made = {k for m in group.members.values() for k in _GRADIENTS if step in by_step(m, k, 1)}
-    if made == {"local"}:
-        return f"{cause}they were not averaged before it", (
-            "average them before the step: run its backward outside of `no_sync()`, through the "
-            "wrapper"
-        )
-    if made:
-        cause += f"DDP averaged them, and they were changed after that, on {ranks_text(skipping)} "
-        cause += "(to infinity or NaN) or on the others (to finite numbers)"
-    else:
-        cause += "they were not averaged, or were changed on some ranks after that"
-    return cause, (
-        "leave averaged gradients as they are, or change them on every rank alike; let the ranks "
-        "agree on what to skip: `dist.all_reduce(bad, op=dist.ReduceOp.MAX)` before `scaler.step`"
-    )
+    kinds = {k for m in group.members.values() for k in _GRADIENTS if step in by_step(m, k, 1)}
+    if kinds == {"local"}:
+        fix = "average them before the step: run backward outside `no_sync()`, through the wrapper"
+        return NOT_AVERAGED, f"{cause}they were not averaged before the step", fix
+    fix = f"do not modify averaged gradients, or do so on every rank; let the ranks {AGREE} before "
+    fix += "`scaler.step`"
+    if kinds:
+        cause += f"DDP averaged them, and they were modified after that, on {ranks_text(skipping)} "
+        cause += "(to infinity or NaN) or on the others (to finite values)"
+        return CHANGED_AFTER, cause, fix
+    cause += "they were not averaged, or were modified on some ranks after that"
+    return UNEQUAL_SKIPS, cause, fix
 
 
-def _set_by_hand(
-    group: Replicas, events: dict[int, list[ScalerStep]], call: int
+def _set_by_program(
+    group: Replicas, events: Events, call: int
 ) -> tuple[Location, tuple[int, ...]] | None:
-    """The line that set the scale right before a call, and on which ranks."""
+    """The line that sets the scale right before a call, and the ranks on which it does."""
     latest = {n: [e for e in mine if e.call <= call][-1:] for n, mine in events.items()}
     found = {n: e[0].set_site for n, e in latest.items() if e and e[0].set_site >= 0}
     for number, site in found.items():
@@ -253,36 +308,36 @@ def _set_by_hand(
 
 
 def _at_one_moment(last: dict[int, ScalerStep], call: int) -> bool:
-    """Whether this call comes after as many averaging backwards on all ranks."""
+    """Whether this call comes after equally many synchronised backwards on all ranks."""
     counted = (e for e in last.values() if e.backwards >= 0)
     return len({e.backwards + (call - e.call) * e.each for e in counted}) < 2
 
 
 def _scale(events: list[ScalerStep], call: int) -> float | None:
-    """The scale in force at a call: it is told when it changes."""
+    """The scale at a call: it is recorded when it changes."""
     known = [e.scale for e in events if e.call <= call and e.scale >= 0]
     return known[-1] if known else None
 
 
-def _differing(group: Replicas, events: dict[int, list[ScalerStep]], since: ScalerStep) -> Steps:
-    """The steps from this one on at which the scales are not alike, up to the last that all took:
-    one that grows sooner may be alike for a while in between."""
+def _differing(group: Replicas, events: Events, since: ScalerStep) -> Steps:
+    """The steps from `since` on at which the scales differ, up to the last that all ranks took. A
+    scale that grows sooner may be equal for a while in between."""
     later = {e.call: e.step for mine in events.values() for e in mine if e.call >= since.call}
     end = max(min(m.last_step for m in group.members.values()), since.step) + 1
     begins = sorted(later.items())
     ends = [min(step, end) for _, step in begins[1:]] + [end]
-    apart = [
+    spans = [
         (step, until)
         for (call, step), until in zip(begins, ends, strict=True)
         if step < until and len({_scale(mine, call) for mine in events.values()}) > 1
     ]
-    if not apart:
+    if not spans:
         return Steps(since.step, since.step, 1)
-    return Steps(apart[0][0], apart[-1][1] - 1, sum(until - step for step, until in apart))
+    return Steps(spans[0][0], spans[-1][1] - 1, sum(until - step for step, until in spans))
 
 
-def _all_came(group: Replicas, events: dict[int, list[ScalerStep]], call: int) -> bool:
-    """Whether every rank got as far as this call (its last steps and skips say so)."""
+def _all_came(group: Replicas, events: Events, call: int) -> bool:
+    """Whether every rank got as far as this call, as its last steps and skips tell."""
     for number, member in group.members.items():
         before = events[number][0].step if events[number] else 0
         done = member.last_step + 1 - before

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import causes, manual_edits, state_loading
-from ddpdoctor.analysis.replicas.causes import Cause
+from ddpdoctor.analysis.replicas.causes import UNEQUAL_PARAMETERS, Cause
+from ddpdoctor.analysis.replicas.group_findings import MODIFIED_ON, NO_GRADIENT_ON, ZEROS_ON
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     ZERO,
@@ -20,53 +22,64 @@ from ddpdoctor.analysis.replicas.replicas import (
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.report.findings import Check, Finding, Severity
-from ddpdoctor.run import Run, ranks_text, some
+from ddpdoctor.run import Run, ranks_do, some
+
+CLEARED = "cleared-on-some-ranks"
+ZEROED = "zeroed-on-some-ranks"
 
 
 class GradientDrift(Check):
-    """The ranks step with different gradients, although DDP averaged them
+    """Gradients differ between ranks at the optimizer step, although DDP averaged them
 
     ## What it finds
-    Gradients that differ between ranks when the optimizer steps, after a backward that did average
-    them: clipped, scaled, noised or cleared on some ranks only, overwritten by hand, or computed
+    Gradients that differ between ranks when the optimizer steps, after a synchronised backward:
+    clipped, scaled, noised, zeroed or set to None on some ranks only, overwritten, or computed
     wrong.
 
     ## How it knows
-    Before each of the first 128 optimizer steps, and then before as many as `--budget` allows (at
-    least eight while their number doubles), each rank digests gradients: all of them at steps 0, 1,
-    2, 4 and 9, at the others a share that changes from step to step, chosen alike on every rank;
-    with `--every N` all of them before every N-th step. The digests of one step are compared
-    between the ranks afterwards, to the last bit; where not every rank had looked at what differs
-    first, later looks tell who is apart, if they all agree. To tell who edits gradients, and in
-    which line, torch's counts of writes to them, and on the CPU six gradients themselves, are
-    compared between the backward and the step on each rank, in the first 64 steps and later as the
-    budget allows. The finding is proven.
+    Each rank records digests (checksums) of its gradients before each of the first 128 optimizer
+    steps, then as often as `--budget` allows (at least eight times while the number of steps
+    doubles): all gradients at steps 0, 1, 2, 4 and 9, at other steps a changing share that is the
+    same on every rank; with `--every N` all of them before every N-th step. The digests of a step
+    are compared afterwards, bit for bit. If not every rank examined what differs first, later
+    comparisons decide which ranks differ, provided they agree. To find who modifies gradients, and
+    where, each rank compares torch's write counters, and on the CPU the values of six gradients,
+    between backward and step; in the first 64 steps and later as the budget allows. A difference
+    proves the fault.
 
     ## Why it hurts
-    DDP keeps the ranks' models equal only by equal gradients. From that step on each rank trains
-    another model, while the losses look as usual.
+    DDP keeps replicas identical only by identical gradients. From that step on each rank trains a
+    different model, while the losses look normal.
 
     ## How to fix it
     Whatever changes gradients between `backward` and `step` must run on every rank with the same
-    numbers: no `if rank == 0:` around it, no local random noise, no local norm.
+    values: not under `if rank == 0:`, without rank-local noise or a rank-local norm.
 
     ## When it stays quiet
-    Micro-batches under `no_sync` and steps without an averaging backward (those are
-    `unsynced-step`); sharded parameters; ranks of different groups; local SGD, where parameters
-    are averaged instead.
+    - Micro-batches under `no_sync`, and steps without a synchronised backward (see
+      `unsynced-step`).
+    - Sharded parameters, and ranks of different groups.
+    - Local SGD, where parameters are averaged instead.
     """
 
     code = "DDP401"
     name = "gradient-drift"
     family = "drift"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        CLEARED: "some ranks step without gradients that the others have",
+        ZEROED: "some ranks step with zeros where the others have gradients",
+        **manual_edits.GRADIENT_RULES,
+        UNEQUAL_PARAMETERS: "the parameters differed first, and so does what they are used for",
+        **causes.UNKNOWN_RULES,
+    }
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
         if not groups:
             return NO_COPIES
         if not any(compared(g, "gradients") for g in groups):
-            return "the ranks have no step in common before which averaged gradients were digested"
+            return "there is no step before which averaged gradients of two ranks were examined"
         return None
 
     def left_out(self, run: Run) -> str | None:
@@ -77,7 +90,7 @@ class GradientDrift(Check):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "nonfinite-origin":
-            return _edited_in(mine, other)
+            return _brought(mine, other)
         later = ("parameter-drift", "buffer-drift", "optimizer-state-drift")
         return other.check in later and causes.may_follow(other, mine, 1)
 
@@ -86,22 +99,22 @@ class GradientDrift(Check):
         if found is None or _averages_parameters(group):
             return
         cause = _cause(group, found)
-        apart, since = _size(group, found, cause)
+        size, since = _size(group, found, cause)
         yield self.finding(
-            **causes.reported(group, found, cause),
+            **causes.fields(group, found, cause),
             summary=f"gradients of {some(found.names)} differ "
-            f"{causes.between(found.split, run)}{apart} when the optimizer steps, "
+            f"{causes.between(found.split, run)}{size} when the optimizer steps, "
             f"first {'seen ' * bool(found.unseen)}at step {found.first}{since}",
             evidence=causes.evidence(group, found) | cause.evidence,
         )
 
 
-def _edited_in(mine: Finding, other: Finding) -> bool:
-    """Whether what is not finite came with gradients that the same ranks edited, and only they have
-    it: averaging would have given it to all."""
+def _brought(mine: Finding, other: Finding) -> bool:
+    """Whether NaN or infinity came with gradients that the same ranks modified, and only these
+    ranks have it: DDP's average would have spread it to all."""
     if other.evidence.get("brought by a gradient of step", "") == "" or other.steps is None:
         return False
-    ranks = mine.evidence.get("edited_by_hand_on")
+    ranks = mine.evidence.get(MODIFIED_ON)
     within = mine.steps is None or mine.steps.first <= other.steps.first <= mine.steps.last
     same = isinstance(ranks, list) and {*other.ranks} <= {*ranks}
     return (
@@ -113,7 +126,8 @@ def _edited_in(mine: Finding, other: Finding) -> bool:
 
 
 def _averages_parameters(group: Replicas) -> bool:
-    """Local SGD: the parameters part and come together again, with nothing loaded meanwhile."""
+    """Whether the program averages parameters (local SGD): they differ and are equal again, with
+    nothing loaded in between."""
     parameters = divergence(group, "parameters")
     if parameters is None or parameters.healed < 0:
         return False
@@ -121,76 +135,82 @@ def _averages_parameters(group: Replicas) -> bool:
 
 
 def _cause(group: Replicas, found: Divergence) -> Cause:
+    """The first explanation that applies, the most specific ones first."""
     if ranks := lacking(group, found):
-        return _lacks(group, found, ranks)
+        return _cleared(group, found, ranks)
     if ranks := lacking(group, found, ZERO):
-        return _zeroes(group, found, ranks)
+        return _zeroed(group, found, ranks)
     cause = manual_edits.edited(group, "gradients", found) or manual_edits.clipped(group)
     if cause is None:
         hook = group.any.seen.hook
-        seen = f"the communication hook {hook} made them" if hook else "DDP averaged them"
-        seen += ", and no edit by hand was seen on any rank, where not all of them are looked at "
-        seen += "for that in every step"
+        seen = f"the communication hook {hook} computed them" if hook else "DDP averaged them"
+        seen += ", and no manual modification was seen on any rank (not every gradient is examined "
+        seen += "for that in every step)"
         cause = causes.unknown(group, found, seen)
     elif len(cause.ranks) < len(group.members) and not cause.everybody:
         return cause
     return _of_other_parameters(group, found, cause)
 
 
-def _lacks(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
-    """These ranks step without gradients that the others have, equal ones."""
+def _cleared(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
+    """These ranks step without gradients that the others have and agree on."""
     spot = manual_edits.own_line(group, "gradients", found.first, ranks)
-    verb = "has" if len(ranks) == 1 else "have"
-    where = "here, " * (spot is not None)
     return Cause(
-        text=f"{ranks_text(ranks)} {verb} no gradient of them when the optimizer steps, the others "
-        f"have what DDP averaged: it is cleared (`p.grad = None`) {where}after the backward",
-        fix="clear it on every rank, or on none",
-        label=f"on {ranks_text(ranks)} only" if spot else "steps without some gradients",
+        CLEARED,
+        text=f"{ranks_do(ranks, 'step')} without these gradients: they are set to None after "
+        f"backward{', at this line' * (spot is not None)}. The other ranks apply DDP's average",
+        fix="set them to None on every rank, or on none",
+        label="sets gradients to None, on some ranks only"
+        if spot
+        else "lacks some gradients, on some ranks only",
         location=spot,
         ranks=ranks,
-        evidence={"no_gradient_on": list(ranks)},
+        evidence={NO_GRADIENT_ON: list(ranks)},
     )
 
 
-def _zeroes(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
-    """These ranks step with zeros where the others have gradients, equal ones."""
+def _zeroed(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
+    """These ranks step with zeros where the others have gradients and agree on them."""
     spot = manual_edits.own_line(group, "gradients", found.first, ranks)
-    verb = "has" if len(ranks) == 1 else "have"
+    where = "at this line" if spot else "at a line not known (`zero_()`, a product with 0)"
     return Cause(
-        text=f"{ranks_text(ranks)} {verb} nothing but zeros in them when the optimizer steps, the "
-        f"others what DDP averaged: it is zeroed {'here, ' * (spot is not None)}after the backward"
-        + ("" if spot else ", by which line is not known (`zero_()`, a product with 0)"),
-        fix="zero it on every rank, or on none: look for code under `if rank == ...`, or under a "
-        "condition on the rank's own data, between `backward` and `step`",
-        label=f"on {ranks_text(ranks)} only" if spot else "steps with zeros for gradients",
+        ZEROED,
+        text=f"{ranks_do(ranks, 'step')} with zeros in place of these gradients: they are zeroed "
+        f"after backward, {where}. The other ranks apply DDP's average",
+        fix="zero them on every rank, or on none: between `backward` and `step`, look for code "
+        "under `if rank == ...` or under a condition on the rank's own data",
+        label="zeroes gradients, on some ranks only"
+        if spot
+        else "steps with zeros for gradients, on some ranks only",
         location=spot,
         ranks=ranks,
-        evidence={"zeros_on": list(ranks)},
+        evidence={ZEROS_ON: list(ranks)},
     )
 
 
 def _size(group: Replicas, found: Divergence, cause: Cause) -> tuple[str, str]:
-    """By how much they differ; or else how far the parameters are apart since."""
-    if size := causes.largest(group, found):
+    """By how much the gradients differ; where not known, by how much the parameters differ since.
+    Two ends of phrases, of which at least one is empty."""
+    if size := causes.by_how_much(group, found):
         return size, ""
-    if "zeros_on" in cause.evidence:
-        return " by all of their norm", ""
+    if cause.rule == ZEROED:
+        return " by 100 % of their norm", ""
     parameters = divergence(group, "parameters")
     if parameters is None or parameters.first <= found.first:
         return "", ""
-    size = causes.largest(group, parameters)
-    return "", f"; the parameters are apart{size} since" if size else ""
+    size = causes.by_how_much(group, parameters)
+    return "", f"; since then the parameters differ{size}" if size else ""
 
 
 def _of_other_parameters(group: Replicas, found: Divergence, cause: Cause) -> Cause:
-    """What every rank computes from its parameters differs where those do."""
+    """The cause, unless the parameters differed before: then so does what is computed from them."""
     parameters = divergence(group, "parameters")
     if parameters is None or parameters.first > found.before + 1:
         return cause
     return replace(
         cause,
-        text=f"the parameters differ since step {parameters.first}, and what is computed from them "
-        f"with them; {cause.text}",
+        rule=UNEQUAL_PARAMETERS,
+        text=f"the parameters differ since step {parameters.first}, and so does what is computed "
+        f"from them; {cause.text}",
         evidence=cause.evidence | {"parameters_differ_since_step": parameters.first},
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
+from typing import ClassVar
 
 from ddpdoctor.analysis.manual_sync import kept_equal, never_synced, unequal_updates
+from ddpdoctor.analysis.manual_sync.copies import trained_copies
 from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
 from ddpdoctor.analysis.replicas.causes import Cause
 from ddpdoctor.analysis.replicas.group_findings import united
@@ -26,80 +28,103 @@ from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 SCHEDULED = ("lr", "momentum", "betas")
-"""What torch's own schedulers change."""
+"""The options that torch's schedulers change."""
 
-STEP_ALIKE = "step the scheduler on every rank"
-MAKE_ALIKE = "make the scheduler with the same numbers on every rank, and step it at the same times"
-ROUNDS_ALIKE = (
-    "let all ranks take as many steps between two changes: share with `all_reduce` what decides "
-    "when a loop is left, a step is skipped or the value is changed"
+OTHER_ROUNDS = "different-rounds"
+SCHEDULER_ON_SOME = "scheduler-on-some-ranks"
+LOCAL_METRIC = "rank-local-metric"
+UNEQUAL_SCHEDULES = "unequal-schedules"
+SET_PER_RANK = "set-per-rank"
+SET_BESIDES = "set-besides-scheduler"
+UNEQUAL_AT_START = "unequal-at-start"
+UNKNOWN_LINE = "unknown-line"
+
+STEP_EVERYWHERE = "step the scheduler on every rank"
+SAME_SCHEDULE = (
+    "create the scheduler with the same arguments on every rank, and step it at the same times"
 )
-FEED_ALIKE = (
-    f"{STEP_ALIKE}; feed ReduceLROnPlateau a loss that was all-reduced, so that it decides the "
-    "same everywhere"
+SAME_ROUNDS = (
+    "let all ranks take equally many steps between two changes: all-reduce what decides when a "
+    "loop ends, a step is skipped or the value changes"
 )
-SET_ALIKE = (
+SAME_METRIC = (
+    f"{STEP_EVERYWHERE}; pass ReduceLROnPlateau an all-reduced loss, so that it decides the same "
+    "everywhere"
+)
+SAME_VALUE = (
     "compute the value once and send it to all ranks (`dist.broadcast_object_list`), or compute it "
-    "from numbers that are equal on all of them (all-reduced)"
+    "from values that are equal on all of them (all-reduced)"
 )
 
 AHEAD = "the_same_values_first_on_ranks"
-"""Name of the evidence that the ranks differ only in when they set the same values."""
+"""Evidence: the ranks that set the same values at earlier steps, where nothing else differs."""
 
 LEFT_OUT = "the_same_values_but_for_a_few_on_ranks"
-"""Name of the evidence that these ranks left values out, as they took no step for a batch, say."""
+"""Evidence: the ranks that omit some values, as they took no step for a batch, for example."""
 
 
 class HyperparameterSkew(Check):
-    """The ranks step with different learning rates or other options
+    """Ranks step with different learning rates or other optimizer options
 
     ## What it finds
-    Values of the optimizer's parameter groups (learning rate, weight decay, momentum, ...) that
-    differ between ranks at the same step: a scheduler stepped on one rank only,
-    `ReduceLROnPlateau` fed with a local loss, a rate computed from the rank, the state of the
-    optimizer or of a scheduler loaded on one rank only.
+    Options of the optimizer's parameter groups (learning rate, weight decay, momentum, ...) that
+    differ between ranks at the same step: a scheduler stepped on one rank only, `ReduceLROnPlateau`
+    given a rank-local loss, a rate computed from the rank, optimizer or scheduler state loaded on
+    one rank only.
 
     ## How it knows
-    Before each of the first 128 steps of an optimizer, then before every second, from step 256 on
-    before every fourth and so on, each rank reads the options of its first 16 groups, and records
-    them when they change. What holds at the same step is compared between the ranks. Calls of
-    schedulers, and states that are loaded, are recorded to tell why. The finding is proven for the
-    steps that were looked at.
+    Each rank reads the options of the first 16 parameter groups before each of the first 128 steps
+    of an optimizer, then before every second step, from step 256 on every fourth, and so on, and
+    records them when they change. The options of the same step are compared between ranks.
+    Scheduler calls and loaded state are recorded to find the cause. A difference proves the fault
+    for the steps examined.
 
     ## Why it hurts
-    Equal gradients applied with different rates give different models. They drift apart from that
-    step on, and no gradient check sees it.
+    Equal gradients applied with different rates give different models. They diverge from that step
+    on, and no comparison of gradients shows it.
 
     ## How to fix it
-    Step schedulers on every rank, and feed them numbers that are equal everywhere: all-reduce the
-    validation loss before `scheduler.step(loss)`.
+    Step schedulers on every rank, with values that are equal everywhere: all-reduce the validation
+    loss before `scheduler.step(loss)`.
 
     ## When it stays quiet
-    Equal values, up to the rounding of a float32, in which one rank's may have been sent; ranks
-    that train different models or parts of one; optimizers that split their parameters over the
-    ranks, but for those of which every rank holds a piece of each (`fully_shard`); steps after one
-    that some ranks have left out, of which `parameter-drift` tells. Where a rank that takes fewer
-    steps in a round sets the same values sooner, and leaves the others waiting in the end, it is
-    told with that.
+    - Values that are equal up to float32 rounding (one rank's value may have been broadcast).
+    - Ranks that train different models or parts of one.
+    - Optimizers that split their parameters over the ranks, except those of which every rank holds
+      a shard of each parameter (`fully_shard`).
+    - Steps after one that some ranks skipped (see `parameter-drift`).
+    - A rank that takes fewer steps per round, sets the same values sooner and finally leaves the
+      others waiting: that finding includes it.
     """
 
     code = "DDP405"
     name = "hyperparameter-skew"
     family = "drift"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        **state_loading.RULES,
+        OTHER_ROUNDS: "all ranks set the same values, but after different numbers of steps",
+        SET_PER_RANK: "the program sets the option, not the same on all ranks",
+        SCHEDULER_ON_SOME: "a scheduler is stepped on some ranks only, or more often",
+        SET_BESIDES: "the program sets an option that a scheduler also changes",
+        LOCAL_METRIC: "`ReduceLROnPlateau` gets a different metric on each rank",
+        UNEQUAL_SCHEDULES: "the ranks step a scheduler at different times, or made it differently",
+        UNEQUAL_AT_START: "the options differ when the optimizer first steps",
+        UNKNOWN_LINE: "the options differ, and no line is known that sets them",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not _copies(run):
             return NO_COPIES
-        return None if run.any(Hyperparameters) else "no optimizer's options were seen"
+        return None if run.any(Hyperparameters) else "no optimizer options were recorded"
 
     def left_out(self, run: Run) -> str | None:
         return uncompared.left_out(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        return united(self._told(run))
+        return united(self._by_group(run))
 
-    def _told(self, run: Run) -> Iterator[tuple[tuple[int, ...], Finding]]:
+    def _by_group(self, run: Run) -> Iterator[tuple[tuple[int, ...], Finding]]:
         reported: set[object] = set()
         for group in _copies(run):
             key = (tuple(group.members), group.any.optimizer)
@@ -118,7 +143,7 @@ class HyperparameterSkew(Check):
             return False
         if other.steps is None or mine.steps is None:
             return True
-        # Not every step is looked at: they may have differed since just after the look before.
+        # Not every step is examined: the options may differ since just after the one before.
         equal = next((s for s in range(mine.steps.first - 1, -1, -1) if told_at(s)), 0)
         return other.steps.first > (equal + 1 if equal else mine.steps.first)
 
@@ -126,11 +151,11 @@ class HyperparameterSkew(Check):
         tables = {
             n: optimizer_options.by_step(m.rank, m.optimizer) for n, m in group.members.items()
         }
-        # A rank that failed never made the steps that others have made since.
+        # A rank that failed did not take the steps that others took after that.
         made = {n: m.rank.steps_of(m.optimizer) - 1 for n, m in group.members.items()}
         last = min(max(n, *tables[r], 0) for r, n in made.items())
         if (skipped := skipped_steps.before_a_step(group)) is not None:
-            last = min(last, skipped.step - 1)  # from there on, steps of one number are others
+            last = min(last, skipped.step - 1)  # from there on, step numbers do not match
         skewed = optimizer_options.skewed(tables, last)
         if not skewed:
             return
@@ -144,15 +169,16 @@ class HyperparameterSkew(Check):
         option, index = options[0]
         at = min(m.rank.wall(_time(m, first)) for m in group.members.values())
         early = () if _plateau(group, first) else optimizer_options.ahead(tables, option, index)
-        short = optimizer_options.left_out(tables, option, index)
+        short = optimizer_options.omitting(tables, option, index)
         why = (
             _from_a_load(group, reported, option, first, at)
-            or _in_other_rounds(group, early, option, first)
+            or _in_different_rounds(group, early, option, first)
             or _why(group, ranks, option, first)
         )
         shown = {n: groups[index].get(option) for n, groups in values.items()}
         seen = ", first seen" if first and not told_at(first - 1) else ""
         yield self.finding(
+            rule=why.rule,
             ranks=why.ranks or ranks,
             steps=_extent(group, tables, skewed),
             subjects=tuple(dict.fromkeys(name for name, _ in options)),
@@ -170,7 +196,7 @@ class HyperparameterSkew(Check):
                     | {f"rank {n}": str(groups[i].get(name)) for n, groups in values.items()}
                     for name, i in options[:8]
                 ],
-                "changes_after_which_they_differ": len(skewed),
+                "changes_after_which_options_differ": len(skewed),
                 **({AHEAD: list(early)} if early else {}),
                 **({LEFT_OUT: list(short)} if short else {}),
             }
@@ -180,21 +206,21 @@ class HyperparameterSkew(Check):
 
 
 def _copies(run: Run) -> list[Replicas]:
-    return [*replicas(run), *_exchanged_by_hand(run), *_in_pieces(run)]
+    return [*replicas(run), *_manually_synced(run), *_in_pieces(run)]
 
 
-def _exchanged_by_hand(run: Run) -> Iterator[Replicas]:
-    """Copies without a wrapper, to which the same gradients are applied from the first step on."""
-    for copies in kept_equal.trained_alike(run):
-        alike = never_synced.steady(copies) and unequal_updates.agree(
+def _manually_synced(run: Run) -> Iterator[Replicas]:
+    """Copies without a wrapper that apply equal gradients from the first step on."""
+    for copies in trained_copies(run):
+        equal = never_synced.steady(copies) and unequal_updates.agree(
             never_synced.close_looks(copies)
         )
-        if alike and not kept_equal.kept_equal(copies):
+        if equal and not kept_equal.kept_equal(copies):
             yield Replicas({n: _member(*pair) for n, pair in copies.members.items()})
 
 
 def _in_pieces(run: Run) -> Iterator[Replicas]:
-    """Optimizers of ranks each of which holds a piece of the same parameters (`fully_shard`)."""
+    """Optimizers of ranks that each hold a shard of the same parameters (`fully_shard`)."""
     groups: dict[tuple[int, tuple[int, ...]], dict[int, Member]] = {}
     for number, rank in run.ranks.items():
         for event in rank.of(OptimizerSeen):
@@ -208,7 +234,7 @@ def _in_pieces(run: Run) -> Iterator[Replicas]:
 
 
 def _member(rank: Rank, event: Unwrapped | OptimizerSeen) -> Member:
-    """As of copies with a wrapper."""
+    """A rank's copy, described like one with a wrapper."""
     seen = Replica(at=event.at, model=-1, optimizer=event.optimizer, ranks=(), parameters="")
     origin = Wrapped(at=event.at, model=-1, wrapper="", kind=event.kind, group=-1, site=event.site)
     return Member(rank, seen, origin)
@@ -217,7 +243,7 @@ def _member(rank: Rank, event: Unwrapped | OptimizerSeen) -> Member:
 def _extent(
     group: Replicas, tables: dict[int, dict[int, optimizer_options.Groups]], skewed: list[int]
 ) -> Steps:
-    """Values stand until the next change that is told."""
+    """The steps at which options differ: values hold until the next recorded change."""
     reported = sorted({s for table in tables.values() for s in table})
     last = max(skewed[-1], min(m.last_step for m in group.members.values()))
     ends = [next((s for s in reported if s > step), last + 1) for step in skewed]
@@ -229,18 +255,16 @@ def _extent(
     return Steps(skewed[0], differing[-1], len(differing), len(looks))
 
 
-def _set_by_hand(
-    group: Replicas, ranks: tuple[int, ...], option: str, step: int
-) -> Location | None:
-    """The user's own line that gave an option its new value, on the ranks at fault first."""
+def _set_line(group: Replicas, ranks: tuple[int, ...], option: str, step: int) -> Location | None:
+    """The line of the program that set an option, on the ranks at fault first."""
     members = (group.members[number] for number in (*ranks, *group.members))
     spots = (optimizer_options.set_at(m.rank, m.optimizer, option, step) for m in members)
     return next((spot for spot in spots if spot is not None), None)
 
 
 def _scheduled(member: Member, first: int) -> list[SchedulerStep]:
-    """Calls of the optimizer's schedulers; of options that differ at its `first` step, those that
-    came before it."""
+    """Calls of the optimizer's schedulers; only those before its first step where the options
+    differ at that step (`first` is 0)."""
     seen = (e.at for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
     before = inf if first else next(seen, inf)
     calls = member.rank.of(SchedulerStep)
@@ -248,12 +272,13 @@ def _scheduled(member: Member, first: int) -> list[SchedulerStep]:
 
 
 def _plateau(group: Replicas, first: int) -> bool:
-    """Whether one of the schedulers decides by a metric."""
+    """Whether one of the schedulers decides by a metric (`ReduceLROnPlateau`)."""
     return any("Plateau" in c.kind for m in group.members.values() for c in _scheduled(m, first))
 
 
 def _line_of_some(group: Replicas, first: int) -> tuple[list[int], SchedulerStep, Location] | None:
-    """A line that steps a scheduler on some ranks, beside those that do on all of them."""
+    """A line that steps a scheduler on some ranks only, while other lines do on all ranks: these
+    ranks, a call and the line."""
     lines: dict[int, dict[str, tuple[SchedulerStep, Location]]] = {
         n: {
             str(at): (call, at)
@@ -274,7 +299,7 @@ def _line_of_some(group: Replicas, first: int) -> tuple[list[int], SchedulerStep
 def _from_a_load(
     group: Replicas, reported: dict[int, tuple[str, ...]], option: str, first: int, at: float
 ) -> Cause | None:
-    """Some ranks, and only they, loaded the optimizer's state just before, or a scheduler's."""
+    """Only some ranks loaded the state of the optimizer, or of a scheduler, just before."""
     for what in ("optimizer", "scheduler"):
         some = state_loading.of_some(group, what, at)
         if some is None or len({reported[n] for n in reported if n not in some.ranks}) != 1:
@@ -284,89 +309,96 @@ def _from_a_load(
             done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
             follows = all(e.at <= some.event.at for e in done if e.step < first)
         else:
-            follows = option in SCHEDULED and _stepped_alike(group, first)
+            follows = option in SCHEDULED and _stepped_equally(group, first)
         if follows:
             cause = state_loading.by_some(group, what, some, at)
             step = _step_line(group, some.ranks)
             return replace(
                 cause,
-                text=f"{cause.text}; {option} comes with it",
+                text=f"{cause.text}; that sets {option}",
                 related=(*cause.related, *_stepped_here(step)),
             )
     return None
 
 
-def _in_other_rounds(
+def _in_different_rounds(
     group: Replicas, early: tuple[int, ...], option: str, first: int
 ) -> Cause | None:
-    """All ranks set the same values by hand, and only at other steps."""
-    spot = _set_by_hand(group, early, option, first)
+    """All ranks set the same values without a scheduler, only at different steps."""
+    spot = _set_line(group, early, option, first)
     if not early or spot is None or any(_scheduled(m, first) for m in group.members.values()):
         return None
     return Cause(
+        OTHER_ROUNDS,
         text="all ranks set the same values in the same order, but take different numbers of steps "
-        f"between two changes: {ranks_do(early, 'come')} to a new value first",
-        fix=ROUNDS_ALIKE,
-        label="set to the same values on all ranks, but in other steps",
+        f"between two changes: {ranks_do(early, 'get')} to a new value first",
+        fix=SAME_ROUNDS,
+        label="set to the same values on all ranks, but at different steps",
         location=spot,
         related=_stepped_here(_step_line(group, early)),
     )
 
 
-def _stepped_alike(group: Replicas, first: int) -> bool:
+def _stepped_equally(group: Replicas, first: int) -> bool:
+    """Whether all ranks make the same scheduler calls at the same steps."""
     calls = [_scheduled(m, first) for m in group.members.values()]
     return len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls}) == 1
 
 
 def _stepped_here(step: Location | None) -> tuple[Related, ...]:
-    return (Related("stepped here", step),) if step else ()
+    return (Related("applied here", step),) if step else ()
 
 
 def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Cause:
-    """The scheduler that only some ranks step, the one that decides locally, or what set it."""
+    """The first explanation that applies: a line that sets the option for no scheduler to change,
+    a scheduler that only some ranks step, a line that sets it besides, a scheduler that decides
+    differently on each rank, options that differ from the start."""
     members = group.members
     calls = {n: _scheduled(m, first) for n, m in members.items()}
     stepping = [n for n, c in calls.items() if c]
     step = _step_line(group, ranks)
     related = _stepped_here(step)
-    by_hand = _set_by_hand(group, ranks, option, first)
-    if by_hand is not None and (not stepping or option not in SCHEDULED):
-        label, text = "set here, not alike on all ranks", "the options were set per rank"
-        return Cause(text, SET_ALIKE, label, by_hand, related=related)
+    set_line = _set_line(group, ranks, option, first)
+    if set_line is not None and (not stepping or option not in SCHEDULED):
+        return Cause(SET_PER_RANK, PER_RANK, SAME_VALUE, SET_HERE, set_line, related=related)
     plateau = _plateau(group, first)
-    alike = FEED_ALIKE if plateau else STEP_ALIKE
+    everywhere = SAME_METRIC if plateau else STEP_EVERYWHERE
     if stepping and len(stepping) < len(members):
         call = calls[stepping[0]][0]
         text = f"{call.kind}.step is called on {ranks_text(stepping)} only"
         spot = members[stepping[0]].rank.location(call.site)
-        return Cause(text, alike, f"only {ranks_do(stepping, 'come')} here", spot, related=related)
-    if (besides := _line_of_some(group, first)) is not None:
-        on, call, spot = besides
-        text = f"{call.kind}.step is called here too on {ranks_text(on)} only"
-        return Cause(text, alike, f"only {ranks_do(on, 'come')} here", spot, related=related)
-    if by_hand is not None and _stepped_alike(group, first) and not plateau:
+        return Cause(SCHEDULER_ON_SOME, text, everywhere, ONLY_SOME, spot, related=related)
+    if (more := _line_of_some(group, first)) is not None:
+        on, call, spot = more
+        text = f"{call.kind}.step is called at this line as well, on {ranks_text(on)} only"
+        return Cause(SCHEDULER_ON_SOME, text, everywhere, ONLY_SOME, spot, related=related)
+    if set_line is not None and _stepped_equally(group, first) and not plateau:
         call = calls[stepping[0]][-1]
         scheduled = members[stepping[0]].rank.location(call.site)
-        beside = (Related(f"{call.kind} stepped here", scheduled),) if scheduled else ()
-        text = f"{option} is set by hand besides, and all ranks step {call.kind} alike"
-        label = "set here, not alike on all ranks"
-        return Cause(text, SET_ALIKE, label, by_hand, related=(*related, *beside))
+        also = (Related(f"steps {call.kind}", scheduled),) if scheduled else ()
+        text = f"{option} is also set here, while all ranks step {call.kind} equally"
+        return Cause(SET_BESIDES, text, SAME_VALUE, SET_HERE, set_line, related=(*related, *also))
     if stepping:
         call = next((c for c in calls[stepping[0]] if "Plateau" in c.kind), calls[stepping[0]][-1])
         spot = members[stepping[0]].rank.location(call.site)
         if plateau:
-            text = "ReduceLROnPlateau is fed another metric on each rank and decides by itself"
-            label = "decides from this rank's own metric"
-            return Cause(text, FEED_ALIKE, label, spot, related=related)
-        text = f"the ranks step {call.kind} at different times, or made it differently"
-        label = "steps on every rank, but not alike"
-        return Cause(text, MAKE_ALIKE, label, spot, related=related)
+            text = "ReduceLROnPlateau gets a different metric on each rank and decides locally"
+            label = "decides by each rank's own metric"
+            return Cause(LOCAL_METRIC, text, SAME_METRIC, label, spot, related=related)
+        text = f"the ranks step {call.kind} at different times, or created it differently"
+        label = "steps on every rank, but not equally"
+        return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, label, spot, related=related)
     if first == 0 and (made := _made_line(group, ranks)) is not None:
-        text = "the options differ from the first step on: the optimizer was made with them, or "
+        text = "the options differ from the first step on: the optimizer was created with them, or "
         text += "they were set before it stepped"
-        label = "not alike on all ranks when it first steps"
-        return Cause(text, SET_ALIKE, label, made, related=related)
-    return Cause("the options were set per rank", SET_ALIKE, "steps with different options", step)
+        label = "options differ between ranks at the first step"
+        return Cause(UNEQUAL_AT_START, text, SAME_VALUE, label, made, related=related)
+    return Cause(UNKNOWN_LINE, PER_RANK, SAME_VALUE, "steps with different options", step)
+
+
+PER_RANK = "the options are set differently on each rank"
+SET_HERE = "set to different values on different ranks"
+ONLY_SOME = state_loading.ONLY_SOME
 
 
 def _made_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:

@@ -18,25 +18,26 @@ class LossScaleMismatch(Check):
     A loss reduced with `sum` while the ranks' batches of one step have different sizes.
 
     ## How it knows
-    In the first six backwards of a line, then in one of 17 and wherever the loss is made in a new
-    way, each rank reads the reduction from autograd's graph, and the size from that input of the
-    wrapped forward whose samples are summed. After some forty backwards of known lines no more
-    sizes are read, so that a short last batch of a long epoch is not seen. Sizes of the same
-    forward are compared between the ranks. The finding is proven.
+    Each rank reads the reduction from the autograd graph, and the batch size from the input of the
+    wrapped forward whose samples are summed: in the first six backwards of a line, then in one of
+    17, and whenever the loss is computed in a new way. After about forty backwards of known lines
+    no more sizes are read, so that a short last batch of a long epoch is missed. The sizes of the
+    same forward are compared between ranks. A difference proves the fault.
 
     ## Why it hurts
-    DDP averages over ranks, not over samples: the step is the sum over all samples divided by the
-    number of ranks, so its size follows the number of samples at hand, and a short last batch takes
-    a short step.
+    DDP averages over ranks, not over samples: the gradient is the sum over all samples divided by
+    the number of ranks. Its size follows the number of samples, and a short last batch takes a
+    short step.
 
     ## How to fix it
-    Divide the local sum by the global number of samples and multiply by the world size:
-    `loss = local_sum * world_size / global_count`.
+    Divide the local sum by the global number of samples and multiply by the world size: `loss =
+    local_sum * world_size / global_count`.
 
     ## When it stays quiet
-    Mean-reduced losses; sums over anything but samples, such as the losses of several tasks;
-    batches of equal size; losses, or gradients before the step, that the program itself multiplies
-    by what may be made of a count: a constant is not where the counts vary.
+    - Mean-reduced losses, and batches of equal size.
+    - Sums over anything but samples, such as the losses of several tasks.
+    - Losses, or gradients before the step, that the program itself scales by a factor that may
+      follow the count. A constant factor does not where the counts vary.
     """
 
     code = "DDP410"
@@ -47,7 +48,7 @@ class LossScaleMismatch(Check):
     def unobserved(self, run: Run) -> str | None:
         if not replicas(run):
             return NO_COPIES
-        return None if run.any(BatchSeen) else "no loss was seen whose reduction can be told"
+        return None if run.any(BatchSeen) else "no loss was seen whose reduction is known"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         reported: set[int] = set()
@@ -85,8 +86,9 @@ class LossScaleMismatch(Check):
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="the loss is a sum over the local batch",
-            summary=f"the loss is a sum and the batches of one step are unequal: {spelled}",
-            cause="DDP averages the ranks' sums; with unequal batches that is no mean over samples",
+            summary=f"the loss is a sum, and the batches of a step have different sizes: {spelled}",
+            cause="DDP averages the ranks' sums; with unequal batches that is not proportional to "
+            "the mean over samples",
             fix="`loss = local_sum * world_size / global_count`",
             fix_kind=FixKind.TEMPLATE,
             evidence={"sizes": [{"forward": f, **_row(s)} for f, s in list(unequal.items())[:8]]},
@@ -99,7 +101,7 @@ def _row(sizes: dict[int, int]) -> dict[str, int]:
 
 
 def _rescaled(group: Replicas, unequal: dict[int, dict[int, int]]) -> bool:
-    """Whether the program itself may divide the gradients by the count over all ranks."""
+    """Whether the program itself may divide the gradients by the sample count of all ranks."""
     ratios = {e.ratio for m in group.members.values() for e in _edits(m)}
     counts = {sum(sizes.values()) for sizes in unequal.values()}
     constant = len(ratios) == 1 and 0 not in ratios
@@ -107,14 +109,14 @@ def _rescaled(group: Replicas, unequal: dict[int, dict[int, int]]) -> bool:
 
 
 def _weighted(moments: Iterable[dict[int, BatchSeen]]) -> bool:
-    """Whether it may divide the sum by a count, that of all ranks or its own."""
+    """Whether the program may divide the loss by a sample count, its own or that of all ranks."""
     counts = {sum(e.size for e in row.values()) for row in moments}
     weights = {e.weight for row in moments for e in row.values()}
     return len(weights) > 1 or 0 in weights or (len(counts) == 1 and weights != {1})
 
 
 def _edits(member: Member) -> list[Edited]:
-    """Of gradients, by something other than torch's own functions."""
+    """The modifications of gradients by anything but torch's own functions."""
     return [
         e
         for e in member.rank.of(Edited)
@@ -126,7 +128,7 @@ def _edits(member: Member) -> list[Edited]:
 
 
 def _sums(member: Member) -> dict[int, BatchSeen]:
-    """By forward: the batch from then on, where the loss is a sum."""
+    """By forward, the batch from then on; empty where the loss is not always a sum."""
     mine = [e for e in member.rank.of(BatchSeen) if e.model == member.model]
     return {} if any(e.reduction != "sum" for e in mine) else {e.forward: e for e in mine}
 

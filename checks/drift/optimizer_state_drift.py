@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import ClassVar
 
-from ddpdoctor.analysis.replicas import causes, manual_edits, state_loading, uneven_epochs
+from ddpdoctor.analysis.replicas import (
+    causes,
+    manual_edits,
+    skipped_steps,
+    state_loading,
+    uneven_epochs,
+)
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
@@ -19,55 +26,67 @@ from ddpdoctor.analysis.replicas.replicas import (
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_do, ranks_text, some
+from ddpdoctor.run import Run, counted, listed, ranks_do, some
 
 OF_GRADIENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg",
     "grad_avg", "acc_delta", "sum", "prev",
 }  # fmt: skip
-"""State of torch's optimizers that is made of gradients alone, where no weight decay is added."""
+"""State of torch's optimizers that is computed from gradients alone, without weight decay."""
+
+
+STATE_CHANGED = "state-changed"
+NEW_OPTIMIZER = "new-optimizer"
 
 
 class OptimizerStateDrift(Check):
     """The optimizer's state is not the same on all ranks
 
     ## What it finds
-    Momentum, second moments or step counts that differ between ranks which train copies of one
-    model: typically an optimizer that was resumed from a checkpoint, cleared or made anew on one
-    rank only; or torch's `Join`, which copies the model to ranks that took fewer steps, not the
-    optimizer.
+    Momentum, second moments or step counts that differ between ranks that train copies of one
+    model: typically an optimizer that was resumed from a checkpoint, cleared or created anew on one
+    rank only; or torch's `Join`, which broadcasts the model to ranks that took fewer steps, but not
+    the optimizer.
 
     ## How it knows
-    Before steps 1, 2, 4 and 9, and before 19, 49, 99, 199 and so on as far as `--budget` allows,
-    each rank digests the state of up to 64 parameters, which change from look to look. The digests
-    of one step are compared between the ranks. What loads a state is recorded, and whether the
-    gradients agreed before is known from `gradient-drift`. The finding is proven.
+    Before steps 1, 2, 4 and 9, then before 19, 49, 99, 199 and so on as far as `--budget` allows,
+    each rank records digests (checksums) of the state of up to 64 parameters, a different selection
+    each time. The digests of one step are compared between ranks. What loads a state is recorded,
+    and `gradient-drift` tells whether the gradients agreed before. A difference proves the fault.
 
     ## Why it hurts
-    The same gradients then give different updates, and the models drift apart although every
-    gradient agrees.
+    The same gradients then give different updates, and the replicas diverge although every gradient
+    agrees.
 
     ## How to fix it
-    Load the optimizer's state on every rank, from the same file. DDP copies parameters and buffers
-    at the wrap; it never copies the optimizer.
+    Load the optimizer's state on every rank, from the same file. DDP broadcasts parameters and
+    buffers at the wrap; it never copies the optimizer.
 
     ## When it stays quiet
-    Sharded state (`ZeroRedundancyOptimizer`, FSDP), and any that a rank does not hold; state that
-    differs because the gradients did is told with those. Under `Join`, as long as the parameters
-    are not seen to move apart.
+    - Sharded state (`ZeroRedundancyOptimizer`, FSDP), and state that a rank does not hold.
+    - State that differs because gradients or parameters did: that finding includes it.
+    - Under `Join`, as long as the parameters are not seen to diverge.
     """
 
     code = "DDP404"
     name = "optimizer-state-drift"
     family = "drift"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        **state_loading.RULES,
+        manual_edits.EDIT_ON_SOME: manual_edits.RULES[manual_edits.EDIT_ON_SOME],
+        STATE_CHANGED: "the state differs though gradients agree, and no line is known",
+        NEW_OPTIMIZER: "some ranks continue with a new optimizer, whose state begins anew",
+        causes.UNEVEN_JOIN: "under torch's `Join` ranks took different numbers of steps",
+        **causes.UNKNOWN_RULES,
+    }
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
         if not groups:
             return NO_COPIES
         if not any(kinds(g, "state:") for g in groups):
-            return "no optimizer's state was digested (it has none, or there was one step only)"
+            return "no optimizer state was recorded (there is none, or only one step was taken)"
         return None
 
     def left_out(self, run: Run) -> str | None:
@@ -79,64 +98,63 @@ class OptimizerStateDrift(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "hyperparameter-skew":
             return state_loading.of_the_same(mine, other)
-        later = ("parameter-drift", "buffer-drift")
-        skipped = "averaging_backwards_before_the_step" in other.evidence
-        own = bool(mine.evidence.get("not_from_unlike_gradients")) and not skipped
-        # By the next step; by hand, perhaps at once.
-        applied = bool(mine.evidence.get("state_was_loaded"))
-        return own and other.check in later and causes.may_follow(other, mine, applied)
+        if other.check not in ("parameter-drift", "buffer-drift"):
+            return False
+        if other.rule == skipped_steps.SKIPPED or not causes.changed_state(mine):
+            return False
+        # What was loaded applies with the next step, what was modified perhaps at once.
+        return causes.may_follow(other, mine, mine.rule in state_loading.RULES)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:
             yield from self._under_join(group)
             return
-        parted = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
-        if not parted:
-            yield from self._remade(run, group)
+        diverged = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
+        if not diverged:
+            yield from self._new_optimizer(run, group)
             return
-        first = min(parted, key=lambda d: d.first)
+        first = min(diverged, key=lambda d: d.first)
         if first.healed >= 0:
             return
-        own = False
-        cause = loaded = state_loading.loaded(group, "optimizer", first)
+        cause = state_loading.loaded(group, "optimizer", first)
+        if cause is None and _gradients_differ(group, first):
+            return
+        cause = cause or manual_edits.edited_once(group, first, "state")
         if cause is None:
-            if _gradients_differ(group, first):
-                return
-            cause = manual_edits.edited_once(group, first, "state")
-            own = cause is not None or _of_its_own(group, parted)
-        if cause is None:
-            cause = causes.unknown(group, first, "gradients agree, no state was loaded")
-            if own:
+            cause = causes.unknown(group, first, "gradients agree, and no state was loaded")
+            if _independent(group, diverged):
                 cause = replace(
                     cause,
-                    text="the ranks step with equal gradients, and no state was loaded: it was "
-                    "changed by hand (cleared, replaced), or a step was taken that the others did "
-                    "not take",
-                    fix="touch `optimizer.state` on every rank alike, or not at all",
-                    label="steps with another state",
+                    rule=STATE_CHANGED,
+                    text="the ranks step with equal gradients, and no state was loaded: the state "
+                    "was modified (cleared, replaced), or a step was taken that the other ranks "
+                    "did not take",
+                    fix="modify `optimizer.state` on every rank in the same way, or not at all",
+                    label="steps with different state",
                 )
-        what = ", ".join(d.kind.partition(":")[2] for d in parted)
+        what = ", ".join(_name(d.kind) for d in diverged)
         tensors = {
-            d.kind.partition(":")[2]: f"{len(d.names)} tensors, from step {d.first}" for d in parted
+            _name(d.kind): f"{counted(len(d.names), 'tensor')}, from step {d.first}"
+            for d in diverged
         }
         yield self.finding(
-            **causes.reported(group, first, cause),
+            **causes.fields(group, first, cause),
             summary=f"the optimizer's {what} of {some(first.names)} "
             f"{causes.differ(len(tensors) * len(first.names), first.split, run)}, "
             f"first seen at step {first.first}{causes.of_optimizer(group)}",
             evidence={
-                "state_was_loaded": loaded is not None,
-                "not_from_unlike_gradients": own or loaded is not None,
+                "state_was_loaded": cause.rule in state_loading.RULES,
+                "independent_of_gradients": cause.rule != causes.UNKNOWN,
             }
-            | ({"last_equal_at_step": first.before} if first.before >= 0 else {})
+            | ({causes.LAST_EQUAL: first.before} if first.before >= 0 else {})
             | cause.evidence
             | tensors,
         )
 
-    def _remade(self, run: Run, group: Replicas) -> Iterator[Finding]:
-        """Some ranks go on with another optimizer over the same parameters, the others do not, and
-        the copies are no longer equal."""
-        state = [kind.partition(":")[2] for kind in kinds(group, "state:")]
+    def _new_optimizer(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        """Some ranks continue with another optimizer over the same parameters, the others do not,
+        and the copies are no longer equal."""
+        state = [_name(kind) for kind in kinds(group, "state:")]
         anew = {n: e for n, m in group.members.items() if (e := _successor(m)) is not None}
         keep = [m for n, m in group.members.items() if n not in anew]
         points = [p for p in ("eval", "end") if divergence(group, "parameters", p)]
@@ -148,29 +166,30 @@ class OptimizerStateDrift(Check):
         if last < first:
             return
         yield self.finding(
+            rule=NEW_OPTIMIZER,
             ranks=ranks,
             steps=Steps(first, last, last - first + 1),
             subjects=tuple(group.names("parameters")),
             location=member.rank.location(event.site),
-            label=f"made anew on {ranks_text(ranks)} only",
+            label="created anew on some ranks only",
             summary=f"{ranks_do(ranks, 'continue')} with a new {event.kind} from step {first} on, "
-            f"whose {', '.join(state)} begins anew; the others keep theirs",
-            cause="the same gradients give other updates with another state: the copies of the "
-            f"parameters differ {_WHEN[points[0]]}",
-            fix="make the optimizer on every rank at the same step, or on none",
-            evidence={"not_from_unlike_gradients": True, "parameters_differ": _WHEN[points[0]]},
+            f"without its previous {listed(state)}; the other ranks keep theirs",
+            cause="the same gradients give different updates with different state: the parameters "
+            f"differ {_WHEN[points[0]]}",
+            fix="create the optimizer on every rank at the same step, or on none",
+            evidence={"independent_of_gradients": True, "parameters_differ": _WHEN[points[0]]},
             at=member.rank.wall(event.at),
         )
 
     def _under_join(self, group: Replicas) -> Iterator[Finding]:
-        """The model is copied at the end of each `Join`, the optimizer's state is not."""
-        state = [kind.partition(":")[2] for kind in kinds(group, "state:")]
-        apart = uneven_epochs.moved_apart(group) if state else None
-        if apart is None:
+        """`Join` broadcasts the model at its end, but not the optimizer's state."""
+        state = [_name(kind) for kind in kinds(group, "state:")]
+        uneven = uneven_epochs.diverging(group) if state else None
+        if uneven is None:
             return
         rank = group.any.rank
-        taken = {n: e.step for n, e in apart.began.items()}
-        epoch = apart.began[rank.rank].epoch
+        taken = {n: e.step for n, e in uneven.began.items()}
+        epoch = uneven.began[rank.rank].epoch
         first = min(taken.values())
         last = max(m.last_step for m in group.members.values())
         kind, site = next(
@@ -182,38 +201,44 @@ class OptimizerStateDrift(Check):
             ("optimizer", -1),
         )
         every = group.names("parameters")
-        loop = rank.location(apart.began[rank.rank].site)
+        loop = rank.location(uneven.began[rank.rank].site)
         yield self.finding(
+            rule=causes.UNEVEN_JOIN,
             ranks=tuple(taken),
             steps=Steps(first, last, last - first + 1),
             subjects=tuple(every),
             location=rank.location(site) or loop,
-            label="`Join` does not copy its state",
-            related=(Related("takes its steps here", loop),) if site >= 0 and loop else (),
-            summary=f"the state of {kind} ({', '.join(state)}) is not the same on all ranks from "
-            f"epoch {epoch} on: {_listed(taken)} steps before it",
-            cause="inside `Join` a rank without more batches takes no steps; at its end the model "
-            "is copied, the optimizer's state is not, so that equal gradients give other updates: "
-            f"in epoch {epoch} the copies began equal and were apart after {apart.steps} "
-            f"{'step' if apart.steps == 1 else 'steps'}",
+            label="`Join` does not synchronise its state",
+            related=(Related("loops over the batches here", loop),) if site >= 0 and loop else (),
+            summary=f"the state of {kind} ({listed(state)}) differs between ranks from epoch "
+            f"{epoch} on: steps before it are {_listed(taken)}",
+            cause="inside `Join` a rank that has run out of batches takes no steps. At its end the "
+            "model is broadcast, the optimizer's state is not, so that equal gradients give "
+            f"different updates: in epoch {epoch} the parameters began equal and differed after "
+            f"{counted(uneven.steps, 'step')}",
             fix="give every rank equally many batches, or stop all after the shortest "
-            "(`Join([model], throw_on_early_termination=True)` raises on every rank); or send the "
-            "optimizer's state of a rank that took every step to all others after each `Join`",
+            "(`Join([model], throw_on_early_termination=True)` raises on every rank); or broadcast "
+            "the optimizer's state of a rank that took every step after each `Join`",
             fix_kind=FixKind.CHECK,
             evidence={
                 "steps_before_the_epoch": taken,
-                "differ": f"{len(apart.positions)} of {len(every)} parameters, "
-                f"after {apart.steps} of its steps",
+                "differ": f"{len(uneven.positions)} of {len(every)} parameters, "
+                f"after {counted(uneven.steps, 'step')} of the epoch",
             },
-            at=rank.wall(apart.began[rank.rank].at),
+            at=rank.wall(uneven.began[rank.rank].at),
         )
 
 
+def _name(kind: str) -> str:
+    """The name of a kind of state: `exp_avg` of `state:exp_avg`."""
+    return kind.partition(":")[2]
+
+
 def _listed(taken: dict[int, int]) -> str:
-    return ", ".join(f"rank {n} took {count}" for n, count in list(taken.items())[:4])
+    return some((f"{count} on rank {n}" for n, count in taken.items()), 4)
 
 
-_WHEN = {"eval": "at evaluation", "end": "at the end"}
+_WHEN = {"eval": "at evaluation", "end": "at the end of the run"}
 
 
 def _successor(member: Member) -> OptimizerSeen | None:
@@ -232,10 +257,10 @@ def _successor(member: Member) -> OptimizerSeen | None:
     return next(later, None)
 
 
-def _of_its_own(group: Replicas, parted: list[Divergence]) -> bool:
-    """Whether the state cannot have followed the parameters: with equal gradients it does so only
-    by way of a weight decay that is added to them, and the number of steps not even then."""
-    keys = {d.kind.partition(":")[2] for d in parted}
+def _independent(group: Replicas, diverged: list[Divergence]) -> bool:
+    """Whether the state cannot differ because the parameters do: with equal gradients that takes a
+    weight decay, which is added to the gradients, and step counts do not follow even then."""
+    keys = {_name(d.kind) for d in diverged}
     if "step" in keys:
         return True
     if not keys <= OF_GRADIENTS:
@@ -245,7 +270,7 @@ def _of_its_own(group: Replicas, parted: list[Divergence]) -> bool:
 
 
 def _gradients_differ(group: Replicas, found: Divergence) -> bool:
-    """Whether the state followed gradients that were not equal: another check tells of those."""
+    """Whether the state differs because gradients did before (`gradient-drift` reports them)."""
     for kind in ("gradients", "local"):
         gradients = divergence(group, kind)
         if gradients is not None and gradients.first < found.first:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
 from ddpdoctor.analysis.replicas.replica import Member
@@ -12,30 +13,37 @@ from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Run
 
 LEAST_STEPS = 2
+"""One step with several synchronised backwards may be an initialisation."""
 
-EVERY = (
+EVERY_BACKWARD = "every-micro-batch"
+DIFFERENT_LINES = "backwards-of-different-lines"
+BACKWARD_ONLY = "no-sync-around-backward-only"
+
+ALWAYS = (
     "gradients only need to agree when the optimizer steps; DDP averages in every backward unless "
-    "it is told not to"
+    "told otherwise"
 )
-LATE = (
-    "synchronisation is switched off around the backward only, which has no effect: DDP decides in "
-    "the forward"
-)
+CAUSES = {
+    EVERY_BACKWARD: ALWAYS,
+    DIFFERENT_LINES: ALWAYS,
+    BACKWARD_ONLY: "`no_sync()` is active during backward only, which has no effect: DDP decides "
+    "in the forward",
+}
 
 
 class RedundantSync(Check):
-    """Gradient accumulation averages the gradients in every micro-batch
+    """Gradient accumulation all-reduces the gradients in every micro-batch
 
     ## What it finds
     Several backwards from one line between two optimizer steps that each all-reduce the gradients
-    of the same parameters. Only the last of them needs to. Also where `no_sync()` stands around the
+    of the same parameters: only the last of them needs to. This includes a `no_sync()` around
     backward only, which has no effect.
 
     ## How it knows
-    For every optimizer step it is counted how many backwards, since the gradients were cleared,
-    averaged them: by the count of the group's collectives and by DDP's flag at the end of the
-    forward. A few parameters of the model tell whether two of them reached the same ones. It takes
-    two such steps or more, and the time lost is DDP's own estimate. The finding is proven.
+    For every optimizer step, each rank counts the synchronised backwards since the gradients were
+    cleared: from the group's count of collectives and DDP's flag at the end of the forward. A few
+    parameters tell whether two backwards reached the same ones. At least two such steps are
+    required, and prove it; the time lost is DDP's own estimate.
 
     ## Why it hurts
     All but one of these all-reduces are wasted: the result is the same, and each one takes network
@@ -45,22 +53,26 @@ class RedundantSync(Check):
     Run forward and backward of all but the last micro-batch under `model.no_sync()`.
 
     ## When it stays quiet
-    One averaging backward per step; gradients that are cleared in between (line searches, several
-    optimizers); losses of different parameters. Backwards from different lines (a GAN's two losses)
-    are a note.
+    - One synchronised backward per step.
+    - Gradients that are cleared in between (line searches, several optimizers), and losses of
+      different parameters.
+    - Backwards from different lines (a GAN's two losses) are a note.
     """
 
     code = "DDP408"
     name = "redundant-sync"
     family = "drift"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        EVERY_BACKWARD: "several backwards of one line per step each all-reduce the gradients",
+        BACKWARD_ONLY: "`no_sync()` is active during backward only, which has no effect",
+        DIFFERENT_LINES: "backwards of different lines per step each all-reduce the gradients",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not replicas(run):
             return NO_COPIES
-        return (
-            None if run.any(SyncPattern) else "no backward through a wrapper before a step was seen"
-        )
+        return None if run.any(SyncPattern) else "no optimizer step after DDP's backward was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for group in replicas(run):
@@ -82,8 +94,9 @@ class RedundantSync(Check):
         spans: list[Span],
         steps: int,
     ) -> Finding:
-        same_line = any(s.pattern.once > 1 for s in spans)
         late = next((s.pattern.late for s in spans if s.pattern.late >= 0), -1)
+        same_line = any(s.pattern.once > 1 for s in spans)
+        rule = BACKWARD_ONLY if late >= 0 else EVERY_BACKWARD if same_line else DIFFERENT_LINES
         typical = max(spans, key=lambda s: s.count).pattern
         wasted = typical.synced - 1
         latest = [s.pattern for s in patterns(member)][-1]
@@ -91,28 +104,29 @@ class RedundantSync(Check):
         step_s = member.rank.step_time() or 0.0
         saving = wasted * exposed
         share = 100 * saving / step_s if step_s else 0.0
-        fits = typical.synced * exposed <= step_s  # DDP's own estimate may be of a slow backward
-        estimate = "time that DDP did not measure"
+        fits = typical.synced * exposed <= step_s  # DDP may have measured a slower backward
+        estimate = "an unknown time, which DDP did not measure"
         if saving:
-            estimate = "time: how much is unknown, as DDP's figures are of a slower backward"
+            estimate = "an unknown time (DDP measured a slower backward)"
         if saving and fits:
             estimate = f"about {1000 * saving:.2g} ms of each {1000 * step_s:.3g} ms step"
         return self.finding(
-            severity=Severity.WARNING if same_line or late >= 0 else Severity.NOTE,
+            rule=rule,
+            severity=Severity.NOTE if rule == DIFFERENT_LINES else Severity.WARNING,
             ranks=tuple(group.members),
             steps=Steps(spans[0].first, spans[-1].last, steps),
             subjects=(group.any.wrapped.kind,),
             location=member.rank.location(typical.line),
-            label=f"averages the gradients {typical.synced} times per step",
+            label=f"all-reduces the gradients {typical.synced} times per step",
             related=_late(member, late),
             summary=f"{typical.synced} backwards per optimizer step all-reduce the same "
-            f"gradients, {wasted} of them for nothing; `no_sync` would save {estimate}",
-            cause=LATE if late >= 0 else EVERY,
+            f"gradients, {wasted} of them needlessly; `no_sync` would save {estimate}",
+            cause=CAUSES[rule],
             fix=f"`with {member.rank.names_of(member.wrapped)[0] or 'model'}.no_sync():` around "
             "forward and backward of all but the last micro-batch",
             fix_kind=FixKind.TEMPLATE,
             evidence={
-                "averaging_backwards_per_step": typical.synced,
+                "synchronised_backwards_per_step": typical.synced,
                 "steps": f"{steps} of {member.last_step + 1}",
                 "waiting_for_communication_per_backward_s": round(exposed, 6),
                 "step_time_s": round(step_s, 6),
@@ -124,4 +138,4 @@ class RedundantSync(Check):
 
 def _late(member: Member, site: int) -> tuple[Related, ...]:
     spot = member.rank.location(site)
-    return (Related("covers the backward only", spot),) if spot else ()
+    return (Related("covers backward only", spot),) if spot else ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import (
     causes,
@@ -12,7 +14,7 @@ from ddpdoctor.analysis.replicas import (
     uncompared,
 )
 from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
-from ddpdoctor.analysis.replicas.missed_backwards import parts_them
+from ddpdoctor.analysis.replicas.missed_backwards import SYNCED, puts_ahead
 from ddpdoctor.analysis.replicas.moving import moved
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
@@ -25,123 +27,166 @@ from ddpdoctor.analysis.replicas.replicas import (
 )
 from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, ranks_text, some
+from ddpdoctor.run import Location, Rank, Run, counted, some, whom
 
-CAUSES = {
-    "no_sync": "synchronisation was switched off for the last backward before the step, so that "
-    "backward kept its gradients to itself",
-    "forward only": "synchronisation was off during the forward and on again at the backward; DDP "
-    "decides in the forward",
-    "second backward": "DDP averages in the first backward after a forward; this one came after "
-    "that and added each rank's own gradients",
-    "inside forward": "this backward runs inside the forward of DistributedDataParallel, which "
-    "prepares its reducer for a backward only when the forward returns",
-    "autograd.grad": "`torch.autograd.grad` returns gradients without telling DDP; they were "
-    "written to `.grad` by hand",
-    "not reduced": "the backward should have averaged the gradients and did not communicate",
-}
-FIXES = {
-    "no_sync": "synchronise the micro-batch that steps: enter `no_sync()` only while "
-    "`(i + 1) % accumulation != 0`",
-    "forward only": "run the forward of the micro-batch that steps outside `no_sync()`, too",
-    "second backward": "add the losses and call backward once, or run another forward for the "
-    "second one",
-    "inside forward": "return the loss from forward and call backward after it; in Lightning with "
-    "`automatic_optimization = False` call `self.manual_backward(loss)` in place of "
-    "`loss.backward()`",
-    "autograd.grad": "use `loss.backward()`, or average the gradients with `dist.all_reduce`",
-    "not reduced": "call the wrapper, not `model.module`, and wrap again after changing the model",
+COMMUNICATION_HOOK = "communication-hook"
+LEFT_OVER_GROUP = "left-over-group"
+STEP_IN_BACKWARD = "step-inside-backward"
+NEVER_REDUCED = "fully-shard-never-reduces"
+INSIDE_FORWARD = "inside-forward"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a backward was not synchronised (`SyncPattern.reason`), and what a report says of it."""
+
+    rule: str
+    when: str
+    cause: str
+    fix: str
+    label: str
+
+
+REASONS = {
+    "no_sync": Reason(
+        "no-sync",
+        "the last backward before the step runs under `no_sync()`, or with DDP's flag off",
+        "synchronisation was switched off for the last backward before the step, so each rank kept "
+        "its own gradients",
+        "synchronise the micro-batch that steps: enter `no_sync()` only while "
+        "`(i + 1) % accumulation != 0`",
+        "still off for the micro-batch that steps",
+    ),
+    "forward only": Reason(
+        "forward-only",
+        "synchronisation is off during the forward, and on again in backward",
+        "synchronisation was off during the forward and on again in backward; DDP decides in the "
+        "forward",
+        "run the forward of the micro-batch that steps outside `no_sync()` as well",
+        "covers the forward only",
+    ),
+    "second backward": Reason(
+        "second-backward",
+        "a second backward over one forward adds gradients that DDP does not average",
+        "DDP averages in the first backward after a forward; this one came later and added each "
+        "rank's own gradients",
+        "add the losses and call backward once, or run another forward for the second one",
+        "not averaged: DDP has finished with this forward",
+    ),
+    "inside forward": Reason(
+        INSIDE_FORWARD,
+        "backward runs inside the wrapper's forward",
+        "this backward runs inside the forward of DistributedDataParallel, which prepares its "
+        "reducer for a backward only when the forward returns",
+        "return the loss from forward and call backward after it; in Lightning with "
+        "`automatic_optimization = False` call `self.manual_backward(loss)` instead of "
+        "`loss.backward()`",
+        "not averaged: DDP is still in its forward",
+    ),
+    "autograd.grad": Reason(
+        "autograd-grad",
+        "gradients come from `torch.autograd.grad`, which bypasses DDP",
+        "`torch.autograd.grad` returns gradients without DDP's hooks; the program wrote them to "
+        "`.grad`",
+        "use `loss.backward()`, or average the gradients with `dist.all_reduce`",
+        "bypasses DDP",
+    ),
+    "not reduced": Reason(
+        "not-reduced",
+        "a backward that should have synchronised communicated nothing",
+        "this backward should have averaged the gradients, but communicated nothing",
+        "call the wrapper, not `model.module`, and wrap again after changing the model",
+        "communicates nothing",
+    ),
 }
 LAST_BATCH = (
-    "synchronise on the last batch of the epoch, too: enter `no_sync()` unless "
+    "synchronise on the last batch of the epoch as well: enter `no_sync()` unless "
     "`(i + 1) % accumulation == 0 or i + 1 == len(loader)`"
 )
 TAKE_OUT = (
-    "take this `no_sync()` out: it is around the {} backward before the step, the one that has to "
+    "remove this `no_sync()`: it is around the {} backward before the step, the one that has to "
     "synchronise"
 )
 IN_HOOK = (
-    "have the hook start a collective for each bucket it is given; where ranks are to go on alone "
-    "for some steps, average the parameters after them (`torch.distributed.algorithms."
-    "model_averaging`)"
+    "let the hook start a collective for each bucket; if ranks are to continue alone for some "
+    "steps, average the parameters after them (`torch.distributed.algorithms.model_averaging`)"
 )
 REDUCER_CONFUSED = ("`initialize_buckets` must NOT be called", "still allreduced by DDP reducer")
-"""What torch raises in a later step, where DDP was not prepared for a backward that ran."""
+"""What torch raises in a later step if DDP was not prepared for a backward that ran."""
 
 FLAG = "require_backward_grad_sync"
-BY_HAND = {
+FLAG_FIXES = {
     "no_sync": f"set `{FLAG} = True` before the forward of the micro-batch that steps",
-    "forward only": f"set `{FLAG}` before the forward: DDP reads it when that ends",
+    "forward only": f"set `{FLAG}` before the forward: DDP reads it when the forward ends",
 }
 ANOTHER = (
-    "step right after the backward that synchronises: another one of each step does, so let "
-    "`no_sync()` and `optimizer.step()` follow the same condition"
+    "step right after the backward that synchronises, which is another one: let `no_sync()` and "
+    "`optimizer.step()` follow the same condition"
 )
 ENOUGH = 0.5
-"""Numbers exchanged per number of a gradient that may be the gradients."""
+"""Elements communicated per element of the gradients from which on they may be the gradients."""
 
 STEPS_AT_LEAST = 4
-"""In a row that apply nothing; a loop may call `step` at each micro-batch."""
-
-LABELS = {
-    "no_sync": "still off for the micro-batch that steps",
-    "forward only": "covers the forward only",
-    "second backward": "not averaged: DDP is done with this forward",
-    "inside forward": "not averaged: DDP is still in its forward",
-    "autograd.grad": "DDP never sees these gradients",
-    "not reduced": "communicates nothing",
-}
+"""Consecutive steps that apply nothing; a loop may call `step` after each micro-batch."""
 
 
 class UnsyncedStep(Check):
     """The optimizer steps with gradients that were not averaged
 
     ## What it finds
-    Steps whose last backward kept each rank's gradients to itself: the stepping micro-batch left
-    under `no_sync`, synchronisation switched between forward and backward, a second backward over
-    one forward, a backward inside the wrapper's forward, gradients from `torch.autograd.grad`, a
-    communication hook that has nothing sent; hooks on parameters
-    (`register_post_accumulate_grad_hook`) that step inside the backward, before DDP averages; also
-    `fully_shard` that never reduces any, so that the steps apply nothing.
+    Steps whose last backward left each rank with its own gradients: the stepping micro-batch under
+    `no_sync`, synchronisation switched between forward and backward, a second backward over one
+    forward, a backward inside the wrapper's forward, gradients from `torch.autograd.grad`, a
+    communication hook that communicates nothing. Also hooks on parameters
+    (`register_post_accumulate_grad_hook`) that step inside backward, before DDP averages, and
+    `fully_shard` models whose gradients are never reduced, so that steps apply nothing.
 
     ## How it knows
-    In every backward the process group's own count of collectives is compared before and after;
-    with DDP's flag at the end of the forward it tells, before every step, whether the last backward
-    averaged. Of `fully_shard` it is looked at whether an optimizer ever finds a gradient. What the
-    program itself hands to collectives is noted, and gradients that were not averaged are digested
-    and compared as for `gradient-drift`. At a step inside the backward it is that count since the
-    backward began; the parameters are digested before the next one. The finding is proven: they
-    differ between the ranks, or nothing was exchanged that may have been gradients.
+    In every backward each rank compares the process group's count of collectives before and after;
+    with DDP's flag at the end of the forward, this tells before every step whether the last
+    backward was synchronised. For `fully_shard` it records whether the optimizer ever finds a
+    gradient. It also records what the program itself passes to collectives, and compares digests
+    (checksums) of gradients that were not averaged, as `gradient-drift` does. For a step inside
+    backward the count since the start of backward decides, and the parameters are compared before
+    the next one. The fault is proven if gradients differ between ranks, or if nothing was
+    communicated that may have been gradients.
 
     ## Why it hurts
-    Every rank takes a step of its own. The models drift apart and nothing raises; the checkpoint
-    is that of rank 0, trained on its share of the data.
+    Every rank takes a step of its own. The models diverge and nothing raises; the checkpoint is
+    that of rank 0, trained on its share of the data.
 
     ## How to fix it
     Make the last backward before `optimizer.step()` a synchronising one: forward and backward
     outside `no_sync()`, one backward per forward.
 
     ## When it stays quiet
-    Micro-batches before the last one; a backward inside the wrapper's forward that communicates
-    all the same (Lightning's `manual_backward`, which prepares DDP's reducer itself); gradients
-    that are averaged by hand, or equal on all ranks after as much as they are was exchanged;
-    optimizers that exchange what they apply, so that the parameters move and stay equal; local
-    SGD, where the parameters are averaged instead.
+    - Micro-batches before the last one.
+    - A backward inside the wrapper's forward that communicates all the same (Lightning's
+      `manual_backward`, which prepares DDP's reducer itself).
+    - Gradients that the program averages itself, or that are equal on all ranks after enough was
+      communicated to make them so.
+    - Optimizers that communicate what they apply, so that parameters move and stay equal.
+    - Local SGD, where the parameters are averaged instead.
     """
 
     code = "DDP407"
     name = "unsynced-step"
     family = "drift"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        **{reason.rule: reason.when for reason in REASONS.values()},
+        COMMUNICATION_HOOK: "the model's communication hook communicates nothing",
+        LEFT_OVER_GROUP: "the last, incomplete group of micro-batches is not synchronised",
+        STEP_IN_BACKWARD: "a hook steps inside backward, before DDP has averaged",
+        NEVER_REDUCED: "`fully_shard` never reduces the gradients, and steps apply nothing",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if run.any(KeptBack) or run.any(SteppedInside):
             return None
         if not replicas(run):
             return NO_COPIES
-        return (
-            None if run.any(SyncPattern) else "no backward through a wrapper before a step was seen"
-        )
+        return None if run.any(SyncPattern) else "no optimizer step after DDP's backward was seen"
 
     def left_out(self, run: Run) -> str | None:
         return uncompared.left_out(run)
@@ -154,18 +199,18 @@ class UnsyncedStep(Check):
             yield self._stepped_inside(run, model)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        if parts_them(mine, other):
+        if puts_ahead(mine, other):
             return True
         if other.check == "first-failure":
-            said = str(other.evidence)
-            return mine.rule == "inside-forward" and any(text in said for text in REDUCER_CONFUSED)
+            message = str(other.evidence)  # of the exception, which is torch's
+            return mine.rule == INSIDE_FORWARD and any(text in message for text in REDUCER_CONFUSED)
         later = (
             "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift",
             "grad-scaler-skew", "model-not-wrapped",
         )  # fmt: skip
         if other.check not in later or mine.steps is None:
             return False
-        applied = other.check == "parameter-drift"  # by the step, and seen before the next one
+        applied = other.check == "parameter-drift"  # in the step, and seen before the next one
         return other.steps is None or other.steps.first >= mine.steps.first + applied
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
@@ -187,17 +232,16 @@ class UnsyncedStep(Check):
         full = _full_group(member, spans)
         count = sum(s.count for s in spans)
         total = max(s.last for m in group.members.values() for s in patterns(m)) + 1
-        reason = pattern.reason
-        rule = "-".join(reason.replace(".", " ").replace("_", " ").split())
+        reason = REASONS[pattern.reason]
         steps, in_part = Steps(spans[0].first, spans[-1].last, count), ""
         spot = rank.location(pattern.site)
-        by_hand = spot is not None and FLAG in spot.source
+        sets_flag = spot is not None and FLAG in spot.source
         if (hook := _hook(member, pattern)) is not None:
             spot = rank.location(hook.site) or spot
-            rule, label, fix = "communication-hook", "averages in DDP's place", IN_HOOK
+            rule, label, fix = COMMUNICATION_HOOK, "averages in place of DDP", IN_HOOK
             cause = (
-                f"the model's communication hook `{hook.name.removeprefix('__main__.')}` had "
-                "nothing sent in these backwards: what it gives back are each rank's own gradients"
+                f"the model's communication hook `{hook.name.removeprefix('__main__.')}` "
+                "communicated nothing in these backwards: it returned each rank's own gradients"
             )
             if (part := _part(group)) is not None:
                 steps = Steps(
@@ -205,15 +249,15 @@ class UnsyncedStep(Check):
                     count + len(part.keys),
                 )  # fmt: skip
                 names = some(part.names)
-                in_part = f", and in {len(part.keys)} of the others those of {names}"
-                cause += f"; in the others it gives back unlike gradients of {names}"
+                in_part = f" (in {len(part.keys)} of the others only those of {names})"
+                cause += f"; in other steps it returned different gradients of {names} on each rank"
         elif full:
-            rule = "left-over-group"
+            rule = LEFT_OVER_GROUP
             label, fix = "off for all micro-batches of this step", LAST_BATCH
             cause = _left_over(pattern.unsynced, full)
         else:
-            label, fix = _label(reason, by_hand), _fix(member, spans, by_hand)
-            cause = CAUSES[reason]
+            rule, cause = reason.rule, reason.cause
+            label, fix = _label(pattern, sets_flag), _fix(member, spans, sets_flag)
         yield self.finding(
             ranks=tuple(sorted(bad)),
             steps=steps,
@@ -221,14 +265,15 @@ class UnsyncedStep(Check):
             location=spot or rank.location(pattern.backward_site),
             label=label,
             related=_related(rank, pattern) + (_stepped(member, spans[0].first) if full else ()),
-            summary=f"rank-local gradients reach optimizer.step on "
-            f"{_who(bad, run)}, in {count} of {total} steps{in_part}, first at step {steps.first}",
+            summary="optimizer.step applies rank-local gradients on "
+            f"{whom(bad, run.world_size)} in {count} of {total} steps{in_part}, first at step "
+            f"{steps.first}",
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
             rule=rule,
             evidence={
-                "backwards_before_the_step": _backwards(pattern),
+                **_backwards(pattern),
                 "collectives_from_backward_to_step": _carried(pattern),
                 **_difference(group, differ),
             },
@@ -240,18 +285,18 @@ class UnsyncedStep(Check):
         count = max(e.count for e in model.last.values())
         ranks = {r.rank for r in model.last}
         return self.finding(
+            rule=STEP_IN_BACKWARD,
             confidence=Confidence.PROVEN if model.differ else Confidence.SUSPECTED,
             ranks=tuple(sorted(ranks)),
             steps=Steps(event.first, event.first + count - 1, count),
             subjects=(model.wrapped.kind,),
             location=rank.location(event.site) or rank.location(event.backward_site),
-            label="steps inside the backward, before DDP averages",
+            label="steps inside backward, before DDP averages",
             related=_places(rank, (("the backward", event.backward_site),)),
-            summary=f"rank-local gradients reach optimizer.step on "
-            f"{'all ranks' if len(ranks) == run.world_size else ranks_text(ranks)}, in {count} of "
-            f"{event.backwards} backwards of {model.wrapped.kind}: it is stepped inside of them",
-            cause="a hook steps as soon as a gradient is there, and DDP averages it only after "
-            "that: each rank applies its own",
+            summary=f"optimizer.step applies rank-local gradients on {whom(ranks, run.world_size)} "
+            f"inside {count} of {event.backwards} backwards of {model.wrapped.kind}",
+            cause="a hook steps as soon as a gradient is computed, before DDP averages it: each "
+            "rank applies its own",
             fix="step after `loss.backward()`, when DDP has averaged the gradients",
             fix_kind=FixKind.CHECK,
             evidence={
@@ -263,7 +308,7 @@ class UnsyncedStep(Check):
         )
 
     def _never_reduced(self, run: Run, optimizer: int) -> Iterator[Finding]:
-        """Under `fully_shard` the steps apply nothing then."""
+        """Gradients of `fully_shard` that are never reduced: the steps apply nothing."""
         reported = {
             r: [e for e in r.of(KeptBack) if e.optimizer == optimizer] for r in run.training_ranks()
         }
@@ -276,31 +321,28 @@ class UnsyncedStep(Check):
         made = next((o for o in rank.of(OptimizerSeen) if o.optimizer == optimizer), None)
         kind = made.kind if made else "the optimizer"
         yield self.finding(
+            rule=NEVER_REDUCED,
             ranks=tuple(r.rank for r in reported),
             steps=Steps(event.step, steps - 1, steps - event.step),
             subjects=(kind,),
             location=rank.location(event.site),
             label="finds no gradient to apply",
             summary=f"none of the {steps} steps of {kind} had a gradient to apply: `fully_shard` "
-            f"reduced no gradient of its {event.parameters} parameters",
-            cause="synchronisation was switched off at every backward "
-            "(`set_requires_gradient_sync(False)`): each rank keeps whole gradients to itself and "
-            "adds to them, and the sharded parameters, which the optimizer holds, get none",
+            f"never reduced the gradients of its {event.parameters} parameters",
+            cause="gradient synchronisation was off in every backward "
+            "(`set_requires_gradient_sync(False)`): each rank accumulates unsharded gradients, and "
+            "the sharded parameters, which the optimizer holds, get none",
             fix="switch it on for the last backward before each step: "
             "`model.set_requires_gradient_sync(i == accumulation - 1)` with `i` from 0",
             fix_kind=FixKind.CHECK,
-            evidence={"steps": steps, "sharded parameters": event.parameters},
+            evidence={"steps": steps, "sharded_parameters": event.parameters},
             at=rank.wall(event.at),
         )
 
 
-def _who(bad: dict[int, list[Span]], run: Run) -> str:
-    return "all ranks" if len(bad) == run.world_size else ranks_text(bad)
-
-
 def _full_group(member: Member, spans: list[Span]) -> int:
-    """Micro-batches of the steps that do synchronise, where those that do not stand alone and are
-    of fewer: what an epoch leaves over; 0 where it is not so."""
+    """How many micro-batches a synchronised step has, where the steps that are not synchronised
+    stand alone and have fewer: the rest of an epoch. 0 where it is not so."""
     full = [s.pattern for s in patterns(member) if not s.pattern.reason and s.pattern.synced]
     size = min((p.synced + p.unsynced for p in full), default=0)
     left_over = all(
@@ -314,15 +356,15 @@ def _full_group(member: Member, spans: list[Span]) -> int:
 
 
 def _hook(member: Member, pattern: SyncPattern) -> CommHook | None:
-    """What averages in DDP's place and did not, unless it is one of torch's that do."""
+    """The communication hook that did not average, unless it is one of torch's that do."""
     mine = [h for h in member.rank.of(CommHook) if h.model == member.model and h.at <= pattern.at]
     lacking = pattern.reason == "not reduced" and not member.seen.averages
     return mine[-1] if mine and lacking else None
 
 
 def _part(group: Replicas) -> Divergence | None:
-    """Where gradients differ after backwards in which the hook did send something, unless they are
-    edited after it, or the parameters are averaged."""
+    """Where gradients differ after backwards in which the hook did communicate, unless the program
+    modifies them afterwards, or averages the parameters."""
     found = divergence(group, "gradients")
     parameters = divergence(group, "parameters")
     if found is None or (parameters is not None and parameters.healed >= 0):
@@ -330,33 +372,35 @@ def _part(group: Replicas) -> Divergence | None:
     return None if manual_edits.edited(group, "gradients", found) else found
 
 
-def _label(reason: str, by_hand: bool) -> str:
-    return "set after the forward" if by_hand and reason == "forward only" else LABELS[reason]
+def _label(pattern: SyncPattern, sets_flag: bool) -> str:
+    late = sets_flag and pattern.reason == "forward only"
+    return "set after the forward" if late else REASONS[pattern.reason].label
 
 
-def _fix(member: Member, spans: list[Span], by_hand: bool) -> str:
-    """What to do about a backward that is no micro-batch of several is another thing: the only one
-    of its step, or always the last one, after another one at another line."""
-    if by_hand:
-        return BY_HAND.get(spans[0].pattern.reason, FIXES[spans[0].pattern.reason])
+def _fix(member: Member, spans: list[Span], sets_flag: bool) -> str:
+    """The fix for the reason of the first span. A backward under `no_sync` need not be one of
+    several micro-batches: it may be the only one of its step, or always the last one, after
+    another one at another line."""
+    first = spans[0].pattern.reason
+    if sets_flag:
+        return FLAG_FIXES.get(first, REASONS[first].fix)
     every = [s.pattern for s in patterns(member)]
     if any(s.pattern.reason != "no_sync" for s in spans):
-        return FIXES[spans[0].pattern.reason]
+        return REASONS[first].fix
     if all(p.synced + p.unsynced <= 1 for p in every):
         return TAKE_OUT.format("only")
-    apart = (p.synced == p.once == p.unsynced == 1 and p.line != p.backward_site for p in every)
-    last = len(every) == len(spans) and all(apart)
-    if last:
+    separate = (p.synced == p.once == p.unsynced == 1 and p.line != p.backward_site for p in every)
+    if len(every) == len(spans) and all(separate):
         return TAKE_OUT.format("last")
     another = [p.synced == 1 < p.unsynced and p.line == p.backward_site for p in every]
-    return ANOTHER if sum(another) > len(another) / 2 else FIXES["no_sync"]
+    return ANOTHER if sum(another) > len(another) / 2 else REASONS["no_sync"].fix
 
 
 def _left_over(count: int, full: int) -> str:
-    group = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     return (
-        f"the left-over group of {group} is never synchronised: the others are of {full}, and "
-        "only a full one ends with a backward outside `no_sync()`"
+        f"the left-over group of {counted(count, 'micro-batch', 'micro-batches')} is never "
+        f"synchronised: the other groups have {full}, and only a full group ends with a backward "
+        "outside `no_sync()`"
     )
 
 
@@ -365,21 +409,23 @@ def _stepped(member: Member, step: int) -> tuple[Related, ...]:
     for done in member.rank.of(StepDone):
         if done.optimizer == member.optimizer and done.step - done.count < step <= done.step:
             spot = member.rank.location(done.site)
-            return (Related("steps with what is left over", spot),) if spot else ()
+            return (Related("steps with the left-over micro-batches", spot),) if spot else ()
     return ()
 
 
-def _backwards(pattern: SyncPattern) -> str:
-    by_hand = pattern.reason == "autograd.grad"
-    if not pattern.synced + pattern.unsynced:
-        return "none, the gradients were taken by `torch.autograd.grad`" if by_hand else ""
-    last = "then `torch.autograd.grad`" if by_hand else "the last one not"
-    return f"{pattern.synced} averaged, {pattern.unsynced} not, {last}"
+def _backwards(pattern: SyncPattern) -> dict[str, int]:
+    """How many backwards contributed to the gradients, by kind; empty where it is not known."""
+    if not pattern.synced + pattern.unsynced and pattern.reason != "autograd.grad":
+        return {}
+    return {
+        SYNCED: pattern.synced,
+        "rank_local_backwards_before_the_step": pattern.unsynced,
+    }
 
 
 def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | None) -> bool:
-    """Silent for gradients that were averaged in another way, for optimizers that average what
-    they apply, and for local SGD."""
+    """Whether nothing else makes up for it: gradients averaged in another way, an optimizer that
+    averages what it applies, or local SGD."""
     parameters = divergence(group, "parameters")
     if parameters and parameters.healed >= 0:
         return state_loading.reloads(group, "weights", parameters.at)
@@ -391,20 +437,21 @@ def _proven(group: Replicas, bad: dict[int, list[Span]], differ: Divergence | No
 
 def _carried(pattern: SyncPattern) -> str:
     if pattern.carried:
-        return f"of {pattern.carried} numbers"
+        return f"of {pattern.carried} elements"
     return "some" if pattern.talked else "none"
 
 
 def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]:
     if differ is None:
-        return {"gradients": "not seen to differ: all ranks had the same data, or were not sampled"}
+        return {"gradients": "not seen to differ (the same data on all ranks, or not compared)"}
     return causes.evidence(group, differ)
 
 
 def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:
-    """A second backward may be one over an earlier forward than the last."""
+    """The lines of forward and backward. A second backward may be over an earlier forward than the
+    last one."""
     second = pattern.reason == "second backward"
-    forward = "the last forward before it" if second else "its forward"
+    forward = "last forward before it" if second else "its forward"
     return _places(rank, ((forward, pattern.forward_site), ("its backward", pattern.backward_site)))
 
 

@@ -1,4 +1,4 @@
-"""Gradients that the program itself averages over the ranks: once, or twice."""
+"""Gradients that the program itself averages over the ranks, and divides twice."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ from typing import Any
 from ...events import Averaged
 from ...report.findings import Related, Steps
 from ...run import Rank, Run
-from .kept_equal import Copies, trained_alike
+from .copies import Copies, trained_copies
+
+MANUAL_DIVIDED_LOSS = "divided-loss-manual-sync"
+MANUAL_DIVIDED_TWICE = "divided-gradients-manual-sync"
+
+RULES = {
+    MANUAL_DIVIDED_LOSS: "the loss is divided by the world size, and gradients averaged manually",
+    MANUAL_DIVIDED_TWICE: "gradients are averaged manually and divided by the world size again",
+}
 
 NEAR = 1e-3
+"""Relative distance up to which two ratios count as equal."""
+
 LARGE = 0.05
-"""Means are compared with what was applied where they are at least so large a part of what they are
-made of: rounding does not count."""
+"""A mean counts if it is at least this share of the largest value it is the mean of: smaller ones
+are dominated by rounding."""
 
 Looks = dict[int, tuple[Rank, Averaged]]
+"""By rank, the record of one step."""
 
 
-def by_hand(run: Run) -> Iterator[dict[str, Any]]:
+def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of a finding for every model whose gradients are divided twice."""
-    for copies in trained_alike(run):
+    for copies in trained_copies(run):
         looks = _looks(copies)
         for seen in looks:
             ratio = _ratio(seen)
             spot = _line(seen, looks, ratio) if ratio is not None else None
             if ratio is not None and spot is not None:
-                yield _told(copies, seen, ratio, *spot)
+                yield _fields(copies, seen, ratio, *spot)
                 break
 
 
 def _looks(copies: Copies) -> list[Looks]:
-    """The steps that all ranks looked at."""
+    """The steps that all ranks recorded."""
     tables = {
         number: {e.step: (rank, e) for e in rank.of(Averaged) if e.optimizer == event.optimizer}
         for number, (rank, event) in copies.members.items()
@@ -41,7 +52,8 @@ def _looks(copies: Copies) -> list[Looks]:
 
 
 def _ratio(seen: Looks) -> float | None:
-    """What was applied by the mean of what the ranks had, where that is one number."""
+    """What was applied over the mean of the ranks' own gradients; None where the values have no
+    ratio in common."""
     rows = [event for _, event in seen.values()]
     if len({(len(e.local), e.applied) for e in rows}) != 1:
         return None
@@ -58,8 +70,8 @@ def _ratio(seen: Looks) -> float | None:
 
 
 def _line(seen: Looks, looks: list[Looks], ratio: float) -> tuple[int, str, bool] | None:
-    """The line that divides once too often, the divisor as written, and whether it is the loss that
-    it divides."""
+    """The line that divides once too often, the divisor as written, and whether it divides the
+    loss; None where no line is known to."""
     _, first = next(iter(seen.values()))
     if abs(ratio - 1) < NEAR and all(e.loss_divisor for _, e in seen.values()):
         return first.loss_site, first.loss_divisor, True
@@ -75,7 +87,7 @@ def _line(seen: Looks, looks: list[Looks], ratio: float) -> tuple[int, str, bool
     return site, written, False
 
 
-def _told(
+def _fields(
     copies: Copies, seen: Looks, ratio: float, site: int, written: str, loss: bool
 ) -> dict[str, Any]:
     number, (rank, event) = next(iter(seen.items()))
@@ -84,26 +96,30 @@ def _told(
     steps = [r.steps_of(event.optimizer) for r, _ in seen.values()]
     last = max(event.step, max(steps) - 1)
     stepped = rank.location(copies.members[number][1].step_site)
+    if loss:
+        summary = f"the loss is divided by the world size ({size}), and the gradients of {kind} "
+        summary += "are averaged over the ranks manually"
+        cause = "the optimizer applies the mean of the ranks' gradients, whose losses were already "
+        cause += "divided by the number of ranks"
+        fix = f"remove the division by `{written}` here, or that of the gradients"
+    else:
+        summary = f"the gradients of {kind} are averaged over the ranks manually and divided by "
+        summary += f"the world size ({size}) once more"
+        cause = f"the optimizer applies 1/{size} of the mean of the ranks' own gradients"
+        fix = f"remove this division by `{written}`: one division turns the sum into the mean"
     return {
+        "rule": MANUAL_DIVIDED_LOSS if loss else MANUAL_DIVIDED_TWICE,
         "ranks": tuple(seen),
         "steps": Steps(event.step, last, last - event.step + 1),
         "subjects": (kind,),
         "location": rank.location(site),
-        "label": "the mean over the ranks is taken besides",
-        "related": (Related("stepped here", stepped),) if stepped else (),
-        "summary": (f"the loss is divided by the world size ({size}), and " if loss else "")
-        + f"the gradients of {kind} are averaged over the ranks by hand"
-        + ("" if loss else f" and divided by the world size ({size}) once more")
-        + f": they are {size} times too small",
-        "cause": "what the optimizer applies is "
-        + ("" if loss else f"1/{size} of ")
-        + "the mean of the ranks' own gradients"
-        + (", of losses that were divided by their number before" if loss else ""),
-        "fix": f"remove the division by `{written}` here, or that of the gradients"
-        if loss
-        else f"remove this division by `{written}`: one is enough to make a sum a mean",
+        "label": "the gradients are averaged over the ranks as well",
+        "related": (Related("applied here", stepped),) if stepped else (),
+        "summary": f"{summary}: they are {size} times too small",
+        "cause": cause,
+        "fix": fix,
         "evidence": {
-            "applied_by_mean_of_the_ranks": float(f"{ratio:.5g}"),
+            "applied_over_mean_of_the_ranks": float(f"{ratio:.5g}"),
             "written_as": written,
             "step": event.step,
         },

@@ -1,5 +1,5 @@
-"""Copies without a wrapper that the exchange by hand cannot keep equal: it leaves some of their
-gradients out, is not waited for, or they were not equal to begin with."""
+"""Copies without a wrapper that manual synchronisation cannot keep equal: it leaves out some of
+their gradients, is not waited for, or they were not equal to begin with."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from typing import Any
 from ...events import Tensor, Unwrapped, UnwrappedState
 from ...events.pack import unpack
 from ...report.findings import Confidence, FixKind, Related, Severity, Steps
-from ...run import Rank, Run, named
-from . import kept_equal
-from .kept_equal import Copies, Rows
+from ...run import Rank, Run, named, plural
+from .copies import Copies, Rows, members_of, same, trained_copies
+
+NEVER_SYNCED = "never-synced"
+MISMATCHED = "mismatched-gradients"
+NOT_AWAITED = "async-not-awaited"
+UNEQUAL_START = "unequal-start"
+
+RULES = {
+    NEVER_SYNCED: "manual synchronisation leaves out the gradients of some parameters",
+    MISMATCHED: "the ranks pass gradients of different parameters to one collective",
+    NOT_AWAITED: "gradients are applied before an asynchronous collective has finished",
+    UNEQUAL_START: "the parameters differ before the first step, and only gradients are sent",
+}
 
 ABSENT = 0
 ALL_ZERO = 1
@@ -21,18 +32,17 @@ ALL_ZERO = 1
 
 LOOKS_AT_LEAST = 3
 ENOUGH = 0.5
-"""Share of the elements whose gradients are exchanged."""
-
-NAMED = 4
+"""Share of the elements whose gradients are synchronised."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What every rank had before one step, by rank, one number per parameter.
+    """What every rank had before one step.
 
     Attributes:
-        own: positions whose gradients a rank handed over by themselves, by rank; `handed` those of
-            any rank; `reported` whether all that was handed over is known so.
+        gradients: by rank, one digest per parameter; `parameters` likewise.
+        own: by rank, the positions of the gradients that it passed to collectives individually.
+        reported: whether everything passed to collectives is known that way.
     """
 
     step: int
@@ -42,54 +52,59 @@ class Look:
     reported: bool
 
     @property
-    def handed(self) -> frozenset[int]:
+    def passed(self) -> frozenset[int]:
+        """The positions of the gradients that any rank passed to collectives individually."""
         return frozenset.union(*self.own)
 
     def equal(self, position: int) -> bool:
+        """Whether a parameter is equal on all ranks."""
         return len({row[position] for row in self.parameters}) == 1
 
     def agree(self, position: int) -> bool:
+        """Whether a gradient is equal on all ranks."""
         return len({row[position] for row in self.gradients}) == 1
 
     def everywhere(self, position: int) -> bool:
+        """Whether every rank has a gradient."""
         return all(row[position] != ABSENT for row in self.gradients)
 
 
 def compared(run: Run) -> bool:
     """Whether there are copies that can be judged."""
-    return any(steady(c) or _running(c) or _agreed(c) for c in kept_equal.trained_alike(run))
+    return any(steady(c) or _running(c) or _agreed(c) for c in trained_copies(run))
 
 
 def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
-    for copies in kept_equal.trained_alike(run):
+    for copies in trained_copies(run):
         if (differ := _running(copies)) is not None:
-            yield _reported_running(copies, differ)
+            yield _not_awaited(copies, differ)
             continue
         looks = close_looks(copies)
         if not steady(copies):
-            if _agreed(copies) and (apart := _never_equal(copies, looks)) is not None:
-                yield _reported_apart(copies, looks, apart)
+            if _agreed(copies) and (unequal := _never_equal(copies, looks)) is not None:
+                yield _unequal_start(copies, looks, unequal)
             continue
         if (mixed := _mixed(looks)) is not None:
-            yield _reported_mixed(copies, *mixed)
-        elif (apart := _never_equal(copies, looks)) is not None:
-            yield _reported_apart(copies, looks, apart)
+            yield _mismatched(copies, *mixed)
+        elif (unequal := _never_equal(copies, looks)) is not None:
+            yield _unequal_start(copies, looks, unequal)
         elif (local := _left_out(copies, looks)) is not None:
-            yield _reported_left_out(copies, looks, *local)
+            yield _never_synced(copies, looks, *local)
 
 
 def _running(copies: Copies) -> Rows | None:
-    """Where copies that were equal part, if their gradients were applied while the exchange ran."""
-    first = next((i for i, look in enumerate(copies.looks) if not kept_equal.same(look)), 0)
-    parted = first and not any(kept_equal.same(look) for look in copies.looks[first:])
+    """Where copies that were equal diverge, if gradients were applied while a collective on them
+    was still running; None otherwise."""
+    first = next((i for i, look in enumerate(copies.looks) if not same(look)), 0)
+    diverged = first and not any(same(look) for look in copies.looks[first:])
     ran = any(s.running for look in copies.looks for s in look.values())
-    return copies.looks[first] if parted and ran else None
+    return copies.looks[first] if diverged and ran else None
 
 
 def steady(copies: Copies) -> bool:
-    """Whether all ranks exchanged most of the gradients of each and every step, and never the
-    parameters since the first."""
+    """Whether all ranks synchronised most gradients of every step, and no parameters since the
+    first."""
     close = [look for look in copies.looks if all(s.each for s in look.values())]
     if len(close) < LOOKS_AT_LEAST:
         return False
@@ -101,8 +116,8 @@ def steady(copies: Copies) -> bool:
 
 
 def _agreed(copies: Copies) -> bool:
-    """Whether gradients were the same on all ranks at every look, others each time, and so much was
-    exchanged in each step that they were, by whatever means: there may have been no backward."""
+    """Whether gradients were equal on all ranks at every look, and new each time, and enough was
+    communicated in each step to make them so, by whatever means: there may be no backward."""
     looks = close_looks(copies)
     if len(looks) < LOOKS_AT_LEAST or any(len(set(look.gradients)) > 1 for look in looks):
         return False
@@ -113,6 +128,7 @@ def _agreed(copies: Copies) -> bool:
 
 
 def close_looks(copies: Copies) -> list[Look]:
+    """The looks for which every rank recorded one digest per parameter."""
     sizes = _sizes(copies)
     looks = [look for look in copies.looks if all(s.each for s in look.values())]
     return [_look(look, sizes) for look in looks]
@@ -141,17 +157,18 @@ def _parameters(copies: Copies) -> tuple[Tensor, ...]:
 
 
 def member(copies: Copies) -> tuple[Rank, Unwrapped]:
+    """The first rank, and its record of the model."""
     return next(iter(copies.members.values()))
 
 
 def _mixed(looks: list[Look]) -> tuple[Look, list[int]] | None:
-    """A step in which each rank handed over what gradients it had, and they were of different
-    parameters, of which some have differed since."""
+    """A step in which each rank passed the gradients it had to collectives, of different
+    parameters, and the positions of these; some of them have differed since."""
     for look in looks:
         had = [{i for i, g in enumerate(row) if g != ABSENT} for row in look.gradients]
         if had != look.own:
             continue
-        lone = sorted(look.handed - frozenset.intersection(*look.own))
+        lone = sorted(look.passed - frozenset.intersection(*look.own))
         later = [other for other in looks if other.step > look.step]
         if any(not other.equal(i) for other in later for i in lone):
             return look, lone
@@ -159,59 +176,59 @@ def _mixed(looks: list[Look]) -> tuple[Look, list[int]] | None:
 
 
 def _never_equal(copies: Copies, looks: list[Look]) -> list[int] | None:
-    """Parameters that differ from the first step on, although the same gradients are applied to
-    them on all ranks: those of all parameters are exchanged."""
+    """The parameters that differ from the first step on, although all gradients are synchronised;
+    None where there are none."""
     if not (all(s.complete for look in copies.looks for s in look.values()) or _agreed(copies)):
         return None
     count = len(_parameters(copies))
-    alike = all(
+    agree = all(
         look.agree(i) for look in looks for i in range(count) if any(r[i] for r in look.gradients)
     )
-    apart = [
+    unequal = [
         i
         for i in range(count)
         if all(look.everywhere(i) and not look.equal(i) for look in looks)
         and any(look.gradients[0][i] != ALL_ZERO for look in looks)
     ]
-    return apart if alike and apart and moved(looks, apart) else None
+    return unequal if agree and unequal and moved(looks, unequal) else None
 
 
 def _left_out(copies: Copies, looks: list[Look]) -> tuple[list[int], list[int]] | None:
-    """Parameters that were equal and drift, as their gradients alone are not exchanged; and those
-    whose gradients are."""
+    """The parameters that were equal and diverge, as their gradients are never synchronised; and
+    those whose gradients are. None where it is not so."""
     first = looks[0]
     count = len(_parameters(copies))
     if not all(first.equal(i) for i in range(count)):
         return None
     agree = _agreeing(looks)
-    handed = frozenset.intersection(*(look.handed for look in looks))
-    shared = sorted(handed | set(agree))
+    always = frozenset.intersection(*(look.passed for look in looks))
+    shared = sorted(always | set(agree))
     if not agree and not all(look.reported for look in looks):
         return None
-    ever = frozenset.union(*(look.handed for look in looks))
+    ever = frozenset.union(*(look.passed for look in looks))
     local = [
         i
         for i in range(count)
         if i not in ever
         and all(look.everywhere(i) and not look.agree(i) for look in looks)
-        and _parts(looks, i)
+        and _diverges(looks, i)
     ]
     sizes = _sizes(copies)
     enough = sum(sizes[i] for i in shared) >= ENOUGH * sum(sizes)
     return (local, shared) if local and enough and moved(looks, local) else None
 
 
-def _parts(looks: list[Look], position: int) -> bool:
-    """Whether it was equal, and is not from some look on, which is not the last. The first update
-    of Adam may still be the same: it has the sign of the gradient only."""
+def _diverges(looks: list[Look], position: int) -> bool:
+    """Whether a parameter was equal, and is not from some look on, which is not the last. Adam's
+    first update may still be equal: it depends on the sign of the gradient only."""
     equal = [look.equal(position) for look in looks]
     begin = equal.index(False) if False in equal else len(equal)
     return 0 < begin < len(equal) - 1 and not any(equal[begin:])
 
 
 def _agreeing(looks: list[Look]) -> list[int]:
-    """Positions whose gradients are the same on all ranks. Where none is they were exchanged, too:
-    they are clipped by a norm of all gradients, those that are not exchanged among them."""
+    """The positions whose gradients are equal on all ranks. A look at which none is does not count:
+    gradients are clipped by a norm of all, including those that are not synchronised."""
     every = range(len(looks[0].gradients[0]))
     some = [look for look in looks if any(look.agree(i) for i in every)]
     if len(some) < LOOKS_AT_LEAST or some[0] is not looks[0]:
@@ -226,14 +243,25 @@ def _agreeing(looks: list[Look]) -> list[int]:
 
 
 def moved(looks: list[Look], positions: list[int]) -> bool:
+    """Whether any of these parameters changes between the first look and the last."""
     return any(looks[0].parameters[0][i] != looks[-1].parameters[0][i] for i in positions)
 
 
+def theirs(positions: list[int]) -> str:
+    """`its gradient`, or `their gradients` for several parameters."""
+    return plural(len(positions), "its gradient", "their gradients")
+
+
 def layer_of(name: str) -> str:
+    """The module that owns a parameter."""
     return name.rpartition(".")[0]
 
 
-def _reported_left_out(
+MEANT = "; they are whole layers, so this may be intended (heads of their own)"
+"""Ends the cause where whole layers are not synchronised."""
+
+
+def _never_synced(
     copies: Copies, looks: list[Look], local: list[int], shared: list[int]
 ) -> dict[str, Any]:
     rank, event = member(copies)
@@ -249,72 +277,77 @@ def _reported_left_out(
     proven = bool(torn or along)
     owner = "" if proven or not _made_equal(copies) else _rest_of(names, local, shared)
     wrong = proven or bool(owner)
-    remark = "; they are whole layers, so this may be meant (heads of their own)"
+    remark = MEANT
     if owner:
         remark = (
-            "; before the first step a collective carried all parameters, theirs among them, and "
-            f"they are a part of {owner}: one model is meant"
+            "; before the first step a collective carried all parameters, including these, and "
+            f"they are a part of {owner}: the ranks are to train one model"
         )
     return fields(copies, begin) | {
+        "rule": NEVER_SYNCED,
         "severity": Severity.ERROR if wrong else Severity.NOTE,
         "confidence": Confidence.SUSPECTED if owner else Confidence.PROVEN,
         "subjects": tuple(names[i] for i in local),
         "location": rank.location(site) or rank.location(event.step_site),
-        "label": "leaves their gradients out",
-        "related": related(rank, "made here", event.site),
-        "summary": f"{named(names, local)} of {kind} {verb(local)} from step {begin} on: of the "
-        "gradients that the program exchanges by hand, theirs are left out",
-        "cause": f"the gradients of {len(shared)} of {len(names)} parameters are exchanged in "
-        f"every step, those of {len(local)} never: each rank applies its own to them"
+        "label": "does not include their gradients",
+        "related": related(rank, "created here", event.site),
+        "summary": f"{named(names, local)} of {kind} {verb(local)} from step {begin} on: the "
+        f"program's own all-reduce does not include {theirs(local)}",
+        "cause": f"the gradients of {len(shared)} of {len(names)} parameters are synchronised in "
+        f"every step, those of {len(local)} never: each rank applies its own"
         + (f"; {example}" if example else "")
         + (
-            "; the others part with them: what is made of all gradients (a norm to clip by) or "
-            "parameters differs between ranks"
+            "; the others differ as a result: a value computed from all gradients (a norm to clip "
+            "by) or parameters differs between ranks"
             if along
             else ""
         )
         + ("" if proven else remark),
-        "fix": "exchange the gradient of every parameter: `for p in model.parameters(): "
-        "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`"
+        "fix": SYNC_ALL
         if wrong
-        else "if the ranks are to train one model, exchange the gradients of these layers too",
+        else "if the ranks are to train one model, all-reduce the gradients of these layers, too",
         "evidence": {
-            "gradients exchanged": len(shared),
-            "gradients left out": len(local),
-            "parameters that differ now": len(drift),
-            "steps compared": [look.step for look in looks],
+            "gradients_synchronised": len(shared),
+            "gradients_not_synchronised": len(local),
+            "parameters_that_differ_now": len(drift),
+            "steps_compared": [look.step for look in looks],
         },
     }
 
 
+SYNC_ALL = (
+    "all-reduce the gradient of every parameter: `for p in model.parameters(): "
+    "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`"
+)
+
+
 def _example(names: list[str], torn: list[int], shared: list[int]) -> str:
+    """Names two parameters of one layer that are treated differently; empty for none."""
     if not torn:
         return ""
     owner = layer_of(names[torn[0]])
     beside = next(names[i] for i in shared if layer_of(names[i]) == owner)
-    return f"{beside} is exchanged and {names[torn[0]]} of the same layer is not"
+    return f"that of {beside} is synchronised, that of {names[torn[0]]} in the same layer is not"
 
 
 def _made_equal(copies: Copies) -> bool:
     """Whether a collective of these ranks carried all of the parameters before the first step."""
     first = copies.looks[0]
-    groups = (
-        kept_equal.members_of(rank, first[n].spread) for n, (rank, _) in copies.members.items()
-    )
+    groups = (members_of(rank, first[n].spread) for n, (rank, _) in copies.members.items())
     return all(group == copies.members.keys() for group in groups)
 
 
 def _rest_of(names: list[str], local: list[int], shared: list[int]) -> str:
-    """The part of the model that these are the rest of, as a bucket that is never full leaves it:
-    they stand in a row, in one part, others of which are exchanged. Layers of one kind do not, nor
-    does a head that is a part by itself."""
+    """The part of the model of which `local` are the rest, as a bucket that is never full leaves
+    it: consecutive parameters of one part, others of which are synchronised. Empty where it is not
+    so: layers of one kind are not consecutive, and a head is a part by itself."""
     owners = {names[i].partition(".")[0] for i in local if "." in names[i]}
     in_a_row = local == list(range(local[0], local[-1] + 1))
     others = {names[i].partition(".")[0] for i in shared}
     return owners.pop() if in_a_row and len(owners) == 1 and owners <= others else ""
 
 
-def _reported_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
+def _mismatched(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:
     rank, event = member(copies)
     names = [p.name for p in event.parameters]
     kind = event.kind or "a set of parameters"
@@ -325,30 +358,31 @@ def _reported_mixed(copies: Copies, look: Look, lone: list[int]) -> dict[str, An
     }
     number, missing = next((n, m) for n, m in without.items() if m)
     return fields(copies, look.step) | {
+        "rule": MISMATCHED,
         "severity": Severity.ERROR,
         "subjects": tuple(names[i] for i in lone),
         "location": rank.location(site) or rank.location(event.step_site),
         "label": "pairs gradients of different parameters",
-        "related": related(rank, "made here", event.site),
+        "related": related(rank, "created here", event.site),
         "summary": f"{named(names, lone)} of {kind} {verb(lone)}: at step {look.step} the ranks "
-        "exchange gradients of different parameters",
-        "cause": f"{named(names, missing)} got no gradient on rank {number}, which therefore hands "
-        "over other tensors than its peers; collectives pair tensors by their order, and so "
-        "gradients of different parameters are summed up",
-        "fix": "hand over a tensor for every parameter: `if p.grad is None: p.grad = "
-        "torch.zeros_like(p)` before the exchange",
+        "all-reduce gradients of different parameters with each other",
+        "cause": f"{named(names, missing)} got no gradient on rank {number}, which therefore "
+        "passes other tensors to the collectives than the other ranks. Collectives pair tensors "
+        "by their order, so that gradients of different parameters are summed",
+        "fix": "pass a tensor for every parameter: `if p.grad is None: p.grad = "
+        "torch.zeros_like(p)` before the all-reduce",
         "evidence": {
-            "without a gradient": [
+            "without_a_gradient": [
                 {"rank": n, "parameters": named(names, m)} for n, m in without.items() if m
             ],
-            "steps compared": [
+            "steps_compared": [
                 s for s in (next(iter(row.values())).step for row in copies.looks) if s >= look.step
             ][:20],
         },
     }
 
 
-def _reported_running(copies: Copies, differ: Rows) -> dict[str, Any]:
+def _not_awaited(copies: Copies, differ: Rows) -> dict[str, Any]:
     rank, event = member(copies)
     begin = next(iter(differ.values())).step
     last = copies.looks[-1]
@@ -356,52 +390,54 @@ def _reported_running(copies: Copies, differ: Rows) -> dict[str, Any]:
     ran = copies.members[number][0]
     kind = event.kind or "a set of parameters"
     return fields(copies, begin) | {
+        "rule": NOT_AWAITED,
         "severity": Severity.ERROR,
         "subjects": tuple(p.name for p in event.parameters),
         "location": ran.location(last[number].running_site) or rank.location(event.step_site),
-        "label": "still runs when the optimizer applies what it carries",
+        "label": "still running when the optimizer applies the gradients",
         "related": related(rank, "applied here", event.step_site),
         "summary": f"parameters of {kind} differ between ranks from step {begin} on: their "
-        "gradients are applied while they are being exchanged",
-        "cause": "the exchange is asynchronous and nobody waits for its end, so that each rank "
-        "applies what has arrived by then: its own gradients, the exchanged ones, or a mixture",
-        "fix": "wait for every exchange before the gradients are used: `for work in works: "
-        "work.wait()`, or leave `async_op=True` out",
+        "gradients are applied before their all-reduce has finished",
+        "cause": "the collective is asynchronous and the program does not wait for it: each rank "
+        "applies what has arrived by then, its own gradients, the reduced ones or a mixture",
+        "fix": "wait for every collective before the gradients are used: `for work in works: "
+        "work.wait()`, or remove `async_op=True`",
         "evidence": {
-            "steps that ended before an exchange did": [
+            "steps_that_ended_before_a_collective_did": [
                 {"rank": n, "steps": s.running} for n, s in last.items() if s.running
             ],
-            "steps compared": [next(iter(look.values())).step for look in copies.looks][:20],
+            "steps_compared": [next(iter(look.values())).step for look in copies.looks][:20],
         },
     }
 
 
-def _reported_apart(copies: Copies, looks: list[Look], apart: list[int]) -> dict[str, Any]:
+def _unequal_start(copies: Copies, looks: list[Look], unequal: list[int]) -> dict[str, Any]:
     rank, event = member(copies)
     names = [p.name for p in event.parameters]
     kind = event.kind or "a set of parameters"
     return fields(copies, looks[0].step) | {
+        "rule": UNEQUAL_START,
         "severity": Severity.ERROR,
-        "subjects": tuple(names[i] for i in apart),
+        "subjects": tuple(names[i] for i in unequal),
         "location": rank.location(event.site) or rank.location(event.step_site),
         "label": "differs between ranks from the start",
-        "related": related(rank, "stepped here", event.step_site if event.kind else -1),
-        "summary": f"{named(names, apart)} of {kind} {verb(apart)} before the first step, and for "
-        "ever: only gradients are exchanged",
-        "cause": "the ranks start from values of their own (another seed, weights loaded on some "
-        "ranks only) and apply the same gradients to them: what differs at the start never gets "
-        "equal",
-        "fix": "give every rank the same values before the first step: `for p in "
+        "related": related(rank, "applied here", event.step_site if event.kind else -1),
+        "summary": f"{named(names, unequal)} of {kind} {verb(unequal)} before the first step "
+        "and from then on: only gradients are synchronised",
+        "cause": "the ranks start from different values (another seed, weights loaded on some "
+        "ranks only) and apply the same gradients to them: the initial difference remains",
+        "fix": "broadcast the parameters before the first step: `for p in "
         "model.parameters(): dist.broadcast(p.data, src=0)`",
         "evidence": {
-            "parameters that differ": f"{len(apart)} of {len(names)}",
+            "parameters_that_differ": f"{len(unequal)} of {len(names)}",
             "gradients": "agree",
-            "steps compared": [look.step for look in looks],
+            "steps_compared": [look.step for look in looks],
         },
     }
 
 
 def fields(copies: Copies, begin: int) -> dict[str, Any]:
+    """Fields that findings about manual synchronisation have in common; `begin`: the first step."""
     last = max(begin, max(r.steps_of(e.optimizer) for r, e in copies.members.values()) - 1)
     return {
         "ranks": tuple(copies.members),
@@ -412,6 +448,7 @@ def fields(copies: Copies, begin: int) -> dict[str, Any]:
 
 
 def related(rank: Rank, label: str, site: int) -> tuple[Related, ...]:
+    """A related line; empty where it is not known."""
     spot = rank.location(site)
     return (Related(label, spot),) if spot is not None else ()
 
@@ -425,4 +462,5 @@ def _at(copies: Copies, step: int) -> float:
 
 
 def verb(positions: list[int]) -> str:
-    return "differs between ranks" if len(positions) == 1 else "differ between ranks"
+    """`differs between ranks`, or `differ` for several parameters."""
+    return f"{plural(len(positions), 'differs', 'differ')} between ranks"

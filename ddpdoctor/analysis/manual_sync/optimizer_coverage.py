@@ -1,5 +1,5 @@
-"""Parameters that the optimizers of some ranks hold and those of others do not, where nothing
-brings the holders' updates to the others."""
+"""Parameters that only the optimizers of some ranks hold, and whose updates are not sent to the
+others."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 from ...events import Ownership, Replica, StepDone, Wrapped
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
-from ...run import Rank, Run, ranks_text, some
+from ...run import Rank, Run, plural, ranks_text, some
 from ..replicas import moving
 from ..replicas.replica import Member
+
+HELD_ON_SOME = "held-on-some-ranks"
+
+RULES = {HELD_ON_SOME: "only the optimizers of some ranks hold and change the parameters"}
 
 Key = tuple[tuple[int, ...], int]
 """Ranks of the group, and the model's number."""
 
 
 def compared(run: Run) -> bool:
-    """Whether there is something to tell."""
+    """Whether there is something to report."""
     return any(reported(run))
 
 
@@ -45,25 +49,25 @@ def reported(run: Run) -> Iterator[dict[str, Any]]:
                     lacking[number] = event
                     names.setdefault(name, []).extend(others)
         if lacking:
-            yield _told(run, lacking, names)
+            yield _fields(run, lacking, names)
 
 
 def _latest(rank: Rank | None, model: int) -> Ownership | None:
-    """What holds at the end."""
+    """The last record of a model: what the optimizers hold at the end."""
     events = [e for e in rank.of(Ownership) if e.model == model] if rank is not None else []
     return events[-1] if events else None
 
 
 def _steps_on(member: Member, step: int) -> bool:
-    """Whether an optimizer took the last of its steps after so many of its process, or then."""
+    """Whether an optimizer still steps after `step` steps of all optimizers of its process."""
     reported = list(member.rank.of(StepDone))
     mine = [k for k, e in enumerate(reported) if e.optimizer == member.optimizer]
     return bool(mine) and sum(e.count for e in reported[: mine[-1] + 1]) >= step
 
 
 def _moves(member: Member, name: str) -> bool:
-    """Whether this rank's optimizer holds a parameter, which has changed between two looks, and
-    still does at the end."""
+    """Whether this rank's optimizer holds a parameter until the end, and it changes between two
+    looks."""
     own = _latest(member.rank, member.model)
     if own is not None and name in own.missing:
         return False
@@ -74,7 +78,7 @@ def _moves(member: Member, name: str) -> bool:
     return moving.changes(member, positions.index(name), len(positions))
 
 
-def _told(
+def _fields(
     run: Run, lacking: dict[int, Ownership], names: dict[str, list[Member]]
 ) -> dict[str, Any]:
     number, event = next(iter(lacking.items()))
@@ -86,38 +90,39 @@ def _told(
     spot = first.rank.location(steps[0].site if steps else -1)
     made = rank.location(event.site)
     last = max((e.step for e in steps), default=0)
-    verb = "differs" if len(names) == 1 else "differ"
-    them = "it" if len(names) == 1 else "them"
+    verb = plural(len(names), "differs", "differ")
+    them = plural(len(names), "it", "them")
     shared = holders == ranks  # each rank lacks what another holds
     here, there = ranks_text(holders), ranks_text(ranks)
     if shared:
-        label, left = "changes only a part of them on each rank", "leaves out a part of them"
-        who = f"each optimizer of {there} changes only a part of them"
-        sent = "what each makes of its own is not sent to the rest"
+        label, without = "updates a part of them on each rank", "holds a part of them only"
+        who = f"the optimizer of each of {there} updates only a part of them"
+        sent = "no rank sends its updates to the others"
     else:
-        label, left = f"changes {them} on {here} only", f"leaves {them} out on {there}"
-        who = f"the optimizer of {here} changes {them}, and on {there} nothing does"
-        sent = f"what that of {here} makes of {them} is not sent to {there}"
+        label, without = f"updates {them} on {here} only", f"does not hold {them} on {there}"
+        who = f"only the optimizer of {here} updates {them}, not that of {there}"
+        sent = f"the updates of {here} are not sent to {there}"
     return {
+        "rule": HELD_ON_SOME,
         "severity": Severity.ERROR,
         "ranks": ranks,
         "steps": Steps(0, last, last + 1),
         "subjects": tuple(names),
         "location": spot or made,
         "label": label,
-        "related": (Related(left, made),) if made else (),
+        "related": (Related(without, made),) if made else (),
         "summary": f"{some(names)} of {kind} {verb} between ranks: {who}",
-        "cause": f"the optimizers hold other parameters on each rank, and {sent}: DDP averages "
+        "cause": f"the optimizers hold different parameters on each rank, and {sent}: DDP averages "
         "gradients, never parameters",
-        "fix": "where the optimizer is sharded on purpose: send every parameter, after the step, "
-        "from the rank whose optimizer holds it (`dist.broadcast(p.data, owner)`); where it is "
-        "not: give the optimizer the same parameters on every rank",
+        "fix": "give the optimizer the same parameters on every rank; or if it is sharded on "
+        "purpose, broadcast every parameter after the step from the rank whose optimizer holds it "
+        "(`dist.broadcast(p.data, owner)`)",
         "fix_kind": FixKind.CHECK,
         "evidence": {
-            "held on": list(holders),
-            "unchanged on": list(ranks),
+            "held_on": list(holders),
+            "unchanged_on": list(ranks),
             "parameters": len(names),
-            "parameters with gradients": event.trained,
+            "parameters_with_gradients": event.trained,
         },
         "at": rank.wall(event.at),
     }

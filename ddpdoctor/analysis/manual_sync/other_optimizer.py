@@ -1,5 +1,5 @@
-"""An optimizer whose gradients the exchange by hand leaves out, while it carries those of another
-optimizer of the same model in every step."""
+"""An optimizer whose gradients manual synchronisation leaves out, while it includes those of
+another optimizer of the same model in every step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from itertools import takewhile
 from typing import Any
 
 from ...report.findings import FixKind, Related, Severity
-from ...run import Run, named
-from . import kept_equal, never_synced
-from .kept_equal import Copies
+from ...run import Run, counted, named
+from . import never_synced
+from .copies import Copies, same, trained_copies
+
+NEVER_SYNCED_OPTIMIZER = "never-synced-optimizer"
+
+RULES = {
+    NEVER_SYNCED_OPTIMIZER: "manual synchronisation leaves out all parameters of one optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -19,43 +25,44 @@ class OtherOptimizer:
     """Two parts of one model, each in an optimizer of its own.
 
     Attributes:
-        local: the part of which nothing is exchanged, `shared` the one whose gradients are.
-        apart: positions in `local` of what differs at the last look.
+        local: the part of which nothing is synchronised.
+        shared: the part whose gradients are.
+        differing: positions in `local` of what differs at the last look.
     """
 
     local: Copies
     shared: Copies
-    apart: list[int]
+    differing: list[int]
 
 
 def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of findings."""
-    for beside in _beside(run):
-        yield _told(beside)
+    for found in _not_synced(run):
+        yield _fields(found)
 
 
-def _beside(run: Run) -> Iterator[OtherOptimizer]:
-    every = list(kept_equal.trained_alike(run))
+def _not_synced(run: Run) -> Iterator[OtherOptimizer]:
+    every = list(trained_copies(run))
     steady = [c for c in every if never_synced.steady(c)]
     for local in every if steady else ():
         for shared in steady:
-            if _one_model(local, shared) and _never_exchanged(local):
-                if apart := _apart(local, shared):
-                    yield OtherOptimizer(local, shared, apart)
+            if _one_model(local, shared) and _never_communicated(local):
+                if differing := _differing(local, shared):
+                    yield OtherOptimizer(local, shared, differing)
                 break
 
 
 def _one_model(some: Copies, others: Copies) -> bool:
-    """Whether every rank has both in one module."""
+    """Whether every rank has both parts in one module."""
     return some.members.keys() == others.members.keys() and all(
         event.root >= 0 and event.root == others.members[number][1].root
         for number, (_, event) in some.members.items()
     )
 
 
-def _never_exchanged(copies: Copies) -> bool:
-    """Whether no collective carried gradients or parameters since the first step. Who gathers the
-    parameters when training is over may only look at them."""
+def _never_communicated(copies: Copies) -> bool:
+    """Whether no collective carried gradients or parameters since the first step. Gathering the
+    parameters after training does not count: it may serve to look at them."""
     first = copies.looks[0] if copies.looks else {}
     rows = [(n, s) for look in copies.looks for n, s in look.items()]
     kept = all(
@@ -64,18 +71,17 @@ def _never_exchanged(copies: Copies) -> bool:
     return kept and all(s.exchanged in ("", "gathered") for s in (copies.end or {}).values())
 
 
-def _apart(local: Copies, shared: Copies) -> list[int]:
-    """What differs of a part that was equal before the first step, and never was again."""
+def _differing(local: Copies, shared: Copies) -> list[int]:
+    """The positions that differ of a part that was equal before the first step, and never was
+    again; empty where it is not so, or something may have synchronised it."""
     looks = never_synced.close_looks(local)
-    if len(looks) < never_synced.LOOKS_AT_LEAST or looks[0].step or any(k.handed for k in looks):
+    if len(looks) < never_synced.LOOKS_AT_LEAST or looks[0].step or any(k.passed for k in looks):
         return []
     first, *later = local.looks
     ends = [local.end] if local.end else []
-    if not kept_equal.same(first) or any(kept_equal.same(look) for look in [*later, *ends]):
+    if not same(first) or any(same(look) for look in [*later, *ends]):
         return []
-    if not all(k.reported for k in looks) and not all(
-        kept_equal.same(look) for look in shared.looks
-    ):
+    if not all(k.reported for k in looks) and not all(same(look) for look in shared.looks):
         return []
     trained = [
         i
@@ -84,7 +90,7 @@ def _apart(local: Copies, shared: Copies) -> list[int]:
         and any(g[i] != never_synced.ALL_ZERO for k in looks for g in k.gradients)
     ]
     if any(all(k.agree(i) for k in looks) for i in trained):
-        return []  # exchanged by means that were not seen
+        return []  # synchronised by means that were not seen
     if not any(
         not (any(k.agree(i) for k in looks) or any(k.equal(i) for k in looks[1:])) for i in trained
     ):
@@ -92,7 +98,7 @@ def _apart(local: Copies, shared: Copies) -> list[int]:
     return [i for i in trained if not looks[-1].equal(i)]
 
 
-def _told(found: OtherOptimizer) -> dict[str, Any]:
+def _fields(found: OtherOptimizer) -> dict[str, Any]:
     rank, event = never_synced.member(found.local)
     others = [p.name for p in found.shared.members[rank.rank][1].parameters]
     names = [p.name for p in event.parameters]
@@ -103,29 +109,30 @@ def _told(found: OtherOptimizer) -> dict[str, Any]:
     meant = not torn and (_one_part(names, others) or _one_part(others, names))
     begin = found.local.looks[1][rank.rank].step
     exchange = rank.location(found.shared.looks[0][rank.rank].exchange_site)
-    shown = named(names, found.apart)
+    shown = named(names, found.differing)
     return never_synced.fields(found.local, begin) | {
+        "rule": NEVER_SYNCED_OPTIMIZER,
         "severity": Severity.ERROR if torn else Severity.NOTE if meant else Severity.WARNING,
-        "subjects": tuple(names[i] for i in found.apart),
+        "subjects": tuple(names[i] for i in found.differing),
         "location": rank.location(event.step_site) or exchange,
-        "label": "applies gradients that were not exchanged",
+        "label": "applies gradients that are not synchronised",
         "related": (
-            *((Related("leaves their gradients out", exchange),) if exchange is not None else ()),
-            *never_synced.related(rank, "made here", event.site),
+            *((Related("does not include their gradients", exchange),) if exchange else ()),
+            *never_synced.related(rank, "created here", event.site),
         ),
-        "summary": f"{shown} of {event.kind} {never_synced.verb(found.apart)} from step {begin} "
-        "on: the exchange by hand leaves all parameters of this optimizer out",
-        "cause": f"the gradients of the {len(others)} parameters of {event.kind} in another "
-        f"optimizer are exchanged in every step, those of the {len(names)} in this one never: each "
-        "rank applies its own to them" + _remark(torn, meant),
-        "fix": "exchange the gradients of both optimizers: `for p in model.parameters(): "
+        "summary": f"{shown} of {event.kind} {never_synced.verb(found.differing)} from step "
+        f"{begin} on: the program's own all-reduce includes no parameters of this optimizer",
+        "cause": f"the gradients of {counted(len(others), 'parameter')} of {event.kind} in another "
+        f"optimizer are synchronised in every step, those of the {len(names)} in this one never: "
+        "each rank applies its own" + _remark(torn, meant),
+        "fix": "all-reduce the gradients of both optimizers: `for p in model.parameters(): "
         "dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`",
         "fix_kind": FixKind.CHECK,
         "evidence": {
-            "gradients exchanged": len(others),
-            "gradients left out": len(names),
-            "parameters that differ now": len(found.apart),
-            "steps compared": [next(iter(look.values())).step for look in found.local.looks][:20],
+            "gradients_synchronised": len(others),
+            "gradients_not_synchronised": len(names),
+            "parameters_that_differ_now": len(found.differing),
+            "steps_compared": [next(iter(look.values())).step for look in found.local.looks][:20],
         },
     }
 
@@ -133,11 +140,12 @@ def _told(found: OtherOptimizer) -> dict[str, Any]:
 def _remark(torn: list[str], meant: bool) -> str:
     if torn:
         return f"; {torn[0]} has parameters in both"
-    return "; they are a part of the model, so this may be meant (heads of their own)" * meant
+    return "; they are a part of the model, so this may be intended (heads of their own)" * meant
 
 
 def _one_part(names: list[str], others: list[str]) -> bool:
-    """Whether these are all in one module, or one parameter, that has none of the others."""
+    """Whether these are all parameters of one module (or one parameter), which has none of the
+    others."""
     paths = [name.split(".") for name in names]
     common = [
         parts[0] for parts in takewhile(lambda p: len(set(p)) == 1, zip(*paths, strict=False))

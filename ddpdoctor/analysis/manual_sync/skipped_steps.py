@@ -1,4 +1,4 @@
-"""Optimizer steps that some ranks leave out of those whose gradients all exchange by hand."""
+"""Optimizer steps that some ranks skip, although all ranks synchronised the gradients manually."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 from ...events import UnwrappedState
 from ...report.findings import Steps
-from ...run import ranks_do, ranks_text
+from ...run import ranks_text
+
+SKIPPED = "skipped-step-manual-sync"
 
 Rows = Mapping[int, UnwrappedState]
+"""States of one moment, by rank."""
 
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """Ranks that take a step after more exchanges than others.
+    """Ranks that take a step after more all-reduces of gradients than others.
 
     Attributes:
-        step: the first such step that was looked at; -1 where only the end tells.
-        elements: by rank, the numbers exchanged before it, but for those of the first step.
+        step: the first such step that was examined; -1 where only the end tells.
+        elements: by rank, the elements communicated before it, but for those of the first step.
         taken: by rank, all steps in the end, where that is on record.
     """
 
@@ -30,12 +33,13 @@ class SkippedSteps:
 
 
 def ahead(looks: Sequence[Rows], ends: Rows, size: int) -> SkippedSteps | None:
-    """Who has exchanged at least the gradients of one step more than others by a step, and ever
-    since; None where they have not exchanged as much as the others in the end: collectives pair.
+    """The ranks that have communicated at least the gradients of one more step than others by some
+    step, and ever since; None where the ranks have not communicated equally much in the end, as
+    they must, since collectives pair.
 
     Args:
-        looks: those of all ranks, of ascending steps.
-        ends: what is on record of the end, by rank.
+        looks: states of all ranks, by ascending step.
+        ends: the states at the end of the run, by rank.
         size: elements of the parameters.
     """
     whole = bool(looks) and ends.keys() == looks[0].keys()
@@ -54,8 +58,8 @@ def ahead(looks: Sequence[Rows], ends: Rows, size: int) -> SkippedSteps | None:
 
 
 def in_the_end(looks: Sequence[Rows], ends: Rows, size: int) -> SkippedSteps | None:
-    """Who took fewer steps in the end and has other parameters, where all have exchanged as much,
-    the gradients of every step among it."""
+    """The ranks that took fewer steps in the end and have different parameters, where all ranks
+    have communicated equally much, the gradients of every step included."""
     if not looks or ends.keys() != looks[0].keys():
         return None
     if len({s.parameters for s in ends.values()}) == 1:
@@ -70,32 +74,40 @@ def in_the_end(looks: Sequence[Rows], ends: Rows, size: int) -> SkippedSteps | N
     return SkippedSteps(ranks, -1, elements, {n: s.step for n, s in ends.items()})
 
 
-def reported(by: SkippedSteps, kind: str, steps: Steps | None) -> dict[str, Any]:
-    """Fields of a finding that they have in place of others."""
-    taken = {n: {"steps": count} for n, count in by.taken.items()}
-    more = f"step {by.step} comes after more exchanges of gradients than there"
-    if by.step < 0:
-        least, most = min(by.taken.values()), max(by.taken.values())
-        more = f"{least} steps in as many exchanges of gradients, where the others take {most}"
+def fields(skipped: SkippedSteps, kind: str, steps: Steps | None) -> dict[str, Any]:
+    """The fields of a finding about skipped steps; `steps`: at which the parameters differ."""
+    who, at_end = ranks_text(skipped.ranks), skipped.step < 0
+    taken = {n: {"steps": count} for n, count in skipped.taken.items()}
+    summary = (
+        f"{who} skipped an optimizer step of {kind}: step {skipped.step} follows more all-reduces "
+        "of gradients there than on the other ranks"
+    )
+    if at_end:
+        least, most = min(skipped.taken.values()), max(skipped.taken.values())
+        summary = (
+            f"{who} took {least} optimizer steps of {kind} for as many all-reduces of gradients as "
+            f"the other ranks, which took {most}"
+        )
     return {
-        "steps": None if by.step < 0 else steps,
-        "ranks": by.ranks,
-        "label": f"left out on {ranks_text(by.ranks)} at least once",
-        "summary": f"{ranks_do(by.ranks, 'skip')} optimizer steps of {kind} that the others take: "
-        f"{more}",
-        "cause": "the ranks exchanged the same gradients by hand, and not all of them applied "
-        "them: their parameters are that many updates apart",
-        "fix": "take the step on every rank; decide what to skip from numbers that are equal on "
-        "all ranks (all-reduce the condition)",
+        "rule": SKIPPED,
+        "steps": None if at_end else steps,
+        "ranks": skipped.ranks,
+        "label": "skipped at least once, on some ranks only",
+        "summary": summary,
+        "cause": "all ranks synchronised the gradients manually, but not all of them applied them: "
+        "the parameters differ by the missing updates",
+        "fix": "take the step on every rank; if a step is to be skipped, decide it from values "
+        "that are equal on all ranks (all-reduce the condition)",
         "evidence": {
-            "exchanged" + ("_before_the_step" if by.step >= 0 else ""): [
-                {"rank": n, "numbers": count, **taken.get(n, {})}
-                for n, count in by.elements.items()
+            "communicated" + ("" if at_end else "_before_the_step"): [
+                {"rank": n, "elements": count, **taken.get(n, {})}
+                for n, count in skipped.elements.items()
             ],
         },
     }
 
 
 def _more(look: Rows) -> dict[int, int]:
+    """By rank, how many elements more it has communicated than the rank with the fewest."""
     least = min(s.elements for s in look.values())
     return {n: s.elements - least for n, s in look.items()}

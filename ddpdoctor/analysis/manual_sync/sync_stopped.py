@@ -1,5 +1,5 @@
-"""Copies without a wrapper, kept equal by gradients that the program exchanges by hand, of which it
-leaves some out from a step on."""
+"""Copies without a wrapper that were kept equal by manual synchronisation of gradients, which
+leaves out some of them from a step on."""
 
 from __future__ import annotations
 
@@ -10,20 +10,34 @@ from typing import Any
 from ...report.findings import Confidence, Severity
 from ...run import Run, named
 from . import kept_equal
-from .kept_equal import Copies
-from .never_synced import Look, close_looks, fields, layer_of, member, related, steady, verb
+from .copies import Copies, same, trained_copies
+from .kept_equal import SYNC_STOPPED
+from .never_synced import (
+    MEANT,
+    Look,
+    close_looks,
+    fields,
+    layer_of,
+    member,
+    related,
+    steady,
+    theirs,
+    verb,
+)
+
+RULES = {SYNC_STOPPED: kept_equal.RULES[SYNC_STOPPED]}
 
 LOOKS_AT_LEAST = 2
-"""Since they part."""
+"""Looks that are required since the copies diverge."""
 
 
 @dataclass(frozen=True)
 class SyncStopped:
-    """Parameters that were kept equal, and whose gradients are exchanged no more.
+    """Parameters that were kept equal, and whose gradients are no longer synchronised.
 
     Attributes:
-        since: the first step whose gradients are not all exchanged; differ: the first before which
-            the parameters are known to differ.
+        since: the first step whose gradients are not all synchronised.
+        differ: the first step before which the parameters are known to differ.
         positions: of these parameters.
     """
 
@@ -34,24 +48,25 @@ class SyncStopped:
 
 
 def reported(run: Run) -> Iterator[dict[str, Any]]:
-    """The fields of findings, of copies that nothing else is told of."""
-    known = {_optimizer(found.copies) for found in kept_equal.partings(run)}
-    for copies in kept_equal.trained_alike(run):
-        apart = _optimizer(copies) not in known and steady(copies) and kept_equal.kept_equal(copies)
-        if apart and (found := _dropped(copies)) is not None:
-            yield _told(found)
+    """The fields of findings, of copies that `kept_equal` does not report."""
+    known = {_optimizer(found.copies) for found in kept_equal.divergences(run)}
+    for copies in trained_copies(run):
+        if _optimizer(copies) in known or not (steady(copies) and kept_equal.kept_equal(copies)):
+            continue
+        if (found := _stopped(copies)) is not None:
+            yield _fields(found)
 
 
 def _optimizer(copies: Copies) -> int:
     return member(copies)[1].optimizer
 
 
-def _dropped(copies: Copies) -> SyncStopped | None:
-    """Where they part, for good, if all gradients were exchanged in every step up to one and in
-    none since, and just those differ that are not exchanged: the others go on as before."""
-    first = next((i for i, look in enumerate(copies.looks) if not kept_equal.same(look)), 0)
+def _stopped(copies: Copies) -> SyncStopped | None:
+    """Where the copies diverge for good, if all gradients were synchronised in every step up to one
+    and in none since, and just the parameters differ whose gradients no longer are."""
+    first = next((i for i, look in enumerate(copies.looks) if not same(look)), 0)
     later = copies.looks[first:]
-    if not first or any(kept_equal.same(look) for look in later):
+    if not first or any(same(look) for look in later):
         return None
     whole = {s.completed for look in later for s in look.values()}
     if len(whole) > 1 or any(s.complete for look in later for s in look.values()):
@@ -69,18 +84,20 @@ def _dropped(copies: Copies) -> SyncStopped | None:
 
 
 def _local(look: Look, position: int) -> bool:
-    """Whether each rank has its own gradient there, does not hand it over, and a value apart."""
+    """Whether gradient and parameter differ between ranks, and the gradient is passed to no
+    collective."""
     own = look.everywhere(position) and not look.agree(position)
-    return own and position not in look.handed and not look.equal(position)
+    return own and position not in look.passed and not look.equal(position)
 
 
 def _shared(look: Look, position: int) -> bool:
-    """Clipping by a norm of all gradients sets those apart, too, that are exchanged."""
+    """Whether a gradient is synchronised: clipping by a norm of all gradients makes also these
+    differ, so either it agrees or every rank passes it to a collective."""
     agreed = look.equal(position) and look.agree(position)
     return agreed or all(position in own for own in look.own)
 
 
-def _told(found: SyncStopped) -> dict[str, Any]:
+def _fields(found: SyncStopped) -> dict[str, Any]:
     copies, local = found.copies, found.positions
     rank, event = member(copies)
     names = [p.name for p in event.parameters]
@@ -89,24 +106,23 @@ def _told(found: SyncStopped) -> dict[str, Any]:
     site = copies.looks[0][rank.rank].exchange_site
     kind = event.kind or "a set of parameters"
     return fields(copies, found.differ) | {
+        "rule": SYNC_STOPPED,
         "severity": Severity.ERROR if torn else Severity.WARNING,
         "confidence": Confidence.PROVEN if torn else Confidence.SUSPECTED,
         "subjects": tuple(names[i] for i in local),
         "location": rank.location(site) or rank.location(event.step_site),
-        "label": f"leaves their gradients out from step {found.since} on",
-        "related": related(rank, "made here", event.site),
-        "summary": f"{named(names, local)} of {kind} {verb(local)} from step {found.differ} on: of "
-        f"the gradients that the program exchanges by hand, theirs are left out since step "
-        f"{found.since}",
-        "cause": f"until then the gradients of all {len(names)} parameters were exchanged in every "
-        f"step and kept the ranks equal; of {len(local)} they are not any more, and each rank "
-        "applies its own to them"
-        + ("" if torn else "; they are whole layers, so this may be meant (heads of their own)"),
-        "fix": "exchange the gradient of every parameter that is trained; what is to be trained no "
-        "longer needs `requires_grad_(False)` and `p.grad = None` on all ranks",
+        "label": f"no longer includes their gradients from step {found.since} on",
+        "related": related(rank, "created here", event.site),
+        "summary": f"{named(names, local)} of {kind} {verb(local)} from step {found.differ} on: "
+        f"the program's own all-reduce no longer includes {theirs(local)} since step {found.since}",
+        "cause": f"until then the gradients of all {len(names)} parameters were synchronised in "
+        f"every step and kept the ranks equal; those of {len(local)} no longer are, and each rank "
+        "applies its own" + ("" if torn else MEANT),
+        "fix": "all-reduce the gradient of every parameter that is trained; for one that is no "
+        "longer to be trained, set `requires_grad_(False)` and `p.grad = None` on all ranks",
         "evidence": {
-            "gradients not exchanged since step": found.since,
-            "gradients left out": len(local),
-            "gradients exchanged": len(names) - len(local),
+            "gradients_not_synchronised_since_step": found.since,
+            "gradients_not_synchronised": len(local),
+            "gradients_synchronised": len(names) - len(local),
         },
     }

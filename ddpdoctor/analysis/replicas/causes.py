@@ -1,4 +1,4 @@
-"""What set copies apart, as far as it was seen."""
+"""Why copies of a model diverge, as far as it was seen, and what findings about them share."""
 
 from __future__ import annotations
 
@@ -6,77 +6,98 @@ from dataclasses import dataclass, field
 
 from ...events import OptimizerSeen, ProbeTrouble, StepDone
 from ...report.findings import Finding, Related, Steps
-from ...run import Location, Run, fold_ranks, groups_text, ranks_text
+from ...run import Location, Run, fold_ranks, listed, ranks_text
 from .distances import distances
 from .replica import Member
 from .replicas import Divergence, Replicas, by_module
 
+UNKNOWN = "unknown-cause"
+NO_OPTIMIZER = "no-optimizer"
+
+UNEQUAL_PARAMETERS = "unequal-parameters"
+UNEVEN_JOIN = "uneven-join"
+
+UNKNOWN_RULES = {UNKNOWN: "the copies differ, and nothing that was recorded explains it"}
+"""For the `rules` of a check that reports causes of `unknown`."""
+
+SAME_EVERYWHERE = "do it on every rank with the same values, or on none"
+
+EXAMINE_EVERY_STEP = (
+    "rerun with `--every 1`: every step is then examined, and on the CPU a manual modification is "
+    "reported with its rank, and with its line where it happens more than once; look for code "
+    "under `if rank == ...`"
+)
+REPEAT_THE_STEP = (
+    "look for code under `if rank == ...` that touches the model; if there is none, run the same "
+    "step twice on the ranks that differ and compare"
+)
+
 
 @dataclass(frozen=True)
 class Cause:
-    """Why copies differ: the line, who did it, and what to change.
+    """Why copies differ: the rule that decided, the line, the ranks and what to change.
 
     Attributes:
-        everybody: all ranks do something of the kind, `ranks` in another way.
-        put_back: they change for a moment what they take back by arithmetic, in every step.
-        trained: the steps that were surely taken since, where copies were compared only after them.
+        rule: the rule of the check; see `Finding.rule`.
+        everybody: all ranks do something of the kind, `ranks` do it differently.
+        trained: the steps that were certainly taken since, where copies were compared only after
+            them.
     """
 
+    rule: str
     text: str
     fix: str
     label: str
     location: Location | None = None
     ranks: tuple[int, ...] = ()
-    known: bool = True
     related: tuple[Related, ...] = ()
     evidence: dict[str, object] = field(default_factory=dict)
     everybody: bool = False
-    put_back: bool = False
     trained: Steps | None = None
 
 
-EXPLAINING = (
-    "hyper-parameters and loss scales",
-    "edits of gradients and parameters by hand",
-    "loads of weights and optimizer states",
-)
-"""What sets copies apart, as the probe names it where it could not watch it."""
+EXPLAINING = {
+    "hyper-parameters and loss scales": "hyperparameters and loss scales",
+    "edits of gradients and parameters by hand": "manual modifications of gradients and parameters",
+    "loads of weights and optimizer states": "loads of weights and optimizer state",
+}
+"""What makes copies diverge: the probe's name of it where it could not be watched
+(`ProbeTrouble.lost`), and how a report calls it."""
 
 
 def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
-    """Nothing that was seen explains it."""
+    """Nothing that was recorded explains it. `moment` says what is known, as a clause."""
     members = group.members.values()
     nodes = {m.rank.node for m in members}
-    blind = {t.lost for m in members for t in m.rank.of(ProbeTrouble)}.intersection(EXPLAINING)
-    suspects = "; suspects are code that runs on some ranks only, memory or a processor that "
-    suspects += "computes wrong, or kernels that are not deterministic"
+    lost = {t.lost for m in members for t in m.rank.of(ProbeTrouble)}
+    blind = sorted(words for name, words in EXPLAINING.items() if name in lost)
+    suspects = "; possible causes: code that runs on some ranks only, faulty memory or a faulty "
+    suspects += "processor, or nondeterministic kernels"
     if len(nodes) > 1:
-        suspects += f" (the ranks are on {len(nodes)} nodes)"
-    text = f"nothing that was seen explains it: {moment}"
-    fix = "look for code under `if rank == ...` that touches the model; if there is none, run the "
-    fix += "same step twice on the ranks that differ and compare"
+        suspects += f" (the ranks run on {len(nodes)} nodes)"
+    text = f"nothing that was recorded explains it: {moment}"
+    fix = REPEAT_THE_STEP
     if unseen := found.unseen:
-        text += f", but of the steps {unseen[0]} to {found.first} only the last was looked at"
+        text += f"; of steps {unseen[0]} to {found.first} only the last was examined"
     if unseen or found.kind == "gradients":
-        fix = "run it again with `--every 1`: then all of them are looked at in every step, and on "
-        fix += "the CPU an edit by hand is told with its rank, and with its line where it is made "
-        fix += "more than once; look for code under `if rank == ...`"
+        fix = EXAMINE_EVERY_STEP
     if blind:
-        suspects = f"; but {' and '.join(sorted(blind))} were not observed: the doctor itself "
-        suspects += "failed there, and it may well be those"
+        suspects = f"; {listed(blind)} were not observed, as the doctor itself failed there, and "
+        suspects += "may be the cause"
         fix = "print on every rank what was not observed, and compare; look for code under "
         fix += "`if rank == ...` that touches the model or its optimizer"
-    return Cause(text=text + suspects, fix=fix, label="applied here", known=False)
+    return Cause(UNKNOWN, text=text + suspects, fix=fix, label="applied here")
 
 
 def written(group: Replicas, found: Divergence) -> Cause:
-    """No optimizer holds them, and yet they change."""
+    """No optimizer holds the parameters, and yet they change: the program writes them itself."""
     return Cause(
-        text="no optimizer holds these parameters, the program writes them itself after each "
-        "backward (from copies that an optimizer holds, say), and not the same values on every "
-        "rank: DDP averages gradients, and made parameters equal only when it was made",
-        fix="make such copies (`p.detach().clone()`) after `DistributedDataParallel(...)`, which "
-        "gives all ranks the parameters of rank 0, or send them once: `dist.broadcast(copy, 0)`",
+        NO_OPTIMIZER,
+        text="no optimizer holds these parameters: the program writes them itself after each "
+        "backward (from master copies that an optimizer holds, for example), with different values "
+        "on each rank. DDP averages gradients; it broadcasts parameters only at construction",
+        fix="create such copies (`p.detach().clone()`) after `DistributedDataParallel(...)`, when "
+        "all ranks have rank 0's parameters, or broadcast them once: `dist.broadcast(copy, 0)`",
         label="equal only from here to the first update",
         location=wrap_line(group),
         ranks=found.minority,
@@ -84,7 +105,7 @@ def written(group: Replicas, found: Divergence) -> Cause:
 
 
 def step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
-    """The line of the optimizer's step."""
+    """The line of the optimizer's step, on one of these ranks if it is known there."""
     for number in (*ranks, *group.members):
         member = group.members.get(number)
         if member is None:
@@ -102,15 +123,17 @@ def step_time(member: Member, step: int) -> float:
 
 
 def wrap_line(group: Replicas) -> Location | None:
+    """The line that wraps the model in DDP."""
     return group.any.rank.location(group.any.wrapped.site)
 
 
-def reported(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
-    """What every finding about copies that differ has in common."""
+def fields(group: Replicas, found: Divergence, cause: Cause) -> dict[str, object]:
+    """The fields that every finding about a divergence of copies takes from it and its cause."""
     wrapped = wrap_line(group)
     if wrapped == cause.location:
         wrapped = None
     return {
+        "rule": cause.rule,
         "ranks": cause.ranks or found.minority,
         "steps": _steps(group, found),
         "subjects": tuple(found.names),
@@ -124,38 +147,42 @@ def reported(group: Replicas, found: Divergence, cause: Cause) -> dict[str, obje
 
 
 def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
-    """The figures: how many, how far, growing or not."""
+    """The figures of a divergence: how many tensors, how large the difference, growing or not."""
     sizes = distances(group, found)
     shown = {step: _size(value) for step, value in sizes.items()}
     facts: dict[str, object] = {
         "differing": f"{len(found.names)} of {_tensors(found)}",
-        "looks_that_differ": f"{len(found.keys)} of {found.compared} compared since",
-        "groups_of_equal_ranks": groups_text(found.split),
+        "comparisons_that_differ": f"{len(found.keys)} of {found.compared} since the first",
+        "groups_of_equal_ranks": [ranks_text(ranks) for ranks in found.split],
         **_who_was_compared(found),
         "modules": by_module(found.names),
     }
     if found.before >= 0:
-        facts["last_equal_at_step"] = found.before
+        facts[LAST_EQUAL] = found.before
     if shown:
         facts["relative_distance_by_step"] = shown
         facts["grows"] = _grows(list(sizes.values()))
     return facts
 
 
+LAST_EQUAL = "last_equal_at_step"
+"""Evidence: the last step (a number) at which the copies were equal as far as compared."""
+
+
 def _who_was_compared(found: Divergence) -> dict[str, object]:
-    """Where some ranks did not look at first: who, and from where the groups are known."""
+    """Where some ranks were not part of the first comparison: which, and what tells the groups."""
     facts: dict[str, object] = {}
     if found.uncompared:
         facts["not_compared_at_first"] = ranks_text(found.uncompared)
-    if found.reported:
-        facts["groups_are_those_of"] = found.reported
+    if found.grouped_by:
+        facts["groups_according_to"] = found.grouped_by
     return facts
 
 
 def _tensors(found: Divergence) -> str:
     if found.looked == found.total:
         return f"{found.total} tensors"
-    return f"{found.looked} tensors compared, of {found.total}"
+    return f"{found.looked} compared tensors ({found.total} in all)"
 
 
 def _steps(group: Replicas, found: Divergence) -> Steps | None:
@@ -168,29 +195,38 @@ def _steps(group: Replicas, found: Divergence) -> Steps | None:
 
 
 def of_optimizer(group: Replicas) -> str:
-    """` of Adam (train.py:12)`, whose steps are counted; empty where the rank has no other one."""
+    """` of Adam (train.py:12)`, whose steps are counted; empty where the rank has only one."""
     rank, number = group.any.rank, group.any.optimizer
     every = {e.optimizer: e for e in rank.of(OptimizerSeen)}
     spot = rank.location(every[number].site) if number in every else None
     return f" of {every[number].kind} ({spot})" if spot and len(every) > 1 else ""
 
 
+def changed_state(finding: Finding) -> bool:
+    """Whether a finding shows optimizer state that was changed for a reason of its own, not by
+    gradients or parameters that differ."""
+    return finding.check == "optimizer-state-drift" and finding.rule not in (UNKNOWN, UNEVEN_JOIN)
+
+
 def may_follow(effect: Finding, cause: Finding, later: int) -> bool:
-    """Whether the steps allow it, where an effect shows `later` steps after its cause. What was
-    first seen at a step may have begun just after the last one at which there was nothing."""
+    """Whether the steps allow that an effect shows `later` steps after its cause.
+
+    What was first seen at a step may have begun right after the last step at which the copies were
+    still equal.
+    """
     if cause.steps is None or effect.steps is None:
         return True
-    equal = cause.evidence.get("last_equal_at_step", -1)
+    equal = cause.evidence.get(LAST_EQUAL, -1)
     return effect.steps.first >= (equal if isinstance(equal, int) else -1) + 1 + later
 
 
 def _size(value: float) -> str:
-    return f"{value:.2g}" if value > 1e-6 else "below 1e-6"
+    return f"{value:.2g}" if value > ROUNDING else "below 1e-6"
 
 
 NOISE = 0.2
-"""Part by which two measurements of one distance may differ: see `Sketch`, which tells of some ten
-percent for each."""
+"""Two measurements of one distance may differ by this share: `Sketch` estimates each to about ten
+percent."""
 
 
 def _grows(sizes: list[float]) -> str:
@@ -206,30 +242,42 @@ def _grows(sizes: list[float]) -> str:
     return "shrinks slowly" if last * (1 + NOISE) < first else "no"
 
 
-ROUNDING = " by rounding-size amounts"
+ROUNDING = 1e-6
+"""A distance over the norm up to which copies differ by rounding errors only: a few times the
+resolution of float32 (1.2e-7)."""
 
 
-def largest(group: Replicas, found: Divergence) -> str:
-    """` by 3 % of their norm`, where that was measured."""
-    sizes = distances(group, found)
-    if not sizes:
+def largest_distance(group: Replicas, found: Divergence) -> float | None:
+    """The largest distance of two copies over their norm; None where it was not measured."""
+    return max(distances(group, found).values(), default=None)
+
+
+def is_rounding(distance: float | None) -> bool:
+    """Whether a distance is measured and no larger than rounding errors."""
+    return distance is not None and distance <= ROUNDING
+
+
+def by_how_much(group: Replicas, found: Divergence) -> str:
+    """` by 3 % of their norm`; empty where that was not measured."""
+    distance = largest_distance(group, found)
+    if distance is None:
         return ""
-    percent = 100 * max(sizes.values())
-    if percent <= 1e-4:
-        return ROUNDING
-    reported = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
-    return f" by {reported} % of their norm"
+    if is_rounding(distance):
+        return " by rounding errors"
+    percent = 100 * distance
+    shown = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
+    return f" by {shown} % of their norm"
 
 
 def differ(count: int, split: list[tuple[int, ...]], run: Run) -> str:
-    """That so many things differ, and between whom."""
+    """`differs between ranks 0 and 1`, or `differ` for several things."""
     return f"{'differs' if count == 1 else 'differ'} {between(split, run)}"
 
 
 def between(split: list[tuple[int, ...]], run: Run) -> str:
-    """Who differs from whom."""
+    """`between ranks 0-2 and 3`, or who differs where there are more than two versions."""
     if len(split) == 2:
         return f"between ranks {fold_ranks(split[0])} and {fold_ranks(split[1])}"
     ranks = [r for g in split for r in g]
     who = "all ranks" if len(ranks) == run.world_size else ranks_text(ranks)
-    return f"between {who}, in {len(split)} versions"
+    return f"between {who} ({len(split)} versions)"

@@ -7,8 +7,8 @@ from .replicas import Divergence, Replicas
 
 
 def distances(group: Replicas, found: Divergence) -> dict[int, float]:
-    """By step in which they differ: the largest distance of two copies over the norm, where it was
-    measured."""
+    """By step at which copies differ: the largest distance of two copies over their norm, where it
+    was measured."""
     kind = found.kind
     steps = set(found.keys) if found.point == "step" else None
     end = max(m.last_step for m in group.members.values()) + 1
@@ -19,7 +19,7 @@ def distances(group: Replicas, found: Divergence) -> dict[int, float]:
             apart = event.step >= found.first if steps is None else event.step in steps
             if same and event.kind == kind and (apart or event.step == end):
                 sketches.setdefault(event.step, {})[number] = event
-    # Ranks that agree have no distance: it takes one of each side.
+    # Ranks that agree have no distance: it takes one rank of two groups.
     sides = [set(side) for side in found.split]
     found_apart = {
         step: _distance(list(seen.values()))

@@ -1,4 +1,4 @@
-"""Between which steps copies parted: whatever set them apart was done there."""
+"""Between which steps copies began to differ: the cause lies in this window."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ EVER = range(1 << 62)
 """All steps."""
 
 
-def parted(group: Replicas, found: Divergence) -> range:
-    """The steps of the optimizer before which it may have been done: after the last one before
-    which the copies were equal, up to the one before which they are seen to differ. Copies that
-    part stay apart: they were equal if all tensors are since, some at one step, some at another."""
+def window(group: Replicas, found: Divergence) -> range:
+    """The optimizer steps before which the copies may have begun to differ: after the last one
+    before which they were equal, up to the one before which they are seen to differ.
+
+    Copies that differ stay different. So all were equal at a step if each tensor was at this step
+    or a later one: not every tensor is compared at every step.
+    """
     if group.any.optimizer == UNHELD:
-        return EVER  # no steps to tell it by
+        return EVER  # there are no steps to tell it by
     last = _seen(group, found)
     tables = [by_step(m, found.kind, found.total) for m in group.members.values()]
     unseen = set(range(found.total))
@@ -30,7 +33,7 @@ def parted(group: Replicas, found: Divergence) -> range:
 
 
 def own_step(member: Member, total: int) -> int:
-    """The step of the model's own optimizer, after so many steps of any."""
+    """How many steps the model's own optimizer has taken after `total` steps of all optimizers."""
     done = others = 0
     for event in member.rank.of(StepDone):
         count = min(event.count, total - done)
@@ -40,7 +43,7 @@ def own_step(member: Member, total: int) -> int:
 
 
 def _seen(group: Replicas, found: Divergence) -> int:
-    """The step that follows on the moment at which they are first seen to differ."""
+    """The first step after the moment at which the copies are first seen to differ."""
     if found.point == "step":
         return found.first
     evaluated = [

@@ -1,4 +1,4 @@
-"""Which evaluations of several ranks are the same one: a rank may also evaluate alone."""
+"""Which evaluations of several ranks belong together: a rank may also evaluate alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from ...events.drift import AGAIN
 
 Row = tuple[int, tuple[int, ...], int]
-"""(stride, digests, averaging backwards so far) of one rank at one moment."""
+"""(stride, digests, synchronised backwards so far) of one rank at one moment."""
 
 Tables = dict[int, dict[int, Row]]
 """By rank, the rows by moment."""
@@ -15,7 +15,10 @@ Tables = dict[int, dict[int, Row]]
 
 def together(tables: Tables) -> None:
     """Keep later evaluations only where all ranks evaluated equally often since they trained, and
-    all of that was looked at: who evaluates alone may hold other weights for it."""
+    all of these were examined: a rank that evaluates alone may use other weights for it.
+
+    Removes rows from `tables`.
+    """
     often = {n: Counter(key // AGAIN for key in table) for n, table in tables.items()}
     for number, table in tables.items():
         for key in list(table):
@@ -25,9 +28,12 @@ def together(tables: Tables) -> None:
 
 
 def alone(tables: Tables, later: Tables) -> None:
-    """Leave out first evaluations that differ where a rank evaluated more often since it trained,
-    and had at another time what the others have: it may have been alone with the first, before all
-    of them loaded other weights."""
+    """Drop first evaluations that differ where a rank evaluated more often since it trained, and
+    had at another evaluation the same values as the others: it may have run the first one alone,
+    before all ranks loaded other weights.
+
+    Removes rows from `tables`.
+    """
     for key in {key for table in tables.values() for key in table}:
         looks = [
             [table[key][1], *(row[1] for again, row in later[n].items() if again // AGAIN == key)]

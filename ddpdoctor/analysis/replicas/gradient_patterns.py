@@ -1,4 +1,4 @@
-"""How gradients came about, step by step, as the ranks told it when it changed."""
+"""How the gradients of each step were computed and synchronised (recorded when it changes)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Span:
 
 
 def patterns(member: Member) -> Iterator[Span]:
-    """The patterns of a model and optimizer on one rank, oldest first."""
+    """The spans of a model and optimizer on one rank, oldest first."""
     mine = [
         e
         for e in member.rank.of(SyncPattern)

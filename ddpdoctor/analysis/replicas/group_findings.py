@@ -1,8 +1,7 @@
-"""Findings of several groups of ranks that are one: each group does it at the same line."""
+"""One finding for several groups of ranks that make the same mistake at the same line."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -10,22 +9,36 @@ import msgspec
 from ...report.findings import Evidence, Finding, Steps
 from ...run import fold_ranks, ranks_text
 
-Told = tuple[tuple[int, ...], Finding]
-"""What is said, and of which group of ranks."""
+Reported = tuple[tuple[int, ...], Finding]
+"""A finding, and the group of ranks that it is about."""
 
-_RANKS = re.compile(r"\branks? \d[\d,-]*")
+MODIFIED_ON = "edited_by_hand_on"
+RESTORED_ON = "restored_on"
+NO_GRADIENT_ON = "no_gradient_on"
+ZEROS_ON = "zeros_on"
+WRITTEN_ON = "written_on"
+LOADED_ONLY_ON = "loaded_only_on"
+
+RANK_LISTS = (
+    MODIFIED_ON, RESTORED_ON, NO_GRADIENT_ON, ZEROS_ON, WRITTEN_ON, LOADED_ONLY_ON,
+)  # fmt: skip
+"""Names of the evidence whose value is a list of ranks."""
 
 
-def united(reported: Iterable[Told]) -> Iterator[Finding]:
-    """Those at one line that say the same of groups which have no rank in common, as one. Where no
-    line is known, nothing tells that it is one fault."""
-    together: dict[object, list[list[Told]]] = {}
+def united(reported: Iterable[Reported]) -> Iterator[Finding]:
+    """The findings, with those of groups that have no rank in common made one where the rule, the
+    line, the severity and the confidence are the same.
+
+    Findings without a line stay apart: nothing tells that they are one fault.
+    """
+    together: dict[object, list[list[Reported]]] = {}
     for members, finding in reported:
-        what = _RANKS.sub("", finding.label)
-        place = finding.code, finding.severity, finding.confidence, finding.location, what
-        alike = together.setdefault(place if finding.location else id(finding), [])
-        taken = (other for other in alike if all(set(members).isdisjoint(m) for m, _ in other))
-        mine = next(taken, None)
+        same = (
+            finding.code, finding.severity, finding.confidence, finding.location, finding.rule,
+        )  # fmt: skip
+        alike = together.setdefault(same if finding.location else id(finding), [])
+        free = (other for other in alike if all(set(members).isdisjoint(m) for m, _ in other))
+        mine = next(free, None)
         if mine is None:
             alike.append([(members, finding)])
         else:
@@ -34,13 +47,12 @@ def united(reported: Iterable[Told]) -> Iterator[Finding]:
         yield from map(_one, alike)
 
 
-def _one(reported: Sequence[Told]) -> Finding:
-    """The first in time speaks for all."""
+def _one(reported: Sequence[Reported]) -> Finding:
+    """One finding for all groups: the words of the first in time, the ranks and facts of all."""
     (_, first), *others = sorted(reported, key=lambda t: t[1].at)
     if not others:
         return first
     findings = [f for _, f in reported]
-    ranks = tuple(sorted({r for f in findings for r in f.ranks}))
     rest = tuple(sorted({r for _, f in others for r in f.ranks}))
     rows = [
         {"ranks": fold_ranks(members)} | ({"from_step": f.steps.first} if f.steps else {})
@@ -48,19 +60,18 @@ def _one(reported: Sequence[Told]) -> Finding:
     ]
     return msgspec.structs.replace(
         first,
-        ranks=ranks,
+        ranks=tuple(sorted({r for f in findings for r in f.ranks})),
         steps=_steps([f.steps for f in findings]),
         subjects=tuple(dict.fromkeys(s for f in (first, *findings) for s in f.subjects)),
         optimizers=tuple(sorted({n for f in findings for n in f.optimizers})),
-        label=first.label.replace(ranks_text(first.ranks), ranks_text(ranks)),
-        summary=f"{first.summary}; and likewise on {ranks_text(rest)} in "
+        summary=f"{first.summary}; likewise {ranks_text(rest)} in "
         + ("another group" if len(others) == 1 else "other groups"),
-        evidence=first.evidence | _ranks_named(findings) | {"groups": rows},
+        evidence=first.evidence | _rank_lists(findings) | {"groups": rows},
     )
 
 
 def _steps(every: Sequence[Steps | None]) -> Steps | None:
-    """From the first of any to the last of any, as often as the most."""
+    """From the first step of any to the last of any, with the largest count."""
     known = [s for s in every if s is not None]
     if len(known) < len(every):
         return None
@@ -70,8 +81,10 @@ def _steps(every: Sequence[Steps | None]) -> Steps | None:
     )
 
 
-def _ranks_named(findings: Sequence[Finding]) -> Evidence:
-    """Evidence that is a list of ranks, of all."""
-    named = {k for f in findings for k, v in f.evidence.items() if k.endswith("_on")}
-    lists = {k: [v for f in findings if isinstance(v := f.evidence.get(k), list)] for k in named}
-    return {k: sorted({n for v in every for n in v}) for k, every in lists.items() if every}
+def _rank_lists(findings: Sequence[Finding]) -> Evidence:
+    """Evidence that is a list of ranks, with the ranks of all findings."""
+    lists = {
+        name: [v for f in findings if isinstance(v := f.evidence.get(name), list)]
+        for name in RANK_LISTS
+    }
+    return {name: sorted({n for v in every for n in v}) for name, every in lists.items() if every}

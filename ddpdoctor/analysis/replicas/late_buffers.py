@@ -1,4 +1,4 @@
-"""Buffers that a model got after the wrap, and that differ between ranks."""
+"""Buffers that were added to a model after the wrap and differ between ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from .replica import Member
 from .replicas import Replicas
 
 Row = dict[tuple[str, tuple[int, ...]], int]
-"""By name and shape: what is as long as the rank's own data cannot be compared."""
+"""Digests by name and shape: buffers whose length depends on the rank's data cannot be compared."""
 
 
 @dataclass(frozen=True)
 class LateBuffersDiffer:
-    """Those of them that differ at the last look.
+    """Late buffers that differ at the last comparison.
 
     Attributes:
-        steps: at which they do; `looked` of all looks that the ranks have in common.
+        steps: at which they differ.
+        looked: how many comparisons there are.
+        at: wall clock of the first one that differs.
     """
 
     names: list[str]
@@ -28,6 +30,7 @@ class LateBuffersDiffer:
 
 
 def differing(group: Replicas) -> LateBuffersDiffer | None:
+    """The late buffers of a model that differ between ranks; None where none do."""
     tables = {n: _rows(m) for n, m in group.members.items()}
     common = sorted(set.intersection(*(set(t) for t in tables.values())))
     if not common:

@@ -1,4 +1,4 @@
-"""Who stands apart, where the ranks that were compared at first do not tell."""
+"""Which ranks differ from most, where the first comparison had too few ranks to tell."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ Split = list[tuple[int, ...]]
 
 
 def settles(first: Split, later: Mapping[str, Split], size: int) -> str:
-    """Which of the later looks tells who stands apart of so many ranks, empty for none.
+    """The later comparison that tells which ranks differ from most; empty for none.
 
-    It is the first of those that compared the most ranks, more than at first, and has most of all
-    ranks on one side: fewer than that may be half of them. All other looks have to divide their
-    ranks as it does. Else ranks part in more than one way, and who began it is not known.
+    It is the first of those that compared the most ranks. It must compare more ranks than the
+    first one did, and have more than half of all ranks in one group. All other comparisons have to
+    divide their ranks as it does: otherwise ranks differ in more than one way, and it is not known
+    who began.
+
+    Args:
+        size: of the whole group.
     """
     if not later:
         return ""
@@ -29,6 +33,6 @@ def _ranks(split: Split) -> set[int]:
 
 
 def _within(split: Split, other: Split) -> set[frozenset[int]]:
-    """The groups, as far as the ranks of the other look go."""
+    """The groups, restricted to the ranks of the other comparison."""
     ranks = _ranks(other)
     return {both for side in split if (both := frozenset(side) & ranks)}

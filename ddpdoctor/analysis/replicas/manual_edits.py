@@ -1,4 +1,5 @@
-"""What the program itself did to copies, and on which ranks: their values before and after tell."""
+"""Modifications that the program itself makes to gradients, parameters or optimizer state, and the
+ranks that make them: known from values and write counters before and after."""
 
 from __future__ import annotations
 
@@ -7,109 +8,174 @@ import dataclasses
 from msgspec.structs import replace
 
 from ...events import Clipped, Edited
-from ...run import Location, Rank, equal_ranks, odd_ones, ranks_do, ranks_text
-from .causes import ROUNDING, Cause, largest
-from .divergence_window import parted
+from ...run import Location, Rank, equal_ranks, listed, odd_ones, plural, ranks_text
+from .causes import SAME_EVERYWHERE, Cause, is_rounding, largest_distance
+from .divergence_window import window
+from .group_findings import MODIFIED_ON, RESTORED_ON
 from .replica import Member
 from .replicas import Divergence, Replicas, by_step
 
+EDIT_ON_SOME = "edit-on-some-ranks"
+UNEQUAL_EDITS = "unequal-edits"
+INEXACT_RESTORE = "inexact-restore"
+NOT_RESTORED = "not-restored"
+FUNCTION_ON_SOME = "function-on-some-ranks"
+UNEQUAL_UNSCALING = "unequal-unscaling"
+GRADIENT_EDIT = "gradient-edit"
+
+RULES = {
+    EDIT_ON_SOME: "some ranks modify these tensors, the others do not",
+    UNEQUAL_EDITS: "all ranks modify these tensors, but not in the same way",
+    NOT_RESTORED: "all ranks modify these tensors, and only some restore them",
+}
+"""Modifications of any kind of tensor."""
+
+GRADIENT_RULES = RULES | {
+    FUNCTION_ON_SOME: "a function of torch (clipping, unscaling) is called on some ranks only",
+    UNEQUAL_UNSCALING: "the ranks unscale gradients by different loss scales",
+}
+
+PARAMETER_RULES = RULES | {
+    INEXACT_RESTORE: "all ranks modify and restore parameters in every step, with rounding errors",
+    GRADIENT_EDIT: "some ranks modified gradients in the previous step, not all of them compared",
+}
+
+SOME = "on some ranks only"
+DIFFERENTLY = "differently on the ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """When a kind of tensor is modified; `after` which operation; what DDP has `done` by then."""
+
+    when: str
+    after: str
+    done: str
+
+
+_BROADCAST = "after DDP's initial broadcast"
+_GRADIENTS = _Moment(
+    "between backward and optimizer step", "the backward", "after DDP averaged them"
+)
+_PARAMETERS = _Moment("between two optimizer steps", "the previous step", _BROADCAST)
+_FIRST_PARAMETERS = _Moment("between the wrap and the first step", "the wrap", _BROADCAST)
+
+
+def modify(ranks: tuple[int, ...]) -> str:
+    """`rank 1 modifies`, `ranks 0,2 modify`."""
+    return f"{ranks_text(ranks)} {plural(len(ranks), 'modifies', 'modify')}"
+
 
 def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
-    """Some ranks, not all, changed these tensors by hand at the step where they first differ."""
+    """The modification at the step where these tensors first differ, if not all ranks make the
+    same one; None where there is none.
+
+    Args:
+        kind: `gradients` or `parameters`.
+    """
     first = found.first
     seen = {n: e for n, m in group.members.items() if (e := _edit(group, n, kind, first))}
-    changing = _beyond_the_usual({n: e for n, e in seen.items() if e.changed}, group)
-    if not changing or (len(changing) == len(group.members) and _alike(changing)):
+    changing = _beyond_the_common({n: e for n, e in seen.items() if e.changed}, group)
+    everybody = len(changing) == len(group.members)
+    if not changing or (everybody and _same(changing)):
         return None
     if kind == "parameters" and not _since(group, found, changing):
         return None
-    if (cause := _left_out(group, kind, seen, changing)) is not None:
-        return cause
-    if (cause := _called(group, kind, first, seen, changing)) is not None:
-        return cause
-    if (cause := _unscaled(group, changing)) is not None:
-        return cause
-    ranks = tuple(sorted(changing))
-    others = ""
-    if len(ranks) == len(group.members):
-        ranks = _unlike_most(changing)
-        how = ", ".join(f"rank {n} by {e.ratio:g}" for n, e in changing.items() if e.ratio)
-        text = (
-            f"every rank edits its {kind} "
-            + (
-                "in its own way"
-                if len(ranks) == len(changing)
-                else f"by hand, {ranks_text(ranks)} "
-                f"{'in another way' if len(ranks) == 1 else 'in other ways'} than most"
-            )
-            + (f" ({how})" if how else "")
-        )
-    else:
-        text = f"{ranks_do(ranks, 'edit')} {kind} by hand"
-        others = "; the others do not"
-        rest = [e for n, e in seen.items() if n not in ranks]
-        if rest and all(e.undone for e in rest):
-            others = "; the others put back what they change"
-        elif rest and all(e.changed and e.site >= 0 for e in rest):
-            others = "; what the others do to them, all ranks do"
+    # The specific explanations come first: each names the line or the call.
+    specific = (
+        _not_restored(group, kind, seen, changing)
+        or _called(group, kind, first, seen, changing)
+        or _unscaled(group, changing)
+    )
+    if specific is not None:
+        return specific
+    ranks = _different_from_most(changing) if everybody else tuple(sorted(changing))
+    member, event = group.members[ranks[0]], changing[ranks[0]]
     functions = sorted({f for e in changing.values() for f in e.functions})
-    if functions and not all(e.beside for e in changing.values()):
-        others += f"; called meanwhile: {', '.join(functions)}"
-    event, member = changing[ranks[0]], group.members[ranks[0]]
     own = own_line(group, kind, first, ranks) if event.more else None
     spot = own or _spot(member.rank, event, functions)
-    moment, before = _MOMENT[kind if kind == "gradients" or event.step else "first parameters"]
-    everybody, put_back = len(changing) == len(group.members), False
-    fix = "do it on every rank with the same numbers, or not at all"
-    if kind == "parameters" and _goes_on(member, kind, event.step):
-        moment = f"in every step from step {event.step} on"
-        if largest(group, found) == ROUNDING:
-            copy = "put back what is changed for a moment only from a copy of it (`p.copy_(kept)`)"
-            copy += ": to subtract what was added leaves rounding errors"
-            put_back = everybody
-            fix = copy if put_back else f"{fix}; {copy}"
-    elif before == "the wrap":
-        fix = "do it before `DistributedDataParallel(...)`, which copies rank 0's parameters"
+    moment = _GRADIENTS if kind == "gradients" else _PARAMETERS if event.step else _FIRST_PARAMETERS
+    lasting = kind == "parameters" and _goes_on(member, kind, event.step)
+    rounding = lasting and is_rounding(largest_distance(group, found))
+    when = f"in every step from step {event.step} on" if lasting else moment.when
+    text = _all_modify(kind, ranks, changing) if everybody else f"{modify(ranks)} {kind}"
+    also = "" if everybody else _the_others(seen, ranks)
+    if functions and not all(e.beside for e in changing.values()):
+        also += f"; functions called in between: {listed(functions)}"
+    rule = EDIT_ON_SOME
+    if everybody:
+        rule = INEXACT_RESTORE if rounding else UNEQUAL_EDITS
+    how = DIFFERENTLY if everybody else SOME
     return Cause(
-        text=f"{text} {moment}, after DDP made them equal{others}",
-        fix=fix,
-        label=f"edits {kind} on {ranks_text(ranks)}"
+        rule,
+        text=f"{text} {when}, {moment.done}{also}",
+        fix=_fix(rule, moment, lasting=lasting, rounding=rounding),
+        label=f"modifies {kind}, {how}"
         if spot
-        else f"{kind} of {ranks_text(ranks)} are not what {before} left",
+        else f"{kind} were modified after {moment.after}, {how}",
         location=spot,
         ranks=ranks,
-        evidence={"edited_by_hand_on": sorted(changing)},
+        evidence={MODIFIED_ON: sorted(changing)},
         everybody=everybody,
-        put_back=put_back,
     )
 
 
+def _all_modify(kind: str, ranks: tuple[int, ...], changing: dict[int, Edited]) -> str:
+    """How the ranks modify their tensors, where all do."""
+    factors = listed([f"{e.ratio:g} on rank {n}" for n, e in changing.items() if e.ratio])
+    if len(ranks) == len(changing):
+        text = f"every rank modifies its {kind} differently"
+    else:
+        text = f"every rank modifies its {kind}, {ranks_text(ranks)} differently from most"
+    return text + (f" (factors: {factors})" if factors else "")
+
+
+def _the_others(seen: dict[int, Edited], ranks: tuple[int, ...]) -> str:
+    """What the ranks do that are not to blame."""
+    rest = [e for n, e in seen.items() if n not in ranks]
+    if rest and all(e.undone for e in rest):
+        return "; the other ranks restore what they change"
+    if rest and all(e.changed and e.site >= 0 for e in rest):
+        return "; all other modifications are made on every rank"
+    return "; the other ranks do not"
+
+
+RESTORE_FROM_COPY = (
+    "restore a temporary change from a saved copy (`p.copy_(saved)`): subtracting what was added "
+    "leaves rounding errors"
+)
+
+
+def _fix(rule: str, moment: _Moment, *, lasting: bool, rounding: bool) -> str:
+    if rule == INEXACT_RESTORE:
+        return RESTORE_FROM_COPY
+    if rounding:
+        return f"{SAME_EVERYWHERE}; {RESTORE_FROM_COPY}"
+    if moment is _FIRST_PARAMETERS and not lasting:
+        return "do it before `DistributedDataParallel(...)`, which broadcasts rank 0's parameters"
+    return SAME_EVERYWHERE
+
+
 def _since(group: Replicas, found: Divergence, changing: dict[int, Edited]) -> bool:
-    """Whether any of these, if not all ranks make them, came after the copies were equal."""
+    """Whether a modification on some ranks came after the copies were last equal."""
     if len(changing) == len(group.members):
         return True
-    steps = parted(group, found)
+    steps = window(group, found)
     return any(e.step in steps for e in changing.values())
 
 
-_MOMENT = {
-    "gradients": ("between the backward and the step", "the backward"),
-    "parameters": ("between two steps", "the step before"),
-    "first parameters": ("between the wrap and the first step", "the wrap"),
-}
-
-
 def _goes_on(member: Member, kind: str, step: int) -> bool:
-    """Whether it is edited before every step after this one, too."""
+    """Whether the tensors are modified before every step after this one, too."""
     steps = range(step + 1, member.last_step + 1)
     later = {e.step: e.changed for e in edits_of(member, kind) if e.step in steps}
     return bool(later) and all(later.values())
 
 
-def _left_out(
+def _not_restored(
     group: Replicas, kind: str, seen: dict[int, Edited], changing: dict[int, Edited]
 ) -> Cause | None:
-    """The others make the same edits at the same lines, and one more, which takes them back."""
+    """The other ranks make the same modifications at the same lines, and run one more line, which
+    restores the tensors."""
     others = {n: e for n, e in seen.items() if e.undone and n not in changing}
     if not others or len(others) + len(changing) < len(group.members):
         return None
@@ -121,23 +187,24 @@ def _left_out(
         return None
     ranks = tuple(sorted(changing))
     spot = missing[-1]
-    there = ranks_text(tuple(sorted(others)))
+    when = (_GRADIENTS if kind == "gradients" else _PARAMETERS).when
     return Cause(
-        text=f"every rank edits {kind} by hand {_MOMENT[kind][0]}; on {there} line {spot.line} "
-        f"puts back what they were, on {ranks_text(ranks)} it does not, or not of all of them",
-        fix="put them back on every rank alike",
-        label=f"left out on {ranks_text(ranks)}, at least in part",
+        NOT_RESTORED,
+        text=f"every rank modifies {kind} {when}; line {spot.line} restores them on "
+        f"{ranks_text(others)}, but not, or not fully, on {ranks_text(ranks)}",
+        fix="restore them on every rank",
+        label="skipped on some ranks, at least in part",
         location=spot,
         ranks=ranks,
-        evidence={"edited_by_hand_on": list(ranks), "put_back_on": sorted(others)},
+        evidence={MODIFIED_ON: list(ranks), RESTORED_ON: sorted(others)},
     )
 
 
 def _called(
     group: Replicas, kind: str, first: int, seen: dict[int, Edited], changing: dict[int, Edited]
 ) -> Cause | None:
-    """Some ranks call a function of torch's that the others do not call, and what else they do,
-    all do, as far as it is known."""
+    """Some ranks call a function of torch that the others do not call, and everything else is done
+    on all ranks, as far as it is known."""
     ranks = tuple(sorted(changing))
     rest = [e for n, e in seen.items() if n not in changing and e.changed]
     names = set.intersection(*(set(e.changers) for e in changing.values()))
@@ -148,25 +215,26 @@ def _called(
     cause = _function(group, ranks, name, changing[ranks[0]].changers[name])
     return dataclasses.replace(
         cause,
-        text=f"{name} is called for them on {ranks_text(ranks)} only; what else is done to them "
-        "between the backward and the step, all ranks do",
-        evidence={"edited_by_hand_on": list(ranks)},
+        text=f"{name} is called on them on {ranks_text(ranks)} only; everything else between "
+        "backward and optimizer step is done on every rank",
+        evidence={MODIFIED_ON: list(ranks)},
     )
 
 
 def _unscaled(group: Replicas, changing: dict[int, Edited]) -> Cause | None:
-    """All that is done to them is to take out loss scales, which are not the same."""
+    """The only modification is that the ranks unscale them, by different loss scales."""
     alone = all({*e.changers} == {"unscale_"} and e.ratio for e in changing.values())
     if len(changing) < len(group.members) or not alone or any(e.beside for e in changing.values()):
         return None
-    ranks = _unlike_most(changing)
-    by = ", ".join(f"1/{1 / e.ratio:.5g} on rank {n}" for n, e in changing.items())
+    ranks = _different_from_most(changing)
+    by = listed([f"1/{1 / e.ratio:.5g} on rank {n}" for n, e in changing.items()])
     return Cause(
-        text=f"the ranks' scalers unscale them by unlike loss scales ({by}), after DDP averaged "
-        "them",
-        fix="make or load the scaler alike on every rank, and call `scaler.step(optimizer)` and "
-        "`scaler.update()` on every rank after every backward",
-        label="unscaled by unlike scales",
+        UNEQUAL_UNSCALING,
+        text="the ranks' GradScalers use different loss scales: after DDP averaged the gradients, "
+        f"they are multiplied by {by}",
+        fix="create or load the GradScaler identically on every rank, and call "
+        "`scaler.step(optimizer)` and `scaler.update()` on every rank after every backward",
+        label="unscaled by different loss scales",
         location=_caller(group.members[ranks[0]].rank, changing[ranks[0]]),
         ranks=ranks,
         everybody=True,
@@ -174,7 +242,8 @@ def _unscaled(group: Replicas, changing: dict[int, Edited]) -> Cause | None:
 
 
 def own_line(group: Replicas, kind: str, first: int, ranks: tuple[int, ...]) -> Location | None:
-    """The last line at which these ranks edit, and the others, as far as they do, do not."""
+    """The last line at which these ranks modify the tensors and no other rank does; None where
+    there is none, or some lines were not followed."""
     lines: dict[int, list[Location]] = {}
     for number, member in group.members.items():
         event = _edit(group, number, kind, first)
@@ -182,22 +251,26 @@ def own_line(group: Replicas, kind: str, first: int, ranks: tuple[int, ...]) -> 
             continue
         lines[number] = _lines(member.rank, event)
         if not lines[number] and (event.beside or not event.functions):
-            return None  # it was not followed
+            return None  # its lines were not followed
     rest = {str(spot) for number, spots in lines.items() if number not in ranks for spot in spots}
     own = [spot for spot in lines.get(ranks[0], ()) if str(spot) not in rest]
     return own[-1] if own else None
 
 
 def _lines(rank: Rank, event: Edited) -> list[Location]:
-    """Of an edit, as far as it was followed."""
+    """The lines of a modification, as far as it was followed."""
     sites = (event.site, *event.more)
     return [spot for site in sites if (spot := rank.location(site)) is not None]
 
 
 def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") -> Cause | None:
-    """The ranks that stand apart, and only they, changed parameters, or the optimizer's state, by
-    hand some time before that was seen: not every tensor is compared at every step."""
-    steps = parted(group, found)
+    """The ranks that differ from the others, and only they, modified parameters or optimizer state
+    some steps before that was seen: not every tensor is compared at every step.
+
+    Args:
+        kind: `parameters` or `state`.
+    """
+    steps = window(group, found)
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
         for event in edits_of(member, kind):
@@ -206,30 +279,29 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
     everybody, ranks = tuple(sorted(group.members)), tuple(sorted(last))
     apart = tuple(sorted(found.minority))
     if apart == everybody:
-        apart = ranks  # no majority: whoever changed something, and not everybody
+        apart = ranks  # no majority: blame those who modified something, unless all did
     if not ranks or ranks != apart or ranks == everybody:
         return None
     member, event = group.members[ranks[0]], last[ranks[0]]
-    what = "the optimizer's state" if kind == "state" else "parameters"
-    if event.site < 0:  # followed at a later time
+    what, were = ("optimizer state", "was") if kind == "state" else ("parameters", "were")
+    if event.site < 0:  # its line may be known from a later one
         later = (e for e in edits_of(member, kind) if e.step > event.step and e.site >= 0)
         event = replace(event, site=next((e.site for e in later), -1))
     return Cause(
-        text=f"{ranks_do(ranks, 'edit')} {what} by hand before step {event.step}, "
-        "the others do not",
-        fix="do it on every rank with the same numbers, or not at all",
-        label=f"{what} of {ranks_text(ranks)} {'is' if kind == 'state' else 'are'} not what step "
-        f"{event.step - 1} left",
+        EDIT_ON_SOME,
+        text=f"{modify(ranks)} {what} before step {event.step}; the other ranks do not",
+        fix=SAME_EVERYWHERE,
+        label=f"{what} {were} modified after step {event.step - 1}, {SOME}",
         location=_spot(member.rank, event, sorted(event.functions)),
         ranks=ranks,
-        evidence={"edited_by_hand_on": list(ranks), "edited_before_step": event.step},
+        evidence={MODIFIED_ON: list(ranks), "modified_before_step": event.step},
     )
 
 
 def before_the_step(group: Replicas, found: Divergence) -> Cause | None:
-    """Parameters that differ came of a step in which some ranks, for the first time, edited
-    gradients, and the others did not: not all gradients are compared in every step."""
-    parameters = parted(group, found)
+    """Parameters differ since a step in which some ranks, for the first time, modified gradients
+    and the others did not: not all gradients are compared in every step."""
+    parameters = window(group, found)
     steps = range(max(0, parameters.start - 1), parameters.stop - 1)
     edits = {
         n: [e for e in edits_of(m, "gradients") if e.changed] for n, m in group.members.items()
@@ -249,30 +321,31 @@ def before_the_step(group: Replicas, found: Divergence) -> Cause | None:
         ):
             return dataclasses.replace(
                 cause,
-                text=f"at step {step}, of whose gradients not all were compared, {cause.text}",
-                evidence=cause.evidence | {"gradients_edited_at_step": step},
+                rule=GRADIENT_EDIT,
+                text=f"at step {step}, where not all gradients were compared, {cause.text}",
+                evidence=cause.evidence | {"gradients_modified_at_step": step},
             )
     return None
 
 
 def _all_compared(group: Replicas, step: int, count: int) -> bool:
-    """Whether all gradients of a step were, and were equal then."""
+    """Whether all gradients of a step were compared; they were equal then."""
     rows = [by_step(m, "gradients", count).get(step, ({}, 0))[0] for m in group.members.values()]
     return len(set.intersection(*(set(row) for row in rows))) == count
 
 
 def _same_kind(one: Edited, other: Edited) -> bool:
-    """As far as it is known: of an edit by hand, the line may not be."""
+    """Whether two modifications are of the same kind; the line may not be known."""
     return (one.beside, set(one.functions)) == (other.beside, set(other.functions))
 
 
-def _beyond_the_usual(edits: dict[int, Edited], group: Replicas) -> dict[int, Edited]:
+def _beyond_the_common(edits: dict[int, Edited], group: Replicas) -> dict[int, Edited]:
     """Without ranks that only do what all do, at the same lines or by calling the same functions
     (`unscale_`, clipping), where others do more."""
     if len(edits) < len(group.members):
         return edits
-    usual = set.intersection(*(set(e.functions) for e in edits.values()))
-    more = {n: e for n, e in edits.items() if usual and (e.beside or set(e.functions) - usual)}
+    shared = set.intersection(*(set(e.functions) for e in edits.values()))
+    more = {n: e for n, e in edits.items() if shared and (e.beside or set(e.functions) - shared)}
     if 0 < len(more) < len(edits):
         return more
     lines = {n: {str(s) for s in _lines(group.members[n].rank, e)} for n, e in edits.items()}
@@ -285,27 +358,28 @@ def _beyond_the_usual(edits: dict[int, Edited], group: Replicas) -> dict[int, Ed
 
 
 def _own_functions(edits: dict[int, Edited], number: int) -> set[str]:
-    """What changes them on this rank and is called on no other."""
+    """The functions that change the tensors on this rank and are called on no other."""
     others = (e.functions for n, e in edits.items() if n != number)
     return set(edits[number].changers).difference(*others)
 
 
-def _unlike_most(edits: dict[int, Edited]) -> tuple[int, ...]:
-    """Those that multiply by another number than most others; all where there is no such number."""
+def _different_from_most(edits: dict[int, Edited]) -> tuple[int, ...]:
+    """The ranks that multiply by another factor than most; all ranks where there is no majority."""
     same = equal_ranks({n: (f"{e.ratio:.4g}",) for n, e in edits.items()})
     known = edits[same[0][0]].ratio
     return (odd_ones(same) if known else ()) or tuple(sorted(edits))
 
 
-def _alike(edits: dict[int, Edited]) -> bool:
-    """Whether all ranks seem to make the same edit: one ratio, or a function of torch's."""
+def _same(edits: dict[int, Edited]) -> bool:
+    """Whether all ranks seem to make the same modification: one factor, or a function of torch."""
     ratios = {f"{e.ratio:.4g}" for e in edits.values()}
     same = len(ratios) == 1 and len({e.functions for e in edits.values()}) == 1
     return same and any(e.ratio or e.functions for e in edits.values())
 
 
 def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
-    """The latest word on edits of this rank at a step, with the line that a later one may know."""
+    """The last record of this rank's modifications up to a step, with the line from a later record
+    where it is not known yet."""
     mine = edits_of(group.members[number], kind)
     now = next((e for e in reversed(mine) if e.step <= first), None)
     if now is None or now.site >= 0 or not (now.changed or now.undone):
@@ -317,16 +391,17 @@ def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
 
 
 def edits_of(member: Member, kind: str) -> list[Edited]:
-    """What was told of a kind."""
+    """The records of a kind of tensor: `gradients`, `parameters` or `state`."""
     of = member.model, member.optimizer, kind
     return [e for e in member.rank.of(Edited) if (e.model, e.optimizer, e.kind) == of]
 
 
 def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:
+    """The line of a modification, if need be that of a call of one of these functions."""
     if (found := rank.location(event.site)) is not None:
         return found
     if event.kind != "gradients" or event.beside:
-        return None  # it was not, or not only, the clipping
+        return None  # not, or not only, clipping
     if (known := _caller(rank, event)) is not None:
         return known
     clipped = next((c for c in rank.of(Clipped) if c.function in functions), None)
@@ -339,7 +414,7 @@ def _caller(rank: Rank, event: Edited) -> Location | None:
 
 
 def clipped(group: Replicas) -> Cause | None:
-    """Some ranks clip, others never do."""
+    """Some ranks clip gradients, others never do."""
     calls = {n: c for n, m in group.members.items() if (c := m.rank.first(Clipped))}
     if not calls or len(calls) == len(group.members):
         return None
@@ -349,10 +424,11 @@ def clipped(group: Replicas) -> Cause | None:
 
 
 def _function(group: Replicas, ranks: tuple[int, ...], name: str, site: int) -> Cause:
-    """These ranks call it, and no others."""
+    """These ranks call a function, and no others."""
     return Cause(
+        FUNCTION_ON_SOME,
         text=f"{name} is called on {ranks_text(ranks)} only",
-        fix=f"call {name} on every rank: gradients are equal there, so is the norm",
+        fix=f"call {name} on every rank: averaged gradients are equal, and so is their norm",
         label="not called on the other ranks",
         location=group.members[ranks[0]].rank.location(site),
         ranks=ranks,

@@ -1,19 +1,22 @@
-"""Backwards that ranks lack of those that average, because a step of theirs did without."""
+"""Synchronised backwards that a rank missed because one of its steps was not synchronised."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...report.findings import Finding
-from ...run import unfolded
 from .gradient_patterns import Span, patterns
 from .replica import Member
 
 BACKWARD = "DDP backward"
+"""What a backward of DDP is called among the subjects of findings about collectives."""
+
+SYNCED = "synchronised_backwards_before_the_step"
+"""Evidence of `unsynced-step`: how many (a number)."""
 
 
 class MissedBackwards:
-    """Of the copies of one model: what each rank lacks at a step."""
+    """How many synchronised backwards each copy of one model has missed by a step."""
 
     def __init__(self, members: Mapping[int, Member]) -> None:
         spans = {n: list(patterns(m)) for n, m in members.items()}
@@ -24,7 +27,7 @@ class MissedBackwards:
         return any(self._short.values())
 
     def at(self, number: int, step: int) -> int:
-        """Backwards that rank `number` has left out up to this step."""
+        """How many rank `number` has missed up to this step."""
         return sum(
             (min(span.last, step) - span.first + 1) * each
             for span, each in self._short[number]
@@ -33,7 +36,8 @@ class MissedBackwards:
 
 
 def _short(mine: Sequence[Span], every: Iterable[Span]) -> Iterator[tuple[Span, int]]:
-    """The spans that average less often than this rank, or another one, does otherwise."""
+    """The spans with fewer synchronised backwards per step than this rank, or another one, runs
+    otherwise; and how many fewer."""
     whole = [s for s in mine if not s.pattern.reason] or [s for s in every if not s.pattern.reason]
     if not whole:
         return
@@ -44,35 +48,33 @@ def _short(mine: Sequence[Span], every: Iterable[Span]) -> Iterator[tuple[Span, 
                 yield span, usual - span.pattern.synced
 
 
-def parts_them(mine: Finding, other: Finding) -> bool:
-    """Whether ranks are in different calls, or one leaves while others wait, only because those
-    that are ahead lack the averaging backwards of the steps that `mine` tells of."""
-    lacks = str(mine.evidence.get("backwards_before_the_step", ""))
-    if mine.steps is None or not lacks.startswith(("0 averaged", "none")):
+def puts_ahead(mine: Finding, other: Finding) -> bool:
+    """Whether `other` (ranks in different collectives, or a rank that leaves while others wait)
+    only shows that some ranks are ahead by the synchronised backwards that `mine` says they missed.
+    """
+    if mine.steps is None or mine.evidence.get(SYNCED) != 0:
         return False
-    ahead, waiting = _sides(other)
-    whole = set(ahead) <= set(mine.ranks) and set(mine.ranks).isdisjoint(waiting)
-    if not ahead or not waiting or not whole:
+    ahead, waiting = _sides(mine, other)
+    if not ahead or not waiting:
         return False
-    least, count = min(waiting.values()), mine.steps.count
+    count = mine.steps.count
     lead = {step - behind for step in ahead.values() for behind in waiting.values()}
-    # A rank that is in the middle of a round has not stepped in it.
-    fewest = count - 1 if other.evidence.get("stuck") else 0
-    return least >= mine.steps.first and all(fewest <= n <= count for n in lead)
+    # A rank that hangs in the middle of a round has not taken the step of that round.
+    fewest = count - 1 if other.deadlocked or other.evidence.get("stuck") else 0
+    return min(waiting.values()) >= mine.steps.first and all(fewest <= n <= count for n in lead)
 
 
-def _sides(other: Finding) -> tuple[dict[int, int], dict[int, int]]:
-    """Optimizer steps of the ranks that are ahead, and of those in a backward of DDP."""
-    ahead: dict[int, int] = {}
-    waiting: dict[int, int] = {}
-    calls, steps = other.evidence.get("calls"), other.evidence.get("steps")
-    if other.check == "collective-mismatch" and isinstance(calls, list):
-        for side in calls:
-            into = waiting if side["call"].startswith(BACKWARD) else ahead
-            into.update(dict.fromkeys(unfolded(side["ranks"]), side.get("step", -1)))
+def _sides(mine: Finding, other: Finding) -> tuple[dict[int, int], dict[int, int]]:
+    """The optimizer steps of the ranks that missed backwards, and of the others, which wait in a
+    backward of DDP; empty where `other` is not of that kind."""
+    if other.check == "collective-mismatch" and BACKWARD in other.subjects:
+        steps = other.evidence.get("steps_taken")
     elif other.check == "rank-exited-early" and other.subjects == (BACKWARD,):
-        reported = other.evidence.get("left")
-        left = unfolded(reported) if isinstance(reported, str) else {*other.ranks}
-        for number, count in steps.items() if isinstance(steps, dict) else ():
-            (ahead if int(number) in left else waiting)[int(number)] = count
-    return ahead, waiting
+        steps = other.evidence.get("steps")
+    else:
+        return {}, {}
+    taken = {int(n): count for n, count in steps.items()} if isinstance(steps, dict) else {}
+    ahead = {n: count for n, count in taken.items() if n in mine.ranks}
+    if other.check == "rank-exited-early" and ahead.keys() != {*other.ranks}:
+        return {}, {}  # others left, or not all of these
+    return ahead, {n: count for n, count in taken.items() if n not in ahead}

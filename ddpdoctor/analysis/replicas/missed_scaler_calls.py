@@ -1,4 +1,4 @@
-"""Calls of a scaler that some ranks leave out while those of the others skip a step."""
+"""Calls of `GradScaler.step` that some ranks omit while those of the others skip a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from ...report.findings import Steps
 
 @dataclass(frozen=True)
 class Call:
-    """A call by its moment: the averaging backwards before it; `number` is its own."""
+    """A call of `GradScaler.step`.
+
+    Attributes:
+        backwards: the synchronised backwards before it, which all ranks run together.
+        number: of the call, among those of the rank.
+        step: optimizer steps taken before it.
+    """
 
     backwards: int
     number: int
@@ -25,13 +31,13 @@ class Call:
 
 @dataclass(frozen=True)
 class MissedScalerCalls:
-    """Scales that part since.
+    """A call that some ranks omitted, since which the loss scales differ.
 
     Attributes:
-        ranks: who left the call out.
-        by, call: what they left out, as this rank made it, which skipped the step.
-        scales: by rank, at the next moment that all of them came to.
-        steps: those with scales that differ.
+        ranks: who omitted the call.
+        by, call: the call as another rank made it, which skipped the step.
+        scales: by rank, at the next call that all ranks made.
+        steps: at which the scales differ.
     """
 
     ranks: tuple[int, ...]
@@ -41,15 +47,15 @@ class MissedScalerCalls:
     steps: Steps
 
 
-def left_out(
+def missed_call(
     events: Mapping[int, Sequence[ScalerStep]], ends: Mapping[int, int]
 ) -> MissedScalerCalls | None:
-    """Whether gradients of one averaging backward are scaled differently, since some ranks have not
-    called the scaler at a backward at which the others did and skipped the step: their scales fell.
+    """The call that some ranks omitted after a synchronised backward, while the others made it and
+    skipped the step: only the scales of the others fell. None where it is not so.
 
     Args:
         events: of one scaler, by rank.
-        ends: the last step of each.
+        ends: the last step of each rank.
     """
     if any(e.backwards < 0 or e.scale < 0 for mine in events.values() for e in mine):
         return None
@@ -62,7 +68,9 @@ def left_out(
     whole = [row for row in rows if len(row) == len(events)]
     before = [r for r in whole if _moment(r) < call.backwards]
     after = [r for r in whole if _moment(r) > call.backwards]
-    if not before or not after or any(_apart(row) for row in before) or not _apart(after[0]):
+    if not before or not after or not _scales_differ(after[0]):
+        return None
+    if any(_scales_differ(row) for row in before):
         return None
     ranks = tuple(n for n in events if n not in rows[skip])
     end = min(ends.values())
@@ -70,20 +78,20 @@ def left_out(
     spans = [
         range(step, max(step + 1, min(until, end + 1)))
         for row, step, until in zip(after, begins, [*begins[1:], end + 1], strict=True)
-        if _apart(row)
+        if _scales_differ(row)
     ]
     steps = Steps(spans[0].start, spans[-1].stop - 1, sum(len(span) for span in spans))
     return MissedScalerCalls(ranks, by, call, {n: c.scale for n, c in after[0].items()}, steps)
 
 
 def _around(event: ScalerStep) -> tuple[int, int]:
-    """The moment of a call, and of the next one, if there is none between."""
+    """The synchronised backwards before a call, and before the next one if none is recorded."""
     return event.backwards, event.backwards + max(1, event.each)
 
 
 def _at(events: Sequence[ScalerStep], backwards: int) -> Call | None:
-    """The call after so many averaging backwards: one that is not told is like the last that was,
-    and not skipped."""
+    """The call after so many synchronised backwards: one that is not recorded is like the last
+    recorded one, but did not skip its step. None where there is no call at that point."""
     place = bisect_right(events, backwards, key=lambda e: e.backwards) - 1
     if place < 0:
         return None
@@ -103,5 +111,5 @@ def _moment(row: Mapping[int, Call]) -> int:
     return next(iter(row.values())).backwards
 
 
-def _apart(row: Mapping[int, Call]) -> bool:
+def _scales_differ(row: Mapping[int, Call]) -> bool:
     return len({c.scale for c in row.values()}) > 1

@@ -1,4 +1,4 @@
-"""Whether parameters are other ones at a later look."""
+"""Whether parameters change between two looks at them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from .replicas import Divergence, Replicas, by_step
 
 
 def moved(group: Replicas, found: Divergence) -> bool:
-    """Whether any parameter whose gradients differ is another one at a later look than when they
-    first did."""
+    """Whether any parameter whose gradients differ has changed since they first did."""
     names = group.names("parameters")
     rows = by_step(group.any, "parameters", len(names))
     tables = {k: table for k, (table, _) in rows.items() if k >= found.first}
@@ -18,6 +17,10 @@ def moved(group: Replicas, found: Divergence) -> bool:
 
 
 def changes(member: Member, position: int, count: int) -> bool:
-    """Whether one of the parameters of an optimizer is another one at a later look."""
+    """Whether one parameter of an optimizer changes between two looks.
+
+    Args:
+        position: of the parameter, among `count` of the optimizer.
+    """
     tables = [table for table, _ in by_step(member, "parameters", count).values()]
     return len({table[position] for table in tables if position in table}) > 1

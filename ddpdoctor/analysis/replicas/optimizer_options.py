@@ -7,32 +7,33 @@ from collections.abc import Iterator, Mapping
 
 from ...events import Hyperparameters
 from ...events.amp import told_at
-from ...run import Location, Rank, ranks_text
+from ...run import Location, Rank, ranks_text, some
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
 
 ROUNDING = 2.0**-23
-"""Relative distance of neighbours in float32: a value that was broadcast in it is the same."""
+"""Relative distance of neighbouring float32 values: a value that was broadcast as float32 counts as
+the same."""
 
 SCHEDULE = 3
-"""Values one after the other that ranks do not have in common by chance."""
+"""Consecutive values that two ranks do not have in common by chance."""
 
 LACKS_AT_MOST = 8
 
 
 def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
-    """By the step at which they were told, the values from then on."""
+    """The options by the step from which they hold."""
     return {e.step: e.groups for e in rank.of(Hyperparameters) if e.optimizer == optimizer}
 
 
 def at(table: dict[int, Groups], step: int) -> Groups:
+    """The options that hold at a step."""
     return table[max(s for s in table if s <= step)]
 
 
 def skewed(tables: dict[int, dict[int, Groups]], last: int) -> list[int]:
-    """The steps, up to the last that all ranks began, at which any rank told a change and the
-    values are not equal."""
+    """The steps up to `last` at which any rank recorded a change and the values are not equal."""
     reported = sorted({s for table in tables.values() for s in table if told_at(s) and s <= last})
     begun = [s for s in reported if all(min(t, default=1 << 60) <= s for t in tables.values())]
     found = []
@@ -47,9 +48,11 @@ def skewed(tables: dict[int, dict[int, Groups]], last: int) -> list[int]:
 
 
 def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
-    """Of ranks that all give an option the same values in the same order, as far as each comes, and
-    only at other steps: those that had the last common one first. Empty where they do not, or it
-    has changed less than twice."""
+    """The ranks that reach the last common value of an option first, where all ranks set the same
+    values in the same order and only at different steps.
+
+    Empty where the values differ, or there are fewer than `SCHEDULE` common ones.
+    """
     series = {n: list(_series(table, option, index)) for n, table in tables.items()}
     common = min(len(changes) for changes in series.values())
     first = next(iter(series.values()))[:common]
@@ -64,9 +67,9 @@ def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tupl
     return tuple(n for n, step in when.items() if step == min(when.values()) < max(when.values()))
 
 
-def left_out(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
-    """Ranks that never gave an option a few of the values that the others gave it one after the
-    other, and all later ones as many steps sooner. Empty where the others differ themselves."""
+def omitting(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
+    """The ranks that omit a few consecutive values of an option that the others set, and set all
+    later ones correspondingly sooner. Empty where the values differ otherwise."""
     series = {n: [v for _, v in _series(table, option, index)] for n, table in tables.items()}
     for whole in series.values():
         lacks = {n: _lacks(values, whole) for n, values in series.items()}
@@ -76,7 +79,8 @@ def left_out(tables: dict[int, dict[int, Groups]], option: str, index: int) -> t
 
 
 def _lacks(values: list[Value], whole: list[Value]) -> int | None:
-    """How many of all values these lack in one place; None where they are others."""
+    """How many values of `whole` are missing from `values`, in one place; None where the values
+    differ otherwise."""
     pairs = enumerate(zip(values, whole, strict=False))
     parted = next((n for n, (a, b) in pairs if not _alike(a, b)), None)
     if parted is None:
@@ -89,7 +93,7 @@ def _lacks(values: list[Value], whole: list[Value]) -> int | None:
 
 
 def _series(table: dict[int, Groups], option: str, index: int) -> Iterator[tuple[int, Value]]:
-    """The values that an option takes, one after the other, and the steps from which it does."""
+    """The consecutive values of an option, each with the step from which it holds."""
     before: Value | None = None
     for step in sorted(table):
         value = table[step][index].get(option) if index < len(table[step]) else None
@@ -99,7 +103,8 @@ def _series(table: dict[int, Groups], option: str, index: int) -> Iterator[tuple
 
 
 def settled(values: dict[int, Groups]) -> dict[int, Groups]:
-    """The same, where what differs by rounding alone stands as the first rank has it."""
+    """The options by rank, with values that differ by rounding only replaced by those of the first
+    rank."""
     first = next(iter(values.values()))
 
     def settle(group: dict[str, Value], known: dict[str, Value]) -> dict[str, Value]:
@@ -112,7 +117,7 @@ def settled(values: dict[int, Groups]) -> dict[int, Groups]:
 
 
 def _alike(one: Value, other: Value) -> bool:
-    """Whether two values, or two sequences of them as they are spelled out, are the same."""
+    """Whether two values, or two sequences written as `a, b`, are equal up to rounding."""
     if one == other:
         return True
     pairs = list(zip(str(one).split(", "), str(other).split(", "), strict=False))
@@ -125,7 +130,7 @@ def _alike(one: Value, other: Value) -> bool:
 
 
 def options(values: dict[int, Groups]) -> list[tuple[str, int]]:
-    """(option, group) that differ; the learning rate first."""
+    """The options that differ, as (name, parameter group); the learning rate first."""
     tables = list(values.values())
     found = [
         (name, i)
@@ -137,6 +142,7 @@ def options(values: dict[int, Groups]) -> list[tuple[str, int]]:
 
 
 def spelled(shown: Mapping[int, object]) -> str:
+    """`0.1 on ranks 0-2, 0.2 on rank 3`; at most four values."""
     by_value: dict[object, list[int]] = {}
     for number, value in shown.items():
         by_value.setdefault(value, []).append(number)
@@ -144,11 +150,11 @@ def spelled(shown: Mapping[int, object]) -> str:
         f"{v:.9g} on {ranks_text(r)}" if isinstance(v, float) else f"{v} on {ranks_text(r)}"
         for v, r in by_value.items()
     ]
-    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more values" if len(parts) > 4 else "")
+    return some(parts, 4, "values") if len(parts) > 4 else ", ".join(parts)
 
 
 def set_at(rank: Rank, optimizer: int, option: str, until: int) -> Location | None:
-    """The user's own line that gave an option a new value."""
+    """The line of the program that set an option, up to a step."""
     for event in rank.of(Hyperparameters):
         known = event.optimizer == optimizer and event.step <= until
         spot = rank.location(event.set_sites.get(option, -1)) if known else None

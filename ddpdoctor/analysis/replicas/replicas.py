@@ -1,4 +1,4 @@
-"""Which ranks hold equal copies of what, and where their digests part."""
+"""Which ranks hold copies of the same model, and where the digests of these copies diverge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...events import Digests, Loaded, Replica, Wrapped
 from ...events.drift import UNHELD, chosen
 from ...events.pack import unpack
 from ...report.findings import Finding
-from ...run import Run, equal_ranks, odd_ones
+from ...run import Run, counted, equal_ranks, odd_ones, some
 from . import evaluations
 from .evaluations import Row
 from .group_findings import united
@@ -24,14 +24,19 @@ from .replica import Member
 
 ABSENT = 0
 ZERO = 1
-"""Digests of no tensor, and of one in which nothing but zeros is."""
+"""Digests of no tensor, and of one that holds zeros only."""
 
-NO_COPIES = "no two ranks were seen to train copies of one wrapped model"
+NO_COPIES = "no two ranks train copies of the same wrapped model, as far as was seen"
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The copies of one model, as one optimizer trains it. `members` by global rank."""
+    """The copies of one model, as one optimizer trains it.
+
+    Attributes:
+        members: by global rank.
+        left_out: why these copies are not compared; empty where they are.
+    """
 
     members: dict[int, Member]
     left_out: str = ""
@@ -42,12 +47,12 @@ class Replicas:
 
     @property
     def size(self) -> int:
-        """Elements of the parameters."""
+        """How many elements the parameters have, all together."""
         every = self.any.wrapped.parameters
         return sum(prod(every[p].shape) for p in unpack(self.any.seen.parameters))
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of a kind, in the order that digests count."""
+        """Names of the tensors of a kind, in the order of their digests."""
         wrapped = self.any.wrapped
         if kind == "buffers":
             return [b.name for b in wrapped.buffers]
@@ -59,14 +64,20 @@ class Divergence:
     """Where copies differ.
 
     Attributes:
-        keys: the moments at which they do, ascending; `compared` of those from the first on, of
-            any tensor that does.
-        names: of the tensors that differ; `looked` of the `total` were compared while they did,
-            that is from then on, or where some of them were equal again meanwhile, at `keys`.
+        kind: of the digests: `parameters`, `gradients`, `local`, `buffers`, `state:<name>`.
+        point: when they were taken: `step`, `eval`, `again`, `part`, `kept` or `end`.
+        keys: the moments at which the copies differ, ascending.
+        compared: how many moments from the first on compared a tensor that differs.
+        names: of the tensors that differ.
+        total: how many tensors there are.
+        looked: how many of them were compared from the first moment on; where some were equal
+            again in between, at `keys`.
         minority: ranks that differ from most others; all ranks where there is no majority.
-        uncompared: ranks that did not look at what differs at first, of a `step`.
-        told: the look that tells the `split`, where the first one cannot; empty if it does.
-        at: wall clock of the first moment, on the last rank where it is none of a step.
+        split: the ranks in groups that agree, the largest first.
+        uncompared: ranks that did not look at what differs first, of a `step`.
+        grouped_by: the later comparison that tells the `split`, where the first one cannot; empty
+            where it can.
+        at: wall clock of the first moment, on the last rank where it is not that of a step.
         healed: a later moment at which all tensors were equal again, -1 for none.
         before: the last moment at which they were still equal, as far as they were compared
             then; -1 for none.
@@ -82,7 +93,7 @@ class Divergence:
     minority: tuple[int, ...] = ()
     split: Split = field(default_factory=list)
     uncompared: tuple[int, ...] = ()
-    reported: str = ""
+    grouped_by: str = ""
     at: float = 0.0
     healed: int = -1
     before: int = -1
@@ -93,19 +104,22 @@ class Divergence:
 
     @property
     def unseen(self) -> range:
-        """The steps between the last one at which they were equal and the first at which they
-        were not: it may have begun in any of them."""
+        """The steps after the last one at which the copies were equal, up to the first one at
+        which they differ: the divergence may have begun in any of them."""
         known = self.point == "step" and self.before >= 0
         return range(self.before + 1, self.first if known else self.before + 1)
 
 
-Told = tuple[Replicas, Finding]
-"""A finding, and whose copies it is about."""
+Reported = tuple[Replicas, Finding]
+"""A finding, and the copies that it is about."""
 
 
 def replicas(run: Run, *, unheld: bool = False) -> list[Replicas]:
-    """Every model and optimizer that two ranks or more hold in equal copies; `unheld`: and the
-    models that are trained although no optimizer holds them."""
+    """Every model and optimizer of which two ranks or more hold copies.
+
+    Args:
+        unheld: include models that are trained although no optimizer holds them.
+    """
     found: dict[tuple[tuple[int, ...], int, int], dict[int, Member]] = {}
     for rank in run.ranks.values():
         wrapped = {w.model: w for w in rank.of(Wrapped)}
@@ -130,14 +144,16 @@ def replicas(run: Run, *, unheld: bool = False) -> list[Replicas]:
 def each_model(
     run: Run, judge: Callable[[Run, Replicas], Iterable[Finding]], *, unheld: bool = False
 ) -> Iterator[Finding]:
-    """What `judge` says of every model, whichever of its optimizers it says it of. Models that one
-    line wraps, and of which it points at one line, are told together, and so are groups of ranks.
+    """The findings of `judge`, one for each model whatever the number of its optimizers.
+
+    Models that one line wraps become one finding where the findings point at one line, and so do
+    groups of ranks.
     """
-    by_model: dict[object, list[Told]] = {}
+    by_model: dict[object, list[Reported]] = {}
     for group in replicas(run, unheld=unheld):
         mine = by_model.setdefault((group.any.model, tuple(group.members)), [])
         mine += [(group, finding) for finding in judge(run, group)]
-    together: dict[object, list[Told]] = {}
+    together: dict[object, list[Reported]] = {}
     for model, reported in by_model.items():
         if reported:
             group, first = reported[0][0], _joined(reported)
@@ -147,8 +163,8 @@ def each_model(
     yield from united((tuple(t[0][0].members), _of_models(t)) for t in together.values())
 
 
-def _joined(reported: Sequence[Told]) -> Finding:
-    """The worst of them, the first in time, with the ranks, subjects and optimizers of all."""
+def _joined(reported: Sequence[Reported]) -> Finding:
+    """The worst finding, of these the first, with the ranks, subjects and optimizers of all."""
     findings = sorted((f for _, f in reported), key=lambda f: (f.severity.rank, f.at))
     ranks = tuple(sorted({r for f in findings for r in f.ranks}))
     subjects = tuple(dict.fromkeys(s for f in findings for s in f.subjects))
@@ -157,24 +173,27 @@ def _joined(reported: Sequence[Told]) -> Finding:
     return msgspec.structs.replace(findings[0], ranks=ranks, subjects=subjects, optimizers=held)
 
 
-def _of_models(reported: Sequence[Told]) -> Finding:
+def _of_models(reported: Sequence[Reported]) -> Finding:
+    """One finding for models that one line wraps."""
     finding, more = _joined(reported), len(reported) - 1
     if not more:
         return finding
     rows = [
-        {"model": group.any.wrapped.kind, "concerned": ", ".join(f.subjects[:4])}
-        for group, f in reported
+        {"model": group.any.wrapped.kind, "tensors": some(f.subjects, 4)} for group, f in reported
     ]
     return msgspec.structs.replace(
         finding,
-        summary=f"{finding.summary}; and so with {more} more "
-        f"{'model' if more == 1 else 'models'} that the same line wraps",
+        summary=f"{finding.summary}; the same holds for {counted(more, 'more model')} wrapped at "
+        "this line",
         evidence=finding.evidence | {"models": rows},
     )
 
 
 def _alike(members: dict[int, Member]) -> Replicas | None:
-    """Those that hold the same tensors: others cannot be compared, and are another check's."""
+    """The largest set of ranks that hold the same tensors; None where fewer than two do.
+
+    Others cannot be compared, and are reported by another check (`model-mismatch`).
+    """
     looks = {
         n: (m.seen.parameters, tuple(p.look for p in m.wrapped.parameters))
         for n, m in members.items()
@@ -196,8 +215,12 @@ def _alike(members: dict[int, Member]) -> Replicas | None:
 def divergence(
     group: Replicas, kind: str, point: str = "step", *, among: Container[int] | None = None
 ) -> Divergence | None:
-    """How the copies differ in digests of a kind, or None where they never do; `among` these
-    moments only."""
+    """Where the copies differ in digests of a kind; None where they never do.
+
+    Args:
+        point: the moments to compare, see `Divergence.point`.
+        among: only these moments.
+    """
     names = group.names("buffers" if kind == "buffers" else "parameters")
     found = Divergence(kind, point, [], total=len(names))
     positions: set[int] = set()
@@ -237,7 +260,7 @@ def divergence(
 def _moments(
     group: Replicas, kind: str, point: str, among: Container[int] | None = None
 ) -> Iterator[tuple[int, dict[int, Row], list[int]]]:
-    """The moments that two ranks looked at or more: their rows, and the positions that differ."""
+    """The moments that at least two ranks looked at: their rows, and the positions that differ."""
     tables = by_rank(group, kind, point)
     count = len(group.names("buffers" if kind == "buffers" else "parameters"))
     for key in sorted({k for table in tables.values() for k in table}):
@@ -245,13 +268,14 @@ def _moments(
         if len(rows) < 2 or (among is not None and key not in among):
             continue
         if point in ("step", "kept") and len({made for _, _, made in rows.values()}) > 1:
-            return  # not the same step any more: see `_skipped`
+            return  # no longer the same step: see `skipped_steps`
         parts = kind.startswith("state:") or point == "part"
         yield key, rows, _differing(rows, key, count, parts=parts)
 
 
 def _divide(group: Replicas, found: Divergence, sides: Mapping[int, Split]) -> None:
-    """Who differs from whom: as the first look tells, or where that compared too few, others."""
+    """Find out who differs from whom: by the first comparison, or if too few ranks were part of
+    it by a later one."""
     found.split = sides[found.first]
     if found.point == "step":
         compared = {n for side in found.split for n in side}
@@ -261,13 +285,13 @@ def _divide(group: Replicas, found: Divergence, sides: Mapping[int, Split]) -> N
         later = {f"{what} at step {k}": s for k, s in sides.items() if k != found.first}
         if found.kind != "buffers":
             later |= _of_parameters(group, found)
-        found.reported = settles(found.split, later, len(group.members))
-        found.split = later.get(found.reported, found.split)
+        found.grouped_by = settles(found.split, later, len(group.members))
+        found.split = later.get(found.grouped_by, found.split)
     found.minority = odd_ones(found.split)
 
 
 def _of_parameters(group: Replicas, found: Divergence) -> Iterator[tuple[str, Split]]:
-    """How the parameters of the same names divide the ranks after the first look."""
+    """How the parameters of the same names divide the ranks after the first comparison."""
     names = group.names("parameters")
     same = {names.index(name) for name in found.names}
     for point in ("step", "end"):
@@ -278,8 +302,12 @@ def _of_parameters(group: Replicas, found: Divergence) -> Iterator[tuple[str, Sp
 
 
 def lacking(group: Replicas, found: Divergence, what: int = ABSENT) -> tuple[int, ...]:
-    """The ranks that have none of the tensors that differ at first, or only zeros in them, where
-    the others have them all and agree on them."""
+    """The ranks that have none of the tensors that differ first, or only zeros in them, where the
+    others have all of them and agree.
+
+    Args:
+        what: `ABSENT` or `ZERO`.
+    """
     count, key = found.total, found.first
     tables = by_rank(group, found.kind, found.point)
     rows = {n: table[key] for n, table in tables.items() if key in table}
@@ -292,7 +320,7 @@ def lacking(group: Replicas, found: Divergence, what: int = ABSENT) -> tuple[int
 
 
 def never_change(group: Replicas, names: Iterable[str]) -> bool:
-    """Whether these buffers were the same at all moments, two at least, on every rank."""
+    """Whether these buffers had the same values at all moments, at least two, on every rank."""
     every = group.names("buffers")
     wanted = [every.index(name) for name in names]
     for member in group.members.values():
@@ -309,13 +337,13 @@ def never_change(group: Replicas, names: Iterable[str]) -> bool:
 
 
 def compared(group: Replicas, kind: str, point: str = "step") -> bool:
-    """Whether two ranks have a moment in common."""
+    """Whether two ranks have digests of a common moment."""
     keys = [set(_rows(m, kind, point)) for m in group.members.values()]
     return any(a & b for a, b in pairwise(keys))
 
 
 def kinds(group: Replicas, prefix: str) -> list[str]:
-    """Kinds of digests that begin with `prefix`."""
+    """The kinds of digests that begin with `prefix`, sorted."""
     found = {e.kind for m in group.members.values() for e in m.rank.of(Digests)}
     return sorted(k for k in found if k.startswith(prefix))
 
@@ -345,8 +373,8 @@ def _rows(member: Member, kind: str, point: str) -> dict[int, Row]:
 
 
 def by_rank(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]:
-    """The rows of every rank by moment; a backward before a step that one is known to lack counts
-    as if it had made it."""
+    """The rows of every rank by moment. A synchronised backward that a rank is known to have
+    missed before a step counts as if the rank had run it."""
     tables = {n: _rows(m, kind, point) for n, m in group.members.items()}
     if point in ("again", "part"):
         evaluations.together(tables)
@@ -363,7 +391,7 @@ def by_rank(group: Replicas, kind: str, point: str) -> dict[int, dict[int, Row]]
 
 
 def by_step(member: Member, kind: str, count: int) -> dict[int, tuple[dict[int, int], int]]:
-    """By step, the digests by position and the averaging backwards until then."""
+    """By step, the digests by position, and the synchronised backwards until then."""
     rows = _rows(member, kind, "step")
     return {key: (_by_position(row, key, count), row[2]) for key, row in rows.items()}
 
@@ -376,8 +404,11 @@ def _wall(member: Member, kind: str, point: str, key: int) -> float:
 
 
 def _differing(rows: dict[int, Row], key: int, count: int, *, parts: bool) -> list[int]:
-    """Positions that every rank of the moment looked at and that are not equal on all. With
-    `parts`, a rank need not hold all of it: what it has not is no other value."""
+    """Positions that every rank of the moment looked at and that are not equal on all.
+
+    Args:
+        parts: a rank need not hold all tensors: one that it lacks is no different value.
+    """
     if len(set(rows.values())) == 1:
         return []
     found = []
@@ -390,7 +421,8 @@ def _differing(rows: dict[int, Row], key: int, count: int, *, parts: bool) -> li
 
 
 def divided(group: Replicas) -> str:
-    """State of the optimizer that each rank holds for a part of the parameters only."""
+    """The optimizer state that each rank holds for a part of the parameters only; empty for
+    none."""
     for kind in kinds(group, "state:"):
         tables = [_rows(m, kind, "step") for m in group.members.values()]
         for key in set.intersection(*(set(t) for t in tables)):
@@ -407,7 +439,7 @@ def _by_position(row: Row, key: int, count: int) -> dict[int, int]:
 
 
 def _split(rows: dict[int, Row], key: int, count: int, differing: list[int]) -> Split:
-    """The ranks in groups that agree, the largest first."""
+    """The ranks in groups that agree at these positions, the largest first."""
     tables = {number: _by_position(row, key, count) for number, row in rows.items()}
     return equal_ranks({n: tuple(table[p] for p in differing) for n, table in tables.items()})
 
@@ -418,7 +450,7 @@ def by_module(names: Iterable[str]) -> dict[str, int]:
 
 
 def loads(group: Replicas, what: str) -> dict[int, list[Loaded]]:
-    """By rank, the loads of the model or its optimizer."""
+    """By rank, the loads of `what` (a key of `state_loading.THINGS`)."""
     return {
         n: found
         for n, m in group.members.items()

@@ -1,4 +1,5 @@
-"""Optimizer steps that some ranks leave out, as the averaging backwards tell that all make."""
+"""Optimizer steps that some ranks skip: known from the synchronised backwards, which all ranks run
+together."""
 
 from __future__ import annotations
 
@@ -10,18 +11,27 @@ from .evaluations import Row
 from .missed_backwards import MissedBackwards
 from .replicas import Replicas, by_rank, divergence
 
+SKIPPED = "skipped-step"
+FEWER = "fewer-steps"
+
+RULES = {
+    SKIPPED: "some ranks take a step after more synchronised backwards than others",
+    FEWER: "some ranks take fewer steps in all, for equally many synchronised backwards",
+}
+
 
 @dataclass(frozen=True)
 class Skipped:
-    """Steps that some ranks left out.
+    """Steps that some ranks skipped.
 
     Attributes:
-        step: the first that not all ranks took after as many backwards.
-        backwards: by rank, the averaging backwards before it; in the `end`, of the whole run.
+        step: the first that not all ranks took after equally many synchronised backwards.
+        backwards: by rank, the synchronised backwards before it; of the whole run where `taken`
+            is known.
         taken: by rank, the steps in the end; empty where the backwards before a step tell.
-        steps: those in which the copies are apart since.
+        steps: at which the copies differ since.
         together: the step before which they are equal again, and stay so; -1 for none.
-        fewer: by rank, how many steps are left out until the end, where that is known.
+        fewer: by rank, how many steps are skipped until the end, where that is known.
     """
 
     ranks: tuple[int, ...]
@@ -34,8 +44,8 @@ class Skipped:
 
 
 def before_a_step(group: Replicas) -> Skipped | None:
-    """What was left out before a step that some ranks took after more averaging backwards than
-    others. Backwards that others are known to lack do not count."""
+    """Steps skipped before a step that some ranks took after more synchronised backwards than
+    others. Backwards that others are known to have missed do not count."""
     tables = by_rank(group, "parameters", "step")
     for key in sorted({k for table in tables.values() for k in table}):
         made = {n: table[key][2] for n, table in tables.items() if key in table}
@@ -46,15 +56,15 @@ def before_a_step(group: Replicas) -> Skipped | None:
 
 
 def in_the_end(group: Replicas) -> Skipped | None:
-    """What was left out after the last step that all ranks took: they have averaged equally often,
-    and their parameters differ."""
+    """Steps skipped after the last one that all ranks took: the ranks have run equally many
+    synchronised backwards, and their parameters differ."""
     taken = _taken(group)
     made = {n: row[2] for n, row in _ends(group).items()}
     most = max(taken.values())
     if min(taken.values()) == most or len(made) < len(taken) or len(set(made.values())) > 1:
         return None
     if most > max(made.values()) or divergence(group, "parameters", "end") is None:
-        return None  # some apply gradients twice; or what was left out made no difference
+        return None  # some apply gradients twice, or the skipped steps made no difference
     ranks = tuple(n for n, count in taken.items() if count < most)
     return _skipped(group, ranks, min(taken.values()), made, taken)
 
@@ -89,7 +99,8 @@ def _taken(group: Replicas) -> dict[int, int]:
 
 
 def _ends(group: Replicas) -> dict[int, Row]:
-    """By rank, the row of the end, with the backwards that it is known to lack."""
+    """By rank, the row of the end, including the backwards that the rank is known to have
+    missed."""
     lacking, taken = MissedBackwards(group.members), _taken(group)
     return {
         n: (stride, values, made + lacking.at(n, taken[n] - 1))
@@ -99,9 +110,12 @@ def _ends(group: Replicas) -> dict[int, Row]:
 
 
 def _together(group: Replicas, tables: Mapping[int, Mapping[int, Row]], after: int) -> int:
-    """The step, as the rank that is ahead counts them, before which the copies are equal again and
-    stay so. Their steps are no longer the same ones: their averaging backwards are, and of these
-    those after which all ranks looked at all parameters."""
+    """The step before which the copies are equal again and stay so, as the rank that is ahead
+    counts; -1 for none.
+
+    The ranks' step numbers no longer match, their synchronised backwards do: compared are the
+    moments after which all ranks looked at all parameters.
+    """
     ends, taken = _ends(group), _taken(group)
     looks: list[dict[int, tuple[tuple[int, ...], int]]] = []
     for number, table in tables.items():

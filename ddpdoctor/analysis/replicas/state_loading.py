@@ -1,4 +1,4 @@
-"""What was loaded into copies, and on which ranks."""
+"""Loads of weights and of optimizer and scheduler state, and the ranks that make them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ from dataclasses import dataclass
 
 from ...events import Loaded
 from ...report.findings import Finding, Related
-from ...run import ranks_do
+from ...run import listed, ranks_do
 from . import divergence_window
 from .causes import Cause
 from .divergence_window import EVER
+from .group_findings import LOADED_ONLY_ON
 from .replicas import Divergence, Replicas, loads
+
+LOAD_ON_SOME = "load-on-some-ranks"
+UNEQUAL_LOADS = "unequal-loads"
+
+RULES = {
+    LOAD_ON_SOME: "some ranks load weights or state that the others do not load",
+    UNEQUAL_LOADS: "every rank loads weights or state, and what they load differs",
+}
 
 THINGS = {
     "weights": "weights after the wrap",
     "optimizer": "the optimizer's state",
     "scheduler": "the scheduler's state",
 }
+"""What may be loaded, and how a report calls it."""
 
-ONLY_ON = "loaded_only_on"
-"""Name of the evidence which ranks alone load."""
+LOADED_TOO = "also_loaded"
+"""Evidence: what else the same ranks load, a list of keys of `THINGS`."""
 
 Rows = dict[int, list[Loaded]]
 """By rank, in order."""
@@ -28,11 +38,12 @@ Rows = dict[int, list[Loaded]]
 
 @dataclass(frozen=True)
 class LoadedOnSome:
-    """A load that only these ranks make.
+    """A load that only these ranks make, or that they make more often.
 
     Attributes:
-        event: the last one, on the first of them.
-        others: the other ranks load something, too; here: at this very line, less often.
+        event: the last one, on the first of these ranks.
+        others: whether the other ranks load something, too.
+        here: whether they do so at the same line, less often.
     """
 
     ranks: tuple[int, ...]
@@ -42,8 +53,11 @@ class LoadedOnSome:
 
 
 def of_some(group: Replicas, what: str, until: float, steps: range = EVER) -> LoadedOnSome | None:
-    """The last load by then, before one of these steps, that some ranks make and the others do
-    not."""
+    """The last load before one of these steps that some ranks make and the others do not.
+
+    Args:
+        until: seconds on the run's clock.
+    """
     found = _until(group, what, until, steps)
     rows = _by_step(group, what, found, steps)
     also = _extra(group, rows)
@@ -63,77 +77,83 @@ def of_some(group: Replicas, what: str, until: float, steps: range = EVER) -> Lo
     )
 
 
-def loaded(group: Replicas, what: str, parted: Divergence) -> Cause | None:
-    """Some ranks loaded after the wrap, others did not, or not from the same line."""
-    until, steps = parted.at, divergence_window.parted(group, parted)
+def loaded(group: Replicas, what: str, found: Divergence) -> Cause | None:
+    """Some ranks loaded after the wrap and others did not, or not at the same line; None where no
+    rank loaded."""
+    until, steps = found.at, divergence_window.window(group, found)
     if (some := of_some(group, what, until, steps)) is not None:
         return by_some(group, what, some, until, steps)
-    found = _by_step(group, what, _until(group, what, until, steps), steps)
-    if not found:
+    made = _by_step(group, what, _until(group, what, until, steps), steps)
+    if not made:
         return None
-    ranks = tuple(sorted(found))
-    spot = group.members[ranks[0]].rank.location(found[ranks[0]][-1].site)
-    everybody = len(found) == len(group.members)
+    ranks = tuple(sorted(made))
+    last = made[ranks[0]][-1]
+    everybody = len(made) == len(group.members)
     return Cause(
-        text=f"every rank loads {THINGS[what]}, and they are not the same"
+        UNEQUAL_LOADS if everybody else LOAD_ON_SOME,
+        text=f"every rank loads {THINGS[what]}, but not the same values"
         if everybody
-        else f"{ranks_do(ranks, 'load')} {THINGS[what]}, the others do not",
-        fix=_fix(what, _under_way(group, ranks[0], found[ranks[0]][-1])),
-        label="what is loaded differs between ranks",
-        location=spot,
+        else f"{ranks_do(ranks, 'load')} {THINGS[what]}, the other ranks do not",
+        fix=_fix(what, _under_way(group, ranks[0], last)),
+        label="loads different values on different ranks" if everybody else ONLY_SOME,
+        location=group.members[ranks[0]].rank.location(last.site),
         ranks=ranks,
-        evidence={} if everybody else {ONLY_ON: list(ranks)},
+        evidence={} if everybody else {LOADED_ONLY_ON: list(ranks)},
     )
+
+
+ONLY_SOME = "only some ranks run this line"
 
 
 def by_some(
     group: Replicas, what: str, some: LoadedOnSome, until: float, steps: range = EVER
 ) -> Cause:
-    """The load that only some ranks make, as the reason."""
+    """The cause of what a load that only some ranks make has changed."""
     ranks = some.ranks
     beside = {
         more: line
         for more in THINGS
         if more not in (what, "weights") and (line := _with_it(group, more, ranks, until, steps))
     }
-    thing = " and ".join(THINGS[each] for each in (what, *beside))
+    thing = listed([THINGS[each] for each in (what, *beside)])
     under_way = _under_way(group, ranks[0], some.event)
-    facts: dict[str, object] = {ONLY_ON: list(ranks)}
+    facts: dict[str, object] = {LOADED_ONLY_ON: list(ranks)}
     if beside:
-        facts["loaded_with_them"] = " and ".join(THINGS[more] for more in beside)
+        facts[LOADED_TOO] = list(beside)
     if some.here:
-        text = f"{ranks_do(ranks, 'load')} {thing} more often than the others"
-        label = f"{ranks_do(ranks, 'come')} here more often"
+        text = f"{ranks_do(ranks, 'load')} {thing} more often than the other ranks"
+        label = "some ranks run this line more often"
     else:
         place = " at this line" * some.others
-        text = f"{ranks_do(ranks, 'load')} {thing}{place}, the others do not"
-        label = f"only {ranks_do(ranks, 'come')} here"
+        text = f"{ranks_do(ranks, 'load')} {thing}{place}, the other ranks do not"
+        label = ONLY_SOME
     return Cause(
-        text,
-        "load on every rank alike" if some.others else _fix(what, under_way, bool(beside)),
-        label,
-        group.members[ranks[0]].rank.location(some.event.site),
-        ranks,
+        LOAD_ON_SOME,
+        text=text,
+        fix="load the same on every rank" if some.others else _fix(what, under_way, bool(beside)),
+        label=label,
+        location=group.members[ranks[0]].rank.location(some.event.site),
+        ranks=ranks,
         related=tuple(beside.values()),
         evidence=facts,
     )
 
 
 def each_its_own(group: Replicas, until: float) -> bool:
-    """Whether all ranks had loaded weights by then, none more often: several checkpoints may be
-    evaluated at a time, one on each rank."""
+    """Whether all ranks had loaded weights by `until`, none more often than another: they may
+    evaluate several checkpoints at a time, one on each rank."""
     everybody = len(_until(group, "weights", until)) == len(group.members)
     return everybody and of_some(group, "weights", until) is None
 
 
 def of_the_same(one: Finding, other: Finding) -> bool:
-    """Whether both come of what the same ranks, and only they, loaded."""
-    ranks = one.evidence.get(ONLY_ON)
-    return ranks is not None and ranks == other.evidence.get(ONLY_ON)
+    """Whether both findings follow from loads of the same ranks alone."""
+    ranks = one.evidence.get(LOADED_ONLY_ON)
+    return ranks is not None and ranks == other.evidence.get(LOADED_ONLY_ON)
 
 
 def reloads(group: Replicas, what: str, after: float) -> bool:
-    """Whether anything was loaded later: copies that are equal again need no other reason."""
+    """Whether anything was loaded later: that explains copies that are equal again."""
     return any(
         group.members[n].rank.wall(e.at) > after
         for n, events in loads(group, what).items()
@@ -142,7 +162,7 @@ def reloads(group: Replicas, what: str, after: float) -> bool:
 
 
 def _under_way(group: Replicas, number: int, event: Loaded) -> bool:
-    """Whether a rank loads when the training of these copies has begun."""
+    """Whether the training of these copies had begun when a rank made this load."""
     return divergence_window.own_step(group.members[number], event.step) > 0
 
 
@@ -150,25 +170,26 @@ def _fix(what: str, under_way: bool, beside: bool = False) -> str:
     if what == "weights":
         fix = "load on every rank, or "
         if under_way:
-            fix += "into a copy of the model where one rank alone needs it (to evaluate, say)"
+            fix += "into a copy of the model if only one rank needs the weights (to evaluate)"
         else:
-            fix += "before `DistributedDataParallel(...)`, which copies rank 0's"
-        return fix + "; the optimizer's state on every rank: it is never copied" * beside
+            fix += "before `DistributedDataParallel(...)`, which broadcasts rank 0's parameters"
+        return fix + "; load the optimizer's state on every rank: DDP never copies it" * beside
     return "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
 
 
 def _with_it(
     group: Replicas, what: str, ranks: tuple[int, ...], until: float, steps: range
 ) -> Related | None:
-    """Where the same ranks, and only they, load something besides."""
+    """The line at which the same ranks, and only they, also load `what`."""
     found = _until(group, what, until, steps)
     if tuple(sorted(found)) != ranks:
         return None
     spot = group.members[ranks[0]].rank.location(found[ranks[0]][-1].site)
-    return Related(f"and {THINGS[what]} here", spot) if spot else None
+    return Related(f"loads {THINGS[what]}", spot) if spot else None
 
 
 def _until(group: Replicas, what: str, until: float, steps: range = EVER) -> Rows:
+    """The loads up to a time, before one of these steps."""
     return {
         n: before
         for n, events in _before(group, what, steps).items()
@@ -177,7 +198,7 @@ def _until(group: Replicas, what: str, until: float, steps: range = EVER) -> Row
 
 
 def _before(group: Replicas, what: str, steps: range) -> Rows:
-    """Those before one of these steps."""
+    """The loads before one of these steps."""
     if steps == EVER:
         return loads(group, what)
     return {
@@ -192,7 +213,7 @@ def _before(group: Replicas, what: str, steps: range) -> Rows:
 
 
 def _by_step(group: Replicas, what: str, found: Rows, steps: range) -> Rows:
-    """The same as far as every rank had come by the last of them: one may have been slower."""
+    """The loads up to the step of the last one in `found`: a slower rank may load later."""
     last = max((e.step for events in found.values() for e in events), default=-1)
     known = _before(group, what, steps)
     rows = {n: [e for e in events if e.step <= last] for n, events in known.items()}
@@ -200,7 +221,7 @@ def _by_step(group: Replicas, what: str, found: Rows, steps: range) -> Rows:
 
 
 def _extra(group: Replicas, rows: Rows) -> dict[str, tuple[int, ...]]:
-    """By line, the ranks that load more often there than others, and more often in all, too."""
+    """By line, the ranks that load more often there than others, and more often in total."""
     counts = {n: Counter(_line(group, n, e) for e in rows.get(n, ())) for n in group.members}
     found = {}
     for line in {line for lines in counts.values() for line in lines}:

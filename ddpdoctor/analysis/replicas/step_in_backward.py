@@ -1,4 +1,4 @@
-"""Steps inside the backward, by hooks on the parameters, before DDP has averaged the gradients."""
+"""Optimizer steps inside backward, by hooks on parameters, before DDP averages the gradients."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from ...run import Rank, Run
 
 ABSENT = 0
 ENOUGH = 0.5
-"""Numbers exchanged per number of a model that may be its parameters, or their gradients."""
+"""Elements communicated per element of the model from which on they may be its parameters or
+gradients."""
 
 
 @dataclass(frozen=True)
 class Inside:
-    """A model that is so stepped, and the last record of each rank of its group.
+    """A model that is stepped inside backward.
 
     Attributes:
-        compared, differ: after how many such backwards the ranks' parameters were compared, and
-            after which of them they differed.
+        last: the last record of each rank of its group.
+        compared: after how many such backwards the ranks' parameters were compared.
+        differ: after which of these they differed.
     """
 
     wrapped: Wrapped
@@ -30,8 +32,8 @@ class Inside:
 
 
 def stepped(run: Run) -> Iterator[Inside]:
-    """Models whose ranks part in such steps: their parameters differ at every look, or cannot be
-    digested, and the program does not exchange as much as these are by itself."""
+    """Models that diverge by such steps: the parameters differ at every comparison, or cannot be
+    digested, and the program itself does not communicate as many elements as they have."""
     for group, model in sorted(_places(run)):
         reported: dict[Rank, dict[int, SteppedInside]] = {}
         for rank in run.ranks.values():
@@ -51,6 +53,7 @@ def stepped(run: Run) -> Iterator[Inside]:
 
 
 def _places(run: Run) -> set[tuple[tuple[int, ...], int]]:
+    """(ranks of the group, model) of all records."""
     every = ((rank, e.model) for rank in run.ranks.values() for e in rank.of(SteppedInside))
     return {(_group(rank, model), model) for rank, model in every}
 

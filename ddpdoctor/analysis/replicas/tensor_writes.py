@@ -1,5 +1,5 @@
-"""What was written to copies besides the optimizer's steps, and on which ranks: as torch's count of
-writes tells, or the values themselves after the last step."""
+"""Writes to parameters outside the optimizer's steps, and the ranks that make them: known from
+torch's write counters (`Tensor._version`), or after the last step from the values themselves."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from ...events.pack import unpack
 from ...report.findings import Steps
 from ...run import ranks_do, ranks_text
 from . import manual_edits
-from .causes import Cause
+from .causes import SAME_EVERYWHERE, Cause
+from .group_findings import MODIFIED_ON, WRITTEN_ON
 from .replicas import Divergence, Replicas, by_step
 
-ALIKE = "do it on every rank with the same numbers, or not at all"
+WRITE_ON_SOME = "write-on-some-ranks"
+
+RULES = {
+    WRITE_ON_SOME: "some ranks write to parameters more often than others, at a line not known",
+}
 
 
 @dataclass(frozen=True)
 class Written:
-    """To some of the copies that differ, after step `since` had begun and before step `step` did,
-    on these ranks more often than on the others.
+    """Writes to some of the parameters that differ, more on these ranks than on the others.
 
     Attributes:
-        trained: the steps that were taken on it, None for none.
-        times: by how often more, on the first of the ranks.
-        others: these write to them, too.
+        since: the writes came after this step had begun,
+        step: and before this one did.
+        times: how many more writes the first of the ranks makes.
+        others: whether the other ranks write to these parameters, too.
+        trained: the steps taken with what was written, None for none.
     """
 
     ranks: tuple[int, ...]
@@ -36,14 +42,15 @@ class Written:
 
 
 def written(group: Replicas, found: Divergence) -> Written | None:
-    """Whoever stands apart wrote to them since they were equal, or all others did."""
+    """The writes since the copies were equal, where those who write more are the ranks that differ
+    from the others, or all of the others; None where they are not."""
     if found.point not in ("step", "end"):
         return None
     before = found.before if found.point == "step" else _last_equal(group, found.names)
     until = found.first if found.point == "step" else group.any.last_step + 1
     events = {n: _to(group, n, found.names) for n in group.members}
-    # Ranks do not look at the same steps: what was written before or after is not counted for the
-    # one, and may be for the other.
+    # Ranks do not look at the same steps: count what surely lies in the window for the ranks to
+    # blame, and what may lie in it for the others.
     surely = {
         n: [e for e in mine if e.since >= before and e.step <= until] for n, mine in events.items()
     }
@@ -66,8 +73,7 @@ def written(group: Replicas, found: Divergence) -> Written | None:
 
 
 def _last_equal(group: Replicas, names: list[str]) -> int:
-    """The last step before which some of these parameters were compared, and were equal; -1 for
-    none."""
+    """The last step before which some of these parameters were compared and equal; -1 for none."""
     every = group.names("parameters")
     wanted = {every.index(name) for name in names}
     tables = [by_step(m, "parameters", len(every)) for m in group.members.values()]
@@ -80,6 +86,7 @@ def _last_equal(group: Replicas, names: list[str]) -> int:
 
 
 def _to(group: Replicas, number: int, names: list[str]) -> list[Rewritten]:
+    """The writes of a rank to any of these parameters."""
     member = group.members[number]
     every = member.wrapped.parameters
     return [
@@ -91,31 +98,31 @@ def _to(group: Replicas, number: int, names: list[str]) -> list[Rewritten]:
 
 
 def cause(seen: Written) -> Cause:
-    """The program wrote to them; the line is not known."""
-    if seen.trained:
-        when = f"between steps {seen.since} and {seen.step}"
-    else:
-        when = f"after step {seen.since} began, until the end"
+    """The program wrote to the parameters; the line is not known."""
+    when = f"between steps {seen.since} and {seen.step}" if seen.trained else (
+        f"between the begin of step {seen.since} and the end of the run"
+    )  # fmt: skip
     who = ranks_text(seen.ranks)
-    more = "more often than the others do" if seen.others else "the others do not"
+    more = "more often than the other ranks" if seen.others else "the other ranks do not"
     return Cause(
-        text=f"{ranks_do(seen.ranks, 'write')} to them {when}, outside of the optimizer, {more} "
-        "(torch counts writes); by which line is not known",
-        fix=f"{ALIKE}; look for what writes to a parameter (`add_`, `copy_`, `mul_`, ...) where "
-        f"only {who} {'comes' if len(seen.ranks) == 1 else 'come'} by",
-        label=f"besides this, {ranks_do(seen.ranks, 'write')} to them {when}",
+        WRITE_ON_SOME,
+        text=f"{ranks_do(seen.ranks, 'write')} to these parameters {when}, outside the optimizer, "
+        f"{more} (known from torch's write counters); the line is not known",
+        fix=f"{SAME_EVERYWHERE}; look for in-place operations on a parameter (`add_`, `copy_`, "
+        f"`mul_`, ...) in code that only {who} {'runs' if len(seen.ranks) == 1 else 'run'}",
+        label=f"not the only write: some ranks also write to these parameters {when}",
         ranks=seen.ranks,
         evidence={
-            "written_on": list(seen.ranks),
+            WRITTEN_ON: list(seen.ranks),
             "written_between_steps": f"{seen.since} and {seen.step}",
-            "writes_more_than_on_the_others": seen.times,
+            "more_writes_than_on_the_others": seen.times,
         },
         trained=seen.trained,
     )
 
 
 def after_the_last_step(group: Replicas) -> Cause | None:
-    """The values are not what the last step left."""
+    """Some ranks, or all, changed parameters after the last step."""
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
         for event in manual_edits.edits_of(member, "parameters"):
@@ -127,13 +134,15 @@ def after_the_last_step(group: Replicas) -> Cause | None:
     everybody = len(ranks) == len(group.members)
     sites = (group.members[n].rank.location(e.site) for n, e in last.items())
     spot = next((spot for spot in sites if spot is not None), None)
+    who = "every rank modifies" if everybody else manual_edits.modify(ranks)
     return Cause(
-        text=f"{'every rank edits' if everybody else ranks_do(ranks, 'edit')} parameters by hand "
-        f"after the last step, {'and not alike' if everybody else 'the others do not'}"
-        + ("" if spot else "; by which line is not known"),
-        fix=ALIKE,
-        label=f"parameters of {ranks_text(ranks)} are not what the last step left",
+        manual_edits.UNEQUAL_EDITS if everybody else manual_edits.EDIT_ON_SOME,
+        text=f"{who} parameters after the last step, "
+        + ("differently" if everybody else "the other ranks do not")
+        + ("" if spot else "; the line is not known"),
+        fix=SAME_EVERYWHERE,
+        label="parameters are modified after the last step",
         location=spot,
         ranks=ranks,
-        evidence={"edited_by_hand_on": list(ranks)},
+        evidence={MODIFIED_ON: list(ranks)},
     )

@@ -1,18 +1,18 @@
-"""What of wrapped models is not compared between ranks, and why."""
+"""Which parts of wrapped models are not compared between ranks, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...run import Run
+from ...run import Run, counted
 from .replicas import Replicas, replicas
 
-IGNORED = "that DDP is told to ignore (`_ddp_params_and_buffers_to_ignore`)"
+IGNORED = "that DDP ignores (`_ddp_params_and_buffers_to_ignore`)"
 
 
 def uncompared(run: Run, kind: str = "parameters") -> str | None:
-    """Of each model all of it, or its tensors of this kind that DDP does not keep equal; None where
-    all is compared."""
+    """The models, or their tensors of a kind, that DDP does not keep equal; None where all is
+    compared."""
     groups = {(g.any.model, tuple(g.members)): g for g in replicas(run)}
     reported = dict.fromkeys(text for group in groups.values() for text in _reasons(group, kind))
     return "; ".join(reported) or None
@@ -27,6 +27,7 @@ def left_out(run: Run) -> str | None:
 
 
 def _reasons(group: Replicas, kind: str) -> Iterator[str]:
+    """What of one model is not compared, with the reason."""
     wrapped = group.any.wrapped
     buffers = kind == "buffers"
     if group.left_out and not buffers:
@@ -35,5 +36,4 @@ def _reasons(group: Replicas, kind: str) -> Iterator[str]:
     held = wrapped.buffers if buffers else wrapped.parameters
     count = sum(t.ignored and (t.trainable or buffers) for t in held)
     if count:
-        some = kind if count > 1 else kind[:-1]
-        yield f"{count} {some} of {wrapped.kind} {IGNORED}"
+        yield f"{counted(count, kind.removesuffix('s'))} of {wrapped.kind} {IGNORED}"

@@ -1,4 +1,4 @@
-"""Epochs under torch's `Join` that ranks with fewer batches begin after fewer steps than others."""
+"""Epochs under torch's `Join` that ranks begin after different numbers of optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .replicas import Replicas, by_step
 
 @dataclass(frozen=True)
 class UnevenEpoch:
-    """The first such epoch in which copies that began it equal, with equal gradients, move apart.
+    """The first such epoch in which copies that were equal at its begin diverge, although their
+    gradients agree.
 
     Attributes:
-        began: by rank, how the epoch began, after as many optimizer steps as it says.
-        steps: from its begin until they were seen to differ.
+        began: by rank, the record of its begin.
+        steps: from the begin until the parameters were seen to differ.
         positions: of the parameters that differ then.
     """
 
@@ -25,25 +26,25 @@ class UnevenEpoch:
     positions: tuple[int, ...]
 
 
-def moved_apart(group: Replicas) -> UnevenEpoch | None:
-    """What the state of an optimizer does that steps more often on some ranks: `Join` copies the
+def diverging(group: Replicas) -> UnevenEpoch | None:
+    """The epoch in which unequal optimizer state makes the copies diverge: `Join` broadcasts the
     model at its end, and nothing else."""
     if any(len({e.optimizer for e in m.rank.of(StepDone)}) > 1 for m in group.members.values()):
         return None
-    epochs = {n: _joined(m) for n, m in group.members.items()}
+    epochs = {n: _joined_epochs(m) for n, m in group.members.items()}
     for key in sorted(set.intersection(*(set(e) for e in epochs.values()))):
         began = {n: e[key] for n, e in epochs.items()}
         uneven = len({e.step for e in began.values()}) > 1
-        if uneven and (found := _parted(group, began)) is not None:
+        if uneven and (found := _diverging(group, began)) is not None:
             return found
     return None
 
 
-def _joined(member: Member) -> dict[tuple[int, int], EpochBegan]:
+def _joined_epochs(member: Member) -> dict[tuple[int, int], EpochBegan]:
     return {(e.loader, e.epoch): e for e in member.rank.of(EpochBegan) if e.joined}
 
 
-def _parted(group: Replicas, began: dict[int, EpochBegan]) -> UnevenEpoch | None:
+def _diverging(group: Replicas, began: dict[int, EpochBegan]) -> UnevenEpoch | None:
     gradients = dict(_differing(group, "gradients", began))
     parameters = dict(_differing(group, "parameters", began))
     if gradients.get(0) or parameters.get(0) != ():
@@ -54,8 +55,8 @@ def _parted(group: Replicas, began: dict[int, EpochBegan]) -> UnevenEpoch | None
 def _differing(
     group: Replicas, kind: str, began: dict[int, EpochBegan]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """After so many steps of the epoch, the positions that differ, as long as the ranks make as
-    many backwards."""
+    """By steps since the begin of the epoch, the positions that differ, as long as all ranks run
+    equally many backwards."""
     count = len(group.names("parameters"))
     tables = {n: by_step(group.members[n], kind, count) for n in began}
     first = {n: tables[n].get(e.step, ({}, 0))[1] for n, e in began.items()}
@@ -71,6 +72,6 @@ def _differing(
 
 
 def _taken(member: Member, began: EpochBegan) -> int:
-    """Steps from the begin of an epoch to that of the next one."""
+    """Optimizer steps from the begin of an epoch to that of the next one."""
     later = (e.step for e in member.rank.of(EpochBegan) if e.step > began.step)
     return min([*later, member.last_step + 1]) - began.step
