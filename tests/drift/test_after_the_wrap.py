@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe.source.inplace_writes import editing
+from ddpdoctor.probe.source.inplace_writes import inplace_statements
 from ddpdoctor.probe.watchers.gradients import edits_after_wrap
 
 HEAD = """
@@ -39,7 +39,7 @@ def found(tmp_path: Path, body: str) -> list[str]:
     codes = [c for c in module.co_consts if isinstance(c, CodeType)]
     (main,) = (c for c in codes if c.co_name == "main")
     last = len(text.splitlines())
-    lines = editing([(module, 99), (main, WRAP)], [(module, 99), (main, last)])
+    lines = inplace_statements([(module, 99), (main, WRAP)], [(module, 99), (main, last)])
     return [text.splitlines()[line - 1].strip() for _, line in lines]
 
 
@@ -69,8 +69,8 @@ def test_where_the_functions_have_changed_between(tmp_path: Path) -> None:
     path.write_text("def build():\n    m = DDP(n)\n    m.n.reset_parameters()\nbuild()\ntrain()\n")
     module = compile(path.read_text(), str(path), "exec")
     build = next(c for c in module.co_consts if isinstance(c, CodeType))
-    assert editing([(module, 4), (build, 2)], [(module, 5)]) == [(build, 3)]
-    assert editing([(module, 4), (build, 2)], [(module, 4)]) == [(build, 3)]
+    assert inplace_statements([(module, 4), (build, 2)], [(module, 5)]) == [(build, 3)]
+    assert inplace_statements([(module, 4), (build, 2)], [(module, 4)]) == [(build, 3)]
 
 
 def steps_after(

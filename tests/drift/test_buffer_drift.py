@@ -121,6 +121,7 @@ def test_saved_without_broadcast():
 def test_saved_at_the_end_without_broadcast():
     one, other = (digests("buffers", {3: [1 + n, 2]}, point="end") for n in range(2))
     (finding,) = BufferDrift().examine(saved_by_rank_0(one, other, TAKEN, written()))
+    assert finding.rule == "?123"
 
 
 def test_averaged_by_hand_before_it_is_saved():
@@ -145,6 +146,7 @@ def test_sync_batch_norm_is_proposed_for_batch_norm_only():
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False))
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False, norm="RunningNorm"))
     (finding,) = BufferDrift().examine(run_of(ranks, broadcast=False, device="cpu"))
+    assert finding.rule == "?147"
 
 
 def own_buffers(model, *values, line=LINE):
@@ -180,6 +182,7 @@ def test_buffers_that_nothing_changed_differed_from_the_start():
     (finding,) = BufferDrift().examine(make_run({n: own_buffers(0, 1 + n, 2) for n in range(2)}))
     ranks = {n: [*own_buffers(0, 1 + n, 2), at_the_end(9 + n, 2)] for n in range(2)}
     (finding,) = BufferDrift().examine(make_run(ranks))
+    assert finding.rule == "?182"
 
 
 def late(step, *values, shapes=((2,), (2,))):
@@ -224,7 +227,7 @@ def test_which_buffers_came_after_the_wrap():
     inner[0].register_buffer("mask", torch.ones(2, 2))
     inner[0].register_buffer("cache", torch.ones(2), persistent=False)
     inner[0].register_buffer("seen", torch.zeros((), dtype=torch.int64))
-    assert [name for name, _ in late_buffers._late(model)] == ["0.mask"]
+    assert [name for name, _ in late_buffers._late_buffers(model)] == ["0.mask"]
 
 
 def test_what_ddp_broadcasts_is_told_where_its_shapes_change():

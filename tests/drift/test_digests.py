@@ -163,12 +163,12 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0], parameters=lambda at: [parameter]
     )
-    monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
+    monkeypatch.setattr(replica_digests, "_state", replica_digests._State())
     monkeypatch.setattr(replica_digests.manual_edits, "emit_parameters", lambda *args: None)
     monkeypatch.setattr(replica_digests.optimizer_models, "steps_taken", lambda holding: 7)
-    replica_digests._drift.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
-    known = {"rows": {}, "writes": replica_digests.write_counts.Writes(), "left_out": "Join"}
-    vars(replica_digests._drift.watches[0, 0]).update(known, holding=holding)
+    replica_digests._state.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
+    known = {"rows": {}, "writes": replica_digests.write_counts.WriteCounts(), "left_out": "Join"}
+    vars(replica_digests._state.watches[0, 0]).update(known, holding=holding)
     replica_digests._finish(recorder)
     assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]
 
@@ -183,18 +183,20 @@ def test_the_digest_of_zeros():
 )
 def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch, every, closely):
     looked = []
-    for name in ("_look_for_join", "_flush", "_record"):
+    for name in ("_detect_join", "_flush", "_record"):
         monkeypatch.setattr(replica_digests, name, lambda *_, **__: 0)
     monkeypatch.setattr(replica_digests.write_counts, "look", lambda *_: None)
     monkeypatch.setattr(replica_digests, "_kind_of_gradients", lambda _: "gradients")
     monkeypatch.setattr(
         replica_digests,
-        "_look_closely",
+        "_record_full_step",
         lambda recorder, watch, step, kinds: looked.append(step.number),
     )
     recorder = SimpleNamespace(every=every)
     pace = SimpleNamespace(spent=lambda *_: None)
     watch = SimpleNamespace(holding=None, broadcast=True, writes=None, pace=pace)
     for number in range(0, 13, every or 1):
-        replica_digests._look(recorder, watch, SimpleNamespace(number=number, closure=False), 1)
+        replica_digests._record_due(
+            recorder, watch, SimpleNamespace(number=number, closure=False), 1
+        )
     assert looked == closely

@@ -115,6 +115,7 @@ def test_averaged_by_hand_again_changes_nothing(events):
     assert finding.severity is Severity.WARNING
     if events:
         (summed,) = judge(*events, reduced(0), reduced(1))
+        assert summed.rule == "?117"
 
 
 def test_copies_that_change_nothing_are_a_note():
@@ -156,6 +157,7 @@ def test_clipped_by_hand_after_it_nobody_knows_what_the_all_reduce_made_of_them(
     (finding,) = judge(edit(0.61), edit(0.64, step=1), *copies)
     assert finding.severity is Severity.NOTE
     (once,) = judge(edit(0.61), edit(0.0, changed=False, step=1), *copies)
+    assert once.rule == "?158"
     assert judge(edit(0.0), *copies) == [], "each by another number"
 
 
@@ -261,7 +263,7 @@ def test_a_sum_divided_by_more_than_it_is_over(monkeypatch, divisor, told):
     monkeypatch.setattr(loss_scaling, "_suspect", lambda *all_: given.append(all_))
     loss = torch.ones(8, requires_grad=True).sum() / divisor
     model = SimpleNamespace(number=0, expected=[], parameters=[])
-    loss_scaling._look(None, None, loss.grad_fn, [model])
+    loss_scaling._walk(None, None, loss.grad_fn, [model])
     monkeypatch.undo()
     ((_, _, divided, averaging),) = given
     lines = (None, ['File "train.py", line 5, in main'])
@@ -280,8 +282,8 @@ def test_what_the_mean_of_a_sum_is_divided_by():
     classes = torch.nn.functional.cross_entropy(x, torch.zeros(4).long(), reduction="sum")
     squares = torch.nn.functional.mse_loss(x, torch.zeros(4, 3), reduction="sum")
     for loss, averaging in ((classes, 4), (squares, 12), (x.sum(), 12)):
-        assert loss_scaling._averaging(loss.grad_fn, "sum") == averaging
-    assert loss_scaling._averaging(x.mean().grad_fn, "mean") == 1
+        assert loss_scaling._mean_divisor(loss.grad_fn, "sum") == averaging
+    assert loss_scaling._mean_divisor(x.mean().grad_fn, "mean") == 1
 
 
 def test_a_loss_whose_function_divides_by_a_plain_number(monkeypatch):
@@ -293,9 +295,9 @@ def test_a_loss_whose_function_divides_by_a_plain_number(monkeypatch):
     loss = torch.nn.functional.cross_entropy(
         torch.ones(2, 3, requires_grad=True), torch.full((2, 3), 1 / 3)
     )
-    loss_scaling._look(None, None, loss.grad_fn, [model])
+    loss_scaling._walk(None, None, loss.grad_fn, [model])
     assert not given
-    loss_scaling._look(None, None, (loss / 2).grad_fn, [model])
+    loss_scaling._walk(None, None, (loss / 2).grad_fn, [model])
     ((_, _, divided, _),) = given
     assert [divisor for _, divisor, _ in divided] == [2.0]
 
@@ -352,7 +354,7 @@ def test_a_loss_that_is_made_in_another_way_is_looked_at_at_once(monkeypatch):
     loss = torch.ones(4, requires_grad=True).mean()
     roots = (loss, loss / 1, loss, loss / 2, loss / 2 / 2)
     backwards = (SimpleNamespace(site=3, roots=(root,)) for root in roots)
-    assert [loss_scaling._made_anew(b) for b in backwards] == [True, True, False, False, True]
+    assert [loss_scaling._new_graph(b) for b in backwards] == [True, True, False, False, True]
 
 
 @pytest.mark.parametrize(("line", "expression"), [("loss / world", "world"), ("loss / 2", "")])
@@ -416,5 +418,5 @@ def test_a_model_that_is_frozen_in_this_backward_is_not_the_one(monkeypatch):
     monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     monkeypatch.setattr(loss_scaling, "_suspect", lambda *given: told.append(given[2]))
     loss = torch.ones(4, requires_grad=True).mean() / 2
-    loss_scaling._look(None, None, loss.grad_fn, [model(0, True), model(1, False)])
+    loss_scaling._walk(None, None, loss.grad_fn, [model(0, True), model(1, False)])
     assert [found.number for _, _, found in told[0]] == [0]

@@ -80,11 +80,11 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     model: Any = SimpleNamespace(number=0)
     model = type("Model", (), vars(model))()
     recorder: Any = SimpleNamespace(emit=lambda event: None, step=0)
-    before = manual_edits.Taken(
+    before = manual_edits.TensorSnapshot(
         [0, 1, 2], [torch.ones(2), torch.ones(2), torch.ones(2)], sampled=True
     )
     grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
-    now = manual_edits.Taken([0, 1, 2], grads, sampled=True)
+    now = manual_edits.TensorSnapshot([0, 1, 2], grads, sampled=True)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
     manual_edits._emit(recorder, 0, holding, "gradients", before, now)
     assert manual_edits._edits_of(model).trace_position["gradients"] == (cleared or [0])[0]
@@ -105,7 +105,9 @@ def test_the_line_that_clears_gradients_once(
     )
     recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    ones, now = (manual_edits.Taken([0], [torch.ones(2) * x], sampled=True) for x in (1, left))
+    ones, now = (
+        manual_edits.TensorSnapshot([0], [torch.ones(2) * x], sampled=True) for x in (1, left)
+    )
     for after in (now, ones, now):
         manual_edits._emit(recorder, 0, holding, "gradients", ones, after)
     assert [(e.changed, e.site) for e in told] == [(True, site), (False, -1), (True, site)]
@@ -210,7 +212,9 @@ def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
     told: list[Any] = []
     sites = SimpleNamespace(number=lambda code, line: line)
     recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
-    before, now = (manual_edits.Taken([0], [torch.ones(2) / n], sampled=True) for n in (1, 2))
+    before, now = (
+        manual_edits.TensorSnapshot([0], [torch.ones(2) / n], sampled=True) for n in (1, 2)
+    )
     holding: Any = SimpleNamespace(model=model, optimizer=0)
     manual_edits._emit(recorder, 0, holding, "gradients", before, now)
     assert [(e.site, e.more, e.divisor) for e in told] == [(2, (1, 3), "size")]

@@ -328,7 +328,7 @@ def test_who_is_on_the_other_side(monkeypatch):
     told = []
     happens = SimpleNamespace(fire=lambda _, call: told.append((call.op, call.peers)))
     monkeypatch.setattr(collectives.call_hooks, "called", happens)
-    monkeypatch.setattr(collectives, "tape", lambda _: None)
+    monkeypatch.setattr(collectives, "call_log_of", lambda _: None)
     x = torch.zeros(2)
     for op, args in (("send", (x, 3)), ("recv", (x,)), ("all_reduce", (x,)), ("broadcast", (x, 1))):
         collectives._reader(getattr(dist, op), collectives.KINDS[op])(None, args, {})

@@ -9,7 +9,7 @@ from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Clipped, Edited
-from ddpdoctor.probe.training.snapshot import Taken
+from ddpdoctor.probe.training.snapshot import TensorSnapshot
 from ddpdoctor.probe.watchers.gradients import manual_edits
 
 CLIP, UNSCALE = "clip_grad_norm_", "unscale_"
@@ -105,10 +105,10 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
 
 
 def test_what_is_known_of_some_tensors_goes_with_them():
-    whole = Taken([0, 1], [torch.ones(1), torch.ones(1)], sampled=True)
+    whole = TensorSnapshot([0, 1], [torch.ones(1), torch.ones(1)], sampled=True)
     now = [torch.ones(1), torch.zeros(1)]
     whole.called([torch.ones(1), torch.ones(1)])
     whole.returned(now, CLIP, ITS_OWN)
     part = whole.only({1})
-    assert part.latest == Taken([1], now[1:], sampled=True).numbers
+    assert part.latest == TensorSnapshot([1], now[1:], sampled=True).numbers
     assert (part.functions, part.changers, part.since) == ({CLIP: None}, {CLIP: ITS_OWN}, [[0.0]])

@@ -47,7 +47,7 @@ def steps(
     ring = SimpleNamespace(state=lambda number: state)
     recorder: Any = SimpleNamespace(step=step, site=lambda: 3)
     monkeypatch.setattr(exchanges, "latest_exchanges", lambda: (carries,))
-    monkeypatch.setattr(pending_works, "tape", lambda recorder: SimpleNamespace(ring=ring))
+    monkeypatch.setattr(pending_works, "call_log_of", lambda recorder: SimpleNamespace(ring=ring))
     pending_works._issued(recorder, Issued(7, (Work(done),)))
     pending_works.step_begins(GRADIENTS)
     step_of: Any = SimpleNamespace(known=SimpleNamespace(number=1))

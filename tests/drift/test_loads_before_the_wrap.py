@@ -26,8 +26,8 @@ def loaded(monkeypatch, held, wrapped):
     monkeypatch.setattr(state_loading._loads, "depth", 0)
     monkeypatch.setattr(state_loading.wrapped_models, "count", lambda: 0)
     recorder, optimizer = Active(), torch.optim.SGD([held], lr=0.1)
-    token = state_loading._into_optimizer(recorder, (optimizer, {}), {})
-    state_loading._done(recorder, token, None, None)
+    token = state_loading._load_optimizer(recorder, (optimizer, {}), {})
+    state_loading._load_ends(recorder, token, None, None)
     state_loading._wrapped(recorder, SimpleNamespace(number=3, parameters=[lambda: wrapped]))
     return recorder.emitted
 
@@ -52,10 +52,10 @@ def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
     monkeypatch.setattr(state_loading.replica_digests, "look_whole", lambda model: None)
     recorder, optimizer = Active(), torch.optim.SGD([weight], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    outer = state_loading._into_scheduler(recorder, (scheduler, {}), {})
-    inner = state_loading._into_scheduler(recorder, (scheduler, {}), {})
-    state_loading._done(recorder, inner, None, None)
-    state_loading._done(recorder, outer, None, None)
+    outer = state_loading._load_scheduler(recorder, (scheduler, {}), {})
+    inner = state_loading._load_scheduler(recorder, (scheduler, {}), {})
+    state_loading._load_ends(recorder, inner, None, None)
+    state_loading._load_ends(recorder, outer, None, None)
     (event,) = recorder.emitted
     assert (event.what, event.model, event.site) == ("scheduler", 3, 7)
 

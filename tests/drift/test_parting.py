@@ -50,6 +50,7 @@ def test_a_load_long_before_is_blamed_where_not_all_tensors_were_compared_since(
     for step, named in ((7, False), (8, True)):
         run = run_of({0: [load(step), rows[0]], 1: [rows[1]]}, count=12)
         (finding,) = ParameterDrift().examine(run)
+        assert finding.rule == "?52"
 
 
 def test_what_is_loaded_to_evaluate_was_loaded_since_the_step_before():
@@ -60,6 +61,7 @@ def test_what_is_loaded_to_evaluate_was_loaded_since_the_step_before():
         ]
         run = run_of({0: [load(step), same, seen[0]], 1: [same, seen[1]]}, count=12)
         (finding,) = ParameterDrift().examine(run)
+        assert finding.rule == "?62"
 
 
 def test_an_edit_that_left_the_copies_equal_is_no_cause():
@@ -67,6 +69,7 @@ def test_an_edit_that_left_the_copies_equal_is_no_cause():
         rows = {0: [edit(step), digests("parameters", table(40))]}
         run = run_of({**rows, 1: [digests("parameters", table(41))]}, count=12)
         (finding,) = ParameterDrift().examine(run)
+        assert finding.rule == "?69"
 
 
 def test_an_older_load_does_not_stand_for_an_edit_that_is_not_put_back():
@@ -89,7 +92,7 @@ def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     holding = type("Holding", (), {"model": model, "optimizer": 0})()
 
     def taken(number, version):
-        one = manual_edits.Taken([0], [], sampled=True)
+        one = manual_edits.TensorSnapshot([0], [], sampled=True)
         one.numbers, one.versions = [number], [version]
         return one
 

@@ -26,7 +26,7 @@ def model() -> Iterator[Any]:
 
 def backward(model: Any, synced: bool = True) -> None:
     known = gradient_sync._syncs[model]
-    gradient_sync._contribute(
+    gradient_sync._add_contribution(
         known, ANY, gradient_sync.Contribution(0, synced, frozenset((0,))), own_forward=True
     )
 

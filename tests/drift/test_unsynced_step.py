@@ -174,6 +174,7 @@ def test_a_full_group_without_synchronisation_is_not_left_over(last):
     events = [pattern(reason="", synced=1, unsynced=1), pattern(step=2, unsynced=2 if last else 1)]
     run = run_of({n: [*events, *last, local(1, 2, n, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
+    assert finding.rule == "?176"
 
 
 def test_gradients_without_a_backward():
@@ -185,6 +186,7 @@ def test_gradients_without_a_backward():
 def test_some_ranks_only():
     run = run_of({n: [pattern(), local(n)] if n else [] for n in range(3)})
     (finding,) = UnsyncedStep().examine(run)
+    assert finding.rule == "?187"
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,7 @@ def test_a_backward_that_is_no_micro_batch_is_to_synchronise(patterns, fix):
     events = [pattern(**p) for p in patterns]
     run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
+    assert finding.rule == "?204"
 
 
 @pytest.mark.parametrize(
@@ -247,12 +250,12 @@ def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced(monkeypa
     step(1)
     part.grad = "zeros of torch's own, to make the state"
     step(2)
-    assert events == [(0, False)] and fsdp_no_sync._following[0].awake
+    assert events == [(0, False)] and fsdp_no_sync._following[0].enabled
     whole.grad, part.grad = None, "reduced"
     step(3)
     step(4)
     assert events == [(0, False), (3, True)] and not known.notes
-    assert not fsdp_no_sync._following[0].awake, "nothing is left to wait for"
+    assert not fsdp_no_sync._following[0].enabled, "nothing is left to wait for"
 
 
 @pytest.mark.parametrize(
@@ -275,13 +278,13 @@ def test_gradients_taken_after_the_last_backward(monkeypatch, backward, changed,
         made = gradient_sync.Contribution(BACKWARD, not backward, frozenset([0]))
         made.reason, made.blame = backward, OTHER
         known.contributions, known.after = [made], [(1, 0)]
-    known.functional = LINE
+    known.autograd_grad_site = LINE
     monkeypatch.setattr(gradient_sync, "_syncs", {model: known})
     monkeypatch.setattr(gradient_sync, "exposed_seconds", lambda ddp: 0.0)
-    monkeypatch.setattr(gradient_sync.exchanges, "carried", lambda: 0)
+    monkeypatch.setattr(gradient_sync.exchanges, "numbers_passed", lambda: 0)
     told = []
     holding = mock.Mock(model=model, optimizer=0, positions=[], parameters=lambda positions: [])
-    gradient_sync._judge(mock.Mock(emit=told.append), mock.Mock(number=6), holding)
+    gradient_sync._emit_pattern(mock.Mock(emit=told.append), mock.Mock(number=6), holding)
     assert [e.reason for e in told] == ([reason] if backward is not False or changed else [])
     assert [e.site for e in told if e.reason] == [LINE if "grad" in reason else OTHER][
         : bool(reason)
@@ -321,6 +324,7 @@ def test_a_flag_that_is_set_by_hand(reason, words):
     line = site(LINE, "train.py", 33, "ddp.require_backward_grad_sync = i % 4 == 3")
     run = run_of({n: [line, pattern(reason=reason), local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
+    assert finding.rule == "?323"
 
 
 def test_another_micro_batch_synchronises_than_the_last():
@@ -329,6 +333,7 @@ def test_another_micro_batch_synchronises_than_the_last():
     events += [pattern(step=n, synced=1, unsynced=3, **same) for n in (2, 3)]
     run = run_of({n: [*events, local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
+    assert finding.rule == "?331"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(parallelism, "_parallelism", parallelism._Parallelism())
     monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
     monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
-    monkeypatch.setattr(replica_digests, "_drift", replica_digests._Drift())
+    monkeypatch.setattr(replica_digests, "_state", replica_digests._State())
     monkeypatch.setattr(replica_digests, "Pace", lambda *_: None)
     monkeypatch.setattr(replica_digests, "_emit_replica", lambda *_: None)
     made = [torch.nn.Parameter(torch.ones(n)) for n in (8, 3)]
@@ -45,7 +45,7 @@ def hand_over(*tensors, op="all_reduce"):
 def step(watch):
     """The next backward, and the optimizer's step after it. Whether the model is left out."""
     exchanges._backward_ends(recorder, None)
-    replica_digests._look_for_local_steps(recorder, watch)
+    replica_digests._detect_local_sgd(recorder, watch)
     exchanges._step_ends(recorder, None)
     return bool(watch.left_out)
 
@@ -115,7 +115,7 @@ def test_what_is_written_only_just_before_the_step(watch):
     exchanges._backward_ends(recorder, None)
     for parameter, copy in zip(parameters(watch), copies, strict=True):
         assign(parameter, copy / 2)
-    replica_digests._look_for_local_steps(recorder, watch)
+    replica_digests._detect_local_sgd(recorder, watch)
     assert watch.left_out
 
 
@@ -137,7 +137,7 @@ def test_nothing_waits_for_a_device(watch, monkeypatch):
     monkeypatch.setattr(replica_digests, "Waiting", LateBuffers)
     one_by_one(parameters(watch), assign)
     assert not step(watch)
-    replica_digests._look_for_local_steps(recorder, watch, last=True)
+    replica_digests._detect_local_sgd(recorder, watch, last=True)
     assert watch.left_out
 
 

@@ -57,7 +57,7 @@ def test_the_output_device_is_fullest() -> None:
     (finding,) = found(4 * GB, 14 * GB, 5 * GB, 5 * GB)
     assert finding.subjects == ("cuda:0", "['logits']")
     # 12 GB move with the batch there, 4 GB on the others.
-    assert finding.evidence["larger batch, factor"] == 3.0
+    assert finding.evidence["possible batch, factor"] == 3.0
     assert finding.evidence["process on each GPU (NVML)"] == {
         "GPU 0 H200": "14 GB",
         "GPU 1 H200": "1.0 GB",
@@ -92,7 +92,7 @@ def test_outputs_are_named_by_the_way_to_them() -> None:
         def emit(self, event: Event, *, vital: bool = False) -> None:
             self.append(event)
 
-    recorder, known = Recorded(), data_parallel.Known(0, (0, 1))
+    recorder, known = Recorded(), data_parallel.WrapperState(0, (0, 1))
     output = {"logits": torch.zeros(8, 10), "states": (torch.zeros(8, 4), torch.zeros(8, 2))}
     for _ in range(3):  # the same again is not told again
         data_parallel._gathered(recorder, (known, 0), output, None)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def test_nothing_recorded():
 def test_what_a_closure_brings_is_judged_when_it_is_over(monkeypatch):
     judged = []
     monkeypatch.setattr(
-        wrapper_bypass, "_judge", lambda recorder, step: judged.append(step.closure)
+        wrapper_bypass, "_judge_step", lambda recorder, step: judged.append(step.closure)
     )
     for closure in (True, False):
         wrapper_bypass._step_begins(None, SimpleNamespace(closure=closure))
@@ -147,16 +147,16 @@ def test_parameters_that_move_though_no_optimizer_holds_them(monkeypatch):
     monkeypatch.setattr(wrapper_bypass, "digests", lambda tensors: next(looks))
     monkeypatch.setattr(wrapper_bypass.exchanges, "values_exchanged", lambda parameters: False)
     for _ in range(5):
-        wrapper_bypass._follow_by_hand(None, model, known, suspect)
+        wrapper_bypass._detect_manual_update(None, model, known, suspect)
     assert told == [(UNHELD, 3)]
 
 
 def test_of_two_forwards_around_the_wrapper_the_one_whose_gradients_are_applied(monkeypatch):
     for name, value in (
-        ("_look", -1),
+        ("_find_call", -1),
         ("_still_there", True),
         ("_meant_to_synchronise", True),
-        ("_follow_by_hand", None),
+        ("_detect_manual_update", None),
         ("_arm", None),
     ):
         monkeypatch.setattr(wrapper_bypass, name, lambda *args, value=value: value)
@@ -167,12 +167,12 @@ def test_of_two_forwards_around_the_wrapper_the_one_whose_gradients_are_applied(
     model.forwards_in_step = 1  # a call has to be known
     known = wrapper_bypass._known[model] = wrapper_bypass.Bypass()
     for passed, line in ((67, 68), (49, 56)):
-        known.passed = passed
+        known.call_site = passed
         backward = Mock(number=line, site=line, unannounced=[(model, False)])
-        wrapper_bypass._backward_astray(recorder, backward)
+        wrapper_bypass._backward_unannounced(recorder, backward)
     known.calls[56] = 50  # as the source seemed to say
     optimizer = Mock(param_groups=[{"params": [parameter]}])
-    wrapper_bypass._judge(recorder, Mock(optimizer=lambda: optimizer, number=3))
+    wrapper_bypass._judge_step(recorder, Mock(optimizer=lambda: optimizer, number=3))
     (event,) = (call.args[0] for call in recorder.emit.call_args_list)
     assert (event.site, event.call_site, known.calls) == (56, 49, {56: 49})
 
@@ -216,6 +216,6 @@ def plain(model, x):
 )
 def test_who_chose_to_call_the_model_is_not_who_was_given_it(monkeypatch, call, named):
     net, wrapper = torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)
-    monkeypatch.setattr(wrapper_bypass._Trap, "modules", weakref.WeakSet([net]))
-    monkeypatch.setattr(wrapper_bypass._Trap, "model", SimpleNamespace(ddp=lambda: wrapper))
+    monkeypatch.setattr(wrapper_bypass._ForwardHook, "modules", weakref.WeakSet([net]))
+    monkeypatch.setattr(wrapper_bypass._ForwardHook, "model", SimpleNamespace(ddp=lambda: wrapper))
     assert call(Chooses(wrapper, net)) == named

@@ -123,7 +123,7 @@ def test_what_is_missing_is_farther_from_the_loss(monkeypatch, arrived, missing,
     monkeypatch.setattr(
         optimizer_coverage, "ready_indices", lambda _: ["abcd".index(n) for n in arrived]
     )
-    assert optimizer_coverage._outer(0, "abcd", set(missing)) is outer
+    assert optimizer_coverage._are_outermost(0, "abcd", set(missing)) is outer
 
 
 def test_adapters_that_were_put_in_after_the_optimizer_was_built():
@@ -198,10 +198,12 @@ def test_whose_parameters_an_optimizer_holds_that_another_one_holds_too(monkeypa
     every = [second] if case == "trained by itself" else [first, second]
     monkeypatch.setattr(optimizers, "made", lambda: every)
     monkeypatch.setattr(wrapped_models, "live", lambda: [model])
-    whose, _ = optimizer_coverage._of_another(second, b)
+    whose, _ = optimizer_coverage._shared_model(second, b)
     assert whose == (3 if case == "same" else -1)
     mine = {id(p): p for p in b.parameters()}
-    assert optimizer_coverage._holder(second, mine) is second, "of two alike the one that steps"
+    assert optimizer_coverage._optimizer_to_name(second, mine) is second, (
+        "of two alike the one that steps"
+    )
 
 
 def test_parameters_that_are_unfrozen_later(monkeypatch):
@@ -334,10 +336,12 @@ def test_of_several_optimizers_the_one_that_holds_most_of_the_model(monkeypatch)
     most = torch.optim.SGD([net[0].weight, net[1].bias])
     monkeypatch.setattr(optimizers, "made", lambda: [few, most])
     mine = {id(p): p for p in net.parameters()}
-    assert optimizer_coverage._holder(few, mine) is most
+    assert optimizer_coverage._optimizer_to_name(few, mine) is most
     few.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-    assert optimizer_coverage._holder(most, mine) is few
-    assert optimizer_coverage._holder(few, {0: torch.nn.Parameter(torch.zeros(7))}) is few
+    assert optimizer_coverage._optimizer_to_name(most, mine) is few
+    assert (
+        optimizer_coverage._optimizer_to_name(few, {0: torch.nn.Parameter(torch.zeros(7))}) is few
+    )
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -348,4 +352,4 @@ def test_where_none_holds_any_of_the_model_it_is_the_one_with_a_copy(monkeypatch
     of_copy = torch.optim.Adam(copy.parameters())
     monkeypatch.setattr(optimizers, "made", lambda: [others, of_copy])
     mine = {id(p): p for p in net.parameters()}
-    assert optimizer_coverage._holder(others, mine) is (of_copy if same else others)
+    assert optimizer_coverage._optimizer_to_name(others, mine) is (of_copy if same else others)

@@ -69,7 +69,7 @@ def test_what_the_first_backward_reached_without_a_gradient(
     monkeypatch, given, untouched, promised
 ):
     monkeypatch.setattr(reducer_errors, "_silent", reducer_errors.Counter())
-    monkeypatch.setattr(reducer_errors, "_hollow", {})
+    monkeypatch.setattr(reducer_errors, "_without_gradient", {})
     model: Any = Model(0, torch.nn.Linear(1, 1), [], [])
     model.static_graph = True
     told: list[Record] = []
@@ -77,8 +77,8 @@ def test_what_the_first_backward_reached_without_a_gradient(
     look = SimpleNamespace(
         model=model, firing=SimpleNamespace(counts={0: 1, 1: 1, 2: 1}, given=given)
     )
-    first = SimpleNamespace(looks=[look], synced={0}, untouched={0: ()})
-    second = SimpleNamespace(looks=[], synced=set(), untouched={0: untouched})
+    first = SimpleNamespace(observations=[look], synced={0}, untouched={0: ()})
+    second = SimpleNamespace(observations=[], synced=set(), untouched={0: untouched})
     for backward in (first, second):
         more: Any = {"models": [model], "expected_sync": {0: True}, "site": 1, "nested": 0}
         reducer_errors._backward_ends(recorder, SimpleNamespace(**vars(backward), **more))

@@ -35,7 +35,7 @@ def told(net: Net, unused: tuple[int, ...], first: int) -> tuple[int, ...]:
     model: Any = SimpleNamespace(
         first_node=first, parameters=[weakref.ref(p) for p in net.parameters()]
     )
-    return unused_outputs.unspent(ACTIVE, model, unused)
+    return unused_outputs.unused_results(ACTIVE, model, unused)
 
 
 def test_an_output_that_is_not_in_the_loss() -> None:

@@ -62,7 +62,7 @@ def test_with_what_a_module_is_called_is_seen(grad):
     with torch.set_grad_enabled(grad):
         module(torch.ones(1, 2))
     assert watch.stop() == {""}
-    assert watch.seeing == ({""} if grad else set())
+    assert watch.called_with_grad == ({""} if grad else set())
     assert not module._forward_pre_hooks
 
 

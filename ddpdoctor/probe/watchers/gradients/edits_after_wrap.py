@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ....events import Edited
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
-from ...source.inplace_writes import editing
+from ...source.inplace_writes import inplace_statements
 from ...tensors.digests import digests
 from ...training import lifecycle, wrapped_models
 from ...training.records import Forward, Step
@@ -65,8 +65,8 @@ def install() -> None:
     _unstepped.clear()
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
     _waiting[:] = (
-        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
+        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, enabled=False),
+        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
     )
 
 
@@ -102,7 +102,7 @@ def _forward_begins(recorder: Recorder, forward: Forward) -> None:
     if _numbers(forward.model, unstepped.positions) == unstepped.numbers:
         return
     if unstepped.forwards == 1:
-        unstepped.edited_at = editing(unstepped.lines, _user_lines(recorder))
+        unstepped.edited_at = inplace_statements(unstepped.lines, _user_lines(recorder))
     unstepped.moved = unstepped.forwards > 1
 
 

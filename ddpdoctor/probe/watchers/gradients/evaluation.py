@@ -89,12 +89,12 @@ def install() -> None:
     _Known.pending.clear()
     lifecycle.trial_ends.subscribe(_trial_ends, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
-    _Known.settling[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
+    _Known.settling[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
     _Hook.models.clear()
     _Hook.parts.clear()
     around(torch.nn.Module, "eval", before=_eval_called, lost=LOST)
     _Hook.forwards[:] = (
-        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
+        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, enabled=False),
     )
     on_restore(_remove)
 

@@ -1,4 +1,8 @@
-"""Whether the gradients that a step applies were averaged, and how often on the way."""
+"""Were the gradients that a step applies averaged by DDP, and in how many backwards?
+
+Every backward into a model's gradients is noted as synchronised or not, with the reason if not.
+Before each step the pattern of backwards since the gradients were cleared is recorded if it is new.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,35 @@ from ...recording.weak_references import WeakIdentityMap
 from ...source.call_resolver import setting_in_frames
 from ...training import autograd_grad, lifecycle, wrapped_models
 from ...training.accumulate_grad import Captures
-from ...training.backward_observation import Look
+from ...training.backward_observation import BackwardObservation
 from ...training.records import Backward, Forward, OptimizerModel, Step
-from ...training.steady_state import Plan, interrupted, routine
+from ...training.steady_state import Plan, interrupted, steady_state
 from ...training.tracked_model import Model
 from ..manual_sync import exchanges
 
 LOST = "which backwards synchronised"
 
 NOT_REDUCED = "not reduced"
-INSIDE = "inside forward"
+INSIDE_FORWARD = "inside forward"
 EMITTED_AT_MOST = 2000
+"""Patterns recorded per model: programs may alternate between many."""
+
 AGAIN_AT = (9, 99, 999)
-"""Steps at which an unchanged pattern is told again, with what DDP has measured by then."""
+"""Steps at which an unchanged pattern is recorded again, with the times DDP has measured so far:
+the first steps are no measure of speed."""
 
 
 class Contribution:
-    """One backward into a model's gradients."""
+    """One backward into a model's gradients.
+
+    Attributes:
+        site: line of the backward.
+        synced: it averaged them.
+        touched: positions of sampled parameters that it reached.
+        reason, blame: why it did not average, and the line to blame; empty and -1 if it did.
+        late: line that switched synchronisation off only after the forward, -1 if none.
+        forward_site: line of the forward before it.
+    """
 
     __slots__ = ("blame", "forward_site", "late", "reason", "site", "synced", "touched")
 
@@ -47,16 +63,20 @@ class Contribution:
 
 
 class Sync:
-    """What is known of one model since its gradients were last cleared.
+    """The backwards into one model's gradients since these were last cleared.
 
     Attributes:
-        forwards: with gradients, since the last backward; the last one at `forward_site` with
-            synchronisation on or off (`flag`), switched off at `off_site`.
-        functional: the line of an `autograd.grad` on its parameters since the last step or, if
-            that came later, the last backward.
-        carried: `exchanges.numbers_passed()` when the last of these, or the last backward, began.
-        last: whether the last backward averaged, None where that is not known; `stepped` are the
+        contributions: these backwards, in order.
+        forwards: forwards with gradients since the last backward. The last one is at
+            `forward_site`, with synchronisation on or off (`flag`), switched off at `off_site`.
+        autograd_grad_site: line of an `autograd.grad` with respect to the parameters since the last
+            step or backward.
+        numbers_passed: `exchanges.numbers_passed()` when that call or the last backward began.
+        last_averaged: whether the last backward averaged, None if unknown; `stepped` are the
             optimizers that have stepped since.
+        after: identity and version of sampled gradients after the last backward.
+        backward_s: moving average of the seconds from a synchronised backward's begin to its end.
+        emitted: by optimizer, the pattern recorded last.
     """
 
     def __init__(self, model: Model) -> None:
@@ -66,9 +86,9 @@ class Sync:
         self.flag = True
         self.forward_site = -1
         self.off_site = -1
-        self.functional = -1
-        self.carried = 0
-        self.last: bool | None = None
+        self.autograd_grad_site = -1
+        self.numbers_passed = 0
+        self.last_averaged: bool | None = None
         self.stepped: set[int] = set()
         self.after: list[tuple[int, int]] = []
         self.backward_s = 0.0
@@ -77,9 +97,12 @@ class Sync:
 
 
 class _Syncs(dict[Model, Sync]):
-    """`carried` is `exchanges.numbers_passed()` when the last backward began."""
+    """
+    Attributes:
+        numbers_passed: `exchanges.numbers_passed()` when the last backward began.
+    """
 
-    carried = 0
+    numbers_passed = 0
 
     def __missing__(self, model: Model) -> Sync:
         sync = self[model] = Sync(model)
@@ -88,10 +111,11 @@ class _Syncs(dict[Model, Sync]):
 
 _syncs = _Syncs()
 _off_sites: WeakIdentityMap[int] = WeakIdentityMap()
-"""By wrapper, the line of its last `no_sync`; `_contexts` what that gave, `_set_sites` the line
-that sets DDP's flag by hand."""
+"""By wrapper, the line of its last `no_sync`."""
 _contexts: WeakIdentityMap[weakref.ref[Any]] = WeakIdentityMap()
+"""By wrapper, the context manager that this `no_sync` returned."""
 _set_sites: WeakIdentityMap[int] = WeakIdentityMap()
+"""By wrapper, the line that sets `require_backward_grad_sync` directly."""
 
 
 def install() -> None:
@@ -105,27 +129,30 @@ def install() -> None:
     lost = "the lines of no_sync"
     around(DistributedDataParallel, "no_sync", before=_no_sync, after=_no_sync_made, lost=lost)
     lost = "gradients taken by autograd.grad"
-    around(torch.autograd, "grad", before=_functional, after=_functional_ends, lost=lost)
-    lifecycle.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
-    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
-    lifecycle.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
-    lifecycle.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
+    around(torch.autograd, "grad", before=_grad_begins, after=_grad_ends, lost=lost)
+    lifecycle.forward_ends.subscribe(_forward_ends, fast_path=False, lost=LOST)
+    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
+    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
+    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
     lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST)
-    lifecycle.step_ends.subscribe(_step_ends, routine=False, lost=LOST)
+    lifecycle.step_ends.subscribe(_step_ends, fast_path=False, lost=LOST)
     interrupted.subscribe(_interrupted, lost=LOST)
 
 
 def averaged(model: Model, optimizer: int | None = None) -> bool | None:
-    """Whether the last backward into a model's gradients averaged them; None where there was
-    none since the last step (of that optimizer, if given: several may share a backward)."""
-    if routine.averaged(model):
+    """Whether the last backward into a model's gradients averaged them.
+
+    None if there was none since the last step, or since the last step of `optimizer` where that is
+    given (several optimizers may share a backward).
+    """
+    if steady_state.averaged(model):
         return True
     sync = _syncs.get(model)
     if sync is not None and sync.contributions:
         return sync.contributions[-1].synced
     if sync is None or optimizer is None or optimizer in sync.stepped:
         return None
-    return sync.last
+    return sync.last_averaged
 
 
 def _no_sync(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> weakref.ref[Any]:
@@ -140,21 +167,21 @@ def _no_sync_made(
         _contexts[found] = weakref.ref(context)
 
 
-def _functional(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _grad_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
     inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
     exchanges.autograd_grad_called(recorder, inputs)
     wanted = {id(t) for t in inputs}
     for model in wrapped_models.live():
         if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
-            routine.stop(recorder)
-            _syncs[model].functional, _syncs[model].last = recorder.site(), None
-            _syncs[model].carried = exchanges.numbers_passed()
+            steady_state.stop(recorder)
+            _syncs[model].autograd_grad_site, _syncs[model].last_averaged = recorder.site(), None
+            _syncs[model].numbers_passed = exchanges.numbers_passed()
     Captures.depth += 1
     return autograd_grad.begins(args, kwargs)
 
 
-def _functional_ends(
+def _grad_ends(
     recorder: Recorder, first: int | None, result: Any, error: BaseException | None
 ) -> None:
     if first is None:
@@ -167,16 +194,16 @@ def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     if not forward.grad_enabled or forward.error is not None:
         return
     sync = _syncs[forward.model]
-    sync.forwards += forward.model.pending > 0  # else its backward ran inside of it
+    sync.forwards += forward.model.pending > 0  # else the backward ran inside the forward
     sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
     sync.forward_site = forward.site
     sync.off_site = -1 if sync.flag else _off_site(recorder, forward.wrapper)
 
 
 def _interrupted(recorder: Recorder, step: Plan) -> None:
-    """What has passed of a step that was a routine one so far."""
+    """Catch up on the forwards and backwards of a step that began on the fast path."""
     sync, wrapper = _syncs[step.model], step.wrapper()
-    sync.last = None
+    sync.last_averaged = None
     for one in step.passed():
         if one.forward is not None:
             sync.forwards += 1
@@ -186,14 +213,14 @@ def _interrupted(recorder: Recorder, step: Plan) -> None:
             sync.after = step.model.gradients()
             averaged = step.model.number in one.backward.synced
             new = Contribution(one.backward.site, averaged, frozenset(step.model.sample))
-            _contribute(sync, one.backward, new, own_forward=True)
+            _add_contribution(sync, one.backward, new, own_forward=True)
 
 
 def _off_site(recorder: Recorder, wrapper: Any, *, now: bool = True) -> int:
-    """The line of the `no_sync` that is open (or was, if not `now`), or else the one that sets
-    DDP's flag by hand."""
+    """Line that switched synchronisation off: the `no_sync` that is open (`now`) or was opened
+    last, else an assignment of `require_backward_grad_sync`; -1 if unknown."""
     last = _off_sites.get(wrapper, -1)
-    if last >= 0 and not (now and _closed(wrapper)):
+    if last >= 0 and not (now and _no_sync_is_over(wrapper)):
         return last
     if wrapper not in _set_sites:
         found = setting_in_frames(
@@ -205,8 +232,8 @@ def _off_site(recorder: Recorder, wrapper: Any, *, now: bool = True) -> int:
     return _set_sites[wrapper] if _set_sites[wrapper] >= 0 else last
 
 
-def _closed(wrapper: Any) -> bool:
-    """Whether the last `no_sync` is over."""
+def _no_sync_is_over(wrapper: Any) -> bool:
+    """Whether the context of the last `no_sync` was left: its generator then has no frame."""
     reference = _contexts.get(wrapper)
     context = reference() if reference is not None else None
     generator = getattr(context, "gen", None)
@@ -214,8 +241,8 @@ def _closed(wrapper: Any) -> bool:
 
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    _syncs.carried = exchanges.numbers_passed()
-    for look in backward.looks:
+    _syncs.numbers_passed = exchanges.numbers_passed()
+    for look in backward.observations:
         sync = _syncs.get(look.model)
         if sync is not None and sync.contributions and _cleared(sync, look.before):
             sync.contributions.clear()
@@ -230,7 +257,7 @@ def _cleared(sync: Sync, gradients: list[tuple[int, int]]) -> bool:
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     if backward.error is not None:
         return
-    for look in backward.looks:
+    for look in backward.observations:
         model = look.model
         if not model.forwards or look.wrapper is None:
             continue
@@ -238,42 +265,48 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
         sync.after = look.after
         touched = look.touched_positions()
         if touched or model in backward.models or model in backward.continued:
-            _contributed(recorder, sync, backward, look, touched)
+            _add(recorder, sync, backward, look, touched)
 
 
-def _contributed(
-    recorder: Recorder, sync: Sync, backward: Backward, look: Look, touched: frozenset[int]
+def _add(
+    recorder: Recorder,
+    sync: Sync,
+    backward: Backward,
+    look: BackwardObservation,
+    touched: frozenset[int],
 ) -> None:
     now = look.sequence_after
     communicated = look.communicated or now < 0
     wrapper = look.wrapper
-    if look.model.running:  # whoever asked DDP's reducer to prepare for it: did it communicate?
+    # Inside a forward DDP's flags say nothing: the program may have prepared the reducer itself.
+    # Only communication counts.
+    if look.model.running:
         sync.forward_site = look.model.forward_site
         new = Contribution(backward.site, communicated, touched)
-        _contribute(sync, backward, new, own_forward=True)
+        _add_contribution(sync, backward, new, own_forward=True)
         return
     own_forward = sync.forwards > 0 or look.model in backward.continued
     new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
     if new.synced and wrapper is not None and not wrapper.require_backward_grad_sync:
         new.late = _off_site(recorder, wrapper)
-    _contribute(sync, backward, new, own_forward)
+    _add_contribution(sync, backward, new, own_forward)
 
 
-def _contribute(sync: Sync, backward: Backward, new: Contribution, own_forward: bool) -> None:
+def _add_contribution(sync: Sync, backward: Backward, new: Contribution, own_forward: bool) -> None:
     new.forward_site = sync.forward_site
     if new.synced:
         took = time.monotonic() - backward.began
         sync.backward_s += (took - sync.backward_s) * (0.1 if sync.backward_s else 1.0)
     if not new.synced:
         new.reason, new.blame = _reason(sync, backward, own_forward)
-        examined = sync.model.number in backward.untouched  # and told of as such
+        examined = sync.model.number in backward.untouched  # then it is already reported
         if new.reason == NOT_REDUCED and not examined and (recorder := current_recorder()):
             lifecycle.gradients_missing.fire(recorder, (sync.model, backward.site))
     sync.contributions.append(new)
-    sync.functional = -1
-    sync.last = new.synced
+    sync.autograd_grad_site = -1
+    sync.last_averaged = new.synced
     sync.stepped.clear()
-    sync.carried = _syncs.carried
+    sync.numbers_passed = _syncs.numbers_passed
     sync.forwards = 0
 
 
@@ -283,7 +316,7 @@ def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int
     if sync.model.running:
         wrapper = sync.model.ddp()
         if wrapper is None or wrapper.require_backward_grad_sync:
-            return INSIDE, backward.site
+            return INSIDE_FORWARD, backward.site
         blame = _off_sites.get(wrapper, -1)
         return "no_sync", blame if blame >= 0 else backward.site
     if sync.flag:
@@ -299,32 +332,32 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     if step.closure:
         return
     for holding in step.holdings:
-        _judge(recorder, step, holding)
+        _emit_pattern(recorder, step, holding)
 
 
 def _closure_ends(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
-        _judge(recorder, step, holding)
+        _emit_pattern(recorder, step, holding)
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
         sync = _syncs[holding.model]
         sync.contributions.clear()
-        sync.functional = -1
+        sync.autograd_grad_site = -1
         sync.stepped.add(holding.optimizer)
 
 
-def _judge(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
+def _emit_pattern(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
     sync = _syncs[holding.model]
     made = sync.contributions
     last = made[-1] if made else None
-    if sync.functional >= 0 and (last is None or last.reason):
+    if sync.autograd_grad_site >= 0 and (last is None or last.reason):
         gradients = holding.model.gradients()
         there = any(version >= 0 for _, version in gradients)
         if there and (last is None or _cleared(sync, gradients)):
             last = Contribution(-1, False, frozenset())
-            last.reason, last.blame = "autograd.grad", sync.functional
+            last.reason, last.blame = "autograd.grad", sync.autograd_grad_site
     if last is None:
         return
     reason, blame = last.reason, last.blame
@@ -355,7 +388,7 @@ def _judge(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
             line=line,
             late=late,
             talked=exchanges.gradients_exchanged(parameters),
-            carried=exchanges.numbers_passed() - sync.carried,
+            carried=exchanges.numbers_passed() - sync.numbers_passed,
             backward_s=sync.backward_s,
             exposed_s=exposed_seconds(holding.model.ddp()),
         )
@@ -363,7 +396,8 @@ def _judge(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
 
 
 def _most_synced(made: list[Contribution]) -> tuple[int, int]:
-    """The line whose backwards averaged the same parameters most often, and how often."""
+    """The line whose backwards averaged the same parameters most often, and how often; (-1, 0) if
+    none did."""
     if len(made) == 1:
         return (made[0].site, 1) if made[0].synced else (-1, 0)
     counts: Counter[int] = Counter()

@@ -1,4 +1,8 @@
-"""Learning rates and the like, and the loss scale of mixed precision, step by step."""
+"""Which hyperparameters and loss scales does each optimizer step use, and which line set them?
+
+Options of parameter groups are compared at steps that are due, the loss scale at every step of a
+`GradScaler`; only changes are recorded.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +25,36 @@ from ...training.records import Step
 LOST = "hyper-parameters and loss scales"
 
 LEFT_OUT = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "initial_lr"))
+"""Options that do not change what a step computes, or (`initial_lr`) only by way of another."""
+
 GROUPS_AT_MOST = 16
 LISTED_BELOW = 8
+"""Elements of an option that is a sequence (`betas`); longer ones are buffers, not options."""
+
 EXACT_BELOW = 1 << 53
+"""Larger integers become floats: JSON readers may not keep them exact."""
+
 SCALER_CALLS_AT_MOST = 5000
 
 
 class Scaler:
-    """What is known of one GradScaler, and by optimizer of its steps."""
+    """One GradScaler, numbered in order of its first step, and its steps by optimizer."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.steps: WeakIdentityMap[Scaled] = WeakIdentityMap()
+        self.steps: WeakIdentityMap[ScaledSteps] = WeakIdentityMap()
 
 
-class Scaled:
-    """The steps of one optimizer by one scaler, and what was told of the last of them."""
+class ScaledSteps:
+    """The steps of one optimizer by one scaler, and what was last recorded of them."""
 
     def __init__(self) -> None:
         self.calls = self.backwards = 0
         self.emitted: tuple[Any, ...] = ()
 
 
-class Told:
-    """What was told last of one optimizer."""
+class LastRecorded:
+    """The options of one optimizer's parameter groups that were recorded last."""
 
     def __init__(self) -> None:
         self.groups: list[dict[str, Any]] = []
@@ -95,9 +105,9 @@ def _step_due(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     if optimizer is None:
         return
-    emitted = step.known.notes.get(Told)
+    emitted = step.known.notes.get(LastRecorded)
     if emitted is None:
-        emitted = step.known.notes[Told] = Told()
+        emitted = step.known.notes[LastRecorded] = LastRecorded()
     now = _groups(optimizer)
     if emitted.groups == now:
         return
@@ -118,7 +128,7 @@ def _step_due(recorder: Recorder, step: Step) -> None:
 def _set_sites(
     recorder: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
 ) -> dict[str, int]:
-    """Where the options that changed were assigned; looked up once for each."""
+    """Lines that assign the options that changed, looked up in the source once per option."""
     pairs = list(zip(before, now, strict=False))
     changed = {n for old, new in pairs for n in new if old.get(n) != new[n]} - _known.located
     _known.located |= changed
@@ -140,7 +150,7 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
         kind = type(value)
         if kind is bool or (kind is float and isfinite(value)):  # nearly all of them
             values[name] = value
-        elif (several := _several(value)) is not None:
+        elif (several := _elements(value)) is not None:
             emitted = [v if type(v) is str or v is None else _number(v) for v in several]
             if all(t is not None or v is None for t, v in zip(emitted, several, strict=True)):
                 values[name] = ", ".join(map(str, emitted))
@@ -149,8 +159,8 @@ def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
     return values
 
 
-def _several(value: Any) -> Sequence[Any] | None:
-    """The elements of a short sequence, numbers or not: an optimizer may keep buffers in one."""
+def _elements(value: Any) -> Sequence[Any] | None:
+    """The elements of a short sequence, whatever their type; None for any other value."""
     if isinstance(value, (tuple, list)):
         return value if len(value) < LISTED_BELOW else None
     listed = _of_numpy(value) and getattr(value, "ndim", 0) == 1 and value.size < LISTED_BELOW
@@ -158,7 +168,8 @@ def _several(value: Any) -> Sequence[Any] | None:
 
 
 def _number(value: Any) -> float | bool | str | None:
-    """A number of any library as a plain one; None for what is none, or lies on a device."""
+    """A number of any library as a Python number, infinite ones as text; None if it is no number or
+    lies on a device."""
     kind = type(value)
     if kind is bool or (kind is float and isfinite(value)):
         return value
@@ -174,10 +185,12 @@ def _number(value: Any) -> float | bool | str | None:
 
 
 def _plain(value: Any) -> Any:
-    """What stands in a scalar of numpy or in a tensor of one element on the CPU.
+    """The value of a NumPy scalar, of a tensor with one element, or of another number type.
+
+    Returns None for a tensor on a device.
 
     Raises:
-        TypeError: no number.
+        TypeError: it is no number.
     """
     if _of_numpy(value):
         return value.item()
@@ -218,7 +231,7 @@ def _scaler_ends(recorder: Recorder, token: Any, result: Any, error: BaseExcepti
         _known.scalers_made += 1
     mine = state.steps.get(optimizer)
     if mine is None:
-        mine = state.steps[optimizer] = Scaled()
+        mine = state.steps[optimizer] = ScaledSteps()
     call, mine.calls = mine.calls, mine.calls + 1
     synced = backwards.synced()
     each, mine.backwards = synced - mine.backwards, synced

@@ -1,4 +1,8 @@
-"""What the loss was divided by on its way to the backward, and how it was reduced."""
+"""Is the loss divided by the world size, although DDP averages gradients; how is it reduced?
+
+The last autograd nodes of the loss are looked at when a backward begins. Where a divisor equals the
+world size, torch's anomaly mode finds the line of the division in the next forward.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +30,24 @@ from ...training.tracked_model import Model
 LOST = "how losses are scaled"
 
 NODES = 12
-"""How far from the root of the loss to look."""
+"""Autograd nodes from the loss on that are looked at."""
 
 LOOKED_AT = 6
-"""Backwards of a line whose loss is looked at, and later one in `LOOKED_AT_AGAIN` of all."""
+"""Backwards per line whose loss is looked at; later one in `LOOKED_AT_AGAIN` of all."""
 
-LOOKED_AT_AGAIN = 17  # a prime: lines that take turns all get theirs
-WAYS_AT_MOST = 8
-"""Of making a line's loss: a new one is looked at. Its last nodes tell them apart."""
+LOOKED_AT_AGAIN = 17  # a prime: lines that take turns are all looked at
+GRAPHS_AT_MOST = 8
+"""Different graphs of a loss per line, by their last nodes; a new one is always looked at."""
 
 FOLLOWED_AT_MOST = 100
-"""Forwards of whose graphs torch keeps the lines, to find one that divides the loss."""
+"""Forwards under anomaly mode, which records the line of every node and is slow."""
 
 ENOUGH = 32
-"""After so many backwards of known lines in a row, sizes of batches are noted no more, until there
+"""After this many backwards of known lines in a row batch sizes are no longer noted, until there
 is a new line."""
 
 BATCHES_AT_MOST = 300
+"""Batches recorded: their sizes may differ in every step."""
 REDUCTION = {1: "mean", 2: "sum"}
 SIZES = "_saved_self_sym_sizes"
 
@@ -53,15 +58,23 @@ _NONE = "", "0", ""
 class _Losses:
     """
     Attributes:
-        ways: by site of the backward, how its loss was made.
-        suspected: by site, the step since which its loss may be divided by the world size;
-            `unclear` as much of that as can be told if no backward follows; `cleared` the divisors
-            that are equal to it, or multiples, and that no line calls so.
+        looked: by site of the backward, how often its loss was looked at.
+        graphs: by site, the last nodes of its losses.
+        suspected: by site, the step since which its loss may be divided by the world size.
+        unclear: by site, the finding to record if no later backward shows the dividing line.
+        cleared: by site, divisors that equal the world size or a multiple by chance: no line of
+            theirs names it.
+        emitted: sites that are on record, or given up.
+        following: anomaly mode is on.
+        batches: by model, the batch recorded last.
+        idle: backwards of known lines in a row.
+        last: number of the last backward that was looked at.
+        followed: forwards under anomaly mode so far.
     """
 
     def __init__(self) -> None:
         self.looked: dict[int, int] = {}
-        self.ways: dict[int, set[tuple[str, ...]]] = {}
+        self.graphs: dict[int, set[tuple[str, ...]]] = {}
         self.cleared: dict[int, set[tuple[float, ...]]] = {}
         self.suspected: dict[int, int] = {}
         self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
@@ -81,12 +94,12 @@ _sizing = Subscriptions()
 def install() -> None:
     _losses.__init__()  # type: ignore[misc]
     _sizing[:] = (lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST),)
-    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
 def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    """Have torch note which lines make the nodes of the loss, once, where one is suspected."""
+    """Switch on anomaly mode where a loss is suspected; note the batch size of the inputs."""
     if not forward.grad_enabled:
         return
     wanted = _losses.suspected.keys() - _losses.emitted and _losses.followed < FOLLOWED_AT_MOST
@@ -106,7 +119,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     looked = _losses.looked.get(backward.site, 0)
     suspected = backward.site in _losses.suspected and backward.site not in _losses.emitted
     due = backward.number >= _losses.last + LOOKED_AT_AGAIN
-    due |= _made_anew(backward)
+    due |= _new_graph(backward)
     if looked >= LOOKED_AT and not suspected and not due:
         _losses.idle += 1
         if _losses.idle == ENOUGH:
@@ -125,30 +138,33 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     for root in backward.roots:
         node = getattr(root, "grad_fn", None)
         if node is not None:
-            reduction, weight, rows = _look(recorder, backward, node, pending)
+            reduction, weight, rows = _walk(recorder, backward, node, pending)
             for model in pending:
                 _emit_batch(recorder, backward, model, reduction, weight, rows)
 
 
-def _made_anew(backward: Backward) -> bool:
-    """Whether the loss was made in a way that this line has not seen."""
-    ways = _losses.ways.setdefault(backward.site, set())
+def _new_graph(backward: Backward) -> bool:
+    """Whether the last three nodes of the loss are new for this line."""
+    ways = _losses.graphs.setdefault(backward.site, set())
     node = getattr(backward.roots[0], "grad_fn", None) if backward.roots else None
     way: tuple[str, ...] = ()
     while node is not None and len(way) < 3:
         way = (*way, node.name())
         node = next((n for n, _ in node.next_functions), None)
-    if way in ways or len(ways) >= WAYS_AT_MOST:
+    if way in ways or len(ways) >= GRAPHS_AT_MOST:
         return False
     ways.add(way)
     return True
 
 
-def _look(
+def _walk(
     recorder: Recorder, backward: Backward, node: Any, pending: list[Model]
 ) -> tuple[str, float, int]:
-    """Walk from the root while the loss is one number: how it was reduced, what it was multiplied
-    by (0 where that cannot be told), and the leading size of what was reduced (0 where unknown)."""
+    """Walk the graph from the loss to the node that reduces it to one number.
+
+    Returns the reduction (`mean`, `sum` or empty), the factor applied after it (0 if unknown) and
+    the leading size of what was reduced (0 if unknown).
+    """
     sizes = {_group_size(m): m for m in pending if not _frozen(m)}
     divided: list[tuple[Any, float, Model]] = []
     undone = unread = False
@@ -158,9 +174,10 @@ def _look(
         divisor = divisor_of(node)
         unread |= is_of_a_device(node)
         weight /= divisor or 1.0
-        if (model := _by_the_size(divisor, sizes)) is not None:
+        if (model := _model_of_size(divisor, sizes)) is not None:
             divided.append((node, divisor, model))
-        # Multiplied by the world size too, or a sum over the ranks that autograd knows of.
+        # Multiplied by the world size too, or summed over the ranks by a differentiable collective:
+        # then the division is right.
         undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
         undone |= "AllReduce" in name or "AllGather" in name
         reduction = _reduction(node)
@@ -171,7 +188,7 @@ def _look(
             break
         node = ahead[0]
     if divided and not undone:
-        _suspect(recorder, backward, divided, _averaging(node, reduction))
+        _suspect(recorder, backward, divided, _mean_divisor(node, reduction))
     if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
         weight /= divisor_of(ahead[0]) or 1.0
         unread |= is_of_a_device(ahead[0])
@@ -179,22 +196,23 @@ def _look(
 
 
 def _frozen(model: Model) -> bool:
-    """A backward passes through it, to what was before it: a discriminator in its rival's step."""
+    """Whether all parameters are frozen: a backward only passes through the model (as through a
+    discriminator in a generator's step)."""
     held = [p for i in model.expected if (p := model.parameters[i]()) is not None]
     return bool(held) and not any(p.requires_grad for p in held)
 
 
 def _reduction(node: Any) -> str:
-    """How a node makes one number of many, where it does."""
+    """`mean` or `sum` if a node reduces many numbers to one, else empty."""
     kind = next((k for k in REDUCTION.values() if node.name().lower().startswith(k)), "")
     if kind:
         return "" if getattr(node, SIZES, None) == () else kind
     return REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
 
 
-def _averaging(node: Any, reduction: str) -> int:
-    """By what the one number that a node makes is divided to be a mean; 0 where it is no number of
-    many, or that is unknown."""
+def _mean_divisor(node: Any, reduction: str) -> int:
+    """By what to divide the result of a node to get a mean: 1 if it is one, 0 if unknown or if the
+    node does not reduce."""
     if reduction != "sum":
         return int(reduction == "mean")
     sizes = list(_sizes_reduced(node))
@@ -204,13 +222,13 @@ def _averaging(node: Any, reduction: str) -> int:
 
 
 def _rows(node: Any) -> int:
-    """The leading size of what a node reduces; 0 where unknown."""
+    """Leading size of the tensor that a node reduces; 0 if unknown."""
     sizes = _sizes_reduced(node)
     return int(sizes[0]) if sizes else 0
 
 
 def _sizes_reduced(node: Any) -> Sequence[int]:
-    """The sizes of what a node reduces; none where unknown."""
+    """Shape of the tensor that a node reduces; empty if unknown."""
     sizes = getattr(node, SIZES, None)
     if sizes is None:
         try:
@@ -220,16 +238,21 @@ def _sizes_reduced(node: Any) -> Sequence[int]:
     return tuple(int(size) for size in sizes)
 
 
-def _by_the_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
-    """The model whose group's size a divisor is, or a multiple of: `accumulation * world_size`."""
+def _model_of_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
+    """The model whose group size divides `divisor`: programs divide by the world size, or by
+    `accumulation * world_size`."""
     return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
 
 
 def _suspect(
     recorder: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaging: int
 ) -> None:
-    """Numbers that equal the world size, or a multiple: only the lines can tell which is that.
-    `averaging` as in `_averaging`."""
+    """Find out whether a divisor that equals the world size, or a multiple, is meant as that: only
+    the source of the dividing line can tell.
+
+    Args:
+        averaging: see `_mean_divisor`.
+    """
     cleared = _losses.cleared.setdefault(backward.site, set())
     divisors = tuple(divisor for _, divisor, _ in divided)
     if backward.site in _losses.emitted or divisors in cleared:
@@ -257,7 +280,7 @@ def _suspect(
         )
         size = _group_size(model)
         expression = divided_by_world_size(file, int(line)) if divisor == size else ""
-        # A sum over what was gathered is rightly divided by how much that is.
+        # A sum over gathered samples is rightly divided by their number, world size included.
         if not expression and averaging and (averaging == 1 or divisor == averaging * size):
             expression = divided_by_world_size(file, int(line), product=True)
         if expression:
@@ -275,14 +298,14 @@ def _suspect(
             _losses.emitted.add(backward.site)
             return
     cleared.add(divisors)
-    if len(cleared) >= WAYS_AT_MOST:
+    if len(cleared) >= GRAPHS_AT_MOST:
         _losses.emitted.add(backward.site)
     _losses.suspected.pop(backward.site, None)
     _losses.unclear.pop(backward.site, None)
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    """No backward came that could tell which line divides: what the function says that called."""
+    """Record suspicions without a line: search the function that called the backward for one."""
     for site, (code, number, event) in _losses.unclear.items():
         if site not in _losses.emitted:
             line, expression = loss_divided(code, number)
@@ -304,7 +327,7 @@ def _emit_batch(
         return
     size = model.leading[0]
     if reduction == "sum":
-        size, reduction = _summed(rows, model.leading)
+        size, reduction = _summed_samples(rows, model.leading)
     now = size, reduction, weight
     if _losses.batches.get(model) == now or not isfinite(weight):
         return
@@ -325,9 +348,11 @@ def _emit_batch(
     )
 
 
-def _summed(rows: int, leading: tuple[int, ...]) -> tuple[int, str]:
-    """The size of the input whose samples a sum is over. Of a sum over anything else, as over the
-    losses of several tasks, nothing can be told."""
+def _summed_samples(rows: int, leading: tuple[int, ...]) -> tuple[int, str]:
+    """The batch size and reduction for a sum over `rows`, if some input has as many samples.
+
+    The reduction is empty for a sum over anything else, as over the losses of several tasks.
+    """
     over = [n for n in leading if n == rows or (n > 1 and rows and not rows % n)]
     if not over:
         return leading[0], ""

@@ -21,7 +21,7 @@ from ...source.line_tracer import Tracer
 from ...tensors.digests import ABSENT, digests
 from ...training import lifecycle
 from ...training.records import Backward, OptimizerModel, Step
-from ...training.snapshot import Taken, ratio, rewritten, state_of
+from ...training.snapshot import TensorSnapshot, ratio, rewritten, state_of
 from ...training.tracked_model import Model
 from ...training.written_gradients import WrittenGradients
 from . import gradient_sync
@@ -85,9 +85,9 @@ class ModelEdits:
     """
 
     def __init__(self) -> None:
-        self.gradients: Taken | None = None
-        self.parameters: dict[int, Taken] = {}
-        self.states: dict[int, Taken] = {}
+        self.gradients: TensorSnapshot | None = None
+        self.parameters: dict[int, TensorSnapshot] = {}
+        self.states: dict[int, TensorSnapshot] = {}
         self.emitted: dict[tuple[str, int], tuple[Any, ...]] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
@@ -209,7 +209,7 @@ def _function_ends(
     _watched.spent_ns += time.perf_counter_ns() - began
 
 
-def _gradient_snapshots() -> list[tuple[Model, Taken]]:
+def _gradient_snapshots() -> list[tuple[Model, TensorSnapshot]]:
     return [(m, f.gradients) for m, f in _watched.models.items() if f.gradients is not None]
 
 
@@ -291,7 +291,7 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
             if edits.whole
             else _sampled(model.expected)
         )
-        edits.gradients = Taken(positions, _gradients(model, positions), sampled=True)
+        edits.gradients = TensorSnapshot(positions, _gradients(model, positions), sampled=True)
         edits.backward_site = backward.site
         edits.gradients.touched = WrittenGradients(model, model.expected)
         _trace(recorder, edits, "gradients", model)
@@ -331,7 +331,9 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
         if snapshot is not None:
             mine = snapshot.only(holding.held)
             if mine.positions and not step.closure:
-                now = Taken(mine.positions, _gradients(holding.model, mine.positions), sampled=True)
+                now = TensorSnapshot(
+                    mine.positions, _gradients(holding.model, mine.positions), sampled=True
+                )
                 _emit(recorder, step.number, holding, "gradients", mine, now)
             if rest := set(snapshot.positions).difference(mine.positions):
                 edits.whole, edits.gradients = False, snapshot.only(rest)
@@ -342,7 +344,7 @@ def emit_parameters(recorder: Recorder, step: int, holding: OptimizerModel) -> N
     """Compare an optimizer's parameters with their snapshot, before its step or at the end."""
     before = _edits_of(holding.model).parameters.pop(holding.optimizer, None)
     if before is not None:
-        now = Taken(before.positions, holding.parameters(before.positions), sampled=False)
+        now = TensorSnapshot(before.positions, holding.parameters(before.positions), sampled=False)
         _emit(recorder, step, holding, "parameters", before, now)
 
 
@@ -354,7 +356,7 @@ def _step_ends(recorder: Recorder, step: Step) -> None:
         began = time.perf_counter_ns()
         positions = _positions_to_look_at(recorder, holding.positions)
         held = holding.parameters(positions)
-        edits.parameters[holding.optimizer] = Taken(positions, held, sampled=False)
+        edits.parameters[holding.optimizer] = TensorSnapshot(positions, held, sampled=False)
         edits.states[holding.optimizer] = _state(step, holding, positions)
         _trace(recorder, edits, "parameters", holding.model)
         _trace(recorder, edits, "state", holding.model, step)
@@ -363,9 +365,9 @@ def _step_ends(recorder: Recorder, step: Step) -> None:
         _looking.disable()
 
 
-def _state(step: Step, holding: OptimizerModel, positions: list[int]) -> Taken:
+def _state(step: Step, holding: OptimizerModel, positions: list[int]) -> TensorSnapshot:
     """A snapshot of the optimizer's state by identity and version; no tensor is read."""
-    snapshot = Taken(positions, [], sampled=True)
+    snapshot = TensorSnapshot(positions, [], sampled=True)
     optimizer = step.optimizer()
     snapshot.numbers = [state_of(optimizer, p) for p in holding.parameters(positions)]
     return snapshot
@@ -393,7 +395,12 @@ def _clearing_sites(recorder: Recorder, edits: ModelEdits) -> tuple[int, ...]:
 
 
 def _emit(
-    recorder: Recorder, step: int, holding: OptimizerModel, kind: str, before: Taken, now: Taken
+    recorder: Recorder,
+    step: int,
+    holding: OptimizerModel,
+    kind: str,
+    before: TensorSnapshot,
+    now: TensorSnapshot,
 ) -> None:
     """Compare two snapshots and record an edit, unless it equals the last one recorded."""
     edits = _edits_of(holding.model)

@@ -1,4 +1,9 @@
-"""Digests of replicated tensors at the moments when ranks must agree."""
+"""Do the ranks hold equal gradients, parameters, buffers and optimizer states?
+
+Replicated tensors are digested at moments when all ranks must agree: before optimizer steps, before
+forwards for buffers that DDP does not broadcast, and at the end. Replicas that may rightly differ
+(local SGD, `Join`) are marked as left out.
+"""
 
 from __future__ import annotations
 
@@ -30,27 +35,38 @@ from . import gradient_sync, manual_edits
 LOST = "drift of gradients, parameters and buffers"
 
 STATES_AT_MOST = 64
-"""Parameters whose optimizer state is digested at a full step."""
+"""Parameters whose optimizer state is digested at a full step: state drifts with its parameters,
+so that a sample is enough."""
 
 ENOUGH_UNCHANGED = 8
-"""Steps in which a communication hook must have left the parameters as they were."""
+"""Steps in which an unknown communication hook must leave the parameters unchanged before it is
+taken to exchange gradients."""
 
 SKETCHED_AT_MOST = 400_000_000
 SKETCHED_AT_EASE = 1_000_000
+"""Elements up to which tensors are sketched at all, and whatever the budget (some milliseconds)."""
 
 
 class Watch:
-    """What is followed of one model through one optimizer.
+    """The replicated tensors of one model in one optimizer.
 
     Attributes:
-        buffers_next: the stride of the buffers to look at before its next forward, 0 for none.
+        rows: by kind, digests that wait to be written.
+        pace: says at which steps to digest, and every how manieth tensor.
+        writes: counts writes to the parameters.
+        write_back: tells whether exchanges change the parameters.
+        size: elements of the parameters.
+        whole_next: digest every tensor at the next step.
+        buffers_next: stride at which to digest buffers before the next forward; 0 for not at all.
+        broadcast: DDP broadcasts the buffers.
+        left_out: why the replicas are not to be compared; empty if they are.
     """
 
     def __init__(self, recorder: Recorder, holding: OptimizerModel) -> None:
         self.holding = holding
         self.rows: dict[str, Rows] = {}
         self.pace = Pace(recorder, len(holding.positions))
-        self.writes = write_counts.Writes()
+        self.writes = write_counts.WriteCounts()
         self.write_back = WriteBack()
         self.size = sum(p.numel() for p in _parameters(self) if p is not None)
         self.whole_next = False
@@ -59,35 +75,35 @@ class Watch:
         self.left_out = ""
 
 
-class _Drift:
+class _State:
     def __init__(self) -> None:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
         self.forwards: Subscription[Forward] | None = None
 
 
-_drift = _Drift()
+_state = _State()
 
 
 def install() -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    _drift.__init__()  # type: ignore[misc]
+    _state.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
-    lifecycle.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
-    lifecycle.routine_due.subscribe(_step_begins, lost=LOST)
+    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
+    lifecycle.fast_step_due.subscribe(_step_begins, lost=LOST)
     lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST)
     call_hooks.called.subscribe(_called, lost="averages of parameters (local SGD)")
-    lifecycle.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
-    begins = lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False)
-    _drift.forwards = begins
+    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
+    begins = lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, enabled=False)
+    _state.forwards = begins
     hooks.leaving.subscribe(_leaving, lost="drift at the end")
 
 
 def look_whole(model: Model) -> None:
     """Digest every tensor of the model at its next step."""
-    for watch in _drift.watches.values():
+    for watch in _state.watches.values():
         if watch.holding.model is model:
             watch.whole_next = True
             for known in optimizers.known():
@@ -96,9 +112,9 @@ def look_whole(model: Model) -> None:
 
 def _watch(recorder: Recorder, holding: OptimizerModel) -> Watch:
     key = (holding.optimizer, holding.model.number)
-    watch = _drift.watches.get(key)
+    watch = _state.watches.get(key)
     if watch is None or watch.holding is not holding:
-        watch = _drift.watches[key] = Watch(recorder, holding)
+        watch = _state.watches[key] = Watch(recorder, holding)
         _emit_replica(recorder, watch)
     return watch
 
@@ -134,56 +150,58 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     for holding in step.holdings:
         watch = _watch(recorder, holding)
         if step.number:
-            _look_for_local_steps(recorder, watch)
+            _detect_local_sgd(recorder, watch)
         due.append(watch.pace)
-        if watch.pace.fire_fast(step.number) and not watch.whole_next:
+        if watch.pace.skips(step.number) and not watch.whole_next:
             continue
         kinds = 1 + (not step.closure) + (not watch.broadcast)
         stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
         if stride or watch.whole_next:
-            _look(recorder, watch, step, 1 if watch.whole_next else stride)
+            _record_due(recorder, watch, step, 1 if watch.whole_next else stride)
     known = step.known
     known.due_at = min([known.due_at, *(pace.next_after(step.number) for pace in due)])
 
 
-def _look(recorder: Recorder, watch: Watch, step: Step, stride: int) -> None:
-    _look_for_join(recorder, watch)
+def _record_due(recorder: Recorder, watch: Watch, step: Step, stride: int) -> None:
+    """Digest every `stride`-th tensor before a step; at full steps sketch and digest states too."""
+    _detect_join(recorder, watch)
     gradients = [] if step.closure else [_kind_of_gradients(watch.holding)]
     kinds = ["parameters", *gradients]
     watch.whole_next = False
-    if not watch.broadcast and _drift.forwards is not None:
+    if not watch.broadcast and _state.forwards is not None:
         watch.buffers_next = stride
-        _drift.forwards.enable()
+        _state.forwards.enable()
     began = time.perf_counter_ns()
     looked = sum(_record(recorder, watch, kind, step.number, stride) for kind in kinds)
     if not step.closure:
-        write_counts.look(recorder, watch.holding, watch.writes, step.number)
+        write_counts.record_writes(recorder, watch.holding, watch.writes, step.number)
     watch.pace.spent(time.perf_counter_ns() - began, looked)
     if stride == 1 and full(step.number // max(1, recorder.every)):
-        _look_closely(recorder, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
+        _record_full_step(recorder, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
     _flush(recorder, watch, soon=step.number < 10)
 
 
 def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    """Buffers that nothing copies: what was saved since the step, and what the program has made of
-    them since (an average over the ranks, say), is only there now."""
-    for watch in _drift.watches.values():
+    """Digest buffers that DDP does not broadcast. The program may load or average them after the
+    step, so they are final only at the next forward."""
+    for watch in _state.watches.values():
         if watch.buffers_next and forward.grad_enabled and watch.holding.model is forward.model:
             began, stride, watch.buffers_next = time.perf_counter_ns(), watch.buffers_next, 0
             looked = _record(recorder, watch, "buffers", forward.model.forwards - 1, stride)
             watch.pace.spent(time.perf_counter_ns() - began, looked)
 
 
-def _look_for_join(recorder: Recorder, watch: Watch) -> None:
-    """Whether the ranks take different numbers of steps: they are not to be compared then."""
+def _detect_join(recorder: Recorder, watch: Watch) -> None:
+    """Leave the replicas out if the ranks take different numbers of steps (`Join`)."""
     if not watch.left_out and joins(watch.holding.model.ddp()):
         watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
         _emit_replica(recorder, watch)
 
 
 def _called(recorder: Recorder, call: Call) -> None:
-    hooked = exchanges.in_comm_hook()  # which may hand over all of them at once
-    for watch in _drift.watches.values():
+    # A communication hook may pass all parameters at once: digest them before its first call.
+    hooked = exchanges.in_comm_hook()
+    for watch in _state.watches.values():
         if not watch.left_out:
             size = 0 if hooked else watch.size
             watch.write_back.called(partial(_digest_whole, recorder, watch), size)
@@ -197,8 +215,8 @@ def _parameters(watch: Watch) -> list[Any]:
     return watch.holding.parameters(watch.holding.positions)
 
 
-def _look_for_local_steps(recorder: Recorder, watch: Watch, *, last: bool = False) -> None:
-    """Whether the program averages the parameters themselves between steps (local SGD)."""
+def _detect_local_sgd(recorder: Recorder, watch: Watch, *, last: bool = False) -> None:
+    """Leave the replicas out if the program averages parameters between steps (local SGD)."""
     if watch.left_out:
         return
     averaged = watch.write_back.changed(wait=last)
@@ -208,14 +226,15 @@ def _look_for_local_steps(recorder: Recorder, watch: Watch, *, last: bool = Fals
             averaged |= watch.write_back.exchanged(partial(_digest_whole, recorder, watch))
             averaged |= watch.write_back.changed()
         if not averaged and exchanges.only_in_hooks():
-            _look_at_hooks(recorder, watch)
+            _detect_local_hooks(recorder, watch)
     if averaged:
         watch.left_out = "the program exchanges the parameters themselves between steps"
         _emit_replica(recorder, watch)
 
 
-def _look_at_hooks(recorder: Recorder, watch: Watch) -> None:
-    """What DDP's communication hooks exchange, if it is not the parameters, are gradients."""
+def _detect_local_hooks(recorder: Recorder, watch: Watch) -> None:
+    """Leave the replicas out if DDP's hooks exchange in subgroups only; trust the hooks if they
+    leave the parameters unchanged, for then they exchange gradients."""
     wrapper = watch.holding.model.ddp()
     ranks = () if wrapper is None else group_ranks(wrapper.process_group)
     if exchanges.in_smaller_groups(ranks):
@@ -235,24 +254,25 @@ def _closure_ends(recorder: Recorder, step: Step) -> None:
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    """A model that no optimizer holds is trained all the same: through copies, or by hand."""
+    """Digest models that are in no optimizer: they are trained manually or through copies of their
+    parameters (master weights)."""
     for model in backward.models:
         number = model.synced_backwards - 1
-        if model.number not in backward.synced or not full(number) or _held(model):
+        if model.number not in backward.synced or not full(number) or _in_an_optimizer(model):
             continue
-        watch = _drift.watches.get((UNHELD, model.number))
+        watch = _state.watches.get((UNHELD, model.number))
         if watch is None:
             positions = [p for p in range(len(model.parameters)) if p not in model.ignored]
             watch = _watch(recorder, OptimizerModel(model, UNHELD, positions))
-        _look_for_join(recorder, watch)
+        _detect_join(recorder, watch)
         if number:
-            _look_for_local_steps(recorder, watch)
+            _detect_local_sgd(recorder, watch)
         _record(recorder, watch, "parameters", number, 1)
         _flush(recorder, watch, soon=True)
 
 
-def _held(model: Model) -> bool:
-    held = optimizers.held()
+def _in_an_optimizer(model: Model) -> bool:
+    held = optimizers.parameters()
     return any(id(p) in held for ref in model.parameters if (p := ref()) is not None)
 
 
@@ -261,7 +281,7 @@ def _kind_of_gradients(holding: OptimizerModel) -> str:
 
 
 def _record(recorder: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:
-    """Digest one kind; how many tensors that were."""
+    """Digest the tensors of one kind; returns their number."""
     tensors = _tensors(watch.holding, kind, key, stride)
     waiting = digest(recorder, tensors)
     if waiting is not None:
@@ -282,7 +302,7 @@ def _tensors(holding: OptimizerModel, kind: str, key: int, stride: int) -> list[
 
 
 def buffers(model: Model) -> list[Any]:
-    """In the order of `Wrapped.buffers`; None for those that were ignored at the wrap."""
+    """The buffers of a model in the order of `Wrapped.buffers`; None for those DDP ignores."""
     inner = model.inner()
     if inner is None:
         return []
@@ -300,8 +320,8 @@ def digest(recorder: Recorder, tensors: list[Any]) -> Waiting | None:
     return Waiting(totals)
 
 
-def _look_closely(recorder: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
-    """At full steps also: how large the tensors are, and the optimizer's state."""
+def _record_full_step(recorder: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
+    """Digest optimizer states and sketch the tensors, within the budget but in the first steps."""
     early = step.number < FIRST_STEPS
     if step.number and (early or recorder.affordable()):
         _record_state(recorder, watch, step)
@@ -313,7 +333,8 @@ def _look_closely(recorder: Recorder, watch: Watch, step: Step, kinds: list[str]
 
 
 def _size_to_sketch(watch: Watch) -> float:
-    """Elements of the parameters; no limit allows for what is not on the CPU."""
+    """Elements of the parameters; infinite if any is not on the CPU, so that it exceeds all limits:
+    a sketch would wait for the device."""
     parameters = watch.holding.parameters(watch.holding.positions)
     if any(p is not None and not p.is_cpu for p in parameters):
         return math.inf
@@ -321,10 +342,10 @@ def _size_to_sketch(watch: Watch) -> float:
 
 
 def _sketch(recorder: Recorder, watch: Watch, kind: str, step: int) -> None:
-    if _drift.sketcher is None:
-        _drift.sketcher = Sketcher()
-    norm, bins = _drift.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
-    # NaN and infinity have no distance; nor has JSON a number for them.
+    if _state.sketcher is None:
+        _state.sketcher = Sketcher()
+    norm, bins = _state.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
+    # NaN and infinity have no distance, and JSON has no number for them.
     if not all(map(math.isfinite, (norm, *bins))):
         return
     recorder.emit(
@@ -375,17 +396,17 @@ def _leaving(recorder: Recorder, _: None) -> None:
 
 
 def _finish(recorder: Recorder) -> None:
-    """The last look, and everything that waits to be written."""
-    for watch in list(_drift.watches.values()):
+    """Write what is pending and digest parameters and buffers a last time."""
+    for watch in list(_state.watches.values()):
         holding = watch.holding
         alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
         _flush(recorder, watch, soon=True, wait=True)
-        _look_for_local_steps(recorder, watch, last=True)
+        _detect_local_sgd(recorder, watch, last=True)
         if not alive:
             continue
         if (steps := optimizer_models.steps_taken(holding)) > 0:
             manual_edits.emit_parameters(recorder, steps, holding)
-            write_counts.look(recorder, holding, watch.writes, steps, last=True)
+            write_counts.record_writes(recorder, holding, watch.writes, steps, last=True)
             if _size_to_sketch(watch) <= SKETCHED_AT_EASE:
                 _sketch(recorder, watch, "parameters", steps)
         for kind in ("parameters", "buffers"):
@@ -395,7 +416,7 @@ def _finish(recorder: Recorder) -> None:
                 model = holding.model
                 rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
                 write(recorder, rows, holding.model.number, holding.optimizer, kind, "end")
-    _drift.watches.clear()
+    _state.watches.clear()
 
 
 def _flush(recorder: Recorder, watch: Watch, *, soon: bool = False, wait: bool = False) -> None:
@@ -422,7 +443,7 @@ def write(
     step: int = -1,
     site: int = -1,
 ) -> None:
-    """Put rows of one kind on record, as taken in this step where no other is given."""
+    """Record rows of digests of one kind; `step` defaults to the current step."""
     recorder.emit(
         Digests(
             at=time.monotonic(),

@@ -1,5 +1,8 @@
-"""Weights and the states of optimizers and schedulers loaded into a model after it was wrapped, and
-taken out of it."""
+"""When are weights, optimizer and scheduler states loaded or saved, and at which line?
+
+DDP makes weights equal at the wrap; what is loaded afterwards, or into an optimizer, only the
+program can make equal. After each load the whole model is digested at the next step.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,20 @@ from . import replica_digests
 LOST = "loads of weights and optimizer states"
 
 EMITTED_AT_MOST = 1000
-
-
 EARLY_AT_MOST = 50
+"""Loads recorded, and loads remembered that came before any model was wrapped."""
 
 
 class _Loads:
-    """`early`: what was loaded for which optimizer while no model was wrapped, when and where: DDP
-    evens out weights at the wrap, not these; `taken`: how often the state was, by line."""
+    """
+    Attributes:
+        depth, saving: nesting of `load_state_dict` and `state_dict` calls; modules call those of
+            their children.
+        emitted: loads recorded.
+        taken: calls of `state_dict`, by line.
+        early: loads into an optimizer before its model was wrapped: what, optimizer, time and line.
+            The wrap makes weights equal but not these.
+    """
 
     depth = 0
     emitted = 0
@@ -45,19 +54,25 @@ def install() -> None:
     _loads.depth = _loads.emitted = _loads.saving = 0
     _loads.taken = Counter()
     _loads.early = []
-    around(torch.nn.Module, "load_state_dict", before=_into_module, after=_done, lost=LOST)
-    around(torch.nn.Module, "state_dict", before=_taking, after=_took, lost="checkpoints")
-    around(Optimizer, "load_state_dict", before=_into_optimizer, after=_done, lost=LOST)
+    around(torch.nn.Module, "load_state_dict", before=_load_module, after=_load_ends, lost=LOST)
+    around(
+        torch.nn.Module,
+        "state_dict",
+        before=_state_dict_begins,
+        after=_state_dict_ends,
+        lost="checkpoints",
+    )
+    around(Optimizer, "load_state_dict", before=_load_optimizer, after=_load_ends, lost=LOST)
     scaler = torch.amp.GradScaler
-    around(scaler, "load_state_dict", before=_into_scaler, after=_done, lost=LOST)
+    around(scaler, "load_state_dict", before=_load_scaler, after=_load_ends, lost=LOST)
     for kind in vars(lr_scheduler).values():
-        own = isinstance(kind, type) and kind is not Optimizer  # which is imported there
+        own = isinstance(kind, type) and kind is not Optimizer  # `lr_scheduler` imports it
         if own and "load_state_dict" in vars(kind):
-            around(kind, "load_state_dict", before=_into_scheduler, after=_done, lost=LOST)
+            around(kind, "load_state_dict", before=_load_scheduler, after=_load_ends, lost=LOST)
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
 
 
-def _into_module(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _load_module(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
     if _loads.depth > 1 or not wrapped_models.count():
         return None
@@ -66,12 +81,12 @@ def _into_module(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
     return "weights", _owners(loaded), recorder.site(), assigned
 
 
-def _into_optimizer(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _load_optimizer(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
     return None if _loads.depth > 1 else _for_optimizer(recorder, "optimizer", args[0])
 
 
-def _into_scheduler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _load_scheduler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
     optimizer = getattr(args[0], "optimizer", None)
     if _loads.depth > 1 or optimizer is None:
@@ -80,18 +95,18 @@ def _into_scheduler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _for_optimizer(recorder: Recorder, what: str, optimizer: Any) -> Any:
-    owners = _owners(_held(optimizer)) if wrapped_models.count() else []
+    owners = _owners(_parameter_ids(optimizer)) if wrapped_models.count() else []
     if not owners and len(_loads.early) < EARLY_AT_MOST:
         _loads.early.append((what, weakref.ref(optimizer), time.monotonic(), recorder.site()))
     return what, owners, recorder.site(), False
 
 
-def _into_scaler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _load_scaler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.depth += 1
     return None if _loads.depth > 1 else ("scaler", [None], recorder.site(), False)
 
 
-def _held(optimizer: Any) -> set[int]:
+def _parameter_ids(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -99,7 +114,7 @@ def _wrapped(recorder: Recorder, model: Model) -> None:
     mine = {id(p) for ref in model.parameters if (p := ref()) is not None}
     for what, reference, at, site in list(_loads.early):
         optimizer = reference()
-        if optimizer is not None and mine & _held(optimizer):
+        if optimizer is not None and mine & _parameter_ids(optimizer):
             recorder.emit(
                 Loaded(at=at, what=what, model=model.number, step=recorder.step, site=site)
             )
@@ -113,7 +128,7 @@ def _owners(parameters: set[int]) -> list[Model]:
     ]
 
 
-def _done(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _load_ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     _loads.depth = max(0, _loads.depth - 1)
     if token is None or error is not None:
         return
@@ -135,7 +150,7 @@ def _done(recorder: Recorder, token: Any, result: Any, error: BaseException | No
             )
 
 
-def _taking(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _state_dict_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _loads.saving += 1  # modules ask their children
     if _loads.saving > 1 or not wrapped_models.count():
         return
@@ -157,5 +172,7 @@ def _taking(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 )
 
 
-def _took(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+def _state_dict_ends(
+    recorder: Recorder, token: Any, result: Any, error: BaseException | None
+) -> None:
     _loads.saving = max(0, _loads.saving - 1)

@@ -54,7 +54,7 @@ backward."""
 def install() -> None:
     _known.clear()
     _began.clear()
-    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
     lifecycle.step_inside.subscribe(_step_inside, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
@@ -64,7 +64,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
         if inside.count != inside.emitted and _due(inside.count):
             _emit(recorder, model, inside)
     _began.clear()
-    for look in backward.looks:
+    for look in backward.observations:
         _began[look.model] = look.sequence, backward.site
 
 

@@ -1,4 +1,8 @@
-"""Whether gradients are cleared between the steps of an optimizer."""
+"""Are gradients cleared between the steps of an optimizer?
+
+Identity and version of a few gradients are compared before and after backwards and steps, until it
+is known whether the program always, never or sometimes clears them.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +25,26 @@ LOST = "whether gradients are cleared"
 EMITTED_AT_MOST = 200
 
 ENOUGH = 4
-"""Looks in a row, of which each found cleared gradients, and then as many of which none did: a
-program that clears in some steps only has its reasons."""
+"""A program that stopped clearing is recorded after this many steps in a row with cleared gradients
+and as many without. One that mixes them accumulates gradients on purpose, and is dropped."""
 
 SMALL = 65536
-"""Values of a gradient are looked at up to this size, to see one that was zeroed through `.data`,
-which leaves no other trace."""
+"""Gradients up to this size are read, to notice one that was zeroed through `.data`: that changes
+neither identity nor version."""
 
 
-class Watched:
+class WatchedGradients:
     """Some parameters of one optimizer, since its last step.
 
     Attributes:
-        before: identity and version of the gradients, as the last step or backward left them;
-            `filled` is a parameter whose gradient was not all zero then, None for none that was
-            looked into.
-        cleared: seen cleared since the step; `touched` by a backward before that, first at `site`.
-        awake: its steps are looked at now.
-        clears: looks so far that found them cleared, `latest` of which; `old`: others since,
-            `first` of which.
+        before: identity and version of the gradients as the last step or backward left them.
+        filled: a parameter whose gradient was not all zero then; None if none was read.
+        cleared: the gradients were cleared since the step.
+        touched: a backward added to uncleared gradients; the first one is at `site`.
+        awake: the next step is looked at.
+        clears: steps with cleared gradients; `latest_clear` is the last one.
+        carries: later steps with uncleared gradients; `first_carry` is the first of them.
+        emitted: what was recorded last, None for nothing.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -50,9 +55,9 @@ class Watched:
         self.touched = False
         self.site = -1
         self.awake = True
-        self.clears = self.old = 0
-        self.latest: Carried | None = None
-        self.first: Carried | None = None
+        self.clears = self.carries = 0
+        self.latest_clear: Carried | None = None
+        self.first_carry: Carried | None = None
         self.emitted: bool | None = None
         self.count = 0
 
@@ -60,12 +65,12 @@ class Watched:
         return versions(self.parameters)
 
     def keep(self, now: list[tuple[int, int]]) -> None:
-        """A step or a backward has left the gradients like this."""
+        """Remember the gradients as a step or a backward has left them."""
         self.before = now
         self.filled = next((ref for ref in self.parameters if _any_value(ref)), None)
 
-    def look(self) -> None:
-        """Before a backward: were all the gradients dropped, overwritten or zeroed?"""
+    def note_clear(self) -> None:
+        """Before a backward, note whether all gradients were dropped, overwritten or zeroed."""
         pairs = zip(self.state(), self.before, strict=True)
         zeroed = self.filled is not None and _any_value(self.filled) is False
         if zeroed or any(now != then for now, then in pairs if then[1] >= 0):
@@ -73,7 +78,7 @@ class Watched:
 
 
 def _any_value(parameter: weakref.ref[Any]) -> bool | None:
-    """Whether a gradient has a value that is not zero; None where it is not looked into."""
+    """Whether a gradient has a nonzero value; None if it is too large or on a device."""
     grad = None if (p := parameter()) is None else shard(p.grad)
     if grad is None or not readable(grad) or not 0 < grad.numel() <= SMALL:
         return None
@@ -81,9 +86,9 @@ def _any_value(parameter: weakref.ref[Any]) -> bool | None:
 
 
 class _Watching:
-    """Optimizers of which it is not known yet whether their gradients are always cleared."""
+    """The optimizers that are watched, until it is known whether they clear their gradients."""
 
-    watched: list[tuple[weakref.ref[Any], Watched]] = []
+    watched: list[tuple[weakref.ref[Any], WatchedGradients]] = []
     subscriptions = Subscriptions()
 
 
@@ -91,18 +96,18 @@ def install() -> None:
     _Watching.watched = []
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
     _Watching.subscriptions[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
-        lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST, awake=False),
+        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
+        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
+        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
+        lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST, enabled=False),
     )
 
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     for _, watched in _Watching.watched:
         if watched.awake and not watched.cleared:
-            watched.look()
+            watched.note_clear()
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
@@ -117,9 +122,9 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
-    """An optimizer that is new is watched from now on; one that clears, up to the next step."""
+    """Start to watch a new optimizer; look again at one that has always cleared so far."""
     optimizer = step.optimizer()
-    if (known := step.known.notes.get(Watched)) is not None:
+    if (known := step.known.notes.get(WatchedGradients)) is not None:
         if known.parameters:
             _Watching.subscriptions.enable()
     elif optimizer is not None:
@@ -127,26 +132,26 @@ def _step_due(recorder: Recorder, step: Step) -> None:
         trained = [p for p in every if p.grad is not None or p.requires_grad]
         if not trained:
             return
-        watched = step.known.notes[Watched] = Watched(trained)
+        watched = step.known.notes[WatchedGradients] = WatchedGradients(trained)
         living = [(ref, w) for ref, w in _Watching.watched if ref() is not None]
         _Watching.watched = [*living, (step.optimizer, watched)]
         _Watching.subscriptions.enable()
 
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
-    watched = step.known.notes.get(Watched)
+    watched = step.known.notes.get(WatchedGradients)
     if watched is not None and watched.parameters and not step.closure:
-        _judge(recorder, step, watched)
+        _record_step(recorder, step, watched)
 
 
 def _closure_ends(recorder: Recorder, step: Step) -> None:
-    watched = step.known.notes.get(Watched)
+    watched = step.known.notes.get(WatchedGradients)
     if watched is not None and watched.parameters:
-        _judge(recorder, step, watched)
+        _record_step(recorder, step, watched)
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
-    watched = step.known.notes.get(Watched)
+    watched = step.known.notes.get(WatchedGradients)
     if watched is None or not watched.parameters or not (watched.awake or step.due):
         return
     watched.awake = True
@@ -155,7 +160,7 @@ def _step_ends(recorder: Recorder, step: Step) -> None:
     watched.cleared = all(version < 0 for _, version in watched.before)
 
 
-def _judge(recorder: Recorder, step: Step, watched: Watched) -> None:
+def _record_step(recorder: Recorder, step: Step, watched: WatchedGradients) -> None:
     if not (step.number and watched.awake and (watched.touched or watched.cleared)):
         return
     event = Carried(
@@ -168,39 +173,44 @@ def _judge(recorder: Recorder, step: Step, watched: Watched) -> None:
         parameters=len(watched.before),
     )
     if event.carried:
-        watched.old += 1
-        if watched.old == 1:
-            watched.first = event
+        watched.carries += 1
+        if watched.carries == 1:
+            watched.first_carry = event
         if not watched.clears:
             _emit(recorder, watched, event)
         elif watched.clears < ENOUGH:
-            _let_go(watched)
-        elif watched.old == ENOUGH and watched.first is not None and watched.latest is not None:
-            recorder.emit(watched.latest)  # steps between the two need not have been looked at
-            _emit(recorder, watched, watched.first)
+            _stop_watching(watched)
+        elif (
+            watched.carries == ENOUGH
+            and watched.first_carry is not None
+            and watched.latest_clear is not None
+        ):
+            # Shows from when on they are not cleared: not all steps between were looked at.
+            recorder.emit(watched.latest_clear)
+            _emit(recorder, watched, watched.first_carry)
     else:
         _emit(recorder, watched, event)
-        watched.latest = event
+        watched.latest_clear = event
         watched.clears += 1
-        if watched.old:
-            _let_go(watched)
+        if watched.carries:
+            _stop_watching(watched)
         elif not step.due:
             watched.awake = False
-            _rest()
+            _disable_if_asleep()
 
 
-def _let_go(watched: Watched) -> None:
-    """It clears in some steps: that is all there is to know."""
+def _stop_watching(watched: WatchedGradients) -> None:
+    """Drop an optimizer that clears in some steps only: it accumulates gradients on purpose."""
     watched.parameters = []
     _Watching.watched = [(ref, w) for ref, w in _Watching.watched if w is not watched]
-    _rest()
+    _disable_if_asleep()
 
 
-def _rest() -> None:
+def _disable_if_asleep() -> None:
     _Watching.subscriptions.enable(any(w.awake for _, w in _Watching.watched))
 
 
-def _emit(recorder: Recorder, watched: Watched, event: Carried) -> None:
+def _emit(recorder: Recorder, watched: WatchedGradients, event: Carried) -> None:
     if event.carried != watched.emitted and watched.count < EMITTED_AT_MOST:
         watched.emitted = event.carried
         watched.count += 1

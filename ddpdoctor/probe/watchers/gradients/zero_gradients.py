@@ -52,7 +52,7 @@ _ends = Subscriptions()
 def install() -> None:
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
-    _ends[:] = (lifecycle.step_ends.subscribe(_step_ends, lost=LOST, awake=False),)
+    _ends[:] = (lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),)
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:

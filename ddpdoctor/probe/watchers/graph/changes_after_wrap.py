@@ -1,5 +1,8 @@
-"""Parameters of a wrapped model that are not what DDP was given: added, replaced, removed, tied,
-cast, moved, frozen or unfrozen since the wrap."""
+"""Which parameters of a model are no longer what DDP got at the wrap?
+
+They may have been added, replaced, removed, tied, cast, moved, frozen or unfrozen. Looked at before
+forwards; recorded when a backward shows the effect.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,24 @@ from ...training.tracked_model import Model
 LOST = "parameters that change after the wrap"
 
 LIGHT = 50
-"""Flags are looked at once in so many parameters' worth of forwards, and in the first few."""
+"""`requires_grad` of all parameters is read before one forward in about `parameters / LIGHT`, so
+that its cost per forward does not grow with the model."""
 
 FIRST, FIRST_OF_FEW = 3, 128
+"""First forwards before which it is always read; the latter for models of few parameters."""
+
 FULL_EVERY = 16
+"""Of these, one in so many compares the module's parameters, too."""
+
 CALLS_KEPT = 50
 
 WITHOUT_GRADIENT = ("frozen", "removed", "tied")
-"""What leaves DDP waiting for a gradient that does not come."""
+"""Kinds of change that leave DDP waiting for a gradient that does not come."""
 
 
 @dataclass
 class Change:
-    """What one kind of change did to which parameters, by name."""
+    """A change of one kind; `names` are of the parameters, `site` the line that made it."""
 
     kind: str
     names: tuple[str, ...]
@@ -48,12 +56,14 @@ class Change:
 
 @dataclass
 class Watch:
-    """What is known of one model.
+    """The changes of one model.
 
     Attributes:
-        found: changes that wait for a backward to show what they do; told: those on record.
-        sites: where flags were set, by kind, names and line of the forward: a GAN sets them twice
-            per step, and finding a line takes long.
+        registrations: the process-wide count of registered parameters at the last full comparison.
+        found: changes whose effect a backward has yet to show.
+        emitted: kind and names of changes on record.
+        sites: lines that set flags, by kind, names and line of the forward. Searching one takes
+            long, and a GAN sets flags twice per step.
     """
 
     registrations: int = -1
@@ -63,8 +73,8 @@ class Watch:
 
 
 _watches: defaultdict[Model, Watch] = defaultdict(Watch)
-_judging = Subscriptions()
-"""Of what follows a change: it may be taken back, or a backward shows what it does."""
+_pending_changes = Subscriptions()
+"""Enabled while changes are pending: they may be reverted, or a backward shows their effect."""
 
 
 class _Calls:
@@ -80,23 +90,26 @@ def install() -> None:
     _Calls.made, _Calls.applying = [], 0
     _watches.clear()
     around(torch.nn.Module, "_apply", before=_apply_begins, after=_apply_ends, lost=LOST)
-    around(torch.nn.Module, "requires_grad_", before=_setting, lost=LOST)
+    around(torch.nn.Module, "requires_grad_", before=_requires_grad_called, lost=LOST)
     lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
     lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
-    _judging[:] = (
-        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, awake=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
+    _pending_changes[:] = (
+        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, enabled=False),
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
     )
 
 
-def _setting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _requires_grad_called(
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     if wrapped_models.live() and len(_Calls.made) < CALLS_KEPT:
         flag = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
         _Calls.made.append((weakref.ref(args[0]), flag, recorder.site()))
 
 
 def _apply_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Casting or moving gives a parameter a new node for its gradient, without DDP's hook."""
+    """Note the AccumulateGrad nodes of parameters before they are cast or moved: that may give them
+    new nodes, which lack DDP's hook."""
     _Calls.applying += 1
     live = wrapped_models.live() if _Calls.applying == 1 else []
     inside = {id(m) for m in args[0].modules()} if live else set()
@@ -121,7 +134,7 @@ def _apply_ends(recorder: Recorder, before: Any, result: Any, error: BaseExcepti
                 "converted", names, [model.parameters[i] for i in lost], recorder.site()
             )
             _watches[model].found.append(change)
-            _judging.enable()
+            _pending_changes.enable()
 
 
 def _forward_due(recorder: Recorder, forward: Forward) -> None:
@@ -129,14 +142,15 @@ def _forward_due(recorder: Recorder, forward: Forward) -> None:
     if not forward.sync:
         return
     watch = _watches[model]
-    turns = 1 << (3 + len(model.parameters) // LIGHT).bit_length()  # as in `looked_at`
+    # A power of two from 4 on: `lifecycle.looked_at` selects forwards by powers of two as well.
+    turns = 1 << (3 + len(model.parameters) // LIGHT).bit_length()
     first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
     if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
         watch.registrations = registrations()
         _look_whole(recorder, forward, watch)
     elif model.forwards <= first or model.forwards % turns == 0:
         _look_at_flags(recorder, forward, watch)
-    _judging.enable(any(w.found for w in _watches.values()))
+    _pending_changes.enable(any(w.found for w in _watches.values()))
 
 
 def _forward_begins(recorder: Recorder, forward: Forward) -> None:
@@ -169,7 +183,8 @@ def _look_at_flags(recorder: Recorder, forward: Forward, watch: Watch) -> None:
 
 
 def _flag_site(recorder: Recorder, model: Model, changed: list[int], flag: bool) -> int:
-    """The line that set `requires_grad`: a call on a module, or else what the source shows."""
+    """The line that set `requires_grad`: a recorded call of `Module.requires_grad_`, or else an
+    assignment in the source of the running functions."""
     ids = {id(model.parameters[i]()) for i in changed}
     for reference, to, site in reversed(_Calls.made):
         module = reference()
@@ -200,7 +215,7 @@ def _look_whole(recorder: Recorder, forward: Forward, watch: Watch) -> None:
             continue
         kind = "replaced" if name in model.names else "added"
         kinds.setdefault(kind, []).append((name, parameter))
-    for kind, listed in (kinds or _lost(model, inner)).items():
+    for kind, listed in (kinds or _missing_parameters(model, inner)).items():
         names = tuple(n for n, _ in listed)
         if (kind, names) in watch.emitted or any(c.names == names for c in watch.found):
             continue
@@ -210,9 +225,9 @@ def _look_whole(recorder: Recorder, forward: Forward, watch: Watch) -> None:
         watch.found.append(Change(kind, names, [Reference(p) for _, p in listed], site))
 
 
-def _lost(model: Model, inner: Any) -> dict[str, list[tuple[str, Any]]]:
-    """Parameters that DDP waits for and that the model has no more: with the one that has taken
-    the name, or the old one where none has."""
+def _missing_parameters(model: Model, inner: Any) -> dict[str, list[tuple[str, Any]]]:
+    """Parameters that DDP waits for and the model no longer has, by kind of change: name, and the
+    parameter now under that name or else the old one."""
     now = dict(inner.named_parameters(remove_duplicate=False))
     there = {id(p) for p in now.values()}
     kinds: dict[str, list[tuple[str, Any]]] = {}
@@ -231,7 +246,8 @@ def _forward_failed(recorder: Recorder, forward: Forward) -> None:
         positions = (i for i in without_gradient(str(forward.error)) if i < len(model.expected))
         without = {model.names[model.expected[i]] for i in positions}
         for change in list(watch.found):
-            # What had a gradient then was frozen later: a GAN does so between its two backwards.
+            # A frozen parameter that had a gradient in that backward was frozen after it, as GANs
+            # do between their two backwards.
             if change.kind != "frozen" or without.issuperset(change.names):
                 _emit(recorder, model, watch, change, communicated=False)
 
@@ -239,7 +255,8 @@ def _forward_failed(recorder: Recorder, forward: Forward) -> None:
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for model, watch in list(_watches.items()):
         reached = model in backward.models
-        # A backward through none of what DDP was given is not known to be the model's.
+        # A backward that reached no parameter DDP knows counts if the model waits for one: the
+        # changes may be the reason.
         if not (backward.expected_sync[model.number] if reached else model.pending_sync):
             continue
         for change in list(watch.found):
@@ -253,7 +270,7 @@ def _emit(
     live = [(n, ref()) for n, ref in zip(change.names, change.parameters, strict=True)]
     trained = sum(p is not None and p.grad is not None for _, p in live)
     if change.kind not in WITHOUT_GRADIENT and not trained:
-        return  # not yet in any loss
+        return  # it has no effect until a loss uses the parameter
     watch.found.remove(change)
     watch.emitted.add((change.kind, change.names))
     recorder.emit(

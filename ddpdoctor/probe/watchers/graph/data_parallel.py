@@ -1,6 +1,7 @@
-"""`torch.nn.DataParallel`: one process, several devices, and outputs gathered on one of them.
+"""What does `torch.nn.DataParallel` gather on its output device, and how full are the devices?
 
-Such a program has no process group, so making the wrapper is what makes the process a rank.
+Looked at in forwards of the wrapper, and in pulses for memory. Such a program has no process group:
+the wrapper's constructor makes the process a rank.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 from ....events import DataParallelMade, DeviceMemory, Gathered, GatheredTensor
 from ...recording import hooks
-from ...recording.frames import passed_over, unframe
+from ...recording.frames import disguise, unframe
 from ...recording.patching import around, replace
-from ...recording.recorder import Recorder, complain, current_recorder
+from ...recording.recorder import Recorder, current_recorder, write_probe_error
 from ...recording.weak_references import WeakIdentityMap
 from ...training import lifecycle
 from ...training.records import Step
@@ -23,11 +24,16 @@ from ...training.records import Step
 LOST = "what DataParallel gathers"
 
 MEMORY_EVERY_S = 1.0
-MOST_TENSORS = 32
+TENSORS_AT_MOST = 32
 
 
-class Known:
-    """What the probe knows of one wrapper."""
+class WrapperState:
+    """One `DataParallel` wrapper.
+
+    Attributes:
+        emitted_bytes: size of the gathered output when it was last recorded.
+        site: line of the last forward.
+    """
 
     def __init__(self, number: int, devices: tuple[int, ...]) -> None:
         self.number = number
@@ -39,7 +45,7 @@ class Known:
 
 class _State:
     def __init__(self) -> None:
-        self.known: WeakIdentityMap[Known] = WeakIdentityMap()
+        self.known: WeakIdentityMap[WrapperState] = WeakIdentityMap()
         self.made = 0
         self.devices: tuple[int, ...] = ()
         self.looked = 0.0
@@ -73,14 +79,14 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
             try:
                 activate(0, 1, None)
             except Exception as error:  # training goes on, unobserved
-                complain(error)
+                write_probe_error(error)
         try:
             watched(self, *args, **kwargs)
         except BaseException as error:
             unframe(error)
             raise
 
-    replace(wrapper, "__init__", passed_over(__init__, watched))
+    replace(wrapper, "__init__", disguise(__init__, watched))
 
 
 def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,7 +102,7 @@ def _made(recorder: Recorder, token: Any, result: Any, error: BaseException | No
         return
     devices = tuple(int(d) for d in wrapper.device_ids)
     _state.devices = max(_state.devices, devices, key=len)
-    known = _state.known[wrapper] = Known(_state.made, devices)
+    known = _state.known[wrapper] = WrapperState(_state.made, devices)
     _state.made += 1
     inner = wrapper.module
     recorder.emit(
@@ -130,8 +136,9 @@ def _gathered(recorder: Recorder, token: Any, result: Any, error: BaseException 
     if token is None or error is not None:
         return
     known, where = token
-    tensors = tuple(_tensors(result, ""))[:MOST_TENSORS]
+    tensors = tuple(_tensors(result, ""))[:TENSORS_AT_MOST]
     size = sum(t.size_bytes for t in tensors)
+    # Record growth only: the largest output decides whether the device runs out of memory.
     if known.emitted_bytes and size < 1.25 * known.emitted_bytes:
         return
     known.emitted_bytes = size
@@ -150,7 +157,7 @@ def _gathered(recorder: Recorder, token: Any, result: Any, error: BaseException 
 
 
 def _tensors(value: Any, name: str) -> Iterator[GatheredTensor]:
-    """The tensors of an output, by the way to them."""
+    """The tensors of an output, named by the path to each (`output.logits[0]`)."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -183,7 +190,7 @@ def _leaving(recorder: Recorder, _: None) -> None:
 
 
 def _emit_memory(recorder: Recorder, now: float) -> None:
-    """What the allocator has counted; the devices themselves are not asked."""
+    """Record the allocator's statistics, which are kept on the host: nothing waits for a device."""
     import torch
 
     _state.looked = now

@@ -1,4 +1,8 @@
-"""Which GPUs this rank uses, and on which others it leaves a context. Nothing without GPUs."""
+"""Which GPUs does this rank use, and on which others does it leave a CUDA context?
+
+Looked at when models are wrapped, before the first steps and after `torch.load`; never before the
+program itself initialises CUDA.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from ...training.tracked_model import Model
 LOST = "which GPUs the ranks use"
 
 LOOKS = 4
-"""Steps at which contexts are looked for; later ones come from elsewhere than the start."""
+"""Steps before which contexts are searched for: stray ones are made during setup."""
 
 
 class _Devices:
@@ -45,7 +49,7 @@ def _ready() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def _use(recorder: Recorder, index: int, why: str) -> None:
+def _emit_used(recorder: Recorder, index: int, why: str) -> None:
     if index in _devices.used:
         return
     uuid, name = _identity(index)
@@ -67,7 +71,7 @@ def _identity(index: int) -> tuple[str, str]:
 
 def _wrapped(recorder: Recorder, model: Model) -> None:
     _note_parameters(recorder, model.live_parameters() or [])
-    _look(recorder, "before the model was wrapped")
+    _find_contexts(recorder, "before the model was wrapped")
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
@@ -77,7 +81,7 @@ def _step_due(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     groups = optimizer.param_groups if optimizer is not None else ()
     _note_parameters(recorder, [p for group in groups for p in group["params"]])
-    _look(recorder, "before a step")
+    _find_contexts(recorder, "before a step")
 
 
 def _note_parameters(recorder: Recorder, parameters: list[Any]) -> None:
@@ -86,18 +90,18 @@ def _note_parameters(recorder: Recorder, parameters: list[Any]) -> None:
     import torch
 
     for index in {p.device.index for p in parameters if p.device.type == "cuda"}:
-        _use(recorder, index, "parameters")
+        _emit_used(recorder, index, "parameters")
     chosen = torch.cuda.current_device()
-    if chosen:  # 0 is also what it is where nobody has chosen
-        _use(recorder, chosen, "set_device")
+    if chosen:  # 0 is the default, so it does not show a choice
+        _emit_used(recorder, chosen, "set_device")
 
 
 def _loaded(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _look(recorder, "torch.load")
+    _find_contexts(recorder, "torch.load")
 
 
-def _look(recorder: Recorder, by: str) -> None:
-    """Contexts that exist by now on devices that nobody told this rank to use."""
+def _find_contexts(recorder: Recorder, by: str) -> None:
+    """Record contexts on devices that this rank neither holds parameters on nor selected."""
     if not _ready():
         return
     import torch

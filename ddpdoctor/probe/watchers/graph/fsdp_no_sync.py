@@ -1,5 +1,8 @@
-"""Whether `fully_shard` ever reduces the gradients that an optimizer is to apply: switched off
-(`set_requires_gradient_sync`), it keeps them whole, where no optimizer finds them."""
+"""Does `fully_shard` ever reduce the gradients that an optimizer is to apply?
+
+With `set_requires_gradient_sync(False)` it keeps unsharded gradients to itself and the optimizer
+finds none. Looked at before an optimizer's steps until it has applied a gradient.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,23 @@ from typing import Any
 from ....events import KeptBack
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import fully_shards, kept_back, shards
+from ...recording.torch_compat import fully_shards, has_unreduced_gradient, shards
 from ...training import lifecycle, optimizers
-from ...training.module_origins import living
+from ...training.module_origins import living_modules
 from ...training.records import Step
 
 LOST = "whether `fully_shard` reduces gradients"
 
 _following = Subscriptions()
-"""Of every step, while there is an optimizer that has not applied any."""
+"""Subscription to every step, while an optimizer has not applied any gradient."""
 
 
 class Waiting:
-    """What is known of an optimizer that has not applied a sharded gradient yet.
+    """An optimizer that has not applied a sharded gradient yet.
 
     Attributes:
-        shards: torch's records of its parameters.
-        told: a step found none, though a backward had made some.
+        shards: FSDP's own records of its parameters.
+        emitted: a step without gradients is on record.
     """
 
     def __init__(self, shards: list[Any]) -> None:
@@ -36,7 +39,7 @@ class Waiting:
 
 def install() -> None:
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _following[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
+    _following[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
@@ -44,7 +47,9 @@ def _step_due(recorder: Recorder, step: Step) -> None:
     if step.number or optimizer is None or not fully_shards():
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    every = [s for module in living() for s in shards(module) if id(s.sharded_param) in held]
+    every = [
+        s for module in living_modules() for s in shards(module) if id(s.sharded_param) in held
+    ]
     if every:
         step.known.notes[Waiting] = Waiting(every)
         _following.enable()
@@ -57,12 +62,13 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
         return
     every = [shard for ref in waiting.shards if (shard := ref()) is not None]
     given = [shard for shard in every if shard.sharded_param.grad is not None]
-    # Some are zeros that torch itself makes, to have the optimizer make its state.
-    applied = not all(map(kept_back, given))
+    # A gradient beside a kept-back one is made of zeros: torch's checkpointing makes those to have
+    # the optimizer initialise its state.
+    applied = not all(map(has_unreduced_gradient, given))
     if applied:
         del step.known.notes[Waiting]
         _following.enable(any(Waiting in known.notes for known in optimizers.known()))
-    kept = not given and not waiting.emitted and any(map(kept_back, every))
+    kept = not given and not waiting.emitted and any(map(has_unreduced_gradient, every))
     if kept or (applied and waiting.emitted):
         waiting.emitted = True
         recorder.emit(

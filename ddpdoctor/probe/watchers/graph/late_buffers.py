@@ -1,5 +1,8 @@
-"""Buffers that a model got after it was wrapped, or that changed their shapes: masks, statistics.
-DDP broadcasts what it finds at each forward, if the model had any buffers at the wrap."""
+"""Which buffers does a model get after the wrap, or in other shapes (masks, statistics)?
+
+DDP broadcasts the buffers it finds at each forward if the model had any at the wrap, so they must
+match on all ranks. Shapes are compared before forwards, digests taken before full steps.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ LOST = "buffers that came after the wrap"
 EMITTED_AT_MOST = 500
 
 FIRST, OFTEN = 16, 64
-"""Forwards whose broadcast is looked at: the first ones, powers of two, and one in so many."""
+"""Forwards whose buffers are looked at: the first `FIRST`, powers of two, and every `OFTEN`-th."""
 
 
 class _Late:
@@ -39,8 +42,8 @@ def install() -> None:
     _Late.waiting = []
     _Late.shapes = WeakKeyDictionary()
     lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
-    lifecycle.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
-    lifecycle.routine_due.subscribe(_step_begins, lost=LOST)
+    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
+    lifecycle.fast_step_due.subscribe(_step_begins, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -78,7 +81,7 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     if not full(step.number) or capturing():
         return
     for holding in step.holdings:
-        found = list(_late(holding.model))[:EMITTED_AT_MOST]
+        found = list(_late_buffers(holding.model))[:EMITTED_AT_MOST]
         if not found:
             continue
         state = LateBuffers(
@@ -94,8 +97,8 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     _write(recorder)
 
 
-def _late(model: Model) -> Iterator[tuple[str, Any]]:
-    """Of those that a checkpoint holds, and that are no counters or the like."""
+def _late_buffers(model: Model) -> Iterator[tuple[str, Any]]:
+    """Late buffers that are persistent and floating-point: counters and caches may differ."""
     inner = model.inner()
     ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
     for path, module in () if inner is None else inner.named_modules():

@@ -1,4 +1,7 @@
-"""What the program calls its wrapped models where it trains them."""
+"""Which variable names does the program use for its wrapped models?
+
+The running functions are searched once per model, before the first step of an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ _named: set[Model] = set()
 
 def install() -> None:
     _named.clear()
-    lifecycle.step_due.subscribe(_step_due, routine=False, lost=LOST)
+    lifecycle.step_due.subscribe(_step_due, fast_path=False, lost=LOST)
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
-    """Before the first step of an optimizer, when models and optimizers are made."""
+    """Name new models before the first step of an optimizer: by then all of them exist."""
     if step.number:
         return
     for model in wrapped_models.live():

@@ -1,4 +1,8 @@
-"""Whether the optimizers hold the parameters that are trained, and only those."""
+"""Do the optimizers hold all parameters that are trained, and no others?
+
+Parameters with gradients are compared with all optimizers' parameters before steps, at growing
+intervals. A parameter that no optimizer holds is reported only if it never changes.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +18,33 @@ from ...recording.torch_compat import fully_sharded, fully_shards, ready_indices
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.digests import ABSENT, digests
 from ...training import lifecycle, optimizers, wrapped_models
-from ...training.module_origins import birth_site, in_some_module, living, parameter_site
+from ...training.module_origins import in_some_module, living_modules, origin_site, parameter_site
 from ...training.records import Backward, Step
 from ...training.tracked_model import Model
 
 LOST = "optimizers that hold the wrong parameters"
 
 RENEWED = 16
-"""Times that an optimizer's first step has a model looked at as often as in its first steps."""
+"""Times that the first step of a new optimizer starts the growing intervals of a model anew; some
+programs make an optimizer per epoch."""
 
 
 class Watch:
-    """What is known of one model, or of one that `fully_shard` was applied to.
+    """One wrapped model, or one module that `fully_shard` was applied to.
 
     Attributes:
-        number: of the model; below 0 where it has no wrapper.
-        began, due: optimizer steps before its first backward, or the first step of an optimizer
-            since, and before the next look at it; `renewed` how often such a step came.
-        since: steps of the optimizer that steps, before the first look.
-        missing: parameters with gradients that no optimizer holds: name to what they were;
-            `first` what those were after the first backward that no optimizer held then, or at the
-            first look that met them where it was renewed before; `begun` steps of the optimizer
-            that stepped at the first look that met each.
-        told: what was recorded last.
+        number: of the model; negative for a `fully_shard` module.
+        began: steps of all optimizers before the model's first backward, or before the last first
+            step of an optimizer since.
+        due: steps of all optimizers before the next comparison.
+        renewed: see `RENEWED`.
+        since: steps of the stepping optimizer before the first comparison.
+        missing: by name, digest and version of parameters with gradients that no optimizer held at
+            the last comparison.
+        first: by name, digest and version after the first backward of parameters that no optimizer
+            held then; after a renewal, at the first comparison.
+        begun: by name, steps of the stepping optimizer when the parameter was first missing.
+        emitted: what was recorded last.
     """
 
     def __init__(self, number: int, began: int = 0) -> None:
@@ -51,20 +59,21 @@ class Watch:
 
     @property
     def new(self) -> bool:
-        """It was not yet looked at twice."""
+        """Whether the model was compared less than twice."""
         return self.due < self.began + 2
 
     def is_due(self, step: int) -> bool:
-        """Whether it is to be looked at after so many steps, and if so, when next."""
+        """Whether to compare at this step; if so, sets the next one (intervals double)."""
         if step < self.due:
             return False
         self.due = self.began + max(1, 2 * (step - self.began))
         return True
 
     def renew(self, step: int) -> None:
-        """An optimizer takes its first step after so many: maybe in the place of another."""
+        """An optimizer takes its first step after `step` steps, maybe in place of another one."""
         if step > self.began and self.renewed < RENEWED:
-            if not self.renewed:  # one made before the examination is known from its step on
+            # An optimizer made before the probe started is known only from its first step on.
+            if not self.renewed:
                 self.first = {n: s for n, s in self.first.items() if n in self.missing}
             self.renewed += 1
             self.began = self.due = step
@@ -73,16 +82,17 @@ class Watch:
 _watches: dict[Model, Watch] = {}
 _sharded: WeakIdentityMap[Watch] = WeakIdentityMap()
 _first_steps = hooks.Subscriptions()
-"""Of a new model. Many steps of an optimizer from before it may pass until one is due."""
+"""Enabled for models compared less than twice: an optimizer that is older than the model may have
+few steps that are due."""
 
 
 def install() -> None:
     _watches.clear()
     _sharded.clear()
-    lifecycle.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
+    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
     _first_steps[:] = (
-        lifecycle.step_begins.subscribe(_new_models, routine=False, lost=LOST, awake=False),
+        lifecycle.step_begins.subscribe(_new_models, fast_path=False, lost=LOST, enabled=False),
     )
     lifecycle.pulse.subscribe(_pulse, lost=LOST)
     hooks.leaving.subscribe(_leaving, lost=LOST)
@@ -93,11 +103,12 @@ def _due(step: int) -> bool:
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    """Before a program that updates parameters by hand can have done so."""
+    """Remember missing parameters after a model's first backward, before the program can have
+    updated them manually."""
     for model in backward.models:
         inner = model.inner() if model not in _watches else None
         if inner is not None:
-            held = optimizers.held()
+            held = optimizers.parameters()
             watch = _watches[model] = Watch(model.number, recorder.step)
             _first_steps.enable()
             loose = {n: p for n, p in _trained(inner).items() if id(p) not in held}
@@ -105,34 +116,34 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
-    """Before the step: the gradients are there."""
+    """Compare before the step, while the gradients still exist."""
     if step.number == 0:
         for watch in _watches.values():
             watch.renew(recorder.step)
-    _look(recorder, step)
+    _compare_due(recorder, step)
     for module in _sharded_roots() if _due(step.number) else ():
         watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
-        _compare(recorder, module, watch, optimizers.held(), step)
+        _compare(recorder, module, watch, optimizers.parameters(), step)
 
 
 def _new_models(recorder: Recorder, step: Step) -> None:
-    _look(recorder, step)
+    _compare_due(recorder, step)
     if not any(watch.new for model, watch in _watches.items() if model.ddp() is not None):
         _first_steps.disable()
 
 
-def _look(recorder: Recorder, step: Step) -> None:
+def _compare_due(recorder: Recorder, step: Step) -> None:
     for model in wrapped_models.live():
-        # Gradients may be left from training that is over.
+        # Gradients may be left over from training that has ended.
         if model.backward_step == recorder.step:
             watch = _watches.setdefault(model, Watch(model.number, recorder.step))
             if watch.is_due(recorder.step):
-                _compare(recorder, model.inner(), watch, optimizers.held(), step)
+                _compare(recorder, model.inner(), watch, optimizers.parameters(), step)
 
 
 def _sharded_roots() -> list[Any]:
     """The outermost modules that `fully_shard` was applied to."""
-    every = [m for m in living() if fully_sharded(m)] if fully_shards() else []
+    every = [m for m in living_modules() if fully_sharded(m)] if fully_shards() else []
     within = {id(part) for m in every for part in m.modules() if part is not m}
     return [m for m in every if id(m) not in within]
 
@@ -143,8 +154,9 @@ def _pulse(recorder: Recorder, step: Step) -> None:
     for model, watch in _watches.items():
         if watch.renewed or not watch.missing:
             continue
-        if model.backward_step == recorder.step - 1:  # a run may have one step only
-            _compare(recorder, model.inner(), watch, optimizers.held(), step)
+        # A second comparison after the first step: the run may have no other one.
+        if model.backward_step == recorder.step - 1:
+            _compare(recorder, model.inner(), watch, optimizers.parameters(), step)
 
 
 def _compare(
@@ -160,19 +172,20 @@ def _compare(
         watch.since = step.number
     loose = {n: p for n, p in trained.items() if id(p) not in held}
     state = {n: _state(p) for n, p in loose.items()}
-    if watch.renewed:  # what optimizers take turns at is changed once it is met again
+    if watch.renewed:  # optimizers may take turns: what one of them trains has changed by its turn
         watch.first = {**state, **watch.first}
     unchanged = [n for n, s in state.items() if watch.missing.get(n) == watch.first.get(n, s) == s]
     watch.missing = state
     watch.begun = {n: watch.begun.get(n, step.number) for n in loose}
     mine = {id(p): p for p in inner.parameters()}
-    holder = _holder(optimizer, mine)
+    holder = _optimizer_to_name(optimizer, mine)
     stale = _stale(holder, mine)
     if watch.number < 0:
-        # Whose gradients these are is not known: the optimizer has to hold what is of no module.
+        # Without a wrapper it is unknown which backward made these gradients. Only report them if
+        # an optimizer holds parameters of no module instead.
         stale = [p for p in stale if not in_some_module(p)] if unchanged else []
         unchanged = unchanged if stale else []
-    outer = bool(unchanged) and _outer(watch.number, trained, set(unchanged))
+    outer = bool(unchanged) and _are_outermost(watch.number, trained, set(unchanged))
     emitted = (tuple(unchanged), len(stale), outer)
     if emitted != watch.emitted:
         watch.emitted = emitted
@@ -190,15 +203,18 @@ def _trained(inner: Any) -> dict[str, Any]:
 
 
 def _state(parameter: Any) -> tuple[int, int]:
-    """Equal as long as nothing changes the parameter. By hand, through `.data`, counts too."""
+    """Digest and version of a parameter; a write through `.data` changes the digest only."""
     (digest,) = digests([getattr(parameter, "_local_tensor", parameter)])
     return digest or ABSENT, parameter._version
 
 
-def _holder(stepping: Any, mine: Mapping[int, Any]) -> Any:
-    """The optimizer to name: of those that hold some of the model, one that holds what is not
-    trained, or the one with the most; else one that holds a copy of it, or the one that steps,
-    which also goes before its equals."""
+def _optimizer_to_name(stepping: Any, mine: Mapping[int, Any]) -> Any:
+    """The optimizer to name in the record.
+
+    Of those that hold parameters of the model, one with stale parameters, or else the one that
+    holds most of the model. If none does, one that holds a copy of the model, or the one that
+    steps. Among equals, the one that steps.
+    """
     best, most = stepping, (0, False, 0, False)
     sizes = Counter(p.shape for p in mine.values() if p.requires_grad)
     for optimizer in optimizers.made():
@@ -212,9 +228,11 @@ def _holder(stepping: Any, mine: Mapping[int, Any]) -> Any:
 
 
 def _stale(optimizer: Any, mine: Container[int]) -> list[Any]:
-    """Parameters that it holds and that never got a gradient: of no module any more, or all of
-    them of other modules than the one that is trained. Where all are of no module any more, they
-    may have been trained before."""
+    """Parameters of an optimizer that cannot be trained: they never got a gradient and belong to
+    no module any more, or all its parameters are untrained and belong to other modules.
+
+    If all its parameters belong to no module any more, they may have been trained before.
+    """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     idle = [p for p in held if p.requires_grad and p.grad is None and id(p) not in mine]
     fresh = [p for p in idle if p not in optimizer.state]
@@ -225,16 +243,16 @@ def _stale(optimizer: Any, mine: Container[int]) -> list[Any]:
     return [p for p in fresh if not in_some_module(p)]
 
 
-def _outer(number: int, trained: Iterable[str], missing: Container[str]) -> bool:
-    """Whether what is missing is all farther from the loss than the rest: its gradients come last.
-    Where DDP has no order on record yet, it is what stands first in the model."""
-    order = _arrival(number) or list(trained)[::-1]
+def _are_outermost(number: int, trained: Iterable[str], missing: Container[str]) -> bool:
+    """Whether the missing parameters are the farthest from the loss: their gradients come last, by
+    DDP's recorded order, or else they come first in the model."""
+    order = _gradient_order(number) or list(trained)[::-1]
     lost = [name in missing for name in order]
     return lost == sorted(lost) and not all(lost)
 
 
-def _arrival(number: int) -> list[str]:
-    """The parameters of a wrapped model, in the order in which their gradients arrived."""
+def _gradient_order(number: int) -> list[str]:
+    """Names of a wrapped model's parameters in the order in which their gradients became ready."""
     for model in wrapped_models.live():
         if model.number == number:
             positions = ready_indices(model.ddp()) or []
@@ -259,9 +277,9 @@ def _emit(
         owner, _, last = missing[0].rpartition(".")
         module = owners.get(owner)
         site = parameter_site(module, last) if module is not None else -1
-        site = birth_site(module) if site < 0 and module is not None else site
+        site = origin_site(module) if site < 0 and module is not None else site
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    whose, other = _of_another(optimizer, inner)
+    whose, other = _shared_model(optimizer, inner)
     recorder.emit(
         Ownership(
             at=time.monotonic(),
@@ -287,11 +305,13 @@ def _emit(
     )
 
 
-def _of_another(optimizer: Any, inner: Any) -> tuple[int, int]:
-    """The number of another model, which is trained and to which all belongs that an optimizer
-    holds, and the line of a second optimizer that holds it too; (-1, -1) for none."""
-    held = _held(optimizer)
-    second = next((o for o in optimizers.made() if o is not optimizer and held <= _held(o)), None)
+def _shared_model(optimizer: Any, inner: Any) -> tuple[int, int]:
+    """Number of another trained model that an optimizer's parameters all belong to, and the line of
+    a second optimizer that holds them too; (-1, -1) if there is none."""
+    held = _parameter_ids(optimizer)
+    second = next(
+        (o for o in optimizers.made() if o is not optimizer and held <= _parameter_ids(o)), None
+    )
     if not held or second is None or not held.isdisjoint(map(id, inner.parameters())):
         return -1, -1
     whole = (
@@ -301,13 +321,13 @@ def _of_another(optimizer: Any, inner: Any) -> tuple[int, int]:
     return (whose, optimizers.made_at(second)) if whose >= 0 else (-1, -1)
 
 
-def _held(optimizer: Any) -> set[int]:
+def _parameter_ids(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    """Whatever no optimizer held is forgiven where one holds it at the end."""
-    held = optimizers.held()
+    """Withdraw what was recorded of a model if optimizers hold all of it at the end."""
+    held = optimizers.parameters()
     watched = [(model.inner(), watch) for model, watch in _watches.items()]
     for inner, watch in [*watched, *_sharded.items()]:
         if inner is None or not watch.emitted[0]:

@@ -1,5 +1,8 @@
-"""DDP's synchronisation going wrong: marked ready twice, a static graph that is none; and the hooks
-that do it in DDP's place."""
+"""Which errors does DDP's reducer raise, and which communication hooks replace its all-reduce?
+
+Looked at: parameters marked ready twice, static graphs that change, and backwards of static graphs
+that silently do not synchronise.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,14 @@ PARAMETER = re.compile(r"Parameter at index (\d+)(?: with name (\S+))?")
 
 
 _silent: Counter[Model] = Counter()
-"""Backwards of models with a static graph that should have averaged gradients and did not."""
+"""Backwards of models with a static graph that should have been synchronised and were not."""
 
-_hollow: dict[Model, set[int]] = {}
-"""What the first averaging backward of such a model reached without a gradient."""
+_without_gradient: dict[Model, set[int]] = {}
+"""By model with a static graph, positions whose hooks fired in the first synchronised backward
+without a gradient. DDP counts on them from then on."""
 
 _nested: Counter[Model] = Counter()
-"""The most backwards inside one of such a model's."""
+"""By model with a static graph, the most backwards nested in one: re-entrant checkpointing."""
 
 _static = Subscriptions()
 
@@ -45,18 +49,24 @@ def install() -> None:
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     _silent.clear()
-    _hollow.clear()
+    _without_gradient.clear()
     _nested.clear()
     around(
-        DistributedDataParallel, "register_comm_hook", after=_hooked, before=_hooking, lost=HOOKS
+        DistributedDataParallel,
+        "register_comm_hook",
+        after=_comm_hook_registered,
+        before=_registering_comm_hook,
+        lost=HOOKS,
     )
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
     lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
     lifecycle.backward_failed.subscribe(_backward_failed, lost=LOST)
-    _static[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
+    _static[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),)
 
 
-def _hooking(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommHook | None:
+def _registering_comm_hook(
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CommHook | None:
     model = wrapped_models.of_wrapper(args[0])
     hook = args[2] if len(args) > 2 else kwargs.get("hook")
     while isinstance(hook, partial):
@@ -68,7 +78,9 @@ def _hooking(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return CommHook(at=time.monotonic(), model=model.number, name=name, site=recorder.site())
 
 
-def _hooked(recorder: Recorder, hook: Any, result: Any, error: BaseException | None) -> None:
+def _comm_hook_registered(
+    recorder: Recorder, hook: Any, result: Any, error: BaseException | None
+) -> None:
     if hook is not None and error is None:
         recorder.emit(hook)
 
@@ -79,7 +91,7 @@ def _wrapped(recorder: Recorder, model: Model) -> None:
 
 
 def _forward_failed(recorder: Recorder, forward: Forward) -> None:
-    _judge_static(recorder, forward.model, str(forward.error), -1)
+    _check_static_graph(recorder, forward.model, str(forward.error), -1)
 
 
 def _backward_failed(recorder: Recorder, backward: Backward) -> None:
@@ -87,7 +99,7 @@ def _backward_failed(recorder: Recorder, backward: Backward) -> None:
     if TWICE in text:
         _emit_twice(recorder, backward, text)
     for model in wrapped_models.live():
-        _judge_static(recorder, model, text, backward.site)
+        _check_static_graph(recorder, model, text, backward.site)
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
@@ -96,18 +108,22 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
             continue
         _nested[model] = max(_nested[model], backward.nested)
         silent = model.number not in backward.synced
-        if not silent and model not in _hollow:
-            firing = next((k.firing for k in backward.looks if k.model is model), None)
-            _hollow[model] = firing.counts.keys() - firing.given if firing is not None else set()
+        if not silent and model not in _without_gradient:
+            firing = next((k.firing for k in backward.observations if k.model is model), None)
+            _without_gradient[model] = (
+                firing.counts.keys() - firing.given if firing is not None else set()
+            )
         if silent and backward.expected_sync[model.number]:
             _silent[model] += 1
             if _silent[model] & (_silent[model] - 1) == 0:
                 untouched = backward.untouched.get(model.number, ())
-                promised = untouched if _hollow.get(model, set()).issuperset(untouched) else ()
+                promised = (
+                    untouched if _without_gradient.get(model, set()).issuperset(untouched) else ()
+                )
                 _emit_static(recorder, model, "silent", backward.site, promised)
 
 
-def _judge_static(recorder: Recorder, model: Model, text: str, site: int) -> None:
+def _check_static_graph(recorder: Recorder, model: Model, text: str, site: int) -> None:
     if model.static_graph and (CHANGED in text or ASSERTED in text):
         _emit_static(recorder, model, "changed" if CHANGED in text else "asserted", site)
 
@@ -136,7 +152,7 @@ def _emit_static(
 
 
 def _emit_twice(recorder: Recorder, backward: Backward, text: str) -> None:
-    model = _whose(backward, text)
+    model = _model_of_error(backward, text)
     if model is None:
         return
     found = PARAMETER.search(text)
@@ -165,8 +181,9 @@ def _emit_twice(recorder: Recorder, backward: Backward, text: str) -> None:
     )
 
 
-def _whose(backward: Backward, text: str) -> Model | None:
-    """The model that torch complains about: the one that waits, or has the parameter it names."""
+def _model_of_error(backward: Backward, text: str) -> Model | None:
+    """The model an error of torch is about: one with the named parameter, or one that waits for a
+    backward; None if no model is wrapped."""
     live = wrapped_models.live()
     found = PARAMETER.search(text)
     named = found.group(2).rstrip(".,") if found and found.group(2) else ""
@@ -176,7 +193,7 @@ def _whose(backward: Backward, text: str) -> Model | None:
 
 
 def _checkpoint_site(recorder: Recorder, model: Model) -> int:
-    """The user's line that checkpoints a part of the model."""
+    """Site of a call of `checkpoint` in the model's code, -1 if none is found."""
     inner = model.inner()
     for module in inner.modules() if inner is not None else ():
         found: tuple[CodeType, int] | None = call_named(

@@ -1,5 +1,8 @@
-"""Parameters that the last forward made numbers of which the program still holds, in the variables
-of its running functions. Where a backward brought no gradient to them, the loss left those out."""
+"""Which unused parameters did the forward use, though the loss left out the result?
+
+When a backward left parameters without gradient, tensors in the variables of running functions are
+followed through the autograd graph to these parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,20 @@ from ...training.tracked_model import Model
 
 FRAMES_AT_MOST = 12
 VALUES_AT_MOST = 50
-"""Variables of a frame, or items of one of them."""
+"""Variables per frame, and items per container."""
 
 NODES_AT_MOST = 20_000
+"""Autograd nodes visited: some milliseconds."""
 
 
-def unspent(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the positions that such a number depends on."""
+def unused_results(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[int, ...]:
+    """Positions of unused parameters that a tensor of the last forward depends on."""
     import torch
 
     if model.first_node < 0 or not unused:
         return ()
     with torch._C.DisableTorchFunctionSubclass():
-        held = [t.grad_fn for t in _held(recorder)]
+        held = [t.grad_fn for t in _live_tensors(recorder)]
     wanted = {id(p): i for i in unused if (p := model.parameters[i]()) is not None}
     found: set[int] = set()
     seen: set[Any] = set()
@@ -44,7 +48,7 @@ def unspent(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[
     return tuple(sorted(found))
 
 
-def _held(recorder: Recorder) -> Iterator[Any]:
+def _live_tensors(recorder: Recorder) -> Iterator[Any]:
     """Tensors with a graph in the variables of the user's running functions."""
     frame, frames = sys._getframe(1), 0
     while frame is not None and frames < FRAMES_AT_MOST:
@@ -56,7 +60,7 @@ def _held(recorder: Recorder) -> Iterator[Any]:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """What a container holds, not by methods of a class of the user's."""
+    """The items of a container, without calling methods that a user's subclass may override."""
     for kind, items in ((dict, dict.values), (list, list.__iter__), (tuple, tuple.__iter__)):
         if issubclass(type(value), kind):
             return islice(items(value), VALUES_AT_MOST)

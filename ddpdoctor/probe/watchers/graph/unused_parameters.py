@@ -1,4 +1,8 @@
-"""Parameters that get no gradient, and which modules were called when they did not."""
+"""Which parameters get no gradient in a backward, and which modules were called before it?
+
+Looked at after backwards that were examined whole, and when DDP reports missing gradients. Calls of
+submodules are watched only in a model's first forwards and after the set has changed.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +19,46 @@ from ...source.source_text import branch_around
 from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
-from .unused_outputs import unspent
+from .unused_outputs import unused_results
 
 LOST = "unused parameters"
 
 WATCHED_FORWARDS = 3
-"""In this many first forwards of a model, and after the set of unused parameters changed, the
-probe notes which submodules are called."""
+"""First forwards of a model in which calls of submodules are watched: hooks on every module are
+too slow for all forwards."""
 
 WATCHES = 30
+"""Forwards watched in all, those after a change of the unused parameters included."""
+
 BRANCHES = 20
-"""Unused modules whose deciding `if` is looked up."""
+"""Unused modules whose deciding `if` is searched for in the source."""
 
 EMITTED_IN_FULL = 50
 """Changes of the set that get a record each; later ones are only counted."""
 
 
 class Watched:
-    """What is known of one model.
+    """The use of one model's parameters.
 
     Attributes:
-        unused: the set told last, None where none was told.
-        called: submodules called in the forwards that the next backward is for; None where that
-            was not observed. `seeing` are those of them that were called with gradients on.
-            `watches` is how many forwards may still be watched.
-        shared: sets that a backward left out and another one over the same forward then brought.
-        examined: synchronising backwards looked at; `counts` in how many of them the parameter at
-            a position got no gradient.
+        unused: positions of unused parameters recorded last; None before the first record.
+        called: submodules called in the forwards since the last backward; None if unobserved.
+        called_with_grad: those of them that were called with gradients enabled.
+        skipped: submodules not called in a forward, as recorded last.
+        watch: watches the current forward.
+        due: of the next forwards, how many to watch.
+        watches: forwards that may still be watched.
+        emitted: records so far.
+        shared: sets of parameters that one backward left out and another over the same forward
+            reached.
+        examined: synchronised backwards examined.
+        counts: by position, in how many of these the parameter got no gradient.
     """
 
     def __init__(self) -> None:
         self.unused: tuple[int, ...] | None = None
         self.called: frozenset[str] | None = None
-        self.seeing: frozenset[str] = frozenset()
+        self.called_with_grad: frozenset[str] = frozenset()
         self.skipped: tuple[str, ...] | None = None
         self.watch: CallWatch | None = None
         self.due = WATCHED_FORWARDS
@@ -58,13 +69,14 @@ class Watched:
         self.counts: dict[int, int] = {}
 
     def so_far(self) -> tuple[frozenset[str] | None, frozenset[str]]:
-        """`called` and `seeing`, with those of a forward in which the backward runs."""
+        """`called` and `called_with_grad`, including a forward that is still running: its backward
+        may run inside it."""
         if self.watch is None or self.called is None:
-            return self.called, self.seeing
-        return self.called | self.watch.called, self.seeing | self.watch.seeing
+            return self.called, self.called_with_grad
+        return self.called | self.watch.called, self.called_with_grad | self.watch.called_with_grad
 
     def busy(self) -> bool:
-        """Whether a forward is watched, or was and its backward is still to come, or is to be."""
+        """Whether a forward is being watched, awaits its backward or is still to be watched."""
         return self.watch is not None or self.called is not None or self.expects()
 
     def expects(self) -> bool:
@@ -74,7 +86,7 @@ class Watched:
 
 _watched: defaultdict[Model, Watched] = defaultdict(Watched)
 _calls = Subscriptions()
-"""Of forwards, while there are some to be watched."""
+"""Subscriptions to forwards, enabled while some are to be watched."""
 
 
 def install() -> None:
@@ -107,7 +119,7 @@ def _forward_begins(recorder: Recorder, forward: Forward) -> None:
         watched.called = None
         _calls.enable(any(w.busy() for w in _watched.values()))
     elif forward.model.pending == 1:
-        watched.called = watched.seeing = frozenset()
+        watched.called = watched.called_with_grad = frozenset()
 
 
 def _forward_ends(recorder: Recorder, forward: Forward) -> None:
@@ -117,7 +129,7 @@ def _forward_ends(recorder: Recorder, forward: Forward) -> None:
         called = watch.stop()
         if watched.called is not None:
             watched.called |= called
-            watched.seeing |= watch.seeing
+            watched.called_with_grad |= watch.called_with_grad
         if forward.error is None:
             _emit_skipped(recorder, forward.model, watched, watch.owners - called)
 
@@ -128,7 +140,7 @@ def _forward_failed(recorder: Recorder, forward: Forward) -> None:
 
 
 def _emit_skipped(recorder: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
-    """Before the backward, in which this rank may hang for the others."""
+    """Record skipped modules before the backward: this rank may hang in it."""
     names = tuple(sorted(skipped))
     if names != watched.skipped:
         watched.skipped = names
@@ -144,7 +156,7 @@ def _emit_skipped(recorder: Recorder, model: Model, watched: Watched, skipped: s
 
 
 def _branches(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> dict[str, int]:
-    """Where the user's forward decides not to use the modules of these parameters."""
+    """Sites of the `if` statements around calls of the modules of unused parameters, by module."""
     inner = model.inner()
     if inner is None or not unused:
         return {}
@@ -165,11 +177,12 @@ def _branches(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> dict
 
 
 def _learn_from_error(recorder: Recorder, forward: Forward) -> None:
-    """torch noticed unused parameters in the backward before, and says which."""
+    """Read the unused parameters of the last backward off the error that DDP raises in the next
+    forward."""
     model = forward.model
     missing = without_gradient(str(forward.error))
     if not missing:
-        # Collected in a few iterations only, therefore second.
+        # The fallback, since DDP keeps this order in its first iterations only.
         ready = ready_indices(forward.wrapper)
         missing = [i for i in range(len(model.expected)) if i not in ready] if ready else []
     unused = tuple(sorted(model.expected[i] for i in missing if i < len(model.expected)))
@@ -182,8 +195,11 @@ def _learn_from_error(recorder: Recorder, forward: Forward) -> None:
 
 
 def _gradients_missing(recorder: Recorder, missing: tuple[Model, int]) -> None:
-    """A backward left DDP waiting. Which parameters it waits for can be told now, where gradients
-    are dropped between steps; the rank may not live to the next forward, in which torch does."""
+    """A backward left DDP waiting: record which parameters have no gradient.
+
+    DDP itself says so in the next forward, which this rank may not reach. If gradients are not set
+    to None between steps, nothing is found here.
+    """
     model, site = missing
     watched = _watched.get(model)
     if watched is None or model.find_unused or model.static_graph:
@@ -198,7 +214,7 @@ def _gradients_missing(recorder: Recorder, missing: tuple[Model, int]) -> None:
 def _gradients_ready(recorder: Recorder, moment: tuple[Backward, Model]) -> None:
     backward, model = moment
     if model.unfinished:
-        _continued(recorder, model, (), backward.site)
+        _backward_continued(recorder, model, (), backward.site)
     elif _watched[model].unused != ():
         _emit(recorder, model, (), model.synced_backwards + 1, backward.site)
 
@@ -211,15 +227,18 @@ def _backward_examined(recorder: Recorder, backward: Backward) -> None:
         watched = _watched[model]
         watched.examined += 1
         if untouched not in watched.shared:
-            _found(recorder, model, untouched, backward.site)
-        _use_seen(recorder, model, watched)
+            _examined(recorder, model, untouched, backward.site)
+        _emit_use_if_due(recorder, model, watched)
     for model in backward.continued:
         if (untouched := backward.untouched.get(model.number)) is not None:
-            _continued(recorder, model, untouched, backward.site)
+            _backward_continued(recorder, model, untouched, backward.site)
 
 
-def _continued(recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
-    """Another backward over the same forward brought what the one before it had left out."""
+def _backward_continued(
+    recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int
+) -> None:
+    """Correct the record where another backward over the same forward reached parameters that the
+    one before it had left out."""
     watched = _watched[model]
     before = watched.unused
     if not before or before == untouched or not set(before).issuperset(untouched):
@@ -228,18 +247,18 @@ def _continued(recorder: Recorder, model: Model, untouched: tuple[int, ...], sit
     for position in before:
         if (count := watched.counts.pop(position, 0) - 1) > 0:
             watched.counts[position] = count
-    _found(recorder, model, untouched, site)
-    _use_seen(recorder, model, watched)
+    _examined(recorder, model, untouched, site)
+    _emit_use_if_due(recorder, model, watched)
 
 
-def _found(recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
+def _examined(recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
     watched = _watched[model]
     _count(watched, untouched)
     if untouched != watched.unused:
         _emit(recorder, model, untouched, model.synced_backwards, site)
 
 
-def _use_seen(recorder: Recorder, model: Model, watched: Watched) -> None:
+def _emit_use_if_due(recorder: Recorder, model: Model, watched: Watched) -> None:
     if watched.examined & (watched.examined - 1) == 0:
         _emit_use(recorder, model, watched)
 
@@ -265,11 +284,11 @@ def _emit(
     if unused or watched.emitted > 1:
         watched.due = max(watched.due, 2)
         _calls.enable()
-    called, seeing = watched.so_far()
+    called, called_with_grad = watched.so_far()
     parameters = model.live_parameters() or []
     step = optimizer_models.steps_of(model)
     total = max(0, model.backward_step) if by_torch else recorder.step
-    if total < recorder.step:  # it is of the backward before, and the step that followed
+    if total < recorder.step:  # the error is about the backward before the last step
         step = max(0, step - 1)
     recorder.emit(
         UnusedParameters(
@@ -279,7 +298,7 @@ def _emit(
             step=step,
             indices=unused,
             called=None if called is None else tuple(sorted(called)),
-            blind=tuple(sorted((called or frozenset()) - seeing)),
+            blind=tuple(sorted((called or frozenset()) - called_with_grad)),
             find_unused=model.find_unused,
             static_graph=model.static_graph,
             site=site,
@@ -288,7 +307,7 @@ def _emit(
             by_torch=by_torch,
             branches=_branches(recorder, model, unused),
             total=total,
-            unspent=() if by_torch else unspent(recorder, model, unused),
+            unspent=() if by_torch else unused_results(recorder, model, unused),
         ),
         vital=True,
     )
@@ -314,26 +333,28 @@ def _leaving(recorder: Recorder, _: None) -> None:
 
 
 class CallWatch:
-    """Notes which submodules that hold parameters are called, during one forward only: the hooks
-    are gone before the user can copy, pickle or compile the module again.
+    """Notes which submodules are called during one forward.
+
+    The hooks are removed at its end, before the user can copy, pickle or compile the module.
 
     Attributes:
         owners: names of the modules that own parameters themselves.
-        called: those that were called; seeing: of those that were called with gradients on.
+        called: names of those that were called.
+        called_with_grad: names of those that were called with gradients enabled.
     """
 
     def __init__(self) -> None:
         import torch
 
         self.owners: set[str] = set()
-        self.seeing: set[str] = set()
+        self.called_with_grad: set[str] = set()
         self._gradients_on = torch.is_grad_enabled
         self._handles: list[Any] = []
         self.called: set[str] = set()
 
     @classmethod
     def start(cls, model: Model) -> CallWatch | None:
-        """None where watching could disturb: scripted or compiled modules."""
+        """Register the hooks; None for scripted or compiled modules, which hooks would disturb."""
         import torch
 
         inner = model.inner()
@@ -357,7 +378,7 @@ class CallWatch:
         def note(module: Any, args: Any) -> None:
             self.called.add(name)
             if self._gradients_on():
-                self.seeing.add(name)
+                self.called_with_grad.add(name)
 
         return note
 

@@ -1,6 +1,7 @@
-"""What DDP's search for unused parameters costs: the time it spends between forward and backward.
+"""How long does DDP's search for unused parameters take after each forward?
 
-Installed only once a model asks for the search."""
+The search is wrapped only once a model sets `find_unused_parameters`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def _wrapped(recorder: Recorder, model: Model) -> None:
         _Searches.hooked = True
         from torch.nn.parallel.distributed import DistributedDataParallel
 
-        # `_post_forward` holds the walk over the outputs and the graph, and nothing else of weight.
+        # `_post_forward` walks the outputs and the graph; anything else in it takes no time.
         around(
             DistributedDataParallel,
             "_post_forward",

@@ -1,4 +1,8 @@
-"""Backwards into the parameters of a wrapped model that went around its wrapper."""
+"""Does a backward reach a wrapped model although its wrapper was not called?
+
+Then DDP does not average these gradients. A backward without a pending forward of the wrapper is
+suspected; it is recorded once an optimizer is about to apply its gradients.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +32,16 @@ from ..manual_sync import exchanges, parallelism
 LOST = "forwards that go around DistributedDataParallel"
 
 MOVED_AT_LEAST = 3
-"""Such backwards after which the program itself changed what it trains."""
+"""Suspected backwards after which parameters had changed without an optimizer, before that counts:
+once may be an initialisation."""
 
 LOOKS = 3
-"""Searches through the running functions' source per model."""
+"""Searches per model through the source of the running functions."""
 
 ARMED_STEPS = 50
-"""Optimizer steps for which the probe waits to see the next such forward happen."""
-
 ARMED_AT_MOST = 3
-"""Times that it does so, per model."""
+"""Optimizer steps for which a global forward hook waits for the next bypassing forward, and times
+per model: it slows down every module."""
 
 
 @dataclass
@@ -45,42 +49,45 @@ class Suspect:
     """A backward that reached a model without a forward of its wrapper.
 
     Attributes:
-        stamps: position to identity of the gradients it left; while they are there, nothing has
-            synchronised or cleared them.
-        forwards: forwards of the wrapper since the step before.
-        passed: the line of the forward before it, where that was seen, else -1.
+        stamps: by position, identities of the gradients it left; unchanged ones were neither
+            synchronised into another tensor nor cleared.
+        forwards: forwards of the wrapper since the last step.
+        call_site: line of the bypassing forward, -1 if it was not observed.
     """
 
     backward: int
     site: int
     stamps: dict[int, int]
     forwards: int
-    passed: int = -1
+    call_site: int = -1
 
 
 class Bypass:
-    """What is known of one model.
+    """The bypassing backwards of one model.
 
     Attributes:
-        calls: by line of such a backward, that of the forward before it: one that was seen, else
-            one that was found in the source of what was running. `emitted`: those on record.
-        passed: the line of the first forward that was seen since the last such backward, -1 for
-            none; `armed` times the probe waited to see one.
-        by_hand: digests of a few parameters at the last such backward, where no optimizer holds the
-            model; `moved` such backwards found that they had changed since the one before.
+        suspect: the last one, until a step settles it.
+        calls: by line of a backward, the line of its forward: observed, or else found by source.
+        call_site: line of the first bypassing forward observed since the last suspect, -1 for none.
+        looks, armed: see `LOOKS` and `ARMED_AT_MOST`.
+        count: steps on bypassing gradients so far.
+        emitted: lines of forwards on record.
+        on_record, last: the event recorded last, and the latest one.
+        digests: of a few parameters at the last suspect, if no optimizer holds the model; `moved`
+            counts the suspects that found them changed.
     """
 
     def __init__(self) -> None:
         self.suspect: Suspect | None = None
         self.calls: dict[int, int] = {}
-        self.passed = -1
+        self.call_site = -1
         self.looks = 0
         self.armed = 0
         self.count = 0
         self.emitted: set[int] = set()
         self.on_record: Bypassed | None = None
         self.last: Bypassed | None = None
-        self.by_hand: list[int] = []
+        self.digests: list[int] = []
         self.moved = 0
 
 
@@ -88,11 +95,11 @@ _known: defaultdict[Model, Bypass] = defaultdict(Bypass)
 
 
 _following = Subscriptions()
-"""Of all that comes after the first such backward."""
+"""Enabled from the first suspected backward on."""
 
 
-class _Trap:
-    """A hook on every module's forward, in place only while one is waited for."""
+class _ForwardHook:
+    """The global forward hook, registered only while a bypassing forward is awaited."""
 
     handle: Any = None
     modules: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -103,12 +110,12 @@ class _Trap:
 def install() -> None:
     _disarm()
     _known.clear()
-    lifecycle.backward_astray.subscribe(_backward_astray, lost=LOST)
+    lifecycle.backward_unannounced.subscribe(_backward_unannounced, lost=LOST)
     _following[:] = (
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
-        lifecycle.closure_ends.subscribe(_judge, lost=LOST, awake=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
+        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
+        lifecycle.closure_ends.subscribe(_judge_step, lost=LOST, enabled=False),
+        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
     )
     hooks.leaving.subscribe(_leaving, lost=LOST)
     on_restore(_disarm)
@@ -118,40 +125,45 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     for model in backward.models:
         if model.number in backward.synced and model in _known:
             known = _known[model]
-            known.suspect, known.passed, known.by_hand = None, -1, []
+            known.suspect, known.call_site, known.digests = None, -1, []
 
 
-def _backward_astray(recorder: Recorder, backward: Backward) -> None:
+def _backward_unannounced(recorder: Recorder, backward: Backward) -> None:
     for model, communicated in backward.unannounced:
         if communicated or not _meant_to_synchronise(model):
             continue
         known = _known[model]
         forwards = model.forwards_in_step if model.forward_step == recorder.step else 0
-        again = known.suspect is not None  # no optimizer has applied it since
+        again = known.suspect is not None  # no optimizer has applied the last one's gradients
         known.suspect = Suspect(
-            backward.number, backward.site, _stamps(model), forwards, known.passed
+            backward.number, backward.site, _stamps(model), forwards, known.call_site
         )
-        known.passed = -1
+        known.call_site = -1
         _following.enable()
         if backward.site not in known.calls and known.looks < LOOKS:
             known.looks += 1
-            if (call := _look(recorder, model)) >= 0:
+            if (call := _find_call(recorder, model)) >= 0:
                 known.calls[backward.site] = call
         if again:
-            _follow_by_hand(recorder, model, known, known.suspect)
+            _detect_manual_update(recorder, model, known, known.suspect)
 
 
-def _follow_by_hand(recorder: Recorder, model: Model, known: Bypass, suspect: Suspect) -> None:
-    """Where no optimizer holds the model, and nothing was ever exchanged that may be its gradients
-    or its parameters, they are the ones of such backwards that the program applies by itself."""
+def _detect_manual_update(
+    recorder: Recorder, model: Model, known: Bypass, suspect: Suspect
+) -> None:
+    """Record a model in no optimizer whose parameters change between suspected backwards.
+
+    The program then applies these gradients manually. Nothing is recorded if its gradients or
+    parameters may have been exchanged.
+    """
     parameters = [p for ref in model.parameters if (p := ref()) is not None]
-    held = optimizers.held()
+    held = optimizers.parameters()
     if model.ddp() is None or any(id(p) in held for p in parameters):
-        known.by_hand, known.moved = [], 0
+        known.digests, known.moved = [], 0
         return
-    before, known.by_hand = known.by_hand, digests(ref() for ref in model.sampled)
+    before, known.digests = known.digests, digests(ref() for ref in model.sampled)
     certain = suspect.forwards == 0 or suspect.site in known.calls
-    if not before or before == known.by_hand or not certain:
+    if not before or before == known.digests or not certain:
         return
     if parallelism.special() or exchanges.values_exchanged(parameters):
         return
@@ -175,8 +187,9 @@ def _stamps(model: Model) -> dict[int, int]:
     return stamps
 
 
-def _look(recorder: Recorder, model: Model) -> int:
-    """The user's line that called the inner module or one of its own methods."""
+def _find_call(recorder: Recorder, model: Model) -> int:
+    """Search the running functions for the line that calls the inner module or one of its methods;
+    -1 if none is found."""
     inner = model.inner()
     if inner is None:
         return -1
@@ -185,9 +198,9 @@ def _look(recorder: Recorder, model: Model) -> int:
     def wanted(target: Any) -> bool:
         if isinstance(target, MethodType):
             function = getattr(target, "__func__", None)
-            return id(target.__self__) in parts and _users(recorder, function)
+            return id(target.__self__) in parts and _is_users(recorder, function)
         if isinstance(target, Bound):
-            return id(target.owner) in parts and _users(recorder, target.function)
+            return id(target.owner) in parts and _is_users(recorder, target.function)
         if id(target) in parts:
             return True
         stored = getattr(target, "__dict__", None)
@@ -201,19 +214,20 @@ def _look(recorder: Recorder, model: Model) -> int:
     return recorder.sites.number(found.code, found.line) if found else -1
 
 
-def _users(recorder: Recorder, function: Any) -> bool:
-    """`model.module.loss` is the user's; `.parameters`, `.train` are torch's. `forward` counts."""
+def _is_users(recorder: Recorder, function: Any) -> bool:
+    """Whether a method is the user's (`model.module.loss`) or a `forward`, not another one of torch
+    (`.parameters`, `.train`)."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", "")
     return code is not None and (recorder.sites.kind(code) != "own" or name == "forward")
 
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
-    if not step.closure:  # else what it applies is yet to come
-        _judge(recorder, step)
+    if not step.closure:  # a closure has yet to compute the gradients
+        _judge_step(recorder, step)
 
 
-def _judge(recorder: Recorder, step: Step) -> None:
+def _judge_step(recorder: Recorder, step: Step) -> None:
     optimizer = step.optimizer()
     suspects = [(m, k) for m, k in list(_known.items()) if k.suspect is not None]
     if optimizer is None or not suspects:
@@ -225,8 +239,8 @@ def _judge(recorder: Recorder, step: Step) -> None:
             continue
         suspect, known.suspect = known.suspect, None
         assert suspect is not None
-        # Two backwards over one forward look the same; a call that was seen, or no forward of the
-        # wrapper at all, tells them apart.
+        # A second backward over one forward of the wrapper looks like a bypass. Without any forward
+        # of the wrapper, or with a known call of the inner module, it is one.
         certain = suspect.forwards == 0 or suspect.site in known.calls
         if not certain or not _still_there(model, suspect):
             continue
@@ -236,7 +250,7 @@ def _judge(recorder: Recorder, step: Step) -> None:
 
 
 def _still_there(model: Model, suspect: Suspect) -> bool:
-    """Whether the gradients of that backward are what the optimizer is about to apply."""
+    """Whether nonzero gradients of that backward still exist, for the optimizer to apply."""
     for position, stamp in suspect.stamps.items():
         parameter = model.parameters[position]()
         gradient = None if parameter is None else parameter.grad
@@ -251,10 +265,10 @@ def _emit(
     recorder: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
 ) -> None:
     known.count += 1
-    if suspect.passed >= 0:
-        known.calls[suspect.site] = suspect.passed
+    if suspect.call_site >= 0:
+        known.calls[suspect.site] = suspect.call_site
         known.armed = ARMED_AT_MOST
-        if _Trap.model is model:
+        if _ForwardHook.model is model:
             _disarm()
     elif known.armed < ARMED_AT_MOST:
         _arm(recorder, model, known)
@@ -283,58 +297,60 @@ def _leaving(recorder: Recorder, _: None) -> None:
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
-    if _Trap.handle is not None and recorder.step > _Trap.until:
+    if _ForwardHook.handle is not None and recorder.step > _ForwardHook.until:
         _disarm()
 
 
 def _arm(recorder: Recorder, model: Model, known: Bypass) -> None:
-    """See the next forwards that go around the wrapper as they happen, up to one whose gradients
-    are applied."""
+    """Register the global hook, to observe the next forward that bypasses the wrapper."""
     import torch
 
     inner = model.inner()
-    if inner is None or _Trap.handle is not None or compiling():
+    if inner is None or _ForwardHook.handle is not None or compiling():
         return
     modules = list(inner.modules())
     if any(hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in modules):
         return
     known.armed += 1
-    known.passed = -1
-    _Trap.modules = weakref.WeakSet(modules)
-    _Trap.model, _Trap.until = model, recorder.step + ARMED_STEPS
-    _Trap.handle = torch.nn.modules.module.register_module_forward_pre_hook(_sprung)
+    known.call_site = -1
+    _ForwardHook.modules = weakref.WeakSet(modules)
+    _ForwardHook.model, _ForwardHook.until = model, recorder.step + ARMED_STEPS
+    _ForwardHook.handle = torch.nn.modules.module.register_module_forward_pre_hook(_forward_called)
 
 
 def _disarm() -> None:
-    handle, _Trap.handle, _Trap.model = _Trap.handle, None, None
+    handle, _ForwardHook.handle, _ForwardHook.model = _ForwardHook.handle, None, None
     if handle is not None:
         handle.remove()
 
 
-def _sprung(module: Any, args: Any) -> None:
+def _forward_called(module: Any, args: Any) -> None:
     try:
         import torch
 
-        recorder, model = current_recorder(), _Trap.model
+        recorder, model = current_recorder(), _ForwardHook.model
         if recorder is None or model is None or forwards.running():
             return
-        if not torch.is_grad_enabled() or module not in _Trap.modules or not module.training:
+        if not torch.is_grad_enabled() or module not in _ForwardHook.modules or not module.training:
             return
         known = _known.get(model)
-        if known is None or known.passed >= 0:
+        if known is None or known.call_site >= 0:
             return
         frame = _caller(recorder, sys._getframe(1))
         if frame is not None:
-            known.passed = recorder.sites.number(frame.f_code, frame.f_lineno)
+            known.call_site = recorder.sites.number(frame.f_code, frame.f_lineno)
     except Exception as error:
         if (recorder := current_recorder()) is not None:
             recorder.trouble("bypass.trap", error, LOST)
 
 
 def _caller(recorder: Recorder, frame: FrameType | None) -> FrameType | None:
-    """The user's frame that chose to go into the model: the first that was not given a part of it,
-    as its methods are, or that has the wrapper at hand; else the outermost that is no method."""
-    wrapper = None if _Trap.model is None else _Trap.model.ddp()
+    """The user's frame that called into the model instead of the wrapper.
+
+    The innermost frame without a part of the model among its arguments (as methods have in `self`),
+    or with the wrapper in a variable; else the outermost that is no method of the model.
+    """
+    wrapper = None if _ForwardHook.model is None else _ForwardHook.model.ddp()
     outermost = None
     while frame is not None:
         if recorder.sites.kind(frame.f_code) == "user":
@@ -352,4 +368,4 @@ def _caller(recorder: Recorder, frame: FrameType | None) -> FrameType | None:
 def _is_part(value: Any) -> bool:
     import torch
 
-    return issubclass(type(value), torch.nn.Module) and value in _Trap.modules
+    return issubclass(type(value), torch.nn.Module) and value in _ForwardHook.modules
