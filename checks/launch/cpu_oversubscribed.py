@@ -1,56 +1,79 @@
-"""DDP104."""
+"""DDP104: more compute threads, DataLoader workers or ranks than CPU cores."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.events import LoaderSeen, RankSample, StepDone, ThreadsSeen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Location, Rank, Run
+from ddpdoctor.run import Location, Rank, Run, counted
 
 FAR_OVER = 2.0
-"""Threads per core beyond which they mostly wait for each other."""
+"""Threads per core from which on they mostly wait for each other. Twice, since hyper-threads count
+as cores and a rank's main thread idles while its compute threads work."""
 
 CROWDED = 1.5
+"""Runnable threads per core that confirm an oversubscription which torch's own default number of
+threads only suggests: a default pool may exist and be idle."""
+
 FEWEST_SAMPLES = 3
+"""Of each rank, before the median of its runnable threads is used: one sample may fall into a
+moment of loading."""
+
+TOO_MANY_THREADS = "too-many-threads"
+TOO_MANY_WORKERS = "too-many-workers"
+TOO_MANY_RANKS = "too-many-ranks"
+
+_LABELS = {
+    TOO_MANY_THREADS: "too many threads",
+    TOO_MANY_WORKERS: "too many workers",
+    TOO_MANY_RANKS: "too many ranks",
+}
 
 
 class CpuOversubscribed(Check):
-    """Far more threads than cores
+    """Far more threads than CPU cores
 
     ## What it finds
-    Ranks on one machine whose threads (those torch computes with, and DataLoader workers) are more
-    than twice the cores they may run on.
+    Ranks on one machine with more than two threads per available core. torch's compute threads and
+    DataLoader workers count.
 
     ## How it knows
-    After its third optimizer step, and then every five seconds at most, a rank records how many
-    threads torch computes with; once a second (less often in a long run) the node's monitor
-    measures how many threads of the ranks and their workers run or wait for a core. Cores are
-    counted by affinity and by the CPU quota of the control group, which is what a container really
-    has. A number of compute threads that somebody chose (`OMP_NUM_THREADS`,
-    `torch.set_num_threads`) counts as it is; torch's own choice counts only where 1.5 threads per
-    core wanted to run at once, and workers only where more than two did, by the median of three
-    samples or more of each rank. The finding is proven.
+    Each rank records how many threads torch computes with, after its third optimizer step and then
+    at most every five seconds. The node's monitor samples, once a second or less often, how many
+    threads of the ranks and their workers run or wait for a core. Cores are counted by CPU
+    affinity and by the CPU quota of the control group, so a container's limit counts.
+
+    A number of threads that was set (`OMP_NUM_THREADS`, `torch.set_num_threads`) is taken as it is.
+    torch's default counts only if 1.5 threads per core were runnable at once, and workers only if
+    more than two were (median of at least three samples of each rank). The finding is proven.
 
     ## Why it hurts
-    The threads of one parallel loop wait for each other, and each of them waits for a core: steps
-    take several times as long as with fewer threads, and every rank waits for the slowest.
+    The threads of a parallel loop wait for each other, and each of them waits for a core. Steps
+    take several times as long as with fewer threads, and all ranks wait for the slowest.
 
     ## How to fix it
-    Cores divided by ranks: `OMP_NUM_THREADS=<that>` in the environment, or
-    `torch.set_num_threads(...)` before the first step; fewer DataLoader workers, or fewer ranks.
+    Divide the cores by the ranks: set `OMP_NUM_THREADS` to that in the environment, or call
+    `torch.set_num_threads(...)` before the first step. Use fewer DataLoader workers or fewer ranks.
 
     ## When it stays quiet
-    torchrun's `OMP_NUM_THREADS=1`; ranks that each have cores of their own; the compute threads of
-    ranks that train on GPUs (their workers count); threads that exist but are idle, where nobody
-    asked for them.
+    - torchrun's default, `OMP_NUM_THREADS=1`
+    - ranks that are pinned to separate cores
+    - compute threads of ranks that train on GPUs (their workers do count)
+    - idle threads of torch's default pool
     """
 
     code = "DDP104"
     name = "cpu-oversubscribed"
     family = "launch"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        TOO_MANY_THREADS: "torch computes with more threads than a rank's share of the cores",
+        TOO_MANY_WORKERS: "DataLoader workers need more cores than there are",
+        TOO_MANY_RANKS: "there are more ranks than cores, each with no more threads than its share",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(ThreadsSeen) else "no rank trained long enough to count its threads"
@@ -84,23 +107,28 @@ class CpuOversubscribed(Check):
         rank = max(ranks, key=lambda r: seen[r.rank].compute)
         event = seen[rank.rank]
         share = max(1, int(cores) // len(ranks))
-        each = event.compute <= share  # the number of threads is as it should be
+        within_share = event.compute <= share  # reducing compute threads would not help
+        rule = TOO_MANY_WORKERS
+        if too_many:
+            rule = TOO_MANY_RANKS if within_share else TOO_MANY_THREADS
         return self.finding(
+            rule=rule,
             ranks=tuple(seen),
-            location=_spot(rank, event, too_many),
-            label=f"too many {'workers' if not too_many else 'ranks' if each else 'threads'}",
+            location=_line_to_change(rank, event, too_many),
+            label=_LABELS[rule],
             summary=(
-                f"{len(ranks)} ranks with {compute} threads to compute with and "
-                f"{sum(workers.values())} workers share {cores:g} cores on {node}"
+                f"{counted(len(ranks), 'rank')} with {counted(compute, 'compute thread')} and "
+                f"{counted(sum(workers.values()), 'DataLoader worker')} in total share {cores:g} "
+                f"CPU core{'' if cores == 1 else 's'} on {node}"
             ),
-            cause="threads of one rank wait for cores that the threads of another rank hold"
-            if not each
-            else f"ranks{' and their workers' * any(workers.values())} wait for cores that others "
-            f"hold, though no rank computes with more than its share, {share}",
-            fix=_fewer(sum(workers.values()), len(ranks) > cores)
-            if each
-            else _fix(rank, event, share, too_many),
-            fix_kind=FixKind.CHECK if each and len(ranks) > cores else FixKind.SAFE,
+            cause="threads of different ranks compete for the same cores"
+            if not within_share
+            else f"ranks{' and their workers' * any(workers.values())} compete for the same cores, "
+            f"although no rank uses more compute threads than its share ({share})",
+            fix=_fewer_processes(sum(workers.values()), len(ranks) > cores)
+            if within_share
+            else _fewer_threads(rank, event, share, too_many),
+            fix_kind=FixKind.CHECK if within_share and len(ranks) > cores else FixKind.SAFE,
             evidence={
                 "ranks": [
                     {
@@ -112,14 +140,14 @@ class CpuOversubscribed(Check):
                     for n, e in seen.items()
                 ],
                 "cores allowed": cores,
-                "threads that wanted to run at once": wanted,
+                "runnable threads at once": wanted,
             },
             at=rank.wall(event.at),
         )
 
 
 def _samples(run: Run, rank: Rank) -> list[RankSample]:
-    """What the monitor saw of a rank while it trained."""
+    """The monitor's samples of a rank's process between its first and its last step."""
     steps = rank.of(StepDone)
     pid = rank.started.pid if rank.started else 0
     return [
@@ -131,7 +159,8 @@ def _samples(run: Run, rank: Rank) -> list[RankSample]:
 
 
 def _runnable(run: Run, ranks: list[Rank]) -> float | None:
-    """Threads of all these ranks that ran or waited for a core at once, while they trained."""
+    """Threads of all these ranks that ran or waited for a core at once: the sum of the medians of
+    their samples; None if a rank has too few."""
     total = 0.0
     for rank in ranks:
         known = [s.runnable for s in _samples(run, rank) if s.runnable is not None]
@@ -142,34 +171,39 @@ def _runnable(run: Run, ranks: list[Rank]) -> float | None:
 
 
 def _workers(run: Run, rank: Rank) -> int:
+    """DataLoader workers of a rank: those its loader asked for, at most the child processes that
+    the monitor saw."""
     seen = [s.children for s in _samples(run, rank)]
     reported = max((e.workers for e in rank.of(LoaderSeen)), default=0)
     return min(reported, max(seen)) if seen else reported
 
 
-def _spot(rank: Rank, event: ThreadsSeen, compute: bool) -> Location | None:
+def _line_to_change(rank: Rank, event: ThreadsSeen, compute: bool) -> Location | None:
+    """The line that sets the number of threads, or, if these are not what is too many (`compute`),
+    that makes the loader."""
     loaders = [e for e in rank.of(LoaderSeen) if e.workers]
     if not compute and loaders:
         return rank.location(loaders[0].site)
     return rank.location(event.site)
 
 
-def _fewer(workers: int, ranks: bool) -> str:
-    """Of what there may be less, where the number of threads is as it should be."""
-    many = ["fewer `num_workers`"] * bool(workers) + ["fewer ranks on this machine"] * ranks
+def _fewer_processes(workers: int, ranks: bool) -> str:
+    """What to reduce where the number of compute threads is right already."""
+    many = ["reduce `num_workers`"] * bool(workers) + ["start fewer ranks on this machine"] * ranks
     return ", or ".join(many)
 
 
-def _fix(rank: Rank, event: ThreadsSeen, share: int, compute: bool) -> str:
+def _fewer_threads(rank: Rank, event: ThreadsSeen, share: int, compute: bool) -> str:
+    """How to give each rank `share` compute threads; `compute`: these alone are too many."""
     spot = rank.location(event.site) if compute and event.set_there else None
     if spot is None:
         return (
-            f"OMP_NUM_THREADS={share} in the environment, or "
+            f"set `OMP_NUM_THREADS={share}` in the environment, or call "
             f"`torch.set_num_threads({share})` before the first step"
-            + ("" if compute else "; fewer `num_workers`")
+            + ("" if compute else "; reduce `num_workers`")
         )
     given = rank.started.environment.get("OMP_NUM_THREADS", "") if rank.started else ""
     enough = given.isdecimal() and 0 < int(given) <= share
-    return f"`torch.set_num_threads({share})` at {spot}, which overrides OMP_NUM_THREADS" + (
-        f", or leave it out: OMP_NUM_THREADS is {given} already" if enough else ""
+    return f"call `torch.set_num_threads({share})` at {spot}; this overrides OMP_NUM_THREADS" + (
+        f". Or remove the call: OMP_NUM_THREADS is {given} already" if enough else ""
     )

@@ -1,13 +1,14 @@
-"""DDP103."""
+"""DDP103: ranks run different software or settings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.events import InitEntered, ProgramSeen, TorchLoaded
 from ddpdoctor.report.findings import Check, Finding, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, ranks_do, ranks_text
+from ddpdoctor.run import Location, Rank, Run, listed, ranks_do, ranks_text
 
 _MATTERS = re.compile(
     r"NCCL_|GLOO_|OMP_NUM_THREADS|MKL_NUM_THREADS|TORCH_|TORCHDYNAMO_|TORCHINDUCTOR_|CUBLAS_|"
@@ -17,10 +18,11 @@ _MAY_DIFFER = re.compile(
     r"RANK|PORT|ADDR|HOST|IFNAME|HCA|NET|TOPO|FILE|DIR|PATH|HOME|CACHE|DEBUG$|DEBUG_|LOG|TRACE|"
     r"_ID$|PID|NAME|DEVICE|UUID|SOCKET|FR_"
 )
-"""Places and identities, which differ by nature, and what only changes what is printed."""
+"""Variables that differ by nature (places, identities) or that only change what is logged."""
 
 Row = Mapping[str, object]
-"""What differs (`what`), and its values by the ranks that have them."""
+"""One difference: its name under `what`, and each value under the ranks that have it
+(`{"what": "torch", "rank 0": "2.13.0", "rank 1": "2.12.1"}`)."""
 
 _MUST_AGREE = ("TORCH_DISTRIBUTED_DEBUG",)
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -31,39 +33,48 @@ class EnvironmentSkew(Check):
     """Ranks run different software or settings
 
     ## What it finds
-    Ranks whose Python, torch, CUDA, NCCL or libraries have other versions, whose script or modules
-    have other contents, or whose settings for communication and computing (`NCCL_*`, `TORCH_*`,
-    `OMP_NUM_THREADS`, ...) differ.
+    Ranks with different versions of Python, torch, CUDA, NCCL or other packages, with different
+    contents of the script or its modules, or with different settings for communication and
+    computation (`NCCL_*`, `TORCH_*`, `OMP_NUM_THREADS`, ...).
 
     ## How it knows
-    Each rank records its Python and environment as it starts, torch, CUDA and NCCL when torch is
-    imported, the variables that the script changed when it calls `init_process_group`, and before
-    its first optimizer step, of all that is loaded, the versions of packages and digests of the
-    program's own files. They are compared between all ranks; a variable that only some of them have
-    is a difference too. The finding is proven: it is about what was really loaded, not about what
-    is installed. Where the program sets a variable itself, which its text shows, its line is named;
-    a number of threads that it sets when torch is imported already changes nothing.
+    Each rank records
+
+    - its Python version and environment variables when it starts
+    - the versions of torch, CUDA and NCCL when torch is imported
+    - the variables that the script has changed when it calls `init_process_group`
+    - before its first optimizer step, versions of all loaded packages and digests of the loaded
+      files of the program
+
+    These are compared between all ranks; a variable that only some ranks have is a difference. The
+    finding is proven: it compares what was loaded, not what is installed. If the program's source
+    shows that it sets the variable itself, the finding names that line. A number of threads that is
+    set after torch was imported has no effect and is not compared.
 
     ## Why it hurts
-    Ranks that run different code fall out of step: hangs in collectives, models that drift apart,
-    results that cannot be repeated. NCCL settings that differ hang or crash at the first
-    collective.
+    Ranks that run different code get out of step: collectives hang, models diverge, results cannot
+    be reproduced. Different NCCL settings hang or crash at the first collective.
 
     ## How to fix it
-    One image or one shared file system for all nodes, one environment file for all ranks.
+    Use one image or one shared file system for all nodes, and one environment file for all ranks.
 
     ## When it stays quiet
-    What must differ: ranks, addresses, ports, network interfaces, devices, paths, host names; and
-    what only decides about logging.
+    - values that must differ: ranks, addresses, ports, network interfaces, devices, paths, host
+      names
+    - variables that only control logging
     """
 
     code = "DDP103"
     name = "environment-skew"
     family = "launch"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        "launch-environment": "ranks were started with different software or settings",
+        "set-by-program": "the program sets variables to different values on different ranks",
+    }
 
     def unobserved(self, run: Run) -> str | None:
-        return None if len(run.ranks) > 1 else "a single rank left a record"
+        return None if len(run.ranks) > 1 else "only one rank left a record"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         ranks = [p for p in run.ranks.values() if p.started]
@@ -87,13 +98,14 @@ class EnvironmentSkew(Check):
         entered = odd.first(InitEntered)
         names = [str(row["what"]) for row in rows]
         return self.finding(
+            rule="launch-environment",
             ranks=minority,
             subjects=tuple(names),
             location=odd.location(entered.site) if entered else None,
-            label="these ranks join one group",
-            summary=f"{ranks_do(minority, 'run')} with other {_kinds(names)} than the rest: "
+            label="these ranks join one process group",
+            summary=f"{ranks_do(minority, 'run')} with different {_kinds(names)} than the others: "
             + _several(rows),
-            cause="nodes or launch commands that were not set up alike",
+            cause="the nodes or launch commands are set up differently",
             fix="start every rank from the same image, script and environment",
             evidence={"differences": rows},
             at=odd.wall(odd.started.at) if odd.started else 0.0,
@@ -102,7 +114,7 @@ class EnvironmentSkew(Check):
     def _report_own(
         self, ranks: list[Rank], rows: list[Row], own: Mapping[str, Location]
     ) -> Finding:
-        """Settings that the program makes differ."""
+        """A finding about variables that the program itself sets; `own`: the lines that do."""
         names = [str(row["what"]) for row in rows]
         odd = {
             r.rank
@@ -112,44 +124,46 @@ class EnvironmentSkew(Check):
         }
         rest = [r.rank for r in ranks if r.rank not in odd]
         return self.finding(
+            rule="set-by-program",
             ranks=tuple(sorted(odd if odd and rest else {r.rank for r in ranks})),
             subjects=tuple(names),
             location=own[names[0]],
             label=f"sets {names[0]}",
             related=tuple(Related(f"sets {name}", own[name]) for name in names[1:4]),
-            summary=f"the program sets {' and '.join(names[:3])}, not alike on all ranks: "
+            summary=f"the program sets {listed(names[:3])} to different values on the ranks: "
             + _several(rows),
-            cause="the value is not the same on all ranks, or only some of them come to this line",
-            fix="set it alike on every rank, or once for all where the run is launched",
+            cause="the value differs between ranks, or only some ranks reach this line",
+            fix="set it to the same value on every rank, or once in the launch environment",
             evidence={"differences": rows},
             at=min((r.wall(e.at) for r in ranks if (e := r.latest(InitEntered))), default=0.0),
         )
 
 
 def _set_by_program(ranks: list[Rank], name: str) -> Location | None:
-    """The line of the program that sets a variable in which ranks differ, which as they were
-    started did not, or were of one process."""
+    """The line of the program that sets a variable; None if it does not, or if the ranks differed
+    in it already when they were started (unless one process spawned them all)."""
     spots = [
         (r, e.set_at[name]) for r in ranks if (e := r.latest(InitEntered)) and name in e.set_at
     ]
     reported = [r.started for r in ranks if r.started]
-    alike = len({s.environment.get(name) for s in reported}) == 1
-    if not spots or not (alike or all(s.spawned for s in reported)):
+    equal_at_start = len({s.environment.get(name) for s in reported}) == 1
+    if not spots or not (equal_at_start or all(s.spawned for s in reported)):
         return None
     rank, site = spots[0]
     return rank.location(site)
 
 
 def _in_time(ranks: list[Rank], row: Row) -> bool:
-    """Whether a variable that the program sets can have an effect: torch has taken the number of
-    its threads by the time it is imported."""
+    """Whether a variable that the program sets can still have an effect. torch reads the number of
+    threads when it is imported, Python its hash seed when it starts."""
     if row["what"] in _THREADS:
         return len({e.threads for r in ranks if (e := r.first(TorchLoaded))}) > 1
     return row["what"] != "PYTHONHASHSEED"
 
 
 def _facts(ranks: list[Rank]) -> dict[str, dict[int, str]]:
-    """What ought to agree: name to value by rank; a rank that could not tell is left out."""
+    """What should be equal on all ranks: name to value by rank. A rank whose value is not known is
+    left out."""
     facts: dict[str, dict[int, str]] = {}
 
     def note(what: str, rank: Rank, value: str) -> None:
@@ -179,7 +193,7 @@ def _facts(ranks: list[Rank]) -> dict[str, dict[int, str]]:
 
 
 def _settings(rank: Rank) -> dict[str, str]:
-    """The variables that ought to agree, as they stood when the group was made."""
+    """The variables that should be equal on all ranks, as of `init_process_group`."""
     environment: dict[str, str] = dict(rank.started.environment) if rank.started else {}
     entered = rank.latest(InitEntered)
     environment.update(entered.changed if entered else {})
@@ -197,7 +211,7 @@ def _settings(rank: Rank) -> dict[str, str]:
 
 
 def _fold(values: Mapping[int, str]) -> dict[str, str]:
-    """Values by the ranks that have them."""
+    """Each value under the ranks that have it: `{"ranks 0-1": "2.13.0", "rank 2": "2.12.1"}`."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
@@ -205,7 +219,8 @@ def _fold(values: Mapping[int, str]) -> dict[str, str]:
 
 
 def _minority(ranks: list[Rank], names: list[str]) -> tuple[int, ...]:
-    """The ranks that are not with the majority; with rank 0's side where there is none."""
+    """The ranks that differ from the majority. Where the sides are equal, rank 0's counts as the
+    majority."""
     facts = _facts(ranks)
     odd: set[int] = set()
     for name in names:
@@ -220,13 +235,14 @@ def _minority(ranks: list[Rank], names: list[str]) -> tuple[int, ...]:
 
 
 def _kinds(names: list[str]) -> str:
+    """`files`, `versions and settings`: the kinds of these differences."""
     kinds = {
         "files": any(n.startswith("file ") or n == "script" for n in names),
         "versions": any(n.startswith("package ") or n in ("Python", "torch", "CUDA", "NCCL")
                         for n in names),
         "settings": any(n.isupper() and n not in ("CUDA", "NCCL") for n in names),
     }  # fmt: skip
-    return " and ".join(kind for kind, there in kinds.items() if there) or "software"
+    return listed([kind for kind, there in kinds.items() if there]) or "software"
 
 
 def _several(rows: list[Row]) -> str:

@@ -1,4 +1,4 @@
-"""DDP106."""
+"""DDP106: several processes train without any process group."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from ddpdoctor.run import Rank, Run, fold_ranks
 
 
 class GroupNeverFormed(Check):
-    """Every process trains as if it were alone
+    """Each process trains alone: no process group is ever created
 
     ## What it finds
     Several processes were launched as ranks of one run and take optimizer steps, but none of them
-    ever made a process group: nothing connects them.
+    ever creates a process group, so nothing connects them.
 
     ## How it knows
-    Before its first optimizer step each rank records whether `WORLD_SIZE` is above 1 and there is
-    no process group, and which other means of communication are loaded; as it leaves, it looks for
-    these again. A process that a script starts itself is a rank from that step on, where it has set
-    `RANK` and `WORLD_SIZE`. Meanwhile a few parameters of each optimizer are compared after every
-    step with what they are before the next one, and a few gradients after a backward with what they
-    are at the step (in the first 32 steps, then in one of 32). The finding is proven where at least
-    two ranks train like that and no rank ever calls `init_process_group`.
+    Before its first optimizer step each rank records whether `WORLD_SIZE` is above 1 without a
+    process group, and which other communication libraries are loaded; it looks for these again when
+    it exits. (A process that a script starts itself counts as a rank from its first step, if it has
+    set `RANK` and `WORLD_SIZE`.)
+
+    To detect communication by other means, a few parameters of each optimizer are compared between
+    the end of a step and the begin of the next, and a few gradients between backward and step: in
+    the first 32 steps, then in one of 32. The finding is proven if at least two ranks train like
+    this and no rank calls `init_process_group`.
 
     ## Why it hurts
-    The run costs N devices and trains N unrelated models, each as if it were alone. Nothing fails,
-    and the result of one of them (or of whichever wrote the checkpoint last) is taken for all.
+    The run occupies N devices and trains N unrelated models. Nothing fails, and one of the results
+    (perhaps the checkpoint that was written last) is taken for the result of all.
 
     ## How to fix it
-    `torch.distributed.init_process_group(backend)` before the model is made, and the model in
-    `DistributedDataParallel`. If the processes are meant to be independent, start them without
-    torchrun, or silence this with `--ignore group-never-formed`.
+    Call `torch.distributed.init_process_group(backend)` before the model is created, and wrap the
+    model in `DistributedDataParallel`. If the processes are meant to be independent, start them
+    without torchrun, or silence this with `--ignore group-never-formed`.
 
     ## When it stays quiet
-    Programs that do not train; a single training process among helpers; programs that have loaded
-    another means of communication (MPI, Horovod, Ray, DeepSpeed, RPC) or wait for keys of a store
-    of their own; and where something else than the optimizer changes parameters between the steps,
-    or gradients before them otherwise than by a factor: that may be what other ranks have sent.
+    - programs that do not train, and a single training process among helpers
+    - programs that have loaded another communication library (MPI, Horovod, Ray, DeepSpeed, RPC),
+      or that wait for keys of their own store
+    - parameters that change between steps, or gradients that change before the step by more than a
+      factor: other ranks may have sent these values
     """
 
     code = "DDP106"
@@ -49,29 +52,30 @@ class GroupNeverFormed(Check):
     def unobserved(self, run: Run) -> str | None:
         if not run.training_ranks():
             return "no optimizer step seen"
-        means = {layer: None for r in run.ranks.values() for layer in _means(r)}
-        return f"without a group ranks may still exchange: {', '.join(means)}" if means else None
+        libraries = dict.fromkeys(n for r in run.ranks.values() for n in _other_libraries(r))
+        loaded = ", ".join(libraries)
+        return f"ranks may communicate without a process group: {loaded}" if loaded else None
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if run.any(GroupReady) or run.any(InitEntered):
             return
         alone = {r: e for r in run.ranks.values() if (e := r.first(TrainsAlone)) is not None}
-        if len(alone) < 2 or any(_means(r) for r in alone):
+        if len(alone) < 2 or any(_other_libraries(r) for r in alone):
             return
         rank, event = next(iter(alone.items()))
         yield self.finding(
             ranks=tuple(r.rank for r in alone),
             steps=Steps.of(range(rank.steps)),
             location=rank.location(event.site),
-            label="steps on gradients that no other rank has seen",
+            label="steps with gradients of this rank only",
             summary=(
-                f"{len(alone)} of {run.world_size} processes train, each as if it were alone: no "
-                "process group was ever made"
+                f"{len(alone)} of {run.world_size} processes train independently: no process group "
+                "is ever created"
             ),
-            cause="WORLD_SIZE says that they belong together, init_process_group was never called",
+            cause="WORLD_SIZE is above 1, but init_process_group is never called",
             fix=(
-                '`torch.distributed.init_process_group("gloo")` (`"nccl"` on GPUs) at the start '
-                "and `model = DistributedDataParallel(model)`"
+                'call `torch.distributed.init_process_group("gloo")` (`"nccl"` on GPUs) at the '
+                "start, and wrap the model: `model = DistributedDataParallel(model)`"
             ),
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -83,6 +87,6 @@ class GroupNeverFormed(Check):
         )
 
 
-def _means(rank: Rank) -> list[str]:
-    """Other means of communication."""
+def _other_libraries(rank: Rank) -> list[str]:
+    """Communication libraries besides torch.distributed that a rank has loaded."""
     return [layer for event in rank.of(TrainsAlone) for layer in event.layers]

@@ -1,4 +1,4 @@
-"""DDP105."""
+"""DDP105: ranks exit without destroying the process group."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, RankExiting
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.run import Run, ranks_do
 
 
 class ProcessGroupLeak(Check):
     """The process group is never destroyed
 
     ## What it finds
-    Ranks that end well without `destroy_process_group`.
+    Ranks that exit successfully without `destroy_process_group`.
 
     ## How it knows
-    As its interpreter leaves, each rank records its exit status and how many process groups still
-    exist. Ranks that leave some behind without a bad status are named, where no rank failed. The
-    finding is proven.
+    At interpreter exit each rank records its exit status and how many process groups still exist.
+    If no rank failed, the ranks that still have groups are named. The finding is proven.
 
     ## Why it hurts
-    The group's threads and sockets are torn down in whatever order the interpreter ends: now and
-    then a correct run aborts at its very end, or a rank loses its peers while it still needs them.
-    NCCL warns that resources leak.
+    The group's threads and sockets are torn down in no defined order while the interpreter shuts
+    down. Now and then a correct run aborts at its very end, or a rank loses its peers while it
+    still needs them. NCCL warns about leaked resources.
 
     ## How to fix it
-    `torch.distributed.destroy_process_group()` as the last thing that every rank does.
+    Call `torch.distributed.destroy_process_group()` at the end of the program on every rank.
 
     ## When it stays quiet
-    Where any rank failed or was ended: then nobody expects good manners of the others.
+    - runs in which a rank failed or was killed
     """
 
     code = "DDP105"
@@ -38,7 +37,7 @@ class ProcessGroupLeak(Check):
     severity = Severity.NOTE
 
     def unobserved(self, run: Run) -> str | None:
-        return None if run.any(GroupReady) else "no process group was made"
+        return None if run.any(GroupReady) else "no process group was created"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         states = {r.state for r in run.ranks.values()}
@@ -56,10 +55,10 @@ class ProcessGroupLeak(Check):
         yield self.finding(
             ranks=tuple(r.rank for r in left),
             location=rank.location(made.site) if made else None,
-            label="made here, never destroyed",
-            summary=(f"{ranks_text(r.rank for r in left)} ended without destroy_process_group"),
+            label="created here, never destroyed",
+            summary=f"{ranks_do((r.rank for r in left), 'exit')} without destroy_process_group",
             cause="the script ends while its process group still exists",
-            fix="`torch.distributed.destroy_process_group()` at the end, on every rank",
+            fix="call `torch.distributed.destroy_process_group()` at the end on every rank",
             fix_kind=FixKind.SAFE,
             evidence={
                 "groups alive at the end": {str(r.rank): e.groups_alive for r, e in left.items()}

@@ -1,16 +1,18 @@
-"""DDP102."""
+"""DDP102: ranks wait in `init_process_group` for others that do not come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.process.left_early import SHORT_S, gone_for_good, waits_for_all
 from ddpdoctor.analysis.process.rank_claims import claims, unentered
 from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, fold_ranks, ranks_do, ranks_text, shorten
+from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text, shorten
 
 TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
+"""What torch's errors contain when it gives up waiting for other ranks."""
 
 _OWN = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 """Addresses that lead to no other machine."""
@@ -20,41 +22,58 @@ class RendezvousStall(Check):
     """Some ranks never reach `init_process_group`
 
     ## What it finds
-    Ranks that wait in `init_process_group` for others that do not come: they are still in
-    something else before it, they ended, or there are fewer of them than `world_size` says. Names
-    who came, who did not, and where these are. Also ranks that are all there and do not meet: at
-    a `tcp://` address where, under torchrun, nobody listens, or after a restart, where the ranks of
-    the attempt before are still in torchrun's store and gloo looks for them; so it is where the
-    program destroys its group and forms it again.
+    Ranks that wait in `init_process_group` for ranks that do not arrive, because these are still
+    busy before it, have exited, or do not exist (`world_size` is too large). The finding says which
+    ranks arrived, which did not, and where these are.
+
+    Also ranks that have all arrived but do not connect: at a `tcp://` address where nobody listens
+    (under torchrun), or because a store still holds addresses of earlier ranks, after a restart or
+    after the program has destroyed its process group and creates it again.
 
     ## How it knows
     Each rank records when it enters `init_process_group` and when it has its group. The finding is
-    made once a rank has waited in there for the stall time (`--hang-after`; by default 30 s before
-    training begins), or has raised a timeout or a lost connection; the stacks of the ranks that are
-    missing, taken at that moment, say where they are. Where `ddpdoctor run` launched them it is
-    proven if `world_size` is larger than their number, and if the processes of all that are missing
-    have ended with status 0 on one node, with no restart left and no process that they started;
-    that stops the run unless `--on-hang report` or a short `timeout=` is given. So it is where all
-    of one node look for a store at an address of this machine, which none of them opens. Else it is
-    suspected. Of a program that starts its ranks itself only those are known that came to
+    made when a rank has waited there for the stall time (`--hang-after`; by default 30 s before
+    training begins), or has raised a timeout or a lost connection. Stacks of the missing ranks,
+    taken at that moment, show where they are.
+
+    It is proven under `ddpdoctor run`
+
+    - if `world_size` is larger than the number of processes
+    - if all missing ranks are processes of a single node that exited with status 0, left no child
+      processes and will not be restarted
+    - if all ranks of a single node look for a store at an address of this machine that none of them
+      opens
+
+    A proven finding stops the run, unless `--on-hang report` or a short `timeout=` is set. Else it
+    is suspected. If the program starts its ranks itself, only those are known that called
     `init_process_group`.
 
     ## Why it hurts
-    `init_process_group` waits for everybody, half an hour by default (ten minutes with NCCL), and
-    then every rank that did come raises an error that names nobody.
+    `init_process_group` waits half an hour by default (ten minutes with NCCL). Then every rank that
+    did arrive raises an error that does not name the missing ones.
 
     ## How to fix it
-    Look at the line where the missing rank is. If `world_size` is wrong, leave `rank=` and
-    `world_size=` out and let torchrun set them.
+    Look at the line where the missing rank is. If `world_size` is wrong, omit `rank=` and
+    `world_size=` and let torchrun set them.
 
     ## When it stays quiet
-    Slow imports and downloads that end in time.
+    - slow imports and downloads that end within the stall time
     """
 
     code = "DDP102"
     name = "rendezvous-stall"
     family = "launch"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "stale-store-after-restart": "torchrun's store still holds addresses of the last attempt",
+        "stale-store-of-destroyed-group": "the store still holds addresses of a destroyed group",
+        "no-store-at-address": "under torchrun, no rank opens a store at the given address",
+        "address-unreachable": "all ranks wait at an address, but do not connect",
+        "world-larger-than-launched": "the world size is above the number of launched processes",
+        "processes-not-seen": "fewer processes were seen than the world size says",
+        "rank-exited-before": "missing ranks exited before init_process_group",
+        "rank-not-arrived": "missing ranks are still busy before init_process_group, or failed",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return unentered(run)
@@ -64,7 +83,7 @@ class RendezvousStall(Check):
         if run.store_used_before and (met_nobody := _met_nobody(run, waiting)):
             yield self._after_restart(run, met_nobody)
             return
-        if again := _again(run):
+        if again := _waiting_in_second_group(run):
             yield self._formed_again(run, again)
             return
         if not waiting or any(r.default_group for r in run.ranks.values()):
@@ -81,71 +100,74 @@ class RendezvousStall(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check != "first-failure":
             return other.check in ("stall", "rank-missing")
-        if other.evidence.get("consequence"):  # torch gave up waiting
+        if other.rule == "lost-peers":  # torch gave up waiting
             return True
-        if "groups_before" in mine.evidence:  # they raised because they found nobody
+        if mine.rule == "stale-store-of-destroyed-group":
             return set(other.ranks) <= set(mine.ranks)
-        return bool(mine.evidence.get("attempt")) or not set(mine.ranks) & set(other.ranks)
+        if mine.rule == "stale-store-after-restart":
+            return True
+        return not set(mine.ranks) & set(other.ranks)
 
     def _after_restart(self, run: Run, waiting: list[Rank]) -> Finding:
-        """They look for the ranks of the attempt before."""
+        """The finding that ranks of a restarted run connect to addresses of the last attempt."""
         first = waiting[0]
         entered = first.latest(InitEntered)
         ranks = [r.rank for r in waiting]
         raised = first.exception.message if first.exception else ""
         return self.finding(
+            rule="stale-store-after-restart",
             ranks=tuple(ranks),
             confidence=Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=first.location(entered.site) if entered else None,
-            label="looks for the ranks of the attempt before",
-            summary=f"after the restart {ranks_text(ranks)} "
-            f"{'find' if len(ranks) > 1 else 'finds'} no other rank in init_process_group",
-            cause=f"torchrun's store outlives the ranks: the addresses that attempt "
-            f"{run.attempt - 1} wrote there are still in it, and gloo takes those that are not "
-            "yet written anew; whether a restart works is a matter of luck",
-            fix="`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in the environment, with `--standalone` or "
-            "`--rdzv-backend=c10d`: each attempt then makes a store of its own",
+            label="connects to ranks of the last attempt",
+            summary=f"after the restart {ranks_do(ranks, 'find')} no other rank in "
+            "init_process_group",
+            cause="torchrun's store survives the restart and still holds the addresses of attempt "
+            f"{run.attempt - 1}; gloo may connect to them before they are overwritten, so "
+            "restarts fail at random",
+            fix="set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in the environment, with "
+            "`--standalone` or `--rdzv-backend=c10d`: each attempt then creates a new store",
             fix_kind=FixKind.CHECK,
             evidence={
                 "attempt": run.attempt,
-                "came": fold_ranks(ranks),
-                "meets_at": entered.rendezvous if entered else "",
+                "waiting": fold_ranks(ranks),
+                "rendezvous": entered.rendezvous if entered else "",
                 **({"message": raised[:500]} if raised else {}),
             },
             at=first.wall(entered.at) if entered else 0.0,
         )
 
     def _formed_again(self, run: Run, waiting: list[Rank]) -> Finding:
-        """They look for the ranks of a group that was destroyed."""
+        """The finding that ranks connect to addresses of a process group that was destroyed."""
         first = waiting[0]
         *before, entered = first.of(InitEntered)
         ranks = [r.rank for r in waiting]
         return self.finding(
+            rule="stale-store-of-destroyed-group",
             ranks=tuple(ranks),
             confidence=Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=first.location(entered.site),
-            label=f"meets at {entered.rendezvous} once more",
-            summary=f"{ranks_do(ranks, 'find')} no other rank in init_process_group number "
-            f"{len(before) + 1}; all ranks came there, and the group does not form again",
-            cause="the store outlives the group that was destroyed: the addresses that its ranks "
-            "wrote there are still in it, and the backend takes those that are not yet written "
-            "anew; whether the next group works is a matter of luck",
-            fix="form the group once, and destroy it at the end; or give each group names of its "
-            'own in the store: `init_process_group(backend, store=dist.PrefixStore(f"group {n}", '
-            "store), rank=rank, world_size=world_size)`",
+            label=f"uses the store at {entered.rendezvous} again",
+            summary=f"{ranks_do(ranks, 'find')} no other rank in init_process_group call "
+            f"{len(before) + 1}, although all ranks made that call",
+            cause="the store still holds the addresses of the destroyed process group; the backend "
+            "may connect to them before they are overwritten, so a new group fails at random",
+            fix="create the process group once and destroy it at the end; or give each group its "
+            'own prefix in the store: `init_process_group(backend, store=dist.PrefixStore(f"group '
+            '{n}", store), rank=rank, world_size=world_size)`',
             fix_kind=FixKind.CHECK,
             evidence={
                 "groups_before": len(before),
                 "in_init_process_group": fold_ranks(ranks),
-                "meets_at": entered.rendezvous,
+                "rendezvous": entered.rendezvous,
             },
             at=first.wall(entered.at),
         )
 
     def _nobody_answers(self, run: Run, waiting: list[Rank]) -> Finding:
-        """All are there, and they do not meet."""
+        """The finding that all ranks wait at one address and do not connect."""
         first = waiting[0]
         entered = first.latest(InitEntered)
         place = entered.rendezvous if entered else ""
@@ -153,27 +175,29 @@ class RendezvousStall(Check):
         alone = all(_no_store(r) for r in waiting)
         never = alone and _never_opened(run, waiting)
         return self.finding(
+            rule="no-store-at-address" if alone else "address-unreachable",
             ranks=tuple(ranks),
             confidence=Confidence.PROVEN if never else Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=first.location(entered.site) if entered else None,
-            label=f"meets at {place}",
-            summary=f"{ranks_do(ranks, 'wait')} in init_process_group at {place}; no rank is "
-            "missing, and the group does not form",
-            cause="under torchrun no rank opens a store: torchrun's own is at MASTER_ADDR and "
-            "MASTER_PORT, and at this address nobody listens"
+            label=f"rendezvous at {place}",
+            summary=f"all ranks ({fold_ranks(ranks)}) wait in init_process_group at {place}, but "
+            "do not connect",
+            cause="nobody listens at this address: under torchrun no rank opens a store, and "
+            "torchrun's own store is at MASTER_ADDR and MASTER_PORT"
             if alone
             else "rank 0 cannot be reached at this address, or something else listens there",
-            fix="leave `init_method=` out, or give `env://`: torchrun has set the address"
+            fix="omit `init_method=`, or pass `env://`: torchrun has set the address"
             if alone
             else "check the address, that the port is free on rank 0's machine, and that the other "
-            "machines reach it",
+            "machines can reach it",
             fix_kind=FixKind.CHECK,
             evidence={
-                "came": fold_ranks(ranks),
-                "meets_at": place,
-                **({"stuck": _patient(run, waiting)} if never else {}),
+                "waiting": fold_ranks(ranks),
+                "rendezvous": place,
+                **({"stuck": _no_short_timeout(run, waiting)} if never else {}),
             },
+            deadlocked=never and _no_short_timeout(run, waiting),
             at=first.wall(entered.at) if entered else 0.0,
         )
 
@@ -184,6 +208,13 @@ class RendezvousStall(Check):
         absent: list[int],
         world: int,
     ) -> Finding:
+        """The finding that ranks are missing in `init_process_group`.
+
+        Args:
+            waiting: the ranks that are there.
+            absent: the missing ones, of which some may have left no record at all.
+            world: the world size that `waiting` expect.
+        """
         first = waiting[0]
         entered = first.latest(InitEntered)
         here = first.location(entered.site) if entered else None
@@ -192,76 +223,121 @@ class RendezvousStall(Check):
         late = [run.ranks[r] for r in absent if r in run.ranks]
         where = next((w for r in late if (w := _where(run, r))), None)
         left = bool(late) and all(_left(r) for r in late)
-        past = _past(first, where) if left else []
-        where = past[0] if len(past) == 1 else where
-        all_there = run.info.launcher == "run"
-        never = (
+        rule = _rule_for_missing(bool(late), left, bool(too_many), launched)
+        exits = _exits_before(first, where) if left else []
+        where = exits[0] if len(exits) == 1 else where
+        # Only `ddpdoctor run` is known to have started all its processes already.
+        all_started = run.info.launcher == "run"
+        wrong_size = rule == "world-larger-than-launched"
+        gone = (
             left
             and len(late) == len(absent)
             and all(gone_for_good(run, r) for r in late)
             and all(waits_for_all(c) for c in claims(run) if c.process in waiting)
         )
-        came = fold_ranks(r.rank for r in waiting)
-        evidence = {
-            "came": came,
-            "absent": fold_ranks(absent),
-            "world_size_expected": world,
-            **({"processes_seen": seen} if launched is None else {"processes_launched": launched}),
-            "absent_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
-            **({"stuck": _patient(run, waiting)} if never else {}),
-        }
-        wrong_size = bool(too_many) and not late
-        unseen = launched is None and not late
-        # Who launches ranks himself may be about to launch the others.
-        exist = f"only {launched} exist{'' if all_there else ' so far'}" if wrong_size else ""
-        exist = f"only {seen} were seen" if unseen else exist
+        label, cause, fix = _WORDS[rule]
+        if rule == "rank-exited-before":
+            label = "left here" if where else "not in init_process_group"
+            label = "may have left here" if len(exits) == 1 else label
+        count, done = (launched or 0, "launched") if wrong_size else (seen, "seen")
+        known = f"{counted(count, 'process was', 'processes were')} {done}"
+        waits = ranks_do((r.rank for r in waiting), "wait")
         return self.finding(
+            rule=rule,
             ranks=tuple(r.rank for r in waiting) if wrong_size else tuple(absent),
             confidence=Confidence.PROVEN
-            if never or (wrong_size and all_there)
+            if gone or (wrong_size and all_started)
             else Confidence.SUSPECTED,
             subjects=("init_process_group",),
             location=here if wrong_size else where or here,
-            label="may have left here"
-            if len(past) == 1
-            else "waits for ranks that do not exist"
-            if wrong_size
-            else "waits for ranks that were not seen"
-            if unseen
-            else "left here"
-            if where and left
-            else "not in init_process_group",
+            label=label,
             related=(
-                *(Related("may have left here", way) for way in past[:3] if way != where),
-                *((Related(f"{_wait(waiting)} here", here),) if here and where else ()),
+                *(Related("may have left here", way) for way in exits[:3] if way != where),
+                *((Related(f"{waits} here", here),) if here and where else ()),
             ),
-            summary=_summary(_wait(waiting), absent, world, exist)
-            + (f"; rank {late[0].rank} is {_state(run, late[0])}" if late else ""),
-            cause=f"world_size is {world}, but {launched} processes were launched"
-            if wrong_size
-            else f"world_size is {world}, and {seen} processes were seen: no more were "
-            "started, or the others never came to init_process_group"
-            if unseen
-            else "a process group forms only when every rank has called init_process_group",
-            fix="leave `rank=` and `world_size=` out: torchrun sets them in the environment"
-            if wrong_size
-            else "let `world_size` be the number of processes that are started; where it is, see "
-            "what the others do before init_process_group"
-            if unseen
-            else "let every rank come to init_process_group, also one that has nothing to do, or "
-            "start fewer"
-            if left
-            else "see what the line does on the ranks that are missing; do slow work once, before "
-            "the launch, or after init_process_group with a longer `timeout=`",
+            summary=_summary_of_missing(rule, waits, absent, world, launched or 0, seen)
+            + ("" if all_started or not wrong_size else " so far")
+            + (f"; rank {late[0].rank} {_state(run, late[0])}" if late else ""),
+            cause=cause.format(world=world, known=known),
+            fix=fix,
             fix_kind=FixKind.CHECK,
-            evidence=evidence,
+            evidence={
+                "waiting": fold_ranks(r.rank for r in waiting),
+                "missing": fold_ranks(absent),
+                "world_size_expected": world,
+                **(
+                    {"processes_seen": seen}
+                    if launched is None
+                    else {"processes_launched": launched}
+                ),
+                "missing_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
+                **({"stuck": _no_short_timeout(run, waiting)} if gone else {}),
+            },
+            deadlocked=gone and _no_short_timeout(run, waiting),
             at=first.wall(entered.at) if entered else run.started,
         )
 
 
+_WORDS = {
+    "world-larger-than-launched": (
+        "waits for ranks that do not exist",
+        "world_size is {world}, but only {known}",
+        "omit `rank=` and `world_size=`: torchrun sets them in the environment",
+    ),
+    "processes-not-seen": (
+        "waits for ranks that were not seen",
+        "world_size is {world}, but only {known}: either no more were started, or the others have "
+        "not called init_process_group",
+        "set `world_size` to the number of processes that are started; if it is right, check what "
+        "the missing ones do before init_process_group",
+    ),
+    "rank-exited-before": (
+        "left here",
+        "a process group is created only when every rank has called init_process_group",
+        "call init_process_group on every rank, idle ones too, or launch fewer ranks",
+    ),
+    "rank-not-arrived": (
+        "not in init_process_group",
+        "a process group is created only when every rank has called init_process_group",
+        "check what this line does on the missing ranks; do slow work once before the launch, or "
+        "after init_process_group with a longer `timeout=`",
+    ),
+}
+"""By rule: label, cause and fix of a finding about missing ranks."""
+
+
+def _rule_for_missing(known: bool, left: bool, too_many: bool, launched: int | None) -> str:
+    """The rule by which ranks are missing.
+
+    Args:
+        known: some missing ranks left a record. Their state says more than any count.
+        left: all of these exited without failing.
+        too_many: some missing ranks are beyond the number of processes.
+        launched: that number, where it is known.
+    """
+    if not known and too_many:
+        return "world-larger-than-launched"
+    if not known and launched is None:
+        return "processes-not-seen"
+    return "rank-exited-before" if left else "rank-not-arrived"
+
+
+def _summary_of_missing(
+    rule: str, waits: str, absent: list[int], world: int, launched: int, seen: int
+) -> str:
+    if rule == "world-larger-than-launched":
+        exist = counted(launched, "process exists", "processes exist")
+        return f"{waits} in init_process_group for {world} ranks, but only {exist}"
+    if rule == "processes-not-seen":
+        found = counted(seen, "process was", "processes were")
+        return f"{waits} in init_process_group for {world} ranks, but only {found} seen"
+    verb = "does not reach" if len(absent) == 1 else "do not reach"
+    return f"{ranks_text(absent)} {verb} init_process_group, where {waits}"
+
+
 def _launched(run: Run, waiting: list[Rank]) -> int | None:
-    """How many processes there are, as who launched them said; None where a program that starts
-    them itself says no more than what its ranks wait for."""
+    """How many processes were launched; None if that is not known, because a program that starts
+    its ranks itself tells no more than the world size it expects."""
     reported = any("WORLD_SIZE" in r.started.environment for r in waiting if r.started)
     if run.info.launcher != "run" and not reported and run.info.world_size > len(run.ranks):
         return None
@@ -274,14 +350,14 @@ def _waits(rank: Rank) -> bool:
 
 
 def _met_nobody(run: Run, waiting: list[Rank]) -> list[Rank]:
-    """Ranks that could not reach another one; all of them, where all stand there."""
+    """Ranks that gave up connecting to others; if none did, all ranks, provided that all wait."""
     refused = [r for r in waiting if _gave_up(r)]
     return refused or (waiting if run.stall is not None and len(waiting) == len(run.ranks) else [])
 
 
-def _again(run: Run) -> list[Rank]:
-    """Ranks that came to form a group anew and cannot, where all came, and what the first group
-    wrote is still where they meet."""
+def _waiting_in_second_group(run: Run) -> list[Rank]:
+    """Ranks that call `init_process_group` for the second time (or later) and get no group, though
+    all ranks called it and it uses the same store as the group before; empty otherwise."""
     entered = [r.of(InitEntered) for r in run.ranks.values()]
     if {len(e) for e in entered} <= {0, 1} or len({len(e) for e in entered}) > 1:
         return []
@@ -295,13 +371,14 @@ def _again(run: Run) -> list[Rank]:
 
 
 def _formed(rank: Rank) -> bool:
-    """Whether a rank has the group for which it came last."""
+    """Whether a rank's latest `init_process_group` returned."""
     since = rank.of(InitEntered)[-1].at
     return any(e.at >= since for e in rank.of(GroupReady))
 
 
 def _same_store(rank: Rank) -> bool:
-    """Whether the last two groups meet in a store that outlives them: torchrun's, or a file."""
+    """Whether a rank's last two groups use the same store, one that outlives them: torchrun's, or
+    a file."""
     before, entered = rank.of(InitEntered)[-2:]
     reported = rank.started.environment if rank.started else {}
     place = entered.rendezvous
@@ -310,8 +387,8 @@ def _same_store(rank: Rank) -> bool:
 
 
 def _no_store(rank: Rank) -> bool:
-    """Whether it is to meet the others somewhere else than at torchrun's store, which all ranks
-    expect to be there."""
+    """Whether a rank under torchrun was given another `tcp://` address than that of torchrun's
+    store. All ranks then connect as clients to a store that none of them opens."""
     entered, reported = rank.latest(InitEntered), rank.started.environment if rank.started else {}
     own = f"tcp://{reported.get('MASTER_ADDR')}:{reported.get('MASTER_PORT')}"
     elastic = reported.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -320,8 +397,9 @@ def _no_store(rank: Rank) -> bool:
 
 
 def _never_opened(run: Run, waiting: list[Rank]) -> bool:
-    """Whether nobody comes who opens that store: torchrun on one node has started no other rank,
-    the address is this machine's own, and every rank stands where torch looks for the store."""
+    """Whether it is certain that no process will open the store: torchrun on a single node has
+    started no other rank, the address belongs to this machine, and the stack of every rank is where
+    torch connects to the store."""
     places = [e.rendezvous for r in waiting if (e := r.latest(InitEntered))]
     looks = [s for r in waiting if (s := _stood(run, r)) and s.frames]
     return (
@@ -333,14 +411,14 @@ def _never_opened(run: Run, waiting: list[Rank]) -> bool:
     )
 
 
-def _patient(run: Run, waiting: list[Rank]) -> bool:
-    """Whether they stand still, and do not give up soon."""
+def _no_short_timeout(run: Run, waiting: list[Rank]) -> bool:
+    """Whether the run stalls and no rank has a short `timeout=`, by which it would soon go on."""
     asked = (e.timeout_s for r in waiting for e in r.of(InitEntered))
     return run.stall is not None and not any(0 <= timeout < SHORT_S for timeout in asked)
 
 
 def expected_world(rank: Rank) -> int:
-    """How many ranks this one waits for."""
+    """The world size that a rank waits for; 0 where that is not known."""
     entered = rank.latest(InitEntered)
     if entered is None:
         return 0
@@ -348,12 +426,13 @@ def expected_world(rank: Rank) -> int:
 
 
 def _gave_up(rank: Rank) -> bool:
+    """Whether a rank raised torch's error about a timeout or a lost connection."""
     raised = rank.exception
     return raised is not None and any(word in raised.message for word in TIMEOUTS)
 
 
 def _where(run: Run, rank: Rank) -> Location | None:
-    """The line by which a rank left, or the one that it is at, by its stack."""
+    """The line at which a rank left, or where it was when its stack was taken."""
     if (leaving := _left(rank)) and (spot := rank.location(leaving.site)):
         return spot
     stood = _stood(run, rank)
@@ -364,29 +443,30 @@ def _where(run: Run, rank: Rank) -> Location | None:
 
 
 def _stood(run: Run, rank: Rank) -> RankStood | None:
-    """Where it was when the run stood still."""
+    """Where a rank was when the run stalled; None where that was not recorded."""
     stood = (e for node in run.nodes.values() for e in node.of(RankStood))
     mine = [e for e in stood if e.rank == rank.rank and e.attempt == run.attempt]
     return mine[-1] if mine else None
 
 
-def _past(came: Rank, left: Location | None) -> list[Location]:
-    """The `if` that return or exit before the line at which a rank came, where another one ended by
-    itself, or at a line that calls their function: `sys.exit(main())`."""
+def _exits_before(came: Rank, left: Location | None) -> list[Location]:
+    """The conditional `return`s and exits on the way to the `init_process_group` of the rank `came`
+    by one of which another rank may have left. `left`: the line at which that one ended, if known:
+    then only exits of functions that this line calls (`sys.exit(main())`)."""
     entered = came.latest(InitEntered)
     found = [came.location(site) for site in entered.past] if entered else []
     return [p for p in found if p and (left is None or f"{p.function}(" in left.source)]
 
 
 def _left(rank: Rank) -> RankExiting | None:
-    """How a rank left, where that was no failure."""
+    """How a rank exited; None if it did not, or if it failed."""
     leaving = rank.latest(RankExiting)
     fine = leaving is not None and leaving.how != "exception" and not leaving.status
     return leaving if fine else None
 
 
 def _is_over(rank: Rank) -> bool:
-    """Whether its process was seen to end by itself."""
+    """Whether a rank's process was seen to end, not ended by the launcher."""
     ended, reported = rank.ended, rank.stopped
     return (
         ended is not None and not ended.by_launcher and (reported is None or ended.at < reported.at)
@@ -394,28 +474,15 @@ def _is_over(rank: Rank) -> bool:
 
 
 def _state(run: Run, rank: Rank) -> str:
+    """What a missing rank does, as a verb phrase: `has exited (return)`, `is at train.py:3`."""
     if leaving := _left(rank):
         where = rank.location(leaving.site)
-        return f"gone ({leaving.how}{f' at {where}' if where else ''})"
+        return f"has exited ({leaving.how}{f' at {where}' if where else ''})"
     if _is_over(rank):
         how = rank.signal or f"status {rank.exit_code}"
-        return f"gone ({how})"
+        return f"has ended ({how})"
     where = _where(run, rank)
     if where is not None:
         text = f" `{where.source.strip()}`" if where.source.strip() else ""
-        return f"at {where}{text}"
-    return "somewhere before it"
-
-
-def _wait(ranks: list[Rank]) -> str:
-    folded = fold_ranks(r.rank for r in ranks)
-    return f"ranks {folded} wait" if len(ranks) > 1 else f"rank {folded} waits"
-
-
-def _summary(came: str, absent: list[int], world: int, exist: str) -> str:
-    if exist:
-        return f"{came} in init_process_group for {world} ranks, but {exist}"
-    return (
-        f"rank{'s' if len(absent) > 1 else ''} {fold_ranks(absent)} "
-        f"{'do' if len(absent) > 1 else 'does'} not reach init_process_group, where {came}"
-    )
+        return f"is at {where}{text}"
+    return "is somewhere before it"

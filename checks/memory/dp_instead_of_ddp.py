@@ -1,4 +1,4 @@
-"""DDP202."""
+"""DDP202: DataParallel on several devices."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ torchrun --nproc-per-node {count} train.py, and in it:
 
 
 class DpInsteadOfDdp(Check):
-    """DataParallel where DistributedDataParallel would do better
+    """DataParallel where DistributedDataParallel is faster
 
     ## What it finds
     A model in `torch.nn.DataParallel` that trains on several devices.
 
     ## How it knows
-    The constructor of `DataParallel` is seen, with the devices that it is given. The finding is
-    proven where these are two or more and the process then takes optimizer steps.
+    Each rank records the devices that are passed to `DataParallel`. The finding is proven if these
+    are two or more and the process then takes optimizer steps.
 
     ## Why it hurts
-    One Python process drives all devices: the model is copied to each of them in every forward,
-    inputs are scattered from the first device and outputs gathered on it, and the interpreter lock
-    makes the devices take turns. It does not reach beyond one machine either.
+    One Python process drives all devices. In every forward the model is copied to each device,
+    inputs are scattered from the first device and outputs gathered on it, and the global
+    interpreter lock serialises the work. DataParallel is limited to one machine.
 
     ## How to fix it
-    One process per device with DistributedDataParallel; the note shows the lines.
+    Run one process per device with DistributedDataParallel; the note shows the lines.
 
     ## When it stays quiet
-    DataParallel over a single device, or without GPUs, where it does nothing.
+    - DataParallel with a single device, or without GPUs, where it does nothing
     """
 
     code = "DDP202"
@@ -59,7 +59,7 @@ class DpInsteadOfDdp(Check):
                     location=rank.location(event.site),
                     label=f"one process drives {len(event.devices)} devices",
                     summary=(
-                        f"{event.kind} trains through DataParallel on {len(event.devices)} devices"
+                        f"{event.kind} trains in DataParallel on {len(event.devices)} devices"
                     ),
                     cause=(
                         "DataParallel copies the model to every device in each forward and gathers "
@@ -69,7 +69,7 @@ class DpInsteadOfDdp(Check):
                     fix_kind=FixKind.TEMPLATE,
                     evidence={
                         "devices": list(event.devices),
-                        "copied in each forward": event.parameter_bytes,
+                        "bytes copied in each forward": event.parameter_bytes,
                     },
                     at=rank.wall(event.at),
                 )

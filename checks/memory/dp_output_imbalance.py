@@ -1,4 +1,4 @@
-"""DDP201."""
+"""DDP201: DataParallel gathers all outputs on one device."""
 
 from __future__ import annotations
 
@@ -13,34 +13,42 @@ from ddpdoctor.run import Rank, Run
 
 RATIO = 1.25
 MORE = 128 * MIB
+"""What the output device needs beyond the others, at least: less does not limit the batch."""
+
 FEWEST_STEPS = 3
+"""Before the devices are compared: the optimizer allocates its state in the first step."""
+
+GATHERED_SHARE = 0.1
+"""Of the difference, what is gathered at least; else something other than outputs fills the device,
+as where `forward` returns the loss and only a few bytes are gathered."""
 
 
 class DpOutputImbalance(Check):
-    """DataParallel fills one device with everybody's outputs
+    """DataParallel gathers the outputs of all devices on one
 
     ## What it finds
     A `torch.nn.DataParallel` whose output device needs clearly more memory than the others. The
-    finding shows what is gathered on it in each forward, tensor by tensor, the peak of torch's
-    allocator on each device, and what NVML saw of the process there.
+    finding lists the tensors that each forward gathers there, the peak of torch's allocator on each
+    device, and the memory of the process on each GPU by NVML.
 
     ## How it knows
-    The size of what a forward gathers is recorded at first and whenever it has grown by a quarter;
-    the counters of torch's allocator on all devices after each of the first three steps, then once
-    a second at most, and at the end. After three steps or more, the peak of the output device must
-    be 1.25 times the median of the others and 128 MB above it, and what is gathered a tenth of that
-    difference. The finding is proven.
+    Each process records the size of the gathered outputs, at first and whenever it has grown by a
+    quarter, and the counters of torch's allocator on all devices: after each of the first three
+    steps, then at most once a second, and at the end. From the third step on, the peak of the
+    output device must be 1.25 times the median of the others and 128 MB above it, and the gathered
+    outputs at least a tenth of that difference. The finding is proven.
 
     ## Why it hurts
-    The batch is limited by the fullest device: the others could take more, and the first runs out
-    of memory at a size that "should fit".
+    The fullest device limits the batch size: it runs out of memory while the others have room.
 
     ## How to fix it
-    Compute the loss inside `forward` and return that: one number per device is gathered instead of
-    all outputs. Better still, DistributedDataParallel, where nothing is gathered.
+    Compute the loss inside `forward` and return it: one number per device is gathered instead of
+    all outputs. Better, use DistributedDataParallel, which gathers nothing.
 
     ## When it stays quiet
-    One device, or none; devices that are about equally full; outputs that weigh next to nothing.
+    - a single device, or none
+    - devices with about equal memory
+    - small outputs
     """
 
     code = "DDP201"
@@ -54,7 +62,7 @@ class DpOutputImbalance(Check):
             return "torch.nn.DataParallel was not used"
         if all(len(e.devices) < 2 for e in made):
             return "DataParallel was given fewer than two devices"
-        return None if run.any(DeviceMemory) else "no step was seen to compare the devices at"
+        return None if run.any(DeviceMemory) else "no step was seen at which to compare the devices"
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for rank in run.ranks.values():
@@ -78,10 +86,9 @@ class DpOutputImbalance(Check):
         if where not in peaks or not others:
             return None
         peak, usual = peaks[where], statistics.median(others)
-        # A loss per device weighs a few bytes: what fills the device is then something else.
         if usual <= 0 or peak < RATIO * usual or peak - usual < MORE:
             return None
-        if gathered.size_bytes < 0.1 * (peak - usual):
+        if gathered.size_bytes < GATHERED_SHARE * (peak - usual):
             return None
         factor = _larger_batch(rank, where, peak, usual)
         batch = (
@@ -100,10 +107,10 @@ class DpOutputImbalance(Check):
                 f"cuda:{where} peaks at {human(peak)}, {peak / usual:.1f} times the other devices; "
                 f"DataParallel gathers {human(gathered.size_bytes)} there in each forward"
             ),
-            cause="the loss is computed on one device from the outputs of all",
+            cause="the loss is computed on one device, from the outputs of all devices",
             fix=(
                 "return the loss from `forward` (`loss = model(inputs, targets).mean()`): "
-                f"{room} in the same memory; or DistributedDataParallel, where nothing is gathered"
+                f"{room} in the same memory; or use DistributedDataParallel, which gathers nothing"
             ),
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -113,16 +120,18 @@ class DpOutputImbalance(Check):
                 ],
                 "devices": [{"device": f"cuda:{d}", "peak": human(p)} for d, p in peaks.items()],
                 "process on each GPU (NVML)": _outside(run, rank),
-                "larger batch, factor": round(factor, 2),
+                "possible batch, factor": round(factor, 2),
             },
             at=rank.wall(gathered.at),
         )
 
 
 def _larger_batch(rank: Rank, where: int, peak: float, usual: float) -> float:
-    """How much more would fit if the output device needed no more than the others.
+    """By what factor the batch could grow if the output device needed no more memory than the
+    others (bytes: `peak` on the device `where`, `usual` on the others).
 
-    What stays between the steps (parameters, optimizer state) does not grow with the batch.
+    Only memory that is freed between steps grows with the batch; parameters and optimizer state,
+    which are allocated already when a step ends, do not.
     """
     first = next((m for m in rank.of(DeviceMemory) if m.step >= 2), None) or rank.first(
         DeviceMemory
@@ -137,6 +146,7 @@ def _larger_batch(rank: Rank, where: int, peak: float, usual: float) -> float:
 
 
 def _outside(run: Run, rank: Rank) -> dict[str, str]:
+    """The most memory that NVML saw of a rank's process, by GPU."""
     monitor = monitor_of(run, rank)
     names = monitor.gpus if monitor else ()
     most: dict[int, int] = {}

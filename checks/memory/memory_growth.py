@@ -1,43 +1,59 @@
-"""DDP206."""
+"""DDP206: memory grows from step to step until the run ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from ddpdoctor.analysis.process.memory_samples import MIB, human, medians
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, ranks_do, ranks_text
+from ddpdoctor.run import Location, Rank, Run, ranks_do, whom
 
 PARTS = 6
+"""Stretches whose medians must rise one after the other: noise does so once in 720 orders."""
+
 FEWEST_SAMPLES = 12
+"""Two in each stretch."""
+
 WARM_UP = 0.2
-"""The first part of the run, in which pools, caches and optimizer state come to be."""
+"""The share of the run that is left out: pools, caches and optimizer state are allocated then."""
 
 FEWEST_STEPS = 30
 UNKNOWN_STEPS, UNKNOWN_GROWTH, HOST_SHARE = 500, 64 * MIB, 0.04
-"""Host memory rises by itself for a while: the allocator's pools, kernels for each new shape."""
+"""In how many steps and by how much host memory must grow where no holder is found: it rises by
+itself for a while (the allocator's pools, kernels for each new shape)."""
 
 DEVICE_GROWTH, DEVICE_SHARE = 8 * MIB, 0.01
 KNOWN_GROWTH = 1 * MIB
-"""Enough where it is known what holds the memory."""
+"""Enough where the container that holds the memory is known."""
 
 LEVEL = 0.2
-"""Of the steepest rise: stretches at the beginning that rise less a step are before the growth."""
+"""Growth begins with the first stretch that rises by this share of the steepest rise per step."""
 
 SLOWER = 0.6
-"""What a container gains per step, at last against at most: less than this levels off."""
+"""A container whose last gain per step is below this share of its highest gain levels off, as a
+cache does."""
+
+GRAPHS = "graphs-kept"
+SUM = "losses-summed"
+CONTAINER = "tensors-kept"
+UNKNOWN = "holder-unknown"
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Memory that grew to the end: `where` is `host` or `device`, `levels` its stretches.
+    """Memory of a rank that grows until the end of the run.
 
     Attributes:
-        first: the stretch in which the growth begins, 0 also where it may have begun before.
-        begin, end: the steps in the middle of this one, and of the last.
+        where: `host` or `device`.
+        levels: the median of each stretch of samples, in bytes.
+        first: the index of the stretch in which the growth begins; 0 also if it began earlier.
+        begin, end: the steps in the middle of that stretch and of the last one.
+        held: the growing container that was found to hold the memory, if any.
+        at: when the first of these samples was taken, seconds on the run's clock.
     """
 
     rank: Rank
@@ -58,46 +74,65 @@ class Growth:
     def per_step(self) -> float:
         return self.total / (self.end - self.begin)
 
+    @property
+    def rule(self) -> str:
+        """Which rule of the check explains the growth: by what holds the memory."""
+        if self.held is None:
+            return UNKNOWN
+        if self.held.kind == "graph":
+            return SUM
+        return GRAPHS if self.held.graphs else CONTAINER
+
 
 class MemoryGrowth(Check):
     """Memory grows with every step
 
     ## What it finds
-    Memory of a rank, on the host or on its device, that rises through all of the run and is still
-    rising at the end, after the warm-up. Where a container that gains a tensor with each step is
-    found (a list of losses that keep their graphs, say), or a sum that drags the graph of every
-    loss along, it is named with the line that adds to it.
+    Host or device memory of a rank that rises throughout the run, after the warm-up, and still
+    rises at the end. If a container is found that gains a tensor with each step (a list of losses
+    with their autograd graphs, say), or a sum that keeps the graph of every loss, the finding names
+    it and the line that adds to it.
 
     ## How it knows
-    Between two steps (between two forwards, where no steps are taken) each rank records its
-    resident memory and what torch has allocated on the device: every 0.04 s at first, every 5 s at
-    last. The samples after the warm-up (a fifth of the run, and the first epoch) are cut into six
-    stretches, whose medians must rise one after the other, over 30 steps or more. While memory
-    seems to grow, or losses and outputs stay alive, the program's containers are counted, and again
-    some steps later: growth is told from 1 MB on where one is found that keeps graphs, from 8 MB on
-    where one of plain tensors explains two fifths of it, and where none is found from 8 MB and 1%
-    on (on the host from 64 MB, 4% and 500 steps on). Where the first stretches are about level, the
-    figures are of the steps after them, else of those after the warm-up; something may have been
-    kept before, in memory that was free. The finding is proven.
+    Between two steps (two forwards, where no steps are taken) each rank records its resident memory
+    and the memory that torch has allocated on the device: every 0.04 s at first, later every 5 s.
+    The samples after the warm-up (a fifth of the run, and the first epoch) are divided into six
+    stretches. Their medians must rise one after the other, over at least 30 steps. While memory
+    seems to grow, or losses and outputs stay alive, the entries of the program's containers are
+    counted twice, some steps apart. The growth must reach
+
+    - 1 MB if a container that keeps graphs is found
+    - 8 MB if a container of plain tensors explains at least two fifths of it
+    - 8 MB and 1% on the device if no container is found; on the host 64 MB, 4% and 500 steps
+
+    The figures leave out stretches at the beginning that are about level. The finding is proven.
 
     ## Why it hurts
-    The run ends with an out-of-memory error after hours, often on one rank first, and the others
-    wait for it.
+    The run ends with an out-of-memory error after hours, often on one rank first, for which the
+    others then wait.
 
     ## How to fix it
-    Keep numbers, not graphs: `losses.append(loss.item())` or `loss.detach()`; run evaluation under
-    `torch.no_grad()`; clear what is collected when it has been used.
+    Keep numbers, not graphs: `losses.append(loss.item())` or `loss.detach()`. Evaluate under
+    `torch.no_grad()`. Clear containers when they have been used.
 
     ## When it stays quiet
-    Growth that levels off, as caches do; the first steps; the first epoch of a data set, which may
-    be caching its items, unless graphs are what is kept; memory that goes up and down; a rise
-    of host memory in a short run that nothing the program keeps accounts for.
+    - growth that levels off, as caches do
+    - the first steps, and the first epoch of a dataset that may cache its items (unless graphs are
+      kept)
+    - memory that goes up and down
+    - a rise of host memory in a short run, if no container of the program explains it
     """
 
     code = "DDP206"
     name = "memory-growth"
     family = "memory"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        GRAPHS: "a container keeps tensors with their autograd graphs",
+        SUM: "a sum of losses keeps the autograd graph of each of them",
+        CONTAINER: "a container keeps tensors without graphs",
+        UNKNOWN: "memory grows, and no container that explains it was found",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not run.any(MemorySample):
@@ -116,42 +151,51 @@ class MemoryGrowth(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "rank-memory-imbalance":
             return True
-        killed = other.check in ("rank-died", "first-failure")
-        return killed and "memory" in (other.summary + str(other.evidence)).lower()
+        if other.check == "rank-died":  # the kernel kills with SIGKILL where memory runs out
+            killed = other.rule == "killed-outside" and "SIGKILL" in other.subjects
+            return killed or other.rule in ("out-of-memory", "unknown-end")
+        message = str(other.evidence.get("message", "")) if other.check == "first-failure" else ""
+        return "memory" in message.lower()  # torch's own text, as in `CUDA out of memory`
 
     def _report(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
         ranks = tuple(g.rank.rank for g in growing)
-        who = "all ranks" if len(ranks) == run.world_size > 1 else ranks_text(ranks)
-        most = f", that of rank {worst.rank.rank}" if len(ranks) > 1 else ""
+        most = f" (rank {worst.rank.rank})" if len(ranks) > 1 else ""
         held = worst.held
         too = _keep_as_much(run, worst, ranks)
         return self.finding(
+            rule=worst.rule,
             ranks=tuple(sorted((*ranks, *too))),
             steps=worst.steps,
             subjects=(held.name,) if held and held.name else (),
-            location=_spot(worst),
-            label="keeps a tensor with every step" if held else "more memory after each of these",
+            location=_line(worst),
+            label="keeps a tensor in every step"
+            if held
+            else "memory grows with each of these steps",
             summary=(
-                f"{worst.where} memory of {who} grows{most} by {human(worst.per_step)} a step, "
-                f"{human(worst.total)} from step {worst.begin} to {worst.end}"
+                f"{worst.where} memory of {whom(ranks, run.world_size)} grows by "
+                f"{human(worst.per_step)} per step{most}, {human(worst.total)} from step "
+                f"{worst.begin} to {worst.end}"
             ),
-            cause=_cause(held) + (f"; {ranks_do(too, 'keep')} them too" if too else ""),
-            fix=_fix(held),
+            cause=_cause(worst.rule, held)
+            + (f"; {ranks_do(too, 'keep')} as many, without visible growth" if too else ""),
+            fix=_fix(worst.rule, held),
             fix_kind=FixKind.CHECK,
             evidence={
                 "where": worst.where,
                 "growth per step in bytes": round(worst.per_step),
-                "levels through the run": [human(v) for v in worst.levels],
+                "measured from step": worst.begin,
+                "measured to step": worst.end,
+                "memory through the run": [human(v) for v in worst.levels],
                 "held by": _holder(held),
-                "ranks": [{"rank": g.rank.rank, "grew by": human(g.total)} for g in growing],
+                "ranks": [{"rank": g.rank.rank, "growth": human(g.total)} for g in growing],
             },
             at=worst.at,
         )
 
 
 def _keep_as_much(run: Run, worst: Growth, reported: tuple[int, ...]) -> tuple[int, ...]:
-    """Other ranks where the same container keeps the graphs of as many steps: what they gain is
-    hidden by what they give back."""
+    """Other ranks on which the same container keeps as many graphs per step, although their memory
+    does not visibly grow: they free other memory at the same time."""
     known = worst.held
     if known is None or not known.graphs:
         return ()
@@ -167,6 +211,8 @@ def _keep_as_much(run: Run, worst: Growth, reported: tuple[int, ...]) -> tuple[i
 
 
 def _growth(rank: Rank, where: str) -> Growth | None:
+    """The growth of a rank's memory on the `host` or its `device`; None where it does not grow, or
+    too little to be sure."""
     held = _held(rank)
     samples = _after_warm_up(rank, held is not None and held.graphs)
     if len(samples) < FEWEST_SAMPLES:
@@ -205,14 +251,19 @@ def _growth(rank: Rank, where: str) -> Growth | None:
 
 
 def _first_that_grows(levels: list[float], middles: list[int]) -> int:
-    """The stretch before which memory was about level."""
+    """The index of the stretch in which growth begins: memory is about level before.
+
+    Args:
+        levels: the median memory of each stretch, bytes.
+        middles: the median step of each stretch.
+    """
     rises = zip(pairwise(levels), pairwise(middles), strict=True)
     slopes = [(b - a) / max(1, after - before) for (a, b), (before, after) in rises]
     return next(n for n, slope in enumerate(slopes) if slope >= LEVEL * max(slopes))
 
 
 def _least(where: str, held: MemoryHeld | None, steps: int, level: float) -> float:
-    """Growth that is beyond doubt."""
+    """The growth in bytes that is beyond doubt. `level`: the memory at the beginning, in bytes."""
     if held is not None:
         return KNOWN_GROWTH if held.graphs else 8 * KNOWN_GROWTH
     if where == "device":
@@ -221,25 +272,27 @@ def _least(where: str, held: MemoryHeld | None, steps: int, level: float) -> flo
 
 
 def _accounts_for(held: MemoryHeld, steps: int, total: float) -> bool:
-    """Whether what a container gains is most of what the process gained."""
+    """Whether a container gains at least two fifths of what the process gained (`total` bytes)."""
     return held.entry_bytes * held.grown / max(held.steps, 1) * steps >= 0.4 * total
 
 
 def _held(rank: Rank) -> MemoryHeld | None:
-    """What was found growing; what keeps graphs before what does not."""
+    """The growing container that was found in a rank: of several one that keeps graphs, else that
+    which gained most bytes; None where there is none."""
     seen = [e for e in rank.of(MemoryHeld) if e.graphs or not _slows(rank, e)]
     return max(seen, key=lambda e: (e.graphs, e.grown * e.entry_bytes), default=None)
 
 
 def _slows(rank: Rank, held: MemoryHeld) -> bool:
-    """A container that gains less and less is a cache: what it has not seen gets rare."""
+    """Whether a container gains less and less, as a cache does."""
     same = [e for e in rank.of(MemoryHeld) if (e.site, e.kind) == (held.site, held.kind)]
     rates = [e.grown / max(e.steps, 1) for e in same]
     return rates[-1] < SLOWER * max(rates)
 
 
 def _after_warm_up(rank: Rank, graphs: bool) -> list[MemorySample]:
-    """Samples in which growth counts."""
+    """The samples after the warm-up. The first epoch belongs to the warm-up, as a dataset may cache
+    its items, unless the rank keeps `graphs`."""
     samples = rank.of(MemorySample)
     if not samples:
         return []
@@ -251,9 +304,9 @@ def _after_warm_up(rank: Rank, graphs: bool) -> list[MemorySample]:
 
 
 def _rises(levels: list[float], *, known: bool) -> bool:
-    """Whether it goes up from stretch to stretch, and at the end as at the beginning.
+    """Whether memory rises from stretch to stretch, at the end about as much as at the beginning.
 
-    Where something is known to grow (`known`), memory that is taken in lumps will do.
+    If a container is known to grow (`known`), the rise may be uneven: memory comes in blocks.
     """
     rises = [b - a for a, b in pairwise(levels)]
     total = levels[-1] - levels[0]
@@ -263,7 +316,8 @@ def _rises(levels: list[float], *, known: bool) -> bool:
     return late >= (0.25 if known else 0.5) * early and late > 0
 
 
-def _spot(growth: Growth) -> Location | None:
+def _line(growth: Growth) -> Location | None:
+    """The line that adds to the container; else that of the optimizer's step."""
     if growth.held is not None:
         found = growth.rank.location(growth.held.site)
         if found is not None:
@@ -275,27 +329,29 @@ def _spot(growth: Growth) -> Location | None:
 def _holder(held: MemoryHeld | None) -> str:
     if held is None:
         return "not found"
-    name = held.name or "a container of the program's"
+    name = held.name or "a container of the program"
     if held.kind == "graph":
-        return f"{name}, a sum of {held.length} losses with their graphs"
-    what = "tensors that keep their graphs" if held.graphs else "tensors"
+        return f"{name}, a sum of {held.length} losses with their autograd graphs"
+    what = "tensors with their autograd graphs" if held.graphs else "tensors"
     return f"{name}, a {held.kind} of {held.length} {what}, {held.grown} more in {held.steps} steps"
 
 
-def _cause(held: MemoryHeld | None) -> str:
+def _cause(rule: str, held: MemoryHeld | None) -> str:
     if held is None:
-        return "something keeps what each step makes; no growing container of tensors was found"
-    if held.kind == "graph":
-        return f"`{held.name}` sums up losses as tensors: the graph of each of them stays with it"
-    what = "tensors, and each of them its autograd graph" if held.graphs else "tensors"
-    return f"`{held.name or held.kind}` keeps {what}"
+        return "something keeps memory of each step; no growing container of tensors was found"
+    name = f"`{held.name}`" if held.name else f"a {held.kind}"
+    if rule == SUM:
+        return f"{name} sums losses as tensors and so keeps the autograd graph of each of them"
+    what = "tensors, each with its autograd graph" if rule == GRAPHS else "tensors"
+    return f"{name} keeps {what}"
 
 
-def _fix(held: MemoryHeld | None) -> str:
+def _fix(rule: str, held: MemoryHeld | None) -> str:
     if held is None:
-        return "keep `loss.item()` or `loss.detach()` instead of tensors that the graph hangs on"
-    if held.kind == "graph":
+        return "keep `loss.item()` or `loss.detach()` instead of tensors with autograd graphs"
+    if rule == SUM:
         return f"`{held.name} += loss.item()`, or `loss.detach()`"
-    if held.graphs:
+    if rule == GRAPHS:
         return "append `loss.item()` or `loss.detach()`; evaluate under `torch.no_grad()`"
-    return f"clear `{held.name or 'it'}` when it has been used, or keep numbers instead of tensors"
+    name = f"`{held.name}`" if held.name else f"the {held.kind}"
+    return f"clear {name} when it has been used, or keep numbers instead of tensors"

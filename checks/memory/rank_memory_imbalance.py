@@ -1,9 +1,10 @@
-"""DDP205."""
+"""DDP205: one rank needs far more memory than the others."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.process.memory_samples import MIB, human, seen_from_outside
 from ddpdoctor.events import MemorySample, Wrapped
@@ -11,45 +12,55 @@ from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
 
 HOST_RATIO, HOST_MORE = 1.5, 128 * MIB
+"""Times the median rank, and bytes above it. The host's ratio is larger: rank 0 often logs, saves
+and holds a checkpoint there."""
+
 DEVICE_RATIO, DEVICE_MORE = 1.25, 512 * MIB
+"""The same for the device, where the ranks of a data-parallel run should need the same memory."""
+
 FEWEST_SAMPLES = 5
 
 
 class RankMemoryImbalance(Check):
-    """One rank needs far more memory than its peers
+    """One rank needs far more memory than the others
 
     ## What it finds
-    Ranks whose memory is far over that of the other ranks: on the device by its peak, on the host
-    by the level at which the process stands through the later half of its training (what it needs
-    for a moment, to write a checkpoint say, does not count).
+    Ranks whose memory is far above that of the other ranks: on the device by its peak, on the host
+    by its typical level in the second half of training. (Short peaks of host memory, as when a
+    checkpoint is written, do not count.)
 
     ## How it knows
-    Each rank samples its memory between two steps (every 0.04 s at first, every 5 s at last), and
-    the node's monitor does so from outside, once a second or less often. A rank is told whose peak,
-    as torch's allocator counts it, is 1.25 times that of the median rank and 512 MB above it; or,
-    where no device differs, whose host memory is 1.5 times and 128 MB above, by the median of the
-    later half's samples. The finding is proven.
+    Each rank samples its memory between two steps (every 0.04 s at first, later every 5 s), and the
+    node's monitor samples it from outside, once a second or less often. The peak on the device, by
+    torch's allocator, must be 1.25 times that of the median rank and 512 MB above it. If no device
+    differs like this, host memory must be 1.5 times that of the median rank and 128 MB above it, by
+    the median of the samples of the second half. The finding is proven.
 
     ## Why it hurts
-    The fullest rank limits the batch of all, and is the one that runs out of memory first.
+    The fullest rank limits the batch size of all ranks, and is the first to run out of memory.
 
     ## How to fix it
-    Look at what only that rank does: data or a teacher model kept on one rank, evaluation and
+    Look for what only that rank does: data or a teacher model kept on one rank, evaluation and
     logging of whole outputs, longer samples, a checkpoint loaded twice.
 
     ## When it stays quiet
-    A rank 0 that is a little higher, as it logs and saves; short peaks of host memory; ranks that
-    train different parts of a model.
+    - a rank 0 that needs a little more, because it logs and saves
+    - short peaks of host memory
+    - ranks that train different parts of a model
     """
 
     code = "DDP205"
     name = "rank-memory-imbalance"
     family = "memory"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        "device-memory": "the peak on the device is far above that of the other ranks",
+        "host-memory": "host memory in the second half of training is far above the others'",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if len(run.ranks) < 2:
-            return "a single rank left a record"
+            return "only one rank left a record"
         return None if run.any(MemorySample) else "memory was not sampled"
 
     def examine(self, run: Run) -> Iterable[Finding]:
@@ -72,15 +83,15 @@ class RankMemoryImbalance(Check):
             return None
         rank, most = max(high.items(), key=lambda item: item[1])
         ranks = tuple(r.rank for r in high)
-        named, holds = ranks_text(ranks), ranks_do(ranks, "hold")
         return self.finding(
+            rule=f"{where}-memory",
             ranks=ranks,
             summary=(
                 f"{ranks_do(ranks, 'need')} {human(most)} of {where} memory, "
                 f"{most / usual:.1f} times as much as the others ({human(usual)})"
             ),
-            cause=f"something is kept or done on {named} alone",
-            fix=f"look for what runs on {named} only, and for data that {holds} alone",
+            cause=f"something is kept or done only on {ranks_text(ranks)}",
+            fix=f"look for code that runs only on {ranks_text(ranks)}, and for data kept there",
             fix_kind=FixKind.CHECK,
             evidence={
                 "where": where,
@@ -91,11 +102,13 @@ class RankMemoryImbalance(Check):
 
 
 def _device_peak(rank: Rank) -> float:
+    """The peak of torch's allocator on the rank's device, bytes; 0 where it has none."""
     return float(max((s.device_peak_bytes for s in rank.of(MemorySample)), default=0))
 
 
 def _host_level(run: Run, rank: Rank) -> float:
-    """What the process held through the later half of its training."""
+    """The median host memory of the process in the second half of its training, bytes; 0 where too
+    few samples were taken."""
     samples = rank.of(MemorySample)
     if len(samples) < FEWEST_SAMPLES:
         return 0.0

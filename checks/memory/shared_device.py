@@ -1,43 +1,51 @@
-"""DDP203."""
+"""DDP203: several ranks train on one GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, plain, trained_on
 from ddpdoctor.events import DeviceUsed
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, counted, fold_ranks
 
 
 class SharedDevice(Check):
     """Several ranks train on one GPU
 
     ## What it finds
-    Ranks of one machine whose parameters lie on the same GPU.
+    Ranks of one machine whose parameters are on the same GPU.
 
     ## How it knows
-    At the wrap and before its first four optimizer steps each rank records the identity (UUID) of
-    the GPUs on which its parameters lie; `cuda:0` on every rank is right where each rank sees a GPU
-    of its own. The identities are compared between the ranks of a machine. The finding is proven.
+    When the model is wrapped and before its first four optimizer steps each rank records the UUID
+    of the GPUs that hold its parameters. The UUIDs are compared between the ranks of a machine, not
+    the device numbers: `cuda:0` on every rank is right where each rank sees a different GPU. The
+    finding is proven.
 
     ## Why it hurts
-    The ranks halve one GPU's memory and time while others idle; NCCL refuses to work like that
+    The ranks share the memory and the time of one GPU while others idle. NCCL does not support it
     ("Duplicate GPU detected").
 
     ## How to fix it
-    `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before anything else touches CUDA, and
+    Call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before any other use of CUDA, and
     `model.to("cuda")` after it.
 
     ## When it stays quiet
-    One visible device per process; parts of one GPU (MIG). Where there are fewer GPUs than ranks
-    and gloo is used, it was meant like that and is a note.
+    - processes that each see one device of their own
+    - parts of one GPU (MIG)
+
+    With fewer GPUs than ranks and the gloo backend it is taken for intended: a note.
     """
 
     code = "DDP203"
     name = "shared-device"
     family = "memory"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "fewer-gpus-than-ranks": "the node has fewer GPUs than ranks, and NCCL is not used",
+        "device-not-by-local-rank": "the GPU of a rank does not depend on LOCAL_RANK",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return no_gpu(run)
@@ -59,6 +67,7 @@ class SharedDevice(Check):
         few = monitor is not None and 0 < len(monitor.gpus) < len(on_node)
         meant = few and run.backend != "nccl"
         yield self.finding(
+            rule="fewer-gpus-than-ranks" if meant else "device-not-by-local-rank",
             severity=Severity.NOTE if meant else Severity.ERROR,
             ranks=tuple(ranks),
             subjects=tuple(dict.fromkeys(u[0][1].name for u in crowded)),
@@ -69,13 +78,13 @@ class SharedDevice(Check):
                 f"({event.name}) of {rank.node}"
             ),
             cause=(
-                f"there are {len(monitor.gpus)} GPUs for {len(on_node)} ranks"
+                f"the node has {counted(len(monitor.gpus), 'GPU')} for {len(on_node)} ranks"
                 if meant and monitor
                 else "the device of a rank does not depend on LOCAL_RANK"
             ),
             fix=(
-                '`torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before anything touches '
-                "CUDA, then `model.cuda()`"
+                'call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before any other use '
+                "of CUDA, then `model.cuda()`"
             ),
             fix_kind=FixKind.CHECK,
             evidence={

@@ -1,8 +1,9 @@
-"""DDP204."""
+"""DDP204: ranks hold memory on a GPU that belongs to another rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, plain, used
 from ddpdoctor.analysis.process.memory_samples import human, seen_from_outside
@@ -11,39 +12,45 @@ from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Rank, Run, ranks_do
 
 FEWEST_SAMPLES = 2
+"""Of NVML on the other GPU: one may be of a process whose number was used before."""
 
 
 class StrayCudaContext(Check):
-    """Ranks hold memory on a GPU that is not theirs
+    """Ranks hold memory on a GPU of another rank
 
     ## What it finds
-    Processes that have a context on a GPU which their rank neither trains on nor was told to use,
-    and the call after which it was first there.
+    Processes with a CUDA context on a GPU on which their rank does not train and which it did not
+    select by `set_device`, and the call after which the context was first seen.
 
     ## How it knows
-    Once a second, in a long run less often, the node's monitor asks NVML which processes are on
-    which GPU, the ranks' workers among them; each rank records the identity (UUID) of the GPUs that
-    hold its parameters or that `set_device` named. A process counts that at least two samples show
-    on another GPU. To name the call, the rank itself looks for its contexts after each
-    `torch.load`, at the wrap and before its first four steps. The finding is proven.
+    The node's monitor asks NVML, once a second or less often, which processes use which GPU, the
+    ranks' workers included. Each rank records the UUID of the GPUs that hold its parameters or that
+    it passed to `set_device`. A process is reported if at least two samples show it on another GPU.
+    To name the call, the rank itself looks for its contexts after each `torch.load`, when the model
+    is wrapped, and before its first four steps. The finding is proven.
 
     ## Why it hurts
-    Each context takes some hundred megabytes of somebody else's GPU, mostly the first: eight ranks
-    take gigabytes of it, and rank 0 runs out of memory with a batch that fits all others.
+    Each context takes a few hundred megabytes of another rank's GPU, mostly of the first. With
+    eight ranks these are gigabytes, and rank 0 runs out of memory with a batch that fits elsewhere.
 
     ## How to fix it
     `torch.load(path, map_location="cpu")` (the checkpoint was saved from `cuda:0`), and
-    `torch.cuda.set_device(local_rank)` before any other call that touches CUDA.
+    `torch.cuda.set_device(local_rank)` before any other use of CUDA.
 
     ## When it stays quiet
-    Devices that hold the rank's parameters or that `set_device` named. Where NVML does not list
-    this container's processes, nothing is said.
+    - devices that hold the rank's parameters or that it passed to `set_device`
+    - containers whose processes NVML does not list
     """
 
     code = "DDP204"
     name = "stray-cuda-context"
     family = "memory"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        "torch-load": "the context was first seen after torch.load",
+        "first-use": "the context was first seen before the first forward or step",
+        "call-unknown": "which call created the context is not known",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         reason = no_gpu(run)
@@ -69,26 +76,28 @@ class StrayCudaContext(Check):
         )
         index = guests[0][2]
         spot: Location | None = rank.location(touched.site) if touched else None
-        how = f"after {touched.by}" if touched and touched.by == "torch.load" else (
-            touched.by if touched else ""
-        )  # fmt: skip
+        by_load = touched is not None and touched.by == "torch.load"
+        how = f"after {touched.by}" if touched and by_load else touched.by if touched else ""
+        rule = "torch-load" if by_load else "first-use" if how else "call-unknown"
+        owner = "this rank's" if len(ranks) == 1 else "these ranks'"
         return self.finding(
+            rule=rule,
             ranks=ranks,
             subjects=(f"GPU {index}",),
             location=spot,
             label=f"leaves a context on GPU {index}",
             summary=(
-                f"{ranks_do(ranks, 'hold')} {human(total)} on GPU {index} of {node}, which is "
-                "not theirs"
+                f"{ranks_do(ranks, 'hold')} {human(total)} on GPU {index} of {node}, which "
+                f"{'it does' if len(ranks) == 1 else 'they do'} not train on"
             ),
             cause=(
-                f"their context there was first seen {how}"
+                f"{owner} CUDA context on that GPU was first seen {how}"
                 if how
-                else "a call touched that GPU before the rank chose its own"
+                else "a call used that GPU before the rank selected its own"
             ),
             fix=(
                 '`torch.load(path, map_location="cpu")`, and `torch.cuda.set_device(local_rank)` '
-                "before anything touches CUDA"
+                "before any other use of CUDA"
             ),
             fix_kind=FixKind.SAFE,
             evidence={

@@ -64,6 +64,8 @@ def test_the_line_that_sets_them_is_what_to_change(given: str) -> None:
         return [started(number, 4, environment=environment), line, seen, *rest]
 
     (finding,) = found(make_run({r: own(r) for r in range(4)}, nodes={0: node(1.0)}))
+    assert finding.rule == "too-many-threads"
+    assert finding.location is not None and finding.location.line == 25
 
 
 def test_quota_of_the_container_counts() -> None:
@@ -98,6 +100,7 @@ def test_training_on_gpus() -> None:
 
 def test_workers_that_crowd() -> None:
     (finding,) = found(run_of(1, node(6.0, children=8), workers=8))
+    assert finding.rule == "too-many-workers"
 
 
 def test_threads_that_are_as_few_as_they_should_be_are_not_what_to_change() -> None:
@@ -106,6 +109,7 @@ def test_threads_that_are_as_few_as_they_should_be_are_not_what_to_change() -> N
     assert (crowded.fix_kind, narrow.fix_kind) == (FixKind.SAFE, FixKind.CHECK), "other batches"
     (alone,) = found(run_of(1, node(1.0, quota=1.0), asked=False))
     (both,) = found(run_of(3, node(6.0, children=8), workers=8))
+    assert (alone.rule, both.rule) == ("too-many-ranks", "too-many-workers")
 
 
 def test_workers_that_mostly_wait() -> None:

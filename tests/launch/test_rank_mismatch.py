@@ -88,6 +88,7 @@ def test_ranks_that_disagree_on_the_world() -> None:
         {0: process(0, 2, init(0, 2), told=False), 1: process(1, 3, init(1, 3), told=False)}
     )
     (finding,) = RankMismatch().examine(run)
+    assert finding.rule == "world-size-disagreement"
 
 
 def test_spawned_fewer_than_the_world() -> None:
@@ -95,6 +96,7 @@ def test_spawned_fewer_than_the_world() -> None:
         {r: process(r, 4, init(r, 4), told=False, spawned=2) for r in range(2)}, world_size=4
     )
     (finding,) = RankMismatch().examine(run)
+    assert finding.rule == "world-larger-than-spawned"
 
 
 def test_explicit_arguments_that_agree() -> None:
@@ -234,7 +236,7 @@ def test_ranks_beyond_the_world_that_are_gone_when_the_others_come(formed: bool)
     assert (finding.check, finding.ranks) == ("rank-mismatch", (2, 3))
     assert finding.evidence["groups formed"] == int(formed)
     rows: list[dict[str, object]] = finding.evidence["processes"]  # type: ignore[assignment]
-    assert [row["said"] for row in rows] == [f"rank {r} of 2" for r in range(4)]
+    assert [row["init_process_group"] for row in rows] == [f"rank {r} of 2" for r in range(4)]
 
 
 def test_pairs_that_use_one_address_one_after_the_other() -> None:
@@ -277,7 +279,7 @@ def test_as_many_wait_as_the_world_has_and_two_with_one_rank(
 def test_why_it_was_not_looked_at() -> None:
     before = make_run({0: process(0, 1, ready(1))})
     assert RankMismatch().unobserved(before) == (
-        "init_process_group was called before the examination began"
+        "init_process_group was called before ddpdoctor was active"
     )
     never = make_run({0: process(0, 1)})
     assert RankMismatch().unobserved(never) == "init_process_group was never called"

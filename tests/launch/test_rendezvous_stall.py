@@ -53,7 +53,7 @@ def test_one_rank_is_elsewhere() -> None:
     assert finding.confidence is Confidence.SUSPECTED
     assert finding.location is not None
     assert (finding.location.line, finding.location.source) == (3, "login()")
-    assert finding.evidence["came"] == "0"
+    assert finding.evidence["waiting"] == "0"
 
 
 def test_one_rank_left_before_it() -> None:
@@ -87,7 +87,8 @@ def test_the_statement_by_which_a_rank_left(leaves: str, past: int, line: int) -
     run = make_run({0: [*sites, *ifs, came], 1: left}, nodes={0: seen()[1:]}, ended={0: -15, 1: 0})
     (finding,) = found(run)
     assert finding.location is not None and finding.location.line == line
-    ways = [r.location.line for r in finding.related if "may have left" in r.label]
+    assert finding.rule == "rank-exited-before"
+    ways = [r.location.line for r in finding.related if r.location.line != 7]
     assert ways == ([4, 5] if past > 1 else [])
 
 
@@ -119,6 +120,7 @@ def test_a_program_that_starts_its_ranks_itself(told: bool) -> None:
                    world_size=3, launcher="exec")  # fmt: skip
     (finding,) = found(run)
     assert finding.confidence is Confidence.SUSPECTED
+    assert finding.rule == ("rank-not-arrived" if told else "processes-not-seen")
     assert finding.evidence.get("processes_launched") == (3 if told else None)
     assert finding.evidence.get("processes_seen") == (None if told else 2)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import linecache
-import re
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ddpdoctor.checks.memory.memory_growth import MemoryGrowth
@@ -80,15 +79,10 @@ def test_its_figures_can_be_checked_against_each_other() -> None:
     other = samples([300 + 4 * n for n in range(30)], every=100)
     run = make_run({0: [*steps(3), *told], 1: [*steps(3), *other]})
     (finding,) = MemoryGrowth().examine(run)
-    words = re.fullmatch(
-        r"host memory of all ranks grows, that of rank 0 by (\d+) KB a step, "
-        r"(\d+) MB from step (\d+) to (\d+)",
-        finding.summary,
-    )
-    assert words is not None
-    each, total, begin, end = map(int, words.groups())
-    assert each * (end - begin) / 1024 == pytest.approx(total, abs=2)
-    assert {"rank": 0, "grew by": f"{total} MB"} in finding.evidence["ranks"]  # type: ignore[operator]
+    names = ("growth per step in bytes", "measured from step", "measured to step")
+    each, begin, end = (cast("int", finding.evidence[name]) for name in names)
+    total = round(each * (end - begin) / MB)
+    assert {"rank": 0, "growth": f"{total} MB"} in finding.evidence["ranks"]  # type: ignore[operator]
     assert finding.steps is not None
     assert finding.steps.last == 4 * 29 * 29 - 1
     assert finding.steps.count == finding.steps.last - finding.steps.first + 1
@@ -103,8 +97,8 @@ def test_growth_that_begins_late() -> None:
     assert finding.steps.compared == finding.steps.count, "what was before is not known"
     assert 170 <= finding.steps.first <= 230 and finding.steps.last == 389
     assert finding.steps.count == 390 - finding.steps.first
-    each = re.search(r"by (\d+) KB a step", finding.summary)
-    assert each is not None and int(each[1]) / 1024 == pytest.approx(0.5, rel=0.1)
+    each = cast("int", finding.evidence["growth per step in bytes"])
+    assert each / MB == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_little_is_enough_where_the_holder_is_known() -> None:

@@ -1,4 +1,4 @@
-"""GPUs by what they are, not by the number that somebody gives them."""
+"""GPUs by their UUID, since their index depends on `CUDA_VISIBLE_DEVICES`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from ...run import Rank, Run
 
 
 def plain(uuid: str) -> str:
-    """torch and NVML spell identities differently."""
+    """A device's UUID in a form that torch and NVML share: lower case, no `GPU-` or `MIG-`."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 def monitor_of(run: Run, rank: Rank) -> MonitorStarted | None:
-    """The first record of the monitor of a rank's node."""
+    """What the monitor of a rank's node recorded when it started; None where there was none."""
     for facts in run.nodes.values():
         started = facts.latest(MonitorStarted)
         if started is not None and started.node == rank.node:
@@ -21,16 +21,17 @@ def monitor_of(run: Run, rank: Rank) -> MonitorStarted | None:
 
 
 def used(rank: Rank) -> list[DeviceUsed]:
-    """Devices that a rank trains on or was told to use."""
+    """Devices that hold a rank's parameters or that it passed to `set_device`."""
     return rank.of(DeviceUsed)
 
 
 def trained_on(rank: Rank) -> list[DeviceUsed]:
+    """Devices that hold a rank's parameters."""
     return [e for e in used(rank) if e.why == "parameters"]
 
 
 def no_gpu(run: Run) -> str | None:
-    """Why nothing can be said of GPUs."""
+    """Why GPUs cannot be judged in this run; None where they can."""
     if run.any(DeviceUsed):
         return None
     troubles = {

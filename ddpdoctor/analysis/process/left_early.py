@@ -1,4 +1,4 @@
-"""Ranks that left before `init_process_group` and will not come."""
+"""Ranks that exited before `init_process_group` and will not come back."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from ...run import Rank, Run
 from .rank_claims import Claim
 
 SHORT_S = 600.0
-"""A program that waits for less time than that goes on, or ends, by itself."""
+"""A shorter `timeout=` of `init_process_group` ends the wait by itself soon enough; the run is then
+not stopped."""
 
 
 def gone_for_good(run: Run, rank: Rank) -> bool:
-    """Whether nobody comes in the place of a rank: what torchrun had started ended with status 0,
-    nothing that it started in its turn was left, and it is not started again."""
+    """Whether no process can take the place of a rank: its process, started by torchrun on a single
+    node, exited with status 0, left no child processes, and no restart is left."""
     ended, reported = rank.ended, rank.started.environment if rank.started else {}
     if run.info.launcher != "run" or run.info.nodes > 1 or ended is None:
         return False
@@ -26,5 +27,6 @@ def gone_for_good(run: Run, rank: Rank) -> bool:
 
 
 def waits_for_all(claim: Claim) -> bool:
-    """Whether a rank is to meet all that the launcher started, as the rank that it is there."""
+    """Whether a call of `init_process_group` waits for all processes of the launcher, with the rank
+    and at the address that the launcher set."""
     return claim.given_rank >= 0 and not claim.differs() and claim.at_launchers()

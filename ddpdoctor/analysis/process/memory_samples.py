@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def human(size: float) -> str:
-    """`12 MB`."""
+    """A size in bytes as `12 MB` or `1.5 GB`, in units of 1024."""
     for unit, factor in (("GB", 1 << 30), ("MB", MIB), ("KB", 1 << 10)):
         if abs(size) >= factor:
             number = size / factor
@@ -28,6 +28,6 @@ def medians(values: Sequence[float], parts: int) -> list[float]:
 
 
 def seen_from_outside(run: Run, rank: Rank) -> list[RankSample]:
-    """What the node's monitor saw of a rank's process."""
+    """The samples that the node's monitor took of a rank's process."""
     pid = rank.started.pid if rank.started else 0
     return [s for n in run.nodes.values() for s in n.of(RankSample) if s.pid == pid]

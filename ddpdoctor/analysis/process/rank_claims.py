@@ -1,4 +1,4 @@
-"""Who claimed to be which rank of how many, and where they meant to meet."""
+"""The rank, world size and address of every `init_process_group`, and what the launcher set."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Claim:
     """One `init_process_group` of one process.
 
     Attributes:
-        rank, world_size: what it claims, by argument or by environment.
-        given_rank, given_world: what the launcher had told this process; -1 where nothing.
-        ready: the group came to exist. `until`: when the process was gone.
+        rank, world_size: those of the call, from its arguments or the environment.
+        given_rank, given_world: those the launcher set for this process; -1 where it set none.
+        ready: the process group was created.
+        until: when the process ended, seconds on the run's clock; infinite if that is not known.
     """
 
     process: Rank
@@ -34,13 +35,13 @@ class Claim:
     until: float
 
     def differs(self) -> bool:
-        """Whether it claims something else than the launcher said."""
+        """Whether rank or world size are not those that the launcher set."""
         reported = self.given_rank >= 0 and self.given_world > 0
         return reported and (self.rank, self.world_size) != (self.given_rank, self.given_world)
 
     @property
     def launched(self) -> tuple[int, int]:
-        """Rank and world size as the launcher or the scheduler said them; -1 where nothing."""
+        """Rank and world size as the launcher or the scheduler set them; -1 where neither did."""
         started = self.process.started
         if self.given_rank >= 0 or started is None or started.spawned:
             return self.given_rank, self.given_world
@@ -49,7 +50,7 @@ class Claim:
         return next((pair for pair in pairs if min(pair) >= 0), (-1, -1))
 
     def at_launchers(self) -> bool:
-        """Whether it meets the others where the launcher said."""
+        """Whether the rendezvous address is `MASTER_ADDR:MASTER_PORT` of the launcher."""
         reported = self.process.started.environment if self.process.started else {}
         return (
             self.event.rendezvous == f"{reported.get('MASTER_ADDR')}:{reported.get('MASTER_PORT')}"
@@ -57,21 +58,23 @@ class Claim:
 
 
 def unentered(run: Run) -> str | None:
-    """Why nothing is known of how the ranks met, where that is so."""
+    """Why it is not known how the ranks called `init_process_group`; None where it is."""
     if run.any(InitEntered):
         return None
     if run.any(GroupReady):
-        return "init_process_group was called before the examination began"
+        return "init_process_group was called before ddpdoctor was active"
     return "init_process_group was never called"
 
 
 def claims(run: Run) -> list[Claim]:
-    """All claims, oldest first; those that leave the rank to the backend (MPI) are left out."""
+    """The claims of all processes, oldest first, without those that leave the rank to the backend
+    (MPI)."""
     found = [claim for p in run.processes() for e in p.of(InitEntered) if (claim := _claim(p, e))]
     return sorted(found, key=lambda c: c.process.wall(c.event.at))
 
 
 def _claim(process: Rank, event: InitEntered) -> Claim | None:
+    """The claim of one call; None where it has no rank or no world size."""
     rank = event.rank if event.rank >= 0 else event.env_rank
     world = event.world_size if event.world_size > 0 else event.env_world_size
     if rank < 0 or world <= 0:
@@ -91,7 +94,7 @@ def _claim(process: Rank, event: InitEntered) -> Claim | None:
 
 
 def _until(process: Rank) -> float:
-    """When a process was gone; one that has left no word of it may have stayed for ever."""
+    """When a process ended, seconds on the run's clock; infinite where that was not recorded."""
     leaving = process.latest(RankExiting)
     if leaving is not None:
         return process.wall(leaving.at)
@@ -103,8 +106,9 @@ def _number(text: str | None) -> int:
 
 
 def meetings(found: list[Claim]) -> dict[str, list[Claim]]:
-    """Claims by where they meet; a place that is used again later is another meeting, unless one
-    launcher started them together and who came first left without a group."""
+    """Claims by rendezvous, `address#number`. An address that is used again after all its processes
+    have ended is another rendezvous, unless one launcher started them all and the earlier ones left
+    without a group: then these were to meet the later ones."""
     by_place: dict[str, list[list[Claim]]] = {}
     for claim in found:
         rounds = by_place.setdefault(claim.event.rendezvous, [])
@@ -122,7 +126,7 @@ def meetings(found: list[Claim]) -> dict[str, list[Claim]]:
 
 
 def _awaited(claim: Claim, before: list[Claim]) -> bool:
-    """Whether those who are gone were to meet this one, too, and met nobody."""
+    """Whether the ended processes `before` were to form a group with this one, and formed none."""
     given = {c.given_rank for c in before}
     reported = claim.given_rank >= 0 and {c.given_world for c in before} == {claim.given_world}
     alone = not any(c.ready for c in before)

@@ -1,4 +1,4 @@
-"""Files that several ranks touch, and whether the ranks have met in between."""
+"""Files that several ranks write or read, and whether a collective orders these accesses."""
 
 from __future__ import annotations
 
@@ -27,38 +27,41 @@ class Touch:
 
     @property
     def callers(self) -> list[Location]:
-        """The lines that led there, the nearest first."""
+        """The lines that called the one that accesses the file, innermost first."""
         spots = (self.rank.location(site) for site in self.event.callers)
         return [spot for spot in spots if spot is not None]
 
     @property
     def began(self) -> float:
+        """When it began, seconds on the run's clock."""
         return self.rank.wall(self.event.at)
 
     @property
     def cut_off(self) -> bool:
-        """Whether a save was not over when its rank was last heard of."""
+        """Whether it is a save whose end is not on record: the rank ended in the middle of it."""
         return self.event.how == "save" and not self.event.ended
 
     @property
     def ended(self) -> float:
-        """When it was over; for a plain `open` only its begin is known."""
+        """When it ended, seconds on the run's clock; infinite for a save that was cut off. For a
+        plain `open`, whose end is not known, when it began."""
         return math.inf if self.cut_off else self.rank.wall(self.event.ended or self.event.at)
 
 
 def steps_of(touches: Iterable[Touch]) -> Steps | None:
+    """The optimizer steps in which files were accessed; None where no step is known."""
     every = list(touches)
     taken = {t.rank.steps for t in every if t.rank.state == "finished"}
     return Steps.of((t.event.step for t in every), taken=max(taken, default=0))
 
 
 def key(rank: Rank, event: FileWritten | FileRead | FileLocked) -> tuple[str, str]:
-    """What makes a file the same file: on local disks, the machine too."""
+    """What identifies a file: its path and, unless it is on a shared file system, its node."""
     return ("" if event.shared else rank.node, event.path)
 
 
 def writes(run: Run) -> dict[tuple[str, str], list[Touch]]:
-    """All writes, by file."""
+    """All writes of a run, by file (see `key`)."""
     found: dict[tuple[str, str], dict[tuple[int, float], Touch]] = {}
     for rank in run.ranks.values():
         for event in rank.of(FileWritten):  # the end of a save takes the place of its begin
@@ -67,7 +70,7 @@ def writes(run: Run) -> dict[tuple[str, str], list[Touch]]:
 
 
 def locked(run: Run) -> dict[tuple[str, str], dict[int, float]]:
-    """Files that ranks asked for a lock on, and when each did so first."""
+    """Files (see `key`) that ranks asked to lock, with the time of each rank's first request."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for rank in run.ranks.values():
         for event in rank.of(FileLocked):
@@ -76,7 +79,8 @@ def locked(run: Run) -> dict[tuple[str, str], dict[int, float]]:
 
 
 def met(first: Touch, second: Touch) -> bool:
-    """Whether the ranks have met between the end of `first` and the begin of `second`."""
+    """Whether a collective of both ranks lies between the end of `first` and the begin of `second`:
+    the count of calls of a group that both are in has gone up."""
     if first.cut_off:
         return False
     done, begun = first.event.marks_after, second.event.marks
@@ -88,13 +92,13 @@ def met(first: Touch, second: Touch) -> bool:
 
 
 def ordered(a: Touch, b: Touch) -> bool:
-    """Whether anything made one of them wait for the other."""
+    """Whether a collective makes one of two accesses wait for the other."""
     return met(a, b) or met(b, a)
 
 
 def hold_parts(run: Run) -> bool:
-    """Whether each rank holds parameters of its own: a stage of a pipeline, or what DDP was told to
-    ignore (experts). Of a sharded model it is not known: its state may have been gathered."""
+    """Whether each rank holds different parameters: a stage of a pipeline, or what DDP ignores
+    (experts). A sharded model does not count, since its state may have been gathered."""
     wrapped = [w for rank in run.ranks.values() for w in rank.of(Wrapped)]
     if any(p.ignored and p.trainable for w in wrapped for p in w.parameters):
         return True
@@ -106,8 +110,8 @@ def hold_parts(run: Run) -> bool:
 
 
 def called(run: Run, touches: Iterable[Touch]) -> tuple[Related, ...]:
-    """Who called the helpers that these are made in: where several lines of the run led there, or
-    one of a function in another file."""
+    """The lines that called the helper function in which files are accessed, at most two: only
+    where several lines of the run call it, or one of a function in another file."""
     every = [Touch(rank, event) for rank in run.ranks.values() for event in rank.of(FileWritten)]
     every += [Touch(rank, event) for rank in run.ranks.values() for event in rank.of(FileRead)]
     found: dict[tuple[str, int], Location] = {}
