@@ -39,13 +39,13 @@ class Sites:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[ExceptionPassed]:
-    monkeypatch.setattr(caught_exceptions._passing, "emitted", 0)
+    monkeypatch.setattr(caught_exceptions._recorded, "emitted", 0)
     return []
 
 
 def passes(told: list[ExceptionPassed], error: BaseException, site: int = 3) -> None:
     recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
-    caught_exceptions.passed(recorder, "forward", error, site)
+    caught_exceptions.record(recorder, "forward", error, site)
 
 
 def test_the_line_that_raised(told: list[ExceptionPassed]) -> None:
@@ -81,14 +81,14 @@ def test_what_a_handler_logs_was_caught(
     told: list[ExceptionPassed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
-    monkeypatch.setattr(caught_exceptions._passing, "logged", None)
-    caught_exceptions._told(recorder, (), {})
+    monkeypatch.setattr(caught_exceptions._recorded, "logged", None)
+    caught_exceptions._message_written(recorder, (), {})
     assert not told
     try:
         int("x")
     except ValueError as error:
         for _ in range(2):
-            caught_exceptions._told(recorder, (), {})
+            caught_exceptions._message_written(recorder, (), {})
         assert error.__traceback__ is not None
         line = error.__traceback__.tb_lineno
     (event,) = told
@@ -100,7 +100,7 @@ def test_what_is_being_handled_as_a_collective_is_called(
 ) -> None:
     recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
     call: Any = None
-    monkeypatch.setattr(caught_exceptions._passing, "unwinding", 0)
+    monkeypatch.setattr(caught_exceptions._recorded, "unwinding", 0)
     line = test_what_is_being_handled_as_a_collective_is_called.__code__.co_firstlineno + 9
     with pytest.raises(ValueError):
         try:

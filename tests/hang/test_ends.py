@@ -193,7 +193,7 @@ def test_what_was_handled_as_an_exception_was_raised(
     assert (raised.kind, raised.frames[-1].line) == ("OSError", 4)
     assert raised.first is not None
     assert (raised.first.kind, raised.first.frames[-1].line) == ("ZeroDivisionError", 2)
-    assert exits._first(recorder, ValueError()) is None
+    assert exits._root_context(recorder, ValueError()) is None
 
 
 class Mute(Exception):
@@ -251,7 +251,7 @@ def test_what_was_told_of_before_a_process_exits(
 ) -> None:
     monkeypatch.setattr(current, "recorder", recorder)
     monkeypatch.setattr(exits, "_ending", exits._Ending())
-    monkeypatch.setattr(exits, "_newest", lambda recorder: len(calls))
+    monkeypatch.setattr(exits, "_last_call", lambda recorder: len(calls))
     monkeypatch.setattr(sys, "exit", _leave)
     calls: list[int] = []
     known = {

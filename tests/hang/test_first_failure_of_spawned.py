@@ -42,6 +42,7 @@ def beside_ranks(at: float = 4.0, count: int = 3, message: str = "no socket", **
 def test_a_spawned_process_that_is_no_rank(end: dict[str, object]) -> None:
     run = beside_ranks(**end)
     (finding,) = found(run)
+    assert finding.rule == "spawned-process"
     assert finding.ranks == ()
     assert finding.location is not None and finding.location.line == 6
     assert finding.evidence["consequences"][0]["ranks"] == "0-1"  # type: ignore[index,call-overload]
@@ -75,7 +76,7 @@ def test_what_a_spawned_process_raises_that_is_no_rank(
         raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
-        spawned_processes._Noted(fails)(2)
+        spawned_processes._Recording(fails)(2)
     node.close()
     (facts,) = load([RunFolder(tmp_path)]).nodes.values()
     events = facts.of(SpawnFailed)

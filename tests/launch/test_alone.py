@@ -62,8 +62,8 @@ def seen(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(no_process_group, "OTHER_LAYERS", ())
     monkeypatch.setattr(no_process_group, "_following", SimpleNamespace(enable=lambda awake: None))
-    monkeypatch.setattr(no_process_group, "_alone", no_process_group._Alone())
-    monkeypatch.setattr(sync_points, "_meetings", sync_points._Meetings())
+    monkeypatch.setattr(no_process_group, "_ungrouped", no_process_group._Ungrouped())
+    monkeypatch.setattr(sync_points, "_sync_points", sync_points._SyncPoints())
     told: list[Any] = []
     recorder: Any = SimpleNamespace(
         step=0, affordable=lambda: True, emit=lambda event, vital: told.append(event)
@@ -115,7 +115,7 @@ def test_gradients_that_somebody_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_that_is_waited_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(model: Any, step: int) -> None:
         if step == 5:
-            sync_points._meetings.stored_at = time.monotonic()
+            sync_points._sync_points.stored_at = time.monotonic()
 
     assert seen(monkeypatch, wait) == [(no_process_group.STORE,)]
 

@@ -1,6 +1,9 @@
-"""Exceptions that come out of a forward, a backward or a loader, that a handler of the user's logs
-or prints, or that are being handled as a collective is called: where a program catches one and goes
-on, nothing else is seen of it."""
+"""Which exceptions does the program catch before it goes on?
+
+Nothing else is seen of a caught exception. It is recorded when it leaves a forward, a backward or a
+loader, when the user's handler logs or prints it, or when a collective is called while it is being
+handled.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,21 @@ EMITTED_AT_MOST = 50
 MESSAGE_LIMIT = 300
 
 
-class _Passing:
+class _Recorded:
     emitted = 0
     logged: ExceptionPassed | None = None
     unwinding = 0
-    """The identity of what was being handled as the last collective was called."""
+    """Identity of the exception that was being handled when the last collective was called."""
 
 
-_passing = _Passing()
+_recorded = _Recorded()
 
 
 def install() -> None:
-    _passing.emitted, _passing.logged, _passing.unwinding = 0, None, 0
-    around(logging.Logger, "handle", before=_told, lost=LOST)
-    for name in ("print_exception", "format_exception"):  # others call these
-        around(traceback, name, before=_told, lost=LOST)
+    _recorded.emitted, _recorded.logged, _recorded.unwinding = 0, None, 0
+    around(logging.Logger, "handle", before=_message_written, lost=LOST)
+    for name in ("print_exception", "format_exception"):  # `print_exc` and the like call these
+        around(traceback, name, before=_message_written, lost=LOST)
     call_hooks.called.subscribe(_called, lost=LOST)
     lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
     lifecycle.backward_failed.subscribe(_backward_failed, lost=LOST)
@@ -52,52 +55,57 @@ def install() -> None:
 
 def _forward_failed(recorder: Recorder, forward: Forward) -> None:
     assert forward.error is not None
-    passed(recorder, "forward", forward.error, forward.site)
+    record(recorder, "forward", forward.error, forward.site)
 
 
 def _backward_failed(recorder: Recorder, backward: Backward) -> None:
     assert backward.error is not None
-    passed(recorder, "backward", backward.error, backward.site)
+    record(recorder, "backward", backward.error, backward.site)
 
 
 def _loading_failed(recorder: Recorder, loading: Loading) -> None:
     assert loading.error is not None
-    passed(recorder, "data", loading.error, loading.site)
+    record(recorder, "data", loading.error, loading.site)
 
 
-def _told(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Something is logged, or a traceback is printed: in a handler of the user's, as a rule, that
-    an exception was caught."""
+def _message_written(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A message is logged or a traceback printed: record the exception being handled, if any."""
     error = sys.exc_info()[1]
-    if error is not None and _handled(recorder, "handler", error):
+    if error is not None and _record_handled(recorder, "handler", error):
         hooks.handled.fire(recorder, error)
 
 
 def _called(recorder: Recorder, call: Call) -> None:
-    """A collective is called; in a handler of the user's, or in a `finally`, it may be that only
-    this rank comes there. The exception itself is not kept: it would keep what its frames hold."""
+    """A collective is called: record the exception being handled, if any. In a handler or a
+    `finally` this rank may be the only one to call it."""
     error = sys.exc_info()[1]
-    last, _passing.unwinding = _passing.unwinding, id(error)
+    # Only its id is kept: the exception would keep alive all variables of its frames.
+    last, _recorded.unwinding = _recorded.unwinding, id(error)
     if error is not None and id(error) != last:
-        _handled(recorder, "unwinding", error)
+        _record_handled(recorder, "unwinding", error)
 
 
-def _handled(recorder: Recorder, where: str, error: BaseException) -> bool:
-    """Record what was raised, where it is the user's own code that has caught it."""
+def _record_handled(recorder: Recorder, where: str, error: BaseException) -> bool:
+    """Record an exception that the user's own code has caught; returns whether it was that."""
     trace = error.__traceback__
     if trace is None or recorder.sites.kind(trace.tb_frame.f_code) != "user":
         return False
     tried = recorder.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
-    passed(recorder, where, error, tried, tried)
+    record(recorder, where, error, tried, tried)
     return True
 
 
-def passed(
+def record(
     recorder: Recorder, where: str, error: BaseException, site: int, tried: int = -1
 ) -> None:
-    """Record an exception; `site` is told where no line of the user's raised it or called what
-    did."""
-    if _passing.emitted >= EMITTED_AT_MOST or not isinstance(error, Exception):
+    """Record an exception.
+
+    Args:
+        where: what it came out of, as in `ExceptionPassed`.
+        site: line to record if the traceback holds no line of the user.
+        tried: line of the `try` that caught it, -1 if unknown.
+    """
+    if _recorded.emitted >= EMITTED_AT_MOST or not isinstance(error, Exception):
         return
     text = str(error)
     other = relayed(text, recorder.sites, MESSAGE_LIMIT)
@@ -117,15 +125,15 @@ def passed(
         tried=tried,
     )
     if tried >= 0:
-        last, _passing.logged = _passing.logged, event
+        last, _recorded.logged = _recorded.logged, event
         if last is not None and msgspec.structs.replace(event, at=last.at) == last:
-            return  # a handler may log in several lines
-    _passing.emitted += 1
+            return  # the same exception: a handler may write several messages
+    _recorded.emitted += 1
     recorder.emit(event)
 
 
 def raised_at(recorder: Recorder, trace: TracebackType | None, site: int) -> int:
-    """The innermost line of the user's, `site` where there is none."""
+    """Site of the innermost line of the user in a traceback, else `site`."""
     while trace is not None:
         code = trace.tb_frame.f_code
         if recorder.sites.kind(code) == "user":

@@ -1,4 +1,8 @@
-"""How this rank's process ends: exceptions, exits, signals; stacks on demand."""
+"""How does this rank's process end: by return, exception, exit status or signal?
+
+Exception hooks, `sys.exit`, `os._exit` and `atexit` are watched. An exit with a bad status is
+attributed to the exception that the program caught just before.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from ....events import ExceptionRaised, Frame, RankExiting, Relayed, ThreadFaile
 from ...collectives import call_hooks
 from ...recording import hooks, stack_file
 from ...recording.code_locations import USER
-from ...recording.frames import passed_over
+from ...recording.frames import disguise
 from ...recording.patching import replace
 from ...recording.recorder import Recorder, current_recorder, guarded
 from ...source.raising_line import pointed_at
@@ -37,29 +41,30 @@ _STARTERS = (
     "multiprocessing.forkserver",
     "torch.multiprocessing.spawn",
 )
-"""Modules that call the program's function in a process of its own, and exit after it."""
+"""Modules that call the program's function in a new process and exit after it."""
 _LOST = "lines that raise SystemExit"
 _JUST_BEFORE_S = 10.0
-"""So long after an exception was caught the program may leave because of it."""
+"""An exit within this time after a caught exception counts as caused by it."""
 _STARTING = 5
-"""At most so many frames start a program (`python -m` has some of its own)."""
+"""Frames at the start of a traceback that may belong to the start of Python (`python -m`)."""
 
 
 class _Ending:
-    """What is known of the end so far."""
+    """How the process ends, as far as is known."""
 
     how = "return"
     status: int | None = None
     site = -1
     message = ""
     caught: tuple[int, ExceptionRaised] | None = None
-    """The last call that raised, by its number, and what."""
+    """Number of the last collective that raised, and its exception."""
     handled: tuple[int, ExceptionRaised] | None = None
-    """What the program told last that it had caught, and the number of the last call before."""
+    """Number of the last collective before the program last logged a caught exception, and that
+    exception."""
     lines: Sequence[tuple[CodeType, int]] = ()
-    """On its way."""
+    """Lines of the traceback of `handled`."""
     passed = -1
-    """The line that raised the last `SystemExit` to come out of a forward or a backward."""
+    """Site that raised the last `SystemExit` to leave a forward or a backward."""
     emitted = False
     stays = False
 
@@ -68,7 +73,7 @@ _ending = _Ending()
 
 
 def install(recorder: Recorder) -> None:
-    """Watch the end of this process. Chains to whatever the user installed before."""
+    """Watch the end of this process; hooks the user has installed are still called."""
     global _ending
     _ending = _Ending()
     stack_file.watch(recorder)
@@ -79,9 +84,9 @@ def install(recorder: Recorder) -> None:
 
 
 def listen() -> None:
-    """Be told what may end this process; once torch is watched, with all that listen to it."""
-    lifecycle.forward_failed.subscribe(_failed, lost=_LOST)
-    lifecycle.backward_failed.subscribe(_failed, lost=_LOST)
+    """Subscribe to failures that may end this process; to be called once torch is wrapped."""
+    lifecycle.forward_failed.subscribe(_note_system_exit, lost=_LOST)
+    lifecycle.backward_failed.subscribe(_note_system_exit, lost=_LOST)
     hooks.handled.subscribe(_handled, lost="what this rank caught before it left")
     call_hooks.call_failed.subscribe(_call_failed, lost="what this rank caught before it left")
 
@@ -97,7 +102,7 @@ def failed() -> bool:
 
 
 def leave() -> None:
-    """The rank is done, though its process, and its groups, may go on."""
+    """End the record of this rank, though its process and process groups may live on."""
     _ending.stays = True
     _leaving()
 
@@ -125,9 +130,9 @@ def _wrap_thread_excepthook() -> None:
 
 
 def _note_thread(recorder: Recorder, args: threading.ExceptHookArgs) -> None:
-    """A rank may wait for ever for what that thread was to do."""
+    """Record a failed thread: the rank may wait for its work forever."""
     error = args.exc_value
-    if error is None or isinstance(error, SystemExit):  # which ends a thread, and no more
+    if error is None or isinstance(error, SystemExit):  # ends the thread silently
         return
     recorder.emit(
         ThreadFailed(
@@ -148,18 +153,18 @@ def _wrap_exits() -> None:
 
     def exit(status: Any = None, /) -> NoReturn:
         caller = sys._getframe().f_back
-        if guarded("sys.exit", lambda _: _by_starter(caller)):
+        if guarded("sys.exit", lambda _: _called_by_starter(caller)):
             _ending.status = status
-            if _ending.how != "exception":  # else it was seen where it came out
+            if _ending.how != "exception":  # else the exception is already recorded
                 _note_handled(status, sys.exc_info()[1], caught=False)
-        elif threading.current_thread() is threading.main_thread():  # another ends itself only
+        elif threading.current_thread() is threading.main_thread():  # others end only themselves
             guarded("sys.exit", lambda recorder: _note_exit(recorder, status))
         leave(status)
 
     def _exit(status: int) -> NoReturn:
         if current_recorder() is not None and not _ending.emitted:
             caller = sys._getframe().f_back
-            if guarded("os._exit", lambda _: _by_starter(caller)):
+            if guarded("os._exit", lambda _: _called_by_starter(caller)):
                 _ending.status = status
             else:
                 _ending.how, _ending.status = "os._exit", status
@@ -179,26 +184,29 @@ def _wrap_exits() -> None:
         (os, "_exit", vanish, _exit),
         (multiprocessing.util, "_exit_function", finish, _exit_function),
     ):
-        replace(owner, name, passed_over(wrapper, original))
-    _exit.__module__ = "os"  # its own, `posix`, still has the original
+        replace(owner, name, disguise(wrapper, original))
+    _exit.__module__ = "os"  # for pickle: `posix`, the original's module, still has the original
 
 
-def _by_starter(caller: FrameType | None) -> bool:
-    """Whether it is not the program that exits, but who called its function in this process."""
+def _called_by_starter(caller: FrameType | None) -> bool:
+    """Whether the exit comes from the module that started the program's function in this process,
+    not from the program."""
     return caller is not None and caller.f_globals.get("__name__") in _STARTERS
 
 
 def _note_child(recorder: Recorder, caller: FrameType) -> None:
-    """The function of a `multiprocessing.Process` is over; `caller` calls this in the `finally`
-    around it, and prints what came out of it later."""
+    """Note how the function of a `multiprocessing.Process` ended.
+
+    `caller` calls this in the `finally` around that function; an exception is still being handled.
+    """
     error = sys.exc_info()[1]
     trace = error.__traceback__ if error is not None else None
     if error is None or trace is None or trace.tb_frame is not caller:
-        # What its parent was handling when it forked is none of its own.
+        # Anything else being handled is inherited from the parent, which forked inside a handler.
         _ending.how, _ending.status, _ending.site, _ending.message = "return", None, -1, ""
     elif not isinstance(error, SystemExit):
         note_exception(error, trace)
-    elif _ending.how != "exception":  # else `torch.multiprocessing.spawn` has caught that
+    elif _ending.how != "exception":  # else spawn caught the exception, recorded it and exits
         _note_raised(error, raised_at(recorder, trace, -1))
 
 
@@ -208,7 +216,7 @@ def _note_exit(recorder: Recorder, status: Any) -> None:
 
 
 def _note_raised(error: SystemExit, site: int) -> None:
-    """It came out of the program; where `sys.exit` raised it, that has told the rest."""
+    """Note a `SystemExit` that left the program; the wrapper of `sys.exit` may have noted it."""
     emitted = (_ending.how, _ending.site) == ("sys.exit", site)
     _note_status(error.code, site)
     if not emitted:
@@ -216,14 +224,14 @@ def _note_raised(error: SystemExit, site: int) -> None:
 
 
 def _note_handled(status: Any, handled: BaseException | None, *, caught: bool = True) -> None:
-    """Who exits with a bad status in a handler does so because of what it handles."""
+    """Record the exception being handled as the cause of an exit with a bad status."""
     if status and handled is not None and not isinstance(handled, SystemExit):
         _ending.caught = _ending.handled = None
         note_exception(handled, handled.__traceback__, caught=caught)
 
 
 def note_exit(error: SystemExit, trace: TracebackType | None) -> None:
-    """The program exits, as a `with` block sees it: with that status, by no fault of its own."""
+    """Note a `SystemExit` that leaves the doctor's `with` block."""
     guarded(
         "sys.exit", lambda recorder: _note_raised(error, raised_at(recorder, trace, _ending.site))
     )
@@ -247,34 +255,37 @@ def note_exception(
     def note(recorder: Recorder) -> None:
         if not caught:
             _ending.how, _ending.status = "exception", 1
-        recorder.emit(_raised(recorder, error, _frames(recorder, trace), caught), vital=True)
+        recorder.emit(
+            _exception_event(recorder, error, _frames(recorder, trace), caught), vital=True
+        )
 
     guarded("exception", note, lost="the exception that ended this rank")
 
 
 def _call_failed(recorder: Recorder, failed: tuple[int, BaseException]) -> None:
-    """Remember what a call raised. A program that catches it, makes no other call and leaves with
-    a bad status leaves because of it."""
+    """Remember the exception of a collective: if no other call follows before an exit, the program
+    exits because of it."""
     number, error = failed
-    _ending.caught = number, _raised(recorder, error, _callers(recorder), True)
+    _ending.caught = number, _exception_event(recorder, error, _callers(recorder), True)
 
 
 def _handled(recorder: Recorder, error: BaseException) -> None:
-    """Remember what a handler told of, for a program that leaves with a bad status behind it."""
+    """Remember an exception that a handler logged: the program may exit because of it."""
     if isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
         lines = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
         known = _ending.handled[1].frames if _ending.handled and _ending.lines == lines else None
-        frames = known or _frames(recorder, error.__traceback__)  # it may come in every round
+        # Reuse the frames of an equal traceback: a loop may log the same exception many times.
+        frames = known or _frames(recorder, error.__traceback__)
         _ending.lines = lines
-        _ending.handled = _newest(recorder), _raised(recorder, error, frames, True)
+        _ending.handled = _last_call(recorder), _exception_event(recorder, error, frames, True)
 
 
-def _newest(recorder: Recorder) -> int:
-    """The number of the last call, -1 before the first."""
-    return recorder.tape.ring.newest if recorder.tape is not None else -1
+def _last_call(recorder: Recorder) -> int:
+    """Number of the last collective in the call log, -1 before the first."""
+    return recorder.call_log.ring.newest if recorder.call_log is not None else -1
 
 
-def _raised(
+def _exception_event(
     recorder: Recorder, error: BaseException, frames: tuple[Frame, ...], caught: bool
 ) -> ExceptionRaised:
     text, now = text_of(error), time.monotonic()
@@ -286,14 +297,14 @@ def _raised(
         caught=caught,
         step=recorder.step,
         relayed=relayed(text, recorder.sites, MESSAGE_LIMIT),
-        first=_first(recorder, error),
-        still_s=round(now - recorder.tape.ring.progress_at, 3) if recorder.tape else -1.0,
+        first=_root_context(recorder, error),
+        still_s=round(now - recorder.call_log.ring.progress_at, 3) if recorder.call_log else -1.0,
     )
 
 
-def _first(recorder: Recorder, error: BaseException) -> Relayed | None:
-    """What was being handled as an exception was raised, also where the program says `from None`;
-    the first of several."""
+def _root_context(recorder: Recorder, error: BaseException) -> Relayed | None:
+    """The first exception in the chain of contexts, even behind `raise ... from None`; None if the
+    exception has no context."""
     first = error
     for _ in range(_CHAIN_LIMIT):
         if first.__context__ is None:
@@ -306,13 +317,13 @@ def _first(recorder: Recorder, error: BaseException) -> Relayed | None:
 
 
 def qualified(kind: type[BaseException]) -> str:
-    """Its name, with its module's."""
+    """Name of an exception class with its module, without `builtins`."""
     module = kind.__module__
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
 
 def text_of(error: BaseException) -> str:
-    """What it says."""
+    """Text of an exception; never raises."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.msg} ({error.filename}, line {error.lineno})"
     try:
@@ -336,7 +347,7 @@ def _pointed_at(recorder: Recorder, error: BaseException) -> tuple[Frame, ...]:
 
 
 def _callers(recorder: Recorder) -> tuple[Frame, ...]:
-    """The user's lines that are being executed, outermost first."""
+    """The user's frames on the stack, outermost first."""
     frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < FRAME_LIMIT:
@@ -355,24 +366,26 @@ def _frame(recorder: Recorder, code: CodeType, line: int) -> Frame:
     return Frame(file=file, line=line, function=code.co_name, user=user, inside=inside)
 
 
-def _failed(recorder: Recorder, what: records.Forward | records.Backward) -> None:
+def _note_system_exit(recorder: Recorder, what: records.Forward | records.Backward) -> None:
     if isinstance(what.error, SystemExit):
         _ending.passed = raised_at(recorder, what.error.__traceback__, -1)
 
 
 def _at_exit() -> None:
-    guarded("exit", _look_at_the_script)
+    guarded("exit", _note_cut_script)
     _leaving()
 
 
-def _look_at_the_script(_: Recorder) -> None:
+def _note_cut_script(_: Recorder) -> None:
     if _ending.how == "return" and _cut_short():
         _ending.how, _ending.site = "sys.exit", _ending.passed
 
 
 def _cut_short() -> bool:
-    """Whether `SystemExit` has ended the script, raised by a signal handler, say: Python forgets
-    where a script is from when that has come to its end."""
+    """Whether `SystemExit` ended the script without `sys.exit` (raised in a signal handler, say).
+
+    Python deletes `__file__` of the main module when a script comes to its end, and only then.
+    """
     main = vars(sys.modules["__main__"])
     run_by_python = isinstance(main.get("__loader__"), SourceFileLoader)
     is_script = run_by_python and main.get("__spec__") is None
@@ -383,13 +396,14 @@ def _leaving() -> None:
     if _ending.emitted or current_recorder() is None:
         return
     _ending.emitted = True
-    guarded("exception", _look_at_the_last, lost="the exception that ended this rank")
+    guarded("exception", _note_last_value, lost="the exception that ended this rank")
     guarded("leaving", lambda recorder: hooks.leaving.fire(recorder, None))
     guarded("leaving", _emit_end)
 
 
-def _look_at_the_last(recorder: Recorder) -> None:
-    """A hook that the program put in the place of ours hid what ended it; Python keeps that."""
+def _note_last_value(recorder: Recorder) -> None:
+    """Record the exception that ended the program if its own `sys.excepthook` replaced ours: Python
+    keeps it in `sys.last_value`."""
     error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
     if error is None or _ending.how == "exception" or not _left_the_program(trace):
         return
@@ -399,7 +413,7 @@ def _look_at_the_last(recorder: Recorder) -> None:
 
 
 def _left_the_program(trace: TracebackType | None) -> bool:
-    """Whether an exception came out of the main module itself, and not of what is typed in it."""
+    """Whether an exception left the main module, and not a line typed at a prompt."""
     for _ in range(_STARTING):
         if trace is None:
             return False
@@ -412,7 +426,7 @@ def _left_the_program(trace: TracebackType | None) -> bool:
 
 def _emit_end(recorder: Recorder) -> None:
     recorder.emit_cost(anyway=True)
-    if (raised := _behind_the_exit(recorder)) is not None:
+    if (raised := _cause_of_exit(recorder)) is not None:
         recorder.emit(raised, vital=True)
     recorder.emit(
         RankExiting(
@@ -428,12 +442,12 @@ def _emit_end(recorder: Recorder) -> None:
     )
 
 
-def _behind_the_exit(recorder: Recorder) -> ExceptionRaised | None:
-    """What the program caught just before it left: what its last call raised, or what a handler
-    told of since, in the same step."""
+def _cause_of_exit(recorder: Recorder) -> ExceptionRaised | None:
+    """The exception that the program caught just before it exited: of its last collective, or one
+    logged since in the same step."""
     if _ending.how == "exception":
         return None
-    newest, now = _newest(recorder), time.monotonic()
+    newest, now = _last_call(recorder), time.monotonic()
     if _ending.caught and _ending.caught[0] == newest:
         return _ending.caught[1]
     unknown = _ending.how == "sys.exit" and _ending.status is None

@@ -1,8 +1,7 @@
-"""Files that this rank writes, and reads of files that another rank may be writing.
+"""Which files does this rank write, and which does it read that another rank may be writing?
 
-An audit hook sees every `open` and rename of the process, whoever makes it; it cannot be taken
-back, so it looks at a switch first. torch's and safetensors' functions open files behind Python's
-back and are wrapped.
+An audit hook sees every `open` and rename of the process. Python cannot remove audit hooks, so it
+tests a switch first. `torch.save` and safetensors open files in C++ and are wrapped.
 """
 
 from __future__ import annotations
@@ -32,24 +31,26 @@ LOST = "which files the ranks write and read"
 MOST_PATHS = 400
 MOST_READ = 100
 RECORDS_PER_PATH = 6
+"""Records of one file; after that only at powers of two (writes) or of failures (reads)."""
+
 FAILURE_LIMIT = 1000
-"""Characters of what a read failed with; torch says what it met at the end of a long text."""
+"""Characters of a read's error; torch gives the reason at the end of a long message."""
+
 CALLERS = 4
-"""Frames of which one may have waited for the file that is read."""
+"""User frames that are searched for a loop that waited for the file."""
 
 _PRODUCED = (
     ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".json",
     ".yaml", ".yml", ".h5", ".hdf5", ".tar", ".model", ".state", ".txt", ".csv",
 )  # fmt: skip
-"""Endings of files that runs produce; reads of other files are not looked at."""
+"""Suffixes of files that runs produce; reads of other files are ignored."""
 
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
-_OTHERS = (
+_LIBRARY_PATHS = (
     "__pycache__", "site-packages", "dist-packages", ".cache", ".triton", ".nv", ".config",
     "torchinductor_", "matplotlib", ".ipython", "pytorch-errorfile-", "torchelastic_",
 )  # fmt: skip
-"""Parts of paths that belong to libraries, which write the same there on purpose, or for
-themselves."""
+"""Parts of paths where libraries write; all ranks may write the same files there."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME")
 _LOCK_ENDINGS = (".lock", ".lck", ".pid")
@@ -83,8 +84,8 @@ def install() -> None:
     if not _hooked:
         _hooked = True
         sys.addaudithook(_audit)
-    _watch((torch.serialization, torch), "save", 1, "f", _saves, _saved)
-    _watch((torch.serialization, torch), "load", 0, "f", _loads, _loaded)
+    _watch_function((torch.serialization, torch), "save", 1, "f", _saves, _saved)
+    _watch_function((torch.serialization, torch), "load", 0, "f", _loads, _loaded)
     when_imported("safetensors.torch", _watch_safetensors, lost=LOST)
     hooks.leaving.subscribe(_leave, lost=LOST)
 
@@ -94,31 +95,32 @@ def _switch_off() -> None:
 
 
 def _leave(recorder: Recorder, _: None) -> None:
-    _files.on = False  # the interpreter ends: nothing that libraries still write is the user's
+    _files.on = False  # the interpreter ends: from here on only libraries write
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    # Runs at every audited event of the process: the order of these tests is the cost.
+    # Runs at every audited event of the process, so the cheapest and most selective tests come
+    # first.
     if event == "open":
         if (
             _files.on
             and current_recorder() is not None
             and not getattr(_files.inside, "busy", False)
         ):
-            _looking(_opened, args)
+            _handle(_opened, args)
     elif event == "os.rename":
         if (
             _files.on
             and current_recorder() is not None
             and not getattr(_files.inside, "busy", False)
         ):
-            _looking(_renamed, args)
+            _handle(_renamed, args)
     elif event in ("fcntl.flock", "fcntl.lockf") and _files.on and current_recorder() is not None:
-        _looking(_locked, args[:2])
+        _handle(_locked, args[:2])
 
 
-def _looking(work: Any, args: tuple[Any, ...]) -> None:
-    """Do it once: what we open ourselves meanwhile is not looked at."""
+def _handle(work: Any, args: tuple[Any, ...]) -> None:
+    """Call `work` guarded, ignoring files that the doctor itself opens meanwhile."""
     _files.inside.busy = True
     try:
         guarded("files", lambda recorder: work(recorder, *args), lost=LOST)
@@ -143,7 +145,7 @@ def _locked(recorder: Recorder, file: Any, operation: Any) -> None:
 
 
 def _opened(recorder: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
-    stack_file.keep()  # before a number that was its own is given to another file
+    stack_file.keep()  # the program may have closed its descriptor, which this file would get
     if not isinstance(name, (str, bytes, os.PathLike)) or not isinstance(flags, int):
         return
     kind = flags & os.O_ACCMODE
@@ -152,10 +154,10 @@ def _opened(recorder: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> No
         if text.endswith(_PRODUCED) and (path := _path(text)):
             _emit_read(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks(), {}, "")
         return
-    # Only what replaces the content: appending and writing in place are shared on purpose, and
-    # of several exclusive creations one succeeds.
+    # Record only what replaces the content: files that are appended to or written in place are
+    # shared on purpose, and only one exclusive creation can succeed.
     if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := _path(os.fsdecode(name))):
-        if os.path.isdir(path):  # a temporary file without a name
+        if os.path.isdir(path):  # `O_TMPFILE`: a temporary file without a name
             return
         _emit_written(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks())
 
@@ -169,11 +171,11 @@ def _renamed(recorder: Recorder, source: Any, target: Any, *_: Any) -> None:
 
 
 def _path(name: str) -> str:
-    """The real path of a file that may matter, or nothing."""
+    """The real path of a file to record, empty for files to ignore."""
     if name.endswith(_LOCK_ENDINGS):
         return ""
     path = os.path.realpath(name)
-    if path.startswith(_NOT_FILES) or any(part in path for part in _OTHERS):
+    if path.startswith(_NOT_FILES) or any(part in path for part in _LIBRARY_PATHS):
         return ""
     if not _files.ours:
         _files.ours = _run_folder() + os.sep
@@ -184,7 +186,7 @@ def _path(name: str) -> str:
 
 
 def _run_folder() -> str:
-    """Where the doctor itself writes; also without the variable that only the launcher sets."""
+    """The run folder, from the recorder or else from the launcher's environment variable."""
     recorder = current_recorder()
     if recorder is None:
         return os.path.realpath(os.environ.get("DDPDOCTOR_DIR", "/nowhere"))
@@ -192,8 +194,15 @@ def _run_folder() -> str:
     return os.path.dirname(folder) if os.path.basename(folder).startswith("restart-") else folder
 
 
-def _watch(owners: Any, name: str, position: int, keyword: str, begin: Any, end: Any) -> None:
-    """Watch a function that writes or reads a whole file, given at a place or by a keyword."""
+def _watch_function(
+    owners: Any, name: str, position: int, keyword: str, begin: Any, end: Any
+) -> None:
+    """Watch a function that writes or reads a whole file.
+
+    Args:
+        position, keyword: of the argument that is the file.
+        begin, end: called before and after it; `end` gets what `begin` returned.
+    """
 
     def begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[position] if len(args) > position else kwargs.get(keyword)
@@ -214,14 +223,14 @@ def _watch(owners: Any, name: str, position: int, keyword: str, begin: Any, end:
 
 
 def _watch_safetensors(module: Any) -> None:
-    _watch(module, "save_file", 1, "filename", _saves, _saved)
-    _watch(module, "load_file", 0, "filename", _loads, _loaded)
+    _watch_function(module, "save_file", 1, "filename", _saves, _saved)
+    _watch_function(module, "load_file", 0, "filename", _loads, _loaded)
 
 
 def _saves(
     recorder: Recorder, path: str, began: float, marks: dict[str, int]
 ) -> FileWritten | None:
-    # On record before it is over: a reader that fails meanwhile brings the writer down, too.
+    # Record it before the write ends: a rank that fails reading it may bring this one down.
     return _emit_written(recorder, path, "save", began, 0.0, marks)
 
 
@@ -279,7 +288,7 @@ def _emit_written(
 
 
 def _writer(recorder: Recorder) -> FrameType | None:
-    """Whose code writes: the innermost frame that is not ours."""
+    """The innermost frame that is not the doctor's: the code that writes."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and recorder.sites.kind(frame.f_code) is OWN:
         frame = frame.f_back
@@ -287,13 +296,13 @@ def _writer(recorder: Recorder) -> FrameType | None:
 
 
 def _site(recorder: Recorder) -> int:
-    """The user's line; in a thread that has none of the user's, the one that started it."""
+    """The user's line that is executing, or the one that started this thread if it has none."""
     here = recorder.site()
     return here if here >= 0 else threads.started_at()
 
 
 def _library(recorder: Recorder, writer: FrameType | None) -> str:
-    """The package whose own code writes, empty where it is the user's."""
+    """The package that writes, empty if the user's own code does."""
     if writer is None or recorder.sites.kind(writer.f_code) is USER:
         return ""
     return str(writer.f_globals.get("__name__", "")).partition(".")[0]
@@ -336,8 +345,8 @@ def _emit_read(
 
 
 def _polled(recorder: Recorder, *, itself: bool = False) -> bool:
-    """Whether the reader, or one of those that called it, has waited for another file before;
-    `itself`: or for this one."""
+    """Whether the reading function or a caller polled for another file before; with `itself`, for
+    this or another file."""
     frame = recorder.sites.user_frame(sys._getframe(1))
     for _ in range(CALLERS):
         if frame is None:
@@ -354,7 +363,7 @@ _mounts: list[tuple[str, bool]] = []
 
 
 def _is_shared(path: str) -> bool:
-    """Whether other machines see the same file."""
+    """Whether a path is on a network file system, which other machines see too."""
     if not _mounts:
         try:
             lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()

@@ -1,7 +1,7 @@
-"""A rank of several that trains without a process group, and its other ways to the others.
+"""Does one of several ranks train without a process group, and without other means to communicate?
 
-What no list of libraries knows (sockets, files, a store) shows in what it is for: somebody else
-than the optimizer changes the parameters, or the gradients otherwise than by one factor.
+Known libraries are looked up in `sys.modules` at the first step. Unknown means (sockets, files)
+show in their effect: parameters change between steps, or gradients by more than one factor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....events import TrainsAlone
 from ...collectives import sync_points
 from ...recording import hooks
 from ...recording.hooks import Subscriptions
-from ...recording.recorder import Recorder, complain
+from ...recording.recorder import Recorder, write_probe_error
 from ...recording.weak_references import Reference
 from ...tensors.digests import capturing, sums
 from ...tensors.gradient_versions import memory_of, some
@@ -38,22 +38,24 @@ PARAMETERS = "parameters that change between steps"
 GRADIENTS = "gradients that change before the step"
 
 VALUES = 4
-"""Of each gradient that is looked at."""
+"""Values read of each sampled gradient."""
 
 EVERY = 32
-"""Gradients are looked at before the first so many steps, and then before one in so many."""
+"""Gradients are compared before each of the first `EVERY` steps, and then before one in `EVERY`."""
 
 OPTIMIZERS_AT_MOST = 8
 
 
-class _Alone:
-    """Of a rank that was told of.
+class _Ungrouped:
+    """What is watched of a rank without a process group.
 
     Attributes:
-        optimizers: those whose parameters are among `parameters`, a few of each.
-        standing: where these lie, and their versions, after the last step; `totals` some of their
-            values then, None where they were not read.
-        gradients: some of theirs after the last backward, None where they were not read.
+        asked: the first step was looked at.
+        since: time of that step.
+        optimizers: optimizers with sampled parameters in `parameters`.
+        versions: memory and version of the sampled parameters after the last step.
+        values: some of their values then, None if not read.
+        gradients: some values of their gradients after the last backward, None if not read.
         waiting: values of parameters before and after, on their way from a device.
     """
 
@@ -62,31 +64,31 @@ class _Alone:
         self.since = 0.0
         self.optimizers: list[Optimizer] = []
         self.parameters: list[Reference] = []
-        self.standing: list[tuple[int, int]] | None = None
-        self.totals: Waiting | None = None
+        self.versions: list[tuple[int, int]] | None = None
+        self.values: Waiting | None = None
         self.gradients: list[list[float]] | None = None
         self.waiting: list[tuple[Waiting, Waiting]] = []
 
 
-_alone = _Alone()
+_ungrouped = _Ungrouped()
 _following = Subscriptions()
-"""Of a rank without a group, until a way to the others shows."""
+"""Enabled for a rank without a process group, until a means to communicate is found."""
 
 
 def install() -> None:
-    _alone.__init__()  # type: ignore[misc]
+    _ungrouped.__init__()  # type: ignore[misc]
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
     _following[:] = (
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
-        hooks.leaving.subscribe(_leaving, lost=LOST, awake=False),
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
+        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
+        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
+        hooks.leaving.subscribe(_leaving, lost=LOST, enabled=False),
     )
 
 
 def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
-    """Let its first step make a process a rank that has named itself one of several: those that a
-    script starts itself have nobody who does so before them."""
+    """Let the first optimizer step activate a process whose environment names it one of several
+    ranks: without `init_process_group` nothing else does."""
 
     def ask() -> None:
         rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
@@ -95,17 +97,17 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
             try:
                 activate(int(rank), int(size), None)
             except Exception as error:  # training goes on, unobserved
-                complain(error)
+                write_probe_error(error)
 
     optimizers.at_first_step(ask)
 
 
 def _step_due(recorder: Recorder, step: Step) -> None:
-    if _alone.asked:
+    if _ungrouped.asked:
         return
-    _alone.asked = True
+    _ungrouped.asked = True
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
-        _alone.since = time.monotonic()
+        _ungrouped.since = time.monotonic()
         _emit(recorder, step.site, _other_layers(step.optimizer()))
 
 
@@ -126,26 +128,26 @@ def _other_layers(optimizer: Any) -> tuple[str, ...]:
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)():
         found.append("torch.distributed.rpc")
-    if any(p.is_cpu and p.is_shared() for p in _held(optimizer)):
+    if any(p.is_cpu and p.is_shared() for p in _parameters_of(optimizer)):
         found.append(SHARED)
-    if sync_points.stored_at() > _alone.since:
+    if sync_points.stored_at() > _ungrouped.since:
         found.append(STORE)
     return tuple(found)
 
 
-def _held(optimizer: Any) -> list[Any]:
+def _parameters_of(optimizer: Any) -> list[Any]:
     groups = () if optimizer is None else optimizer.param_groups
     return [p for group in groups for p in group["params"]]
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    _alone.gradients = None
+    _ungrouped.gradients = None
     if (recorder.step < EVERY or recorder.step % EVERY == 0) and not capturing():
-        _alone.gradients = [_values(g) for g in _gradients()]
+        _ungrouped.gradients = [_values(g) for g in _gradients()]
 
 
 def _gradients() -> list[Any]:
-    return [None if p is None else p.grad for ref in _alone.parameters for p in (ref(),)]
+    return [None if p is None else p.grad for ref in _ungrouped.parameters for p in (ref(),)]
 
 
 def _values(gradient: Any) -> list[float]:
@@ -160,7 +162,7 @@ def _values(gradient: Any) -> list[float]:
 
 def _step_begins(recorder: Recorder, step: Step) -> None:
     found = ""
-    if sync_points.stored_at() > _alone.since:
+    if sync_points.stored_at() > _ungrouped.since:
         found = STORE
     elif _parameters_changed():
         found = PARAMETERS
@@ -168,68 +170,79 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
         found = GRADIENTS
     if found:
         _emit(recorder, step.site, (found,))
-    elif step.known not in _alone.optimizers and len(_alone.optimizers) < OPTIMIZERS_AT_MOST:
-        _alone.optimizers.append(step.known)
-        held = [p for p in _held(step.optimizer()) if p.requires_grad and p.is_floating_point()]
-        _alone.parameters += [Reference(p) for p in some(held)]
+    elif (
+        step.known not in _ungrouped.optimizers and len(_ungrouped.optimizers) < OPTIMIZERS_AT_MOST
+    ):
+        _ungrouped.optimizers.append(step.known)
+        held = [
+            p for p in _parameters_of(step.optimizer()) if p.requires_grad and p.is_floating_point()
+        ]
+        _ungrouped.parameters += [Reference(p) for p in some(held)]
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
-    _alone.gradients = _alone.standing = _alone.totals = None
+    _ungrouped.gradients = _ungrouped.versions = _ungrouped.values = None
     if not capturing():
-        _alone.standing = _standing()
-        _alone.totals = _totals() if step.due or recorder.affordable() else None
+        _ungrouped.versions = _versions()
+        _ungrouped.values = _some_values() if step.due or recorder.affordable() else None
 
 
-def _standing() -> list[tuple[int, int]]:
-    alive = [ref() for ref in _alone.parameters]
+def _versions() -> list[tuple[int, int]]:
+    alive = [ref() for ref in _ungrouped.parameters]
     return [(memory_of(p), p._version) if p is not None else (0, 0) for p in alive]
 
 
-def _totals() -> Waiting:
+def _some_values() -> Waiting:
     import torch
 
-    alive = [ref() for ref in _alone.parameters]
+    alive = [ref() for ref in _ungrouped.parameters]
     with torch.inference_mode():
         pieces = [None if p is None or not p.is_contiguous() else p.view(-1)[-2:] for p in alive]
     return Waiting(sums(pieces)[0])
 
 
 def _parameters_changed() -> bool:
-    """By their values, where these were read: programs exchange a model for another and back."""
-    if _alone.standing is None or capturing():
+    """Whether the sampled parameters changed since the last step.
+
+    Values are compared if they were read: a program may swap the weights (for averaged ones) and
+    swap them back, which changes memory and versions only.
+    """
+    if _ungrouped.versions is None or capturing():
         return False
-    if _alone.totals is None:
-        return _alone.standing != _standing()
-    _alone.waiting.append((_alone.totals, _totals()))
+    if _ungrouped.values is None:
+        return _ungrouped.versions != _versions()
+    _ungrouped.waiting.append((_ungrouped.values, _some_values()))
     changed = False
-    while _alone.waiting and all(one.ready() for one in _alone.waiting[0]):
-        before, now = _alone.waiting.pop(0)
+    while _ungrouped.waiting and all(one.ready() for one in _ungrouped.waiting[0]):
+        before, now = _ungrouped.waiting.pop(0)
         changed |= before.values != now.values
     return changed
 
 
 def _gradients_changed() -> bool:
-    """Otherwise than by one factor: clipping and scaling exchange nothing."""
-    before, _alone.gradients = _alone.gradients, None
+    """Whether gradients changed since the backward by more than one factor each: clipping and
+    scaling are no communication."""
+    before, _ungrouped.gradients = _ungrouped.gradients, None
     if before is None or capturing():
         return False
     gradients = _gradients()
-    exact = all(g is None or g.element_size() >= 4 for g in gradients)
-    return otherwise_than_scaled(before, [_values(g) for g in gradients], 1e-4 if exact else 0.05)
+    exact = all(g is None or g.element_size() >= 4 for g in gradients)  # else half precision
+    return not_just_scaled(before, [_values(g) for g in gradients], 1e-4 if exact else 0.05)
 
 
-def otherwise_than_scaled(
+def not_just_scaled(
     before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], tolerance: float
 ) -> bool:
-    """Whether some tensor's values are not what they were times one number of its own. Those of
-    one value only stand together; what is gone or new tells nothing."""
+    """Whether the values of some tensor are not the old ones times one factor.
+
+    Tensors with a single value are compared as if they were one tensor. Empty rows are skipped.
+    """
     rows = [list(zip(a, b, strict=True)) for a, b in zip(before, after, strict=False) if a and b]
     alone = [row[0] for row in rows if len(row) == 1]
-    return any(_unlike(row, tolerance) for row in [*(r for r in rows if len(r) > 1), alone])
+    return any(_ratios_differ(row, tolerance) for row in [*(r for r in rows if len(r) > 1), alone])
 
 
-def _unlike(pairs: list[tuple[float, float]], tolerance: float) -> bool:
+def _ratios_differ(pairs: list[tuple[float, float]], tolerance: float) -> bool:
     if not all(math.isfinite(v) for pair in pairs for v in pair):
         return False
     if any(not old and new for old, new in pairs):
@@ -239,8 +252,8 @@ def _unlike(pairs: list[tuple[float, float]], tolerance: float) -> bool:
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    """Some is loaded, or used, only later."""
-    last = _alone.optimizers[-1] if _alone.optimizers else None
+    """Look again at the end: libraries may be loaded, or a store used, after the first step."""
+    last = _ungrouped.optimizers[-1] if _ungrouped.optimizers else None
     if layers := _other_layers(last.reference() if last is not None else None):
         _emit(
             recorder, last.step.site if last is not None and last.step is not None else -1, layers

@@ -1,4 +1,7 @@
-"""What the rank runs with: the program's files and libraries, and its threads."""
+"""Which source files, library versions and threads does the rank run with?
+
+Files and versions are recorded at the first step, the number of threads whenever it changes.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from ...training.records import Step
 LOST = "the program's files and its threads"
 
 THREADS_AT = 3
-"""Optimizer step at which threads are counted first: those that training needs exist by then."""
+"""Optimizer step from which threads are counted: those that training needs exist by then."""
 
 THREADS_EVERY_S = 5.0
 
 LARGEST_FILE = 4 * 1024 * 1024
+"""Bytes; larger files are not read, for that would delay the step."""
 
 
 class _Surroundings:

@@ -1,4 +1,8 @@
-"""Signals that the program sends: where a rank ends by one, who sent it and at which line."""
+"""Which signals does the program send, and at which line?
+
+Looked at when `os.kill`, `os.killpg` or `signal.raise_signal` is called. If a rank is killed, these
+records name the sender.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ...recording.recorder import Recorder
 
 LOST = "signals that ranks send"
 MOST_EMITTED = 16
-"""Signals to other processes; one to its own that nothing handles is the last."""
+"""Signals to other processes. An unhandled one to this process is the last and always recorded."""
 
 
 class _Signals:
@@ -28,7 +32,8 @@ def install() -> None:
     watched = (os, "kill", _kills), (os, "killpg", _kills_group), (signal, "raise_signal", _raises)
     for owner, name, before in watched:
         around(owner, name, before=before, lost=LOST)
-        # To be pickled it must be found where it says: its own module still has the original.
+        # Pickle looks a function up in its `__module__`. That of `os.kill` is `posix`, which still
+        # holds the original, so name the module in which the wrapper stands.
         getattr(owner, name).__module__ = owner.__name__
 
 
@@ -48,11 +53,11 @@ def _raises(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> Non
 
 
 def _emit(recorder: Recorder, pid: int, number: int) -> None:
-    if pid <= 0 or not number:  # 0 only asks whether it is there
+    if pid <= 0 or not number:  # signal 0 only asks whether the process exists
         return
     if pid == os.getpid():
         if signal.getsignal(number) not in (signal.SIG_DFL, None):
-            return  # the program handles it, and goes on
+            return  # the program handles it and goes on
     elif _signals.emitted >= MOST_EMITTED:
         return
     else:

@@ -1,4 +1,7 @@
-"""Processes that `torch.multiprocessing.spawn` makes: how many, and what they raise."""
+"""How many processes does `torch.multiprocessing.spawn` start, what do they raise, how do they end?
+
+Spawned functions are wrapped before they are pickled; the parent's `join` tells how they ended.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,33 @@ from typing import Any
 from ....events import Event, SpawnEnded, SpawnFailed, StackFrame
 from ....storage.run_folder import EventWriter, RunFolder
 from ...recording.code_locations import USER, classify
-from ...recording.frames import passed_over, unframe
+from ...recording.frames import disguise, unframe
 from ...recording.patching import replace
-from ...recording.recorder import complain, current_recorder
+from ...recording.recorder import current_recorder, write_probe_error
 from . import exits
 
 
 def watch_spawned(module: Any) -> None:
-    """See the exceptions of ranks made by `torch.multiprocessing.spawn`, which catches them, and
-    how these end, which only the process that made them can tell."""
+    """Wrap `torch.multiprocessing.spawn`.
+
+    It catches exceptions of the ranks it starts, so they are recorded before; only the parent
+    process can tell how a rank ended.
+    """
     original = module._wrap
 
     def _wrap(fn: Any, i: int, args: Any, error_file: str) -> Any:
-        return original(_Noted(fn), i, args, error_file)
+        return original(_Recording(fn), i, args, error_file)
 
-    replace(module, "_wrap", passed_over(_wrap, original))
+    replace(module, "_wrap", disguise(_wrap, original))
     _count_spawned(module)
-    _see_ends(module)
+    _watch_ends(module)
 
 
 _SPAWNED = "DDPDOCTOR_SPAWNED"
 
 
 def _count_spawned(module: Any) -> None:
-    """Let spawned processes know how many they are (see `spawned_with`)."""
+    """Pass the number of spawned processes to them in the environment (see `spawned_with`)."""
     import torch.multiprocessing
 
     start = module.start_processes
@@ -50,14 +56,14 @@ def _count_spawned(module: Any) -> None:
             unframe(error)
             raise
 
-    passed_over(start_processes, start)
+    disguise(start_processes, start)
     for owner in (module, torch.multiprocessing):
         if getattr(owner, "start_processes", None) is start:
             replace(owner, "start_processes", start_processes)
 
 
-def _see_ends(module: Any) -> None:
-    """Note which of the spawned processes ended first, where none was left to say so."""
+def _watch_ends(module: Any) -> None:
+    """Record which spawned process ended first when it was killed and could not record that."""
     context, exited = module.ProcessContext, module.ProcessExitedException
     original = context.join
 
@@ -69,16 +75,16 @@ def _see_ends(module: Any) -> None:
             unframe(error)
             raise
 
-    replace(context, "join", passed_over(join, original))
+    replace(context, "join", disguise(join, original))
 
 
 def spawned_with() -> int:
-    """How many processes were spawned together with this one; 0 where it was not spawned."""
+    """Number of processes spawned together with this one; 0 if it was not spawned."""
     count, _, parent = os.environ.get(_SPAWNED, "").partition(":")
     return int(count) if count.isdecimal() and parent == str(os.getppid()) else 0
 
 
-class _Noted:
+class _Recording:
     """Calls a function and records the exception that leaves it."""
 
     def __init__(self, fn: Any) -> None:
@@ -97,7 +103,7 @@ class _Noted:
 
 
 def _emit(args: tuple[Any, ...], error: BaseException) -> None:
-    """What a process raised that is no rank goes to the record of the node, where that is known."""
+    """Record an exception of a process that never became a rank, in the node's record."""
     try:
         _write(
             SpawnFailed(
@@ -112,11 +118,11 @@ def _emit(args: tuple[Any, ...], error: BaseException) -> None:
             )
         )
     except Exception as trouble:
-        complain(trouble)
+        write_probe_error(trouble)
 
 
 def _emit_end(processes: Iterable[Any], error: Any) -> None:
-    """Which of these ended first, as torch's error says; all are gone by now."""
+    """Record the process that ended first, by torch's error; all processes are gone by now."""
     try:
         code, first = error.exit_code, error.error_pid
         emitted = (p.pid for p in processes if p.exitcode == -signal.SIGTERM and p.pid != first)
@@ -131,14 +137,15 @@ def _emit_end(processes: Iterable[Any], error: Any) -> None:
             )
         )
     except Exception as trouble:
-        complain(trouble)
+        write_probe_error(trouble)
 
 
 def _write(event: Event) -> None:
-    """To the record of the node, where that is known."""
+    """Write an event to the node's record, if this process is no rank's helper and there is one
+    node only (else it is unknown which is this one's)."""
     directory, owner = (os.environ.get(f"DDPDOCTOR_{name}") for name in ("DIR", "OWNER"))
     nodes = RunFolder(directory).node_files() if directory else []
-    if len(nodes) != 1 or owner is not None:  # a helper of a rank, which hears of it itself
+    if len(nodes) != 1 or owner is not None:  # a rank's helper: the rank sees its exception
         return
     writer = EventWriter(nodes[0][1], shared=True)
     writer.write(event, vital=True)
@@ -146,7 +153,7 @@ def _write(event: Event) -> None:
 
 
 def _frames(trace: TracebackType | None) -> Iterator[StackFrame]:
-    """The user's lines, outermost first."""
+    """The user's frames of a traceback, outermost first."""
     for frame, line in traceback.walk_tb(trace):
         code = frame.f_code
         if classify(code.co_filename) == USER:

@@ -1,4 +1,8 @@
-"""Exceptions of a loader's worker, which torch raises again in the rank with their text only."""
+"""What did a DataLoader worker raise?
+
+torch raises it again in the rank, as an exception whose text contains the worker's traceback. That
+text is parsed here.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,16 @@ _ENDS = re.compile(r"([^\W\d][\w.]*)(?::[ \n]?(.*))?", re.DOTALL)
 
 
 def relayed(text: str, sites: Sites, limit: int) -> Relayed | None:
-    """The exception that `text` tells of, where torch wrote it; None for all others.
+    """Parse the message of an exception that torch relays from a worker; None for any other text.
 
     Args:
-        limit: characters to keep of its message.
+        limit: characters of the worker's message to keep.
     """
     caught = _CAUGHT.match(text)
     if caught is None:
         return None
     trace = text[caught.end() :]
-    trace = trace[trace.rfind(_LAST) + 1 :]  # of a chain, what was raised last
+    trace = trace[trace.rfind(_LAST) + 1 :]  # of chained exceptions the last one
     frames: list[Frame] = []
     lines = trace.splitlines()
     at = 0
@@ -36,7 +40,7 @@ def relayed(text: str, sites: Sites, limit: int) -> Relayed | None:
             frames.append(_frame(sites, found[1], int(found[2]), found[3]))
             at = number
     rest = at + 1
-    while rest < len(lines) and lines[rest].startswith("  "):  # the source, marks under it
+    while rest < len(lines) and lines[rest].startswith("  "):  # source line and its carets
         rest += 1
     ended = _ENDS.fullmatch("\n".join(lines[rest:]).rstrip())
     if ended is None or not frames:
