@@ -28,14 +28,15 @@ PLACE = pathlib.Path(os.environ["PLACE"])
 GUARDS = {
     "activation.leave", "activation.torch_loaded", "activation.uninstall",
     "collectives.mark", "collectives._returned", "collectives._waited_for",
-    "loaders._before", "loaders._dropped", "loaders._failed", "loaders._look", "loaders._use",
-    "frames.passed_over", "frames.unframe", "import_hooks.Finder.find_spec",
+    "loaders._batch_delivered", "loaders._dropped", "loaders._generators_before",
+    "loaders._loading_failed", "loaders._next_batch",
+    "frames.disguise", "frames.unframe", "import_hooks.Finder.find_spec",
     "import_hooks._Execution.__call__",
     "module_origins._missed", "module_origins._registered", "hooks.Hook.fire",
     "optimizers._post_hook", "optimizers._pre_hook",
     "patching.around", "patching.on_restore", "patching.refused",
     "patching.replace", "patching.replace_copies", "patching.restore", "exits.uninstall",
-    "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.complain",
+    "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.write_probe_error",
     "optimizers._last_pre_hook",
     "recorder.guarded", "recorder.current_recorder", "recorder.run_hook", "recorder.set_recorder",
     "recorder.shielded", "stack_file.drop",
@@ -118,12 +119,12 @@ def examined(name, trace=None):
         try:
             activation.torch_loaded()
         except Exception as error:
-            recorder.complain(error)
+            recorder.write_probe_error(error)
         result = train()
         try:
             activation.leave(None, None)
         except Exception as error:
-            recorder.complain(error)
+            recorder.write_probe_error(error)
     finally:
         sys.setprofile(None)
         activation.uninstall()
@@ -223,7 +224,7 @@ assert same(plain, healthy), "the healthy probe changes the numbers"
 assert "probe-trouble" not in record, record
 used = {n: f for n, f in functions().items() if f.__code__ in called} | closures()
 assert len(used) > 400, len(used)
-assert "forwards._ends_as_usual" in used
+assert "forwards._ends_fast" in used
 chosen = list(used)[:: int(os.environ.get("EVERY", "1"))]
 wrong = []
 for name in chosen:

@@ -133,18 +133,18 @@ def test_a_module_that_notes_its_arguments_by_locals(monkeypatch: pytest.MonkeyP
     torch = pytest.importorskip("torch")
     notes: list[str] = []
     monkeypatch.setattr(
-        module_origins._births, "is_user", lambda code: code.co_filename == __file__
+        module_origins._origins, "is_user", lambda code: code.co_filename == __file__
     )
 
     class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self, width: int = 8) -> None:
             given = locals()
             super().__init__()
-            late = module_origins._note(self, sys._getframe())
+            late = module_origins._record_origin(self, sys._getframe())
             notes.extend(given)
 
     net = Net()
-    assert module_origins._births.lines[net][1] == line_of("net = Net()")
+    assert module_origins._origins.lines[net][1] == line_of("net = Net()")
     assert not {"given", "late"} & set(notes)
 
 

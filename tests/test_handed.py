@@ -6,7 +6,7 @@ from types import CodeType
 import pytest
 import torch.distributed  # noqa: F401
 
-from ddpdoctor.probe.source.passthrough import hands_on
+from ddpdoctor.probe.source.passthrough import passes_through
 
 HEAD = "import torch, torch.distributed as dist\nSUM = dist.ReduceOp.SUM\nsizes = [1]\n"
 GIVEN = [
@@ -58,7 +58,7 @@ def test_what_a_function_hands_on(tmp_path: Path, text: str, name: str) -> None:
     every = functions(compile(path.read_text(), str(path), "exec"))
     code = max((c for c in every if c.co_firstlineno <= line), key=lambda c: c.co_firstlineno)
     called = None if name == "all_reduce" else code.replace(co_name=name)
-    assert hands_on(code, line, called) is (text in GIVEN)
+    assert passes_through(code, line, called) is (text in GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_ranks_of_a_group_that_are_computed_there(tmp_path: Path, text: str, giv
     path = tmp_path / "helper.py"
     path.write_text(HEAD + text)
     code = functions(compile(path.read_text(), str(path), "exec"))[-1]
-    assert hands_on(code, len(path.read_text().splitlines()), None) is given
+    assert passes_through(code, len(path.read_text().splitlines()), None) is given
 
 
 def test_without_its_source() -> None:
     code = compile("def f(t):\n    call(t)", "<made>", "exec").co_consts[0]
-    assert not hands_on(code, 2, None)
+    assert not passes_through(code, 2, None)

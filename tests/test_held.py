@@ -122,12 +122,12 @@ def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
 
 def test_questions_are_heard_again(take: Take) -> None:
     address = f"\0ddpdoctor-test-{os.getpid()}-{time.monotonic_ns():x}"
-    ears = stack_server._Ears(address)
+    questions = stack_server._QuestionSocket(address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
         mouth.sendto(b"?", address)
-        assert ears.hear()
-        take(ears._held.fd)
-        assert not ears.hear()
-        ears = stack_server._Ears(address)
+        assert questions.receive()
+        take(questions._held.fd)
+        assert not questions.receive()
+        questions = stack_server._QuestionSocket(address)
         mouth.sendto(b"?", address)
-        assert ears.hear()
+        assert questions.receive()

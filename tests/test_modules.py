@@ -27,7 +27,7 @@ def line_of(text: str) -> int:
 class Adapter(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        module_origins._note(self, sys._getframe())
+        module_origins._record_origin(self, sys._getframe())
         self.base = base
         self.scale = nn.Parameter(torch.ones(1))
 
@@ -41,7 +41,7 @@ def test_what_brought_in_a_parameter_that_the_model_did_not_have(
     recorder = SimpleNamespace(sites=SimpleNamespace(number=number))
     monkeypatch.setattr(module_origins, "current_recorder", lambda: recorder)
     monkeypatch.setattr(
-        module_origins._births, "is_user", lambda code: code.co_filename == __file__
+        module_origins._origins, "is_user", lambda code: code.co_filename == __file__
     )
     hooked = nn.modules.module.register_module_parameter_registration_hook(
         module_origins._registered
@@ -86,18 +86,18 @@ def test_a_module_is_known_by_what_it_is_whatever_its_hash(monkeypatch: pytest.M
     missed: list[Exception] = []
     monkeypatch.setattr(module_origins, "_missed", missed.append)
     monkeypatch.setattr(
-        module_origins._births, "is_user", lambda code: code.co_filename == __file__
+        module_origins._origins, "is_user", lambda code: code.co_filename == __file__
     )
     module_origins.install()
     try:
         made = Fussy()
         made.state = [1]
-        assert module_origins.birth_line(made) is not None
-        assert any(module is made for module in module_origins.living())
-        number = len(module_origins.living())
+        assert module_origins.origin_line(made) is not None
+        assert any(module is made for module in module_origins.living_modules())
+        number = len(module_origins.living_modules())
         del made
         gc.collect()
-        assert len(module_origins.living()) < number, "it is kept alive"
+        assert len(module_origins.living_modules()) < number, "it is kept alive"
     finally:
         patching.restore()
     assert missed == []

@@ -32,7 +32,7 @@ class Heard(list[str]):
 
 def test_in_the_order_of_subscription_whoever_woke_last(recorder: Recorder) -> None:
     heard, moment = Heard(), Hook[str]("test")
-    first = moment.subscribe(heard.callback("first"), awake=False)
+    first = moment.subscribe(heard.callback("first"), enabled=False)
     moment.subscribe(heard.callback("second"))
     moment.fire(recorder, "")
     first.enable()
@@ -45,13 +45,13 @@ def test_in_the_order_of_subscription_whoever_woke_last(recorder: Recorder) -> N
 def test_who_wakes_while_it_happens_is_called_the_next_time(recorder: Recorder) -> None:
     heard, moment, sleeping = Heard(), Hook[str]("test"), Subscriptions()
     moment.subscribe(heard.callback("waker", also=sleeping.enable))
-    sleeping[:] = [moment.subscribe(heard.callback(n), awake=False) for n in ("one", "other")]
+    sleeping[:] = [moment.subscribe(heard.callback(n), enabled=False) for n in ("one", "other")]
     moment.fire(recorder, "")
     assert heard == ["waker"]
     moment.fire(recorder, "")
     assert heard[1:] == ["waker", "one", "other"]
     sleeping.disable()
-    assert not any(one.awake for one in sleeping)
+    assert not any(one.enabled for one in sleeping)
 
 
 def test_who_fails_again_and_again_is_given_up_and_the_others_go_on(recorder: Recorder) -> None:

@@ -29,7 +29,7 @@ from ddpdoctor.events import (
 from ddpdoctor.probe.recording import hooks
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training import forwards, module_origins, records, steady_state
-from ddpdoctor.probe.training.steady_state import ALIKE, Routine, Seen, Stage
+from ddpdoctor.probe.training.steady_state import ALIKE, ObservedCall, Stage, SteadyState
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.report.findings import Report
 from ddpdoctor.storage.run_folder import EventWriter, Lines
@@ -86,7 +86,7 @@ def train(at, steps=16, late=12):
         torch.manual_seed(100 * step + rank)
         x = torch.randn(8, 4)
         now = step == late
-        passed += routine.routine.expected is not None
+        passed += routine.steady_state.expected is not None
         if at == "collective" and step % 2:
             dist.all_reduce(torch.ones(1))
         if at == "evaluation" and step % 5 == 0:
@@ -185,7 +185,8 @@ def train(at, steps=16, late=12):
 for at in sys.argv[2:]:
     train(at)
     if at in ("", "accumulating", "in pairs", "sharpness"):
-        assert routine.routine._enough == routine.ALIKE, f"{at}: expected, and then none"
+        needed = routine.steady_state._repeats_needed
+        assert needed == routine.ALIKE, f"{at}: expected, and then none"
     dist.barrier()
 if rank == 0:
     print("passed as routine:", passed, flush=True)
@@ -286,15 +287,15 @@ def model(number: int) -> Any:
 
 MODEL, OTHER = model(0), model(1)
 OPTIMIZER: Any = SimpleNamespace(steps=10**6)
-ACTIVE: Any = SimpleNamespace(tape=SimpleNamespace(ring=None, recurring=lambda *what: None))
+ACTIVE: Any = SimpleNamespace(call_log=SimpleNamespace(ring=None, recurring=lambda *what: None))
 
 
-def forward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:
-    return Seen(records.Forward, of, site, sync)
+def forward(site: int, sync: bool = True, of: Any = MODEL) -> ObservedCall:
+    return ObservedCall(records.Forward, of, site, sync)
 
 
-def backward(site: int, sync: bool = True, of: Any = MODEL) -> Seen:
-    return Seen(records.Backward, of, site, sync)
+def backward(site: int, sync: bool = True, of: Any = MODEL) -> ObservedCall:
+    return ObservedCall(records.Backward, of, site, sync)
 
 
 @pytest.fixture
@@ -303,18 +304,18 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def steps(
-    watched: Routine, count: int, *trail: Any, optimizer: Any = OPTIMIZER, more: Any = ()
+    watched: SteadyState, count: int, *history: Any, optimizer: Any = OPTIMIZER, more: Any = ()
 ) -> bool:
     for _ in range(count):
-        for part in trail or (forward(1), backward(2)):
-            watched.note(part)
+        for part in history or (forward(1), backward(2)):
+            watched.observe(part)
         for one in (optimizer, *more):
             watched.learn(ACTIVE, one, 3)
     return watched.expected is not None
 
 
 def test_steps_alike_make_a_routine() -> None:
-    watched = Routine()
+    watched = SteadyState()
     assert not steps(watched, ALIKE)
     assert steps(watched, 1)
 
@@ -323,19 +324,19 @@ ACCUMULATING = [forward(1, False), backward(2, False)] * 3 + [forward(1), backwa
 
 
 @pytest.mark.parametrize(
-    ("trail", "pending"),
+    ("history", "pending"),
     [
         (ACCUMULATING, 1),
         ([forward(1), backward(2)] * 2, 1),
         ([forward(1), forward(2), backward(3)], 2),
     ],
 )
-def test_so_do_several_forwards_and_backwards(trail: list[Seen], pending: int) -> None:
-    watched = Routine()
-    assert steps(watched, ALIKE + 1, *trail)
+def test_so_do_several_forwards_and_backwards(history: list[ObservedCall], pending: int) -> None:
+    watched = SteadyState()
+    assert steps(watched, ALIKE + 1, *history)
     assert watched.expected is not None
     assert watched.expected.passed() == []
-    for seen in trail:
+    for seen in history:
         one = watched.expected.next
         now = one.backward or one.forward
         assert isinstance(now, seen.kind) and (now.site, one.sync) == (seen.site, seen.sync)
@@ -347,7 +348,7 @@ def test_so_do_several_forwards_and_backwards(trail: list[Seen], pending: int) -
 
 
 def test_so_do_optimizers_that_step_together() -> None:
-    watched, second = Routine(), SimpleNamespace(steps=10**6)
+    watched, second = SteadyState(), SimpleNamespace(steps=10**6)
     assert steps(watched, ALIKE + 1, more=[second])
     assert watched.expected is not None
     one, several = watched.expected.first, []
@@ -357,18 +358,18 @@ def test_so_do_optimizers_that_step_together() -> None:
     assert several == [None, OPTIMIZER, second]
     watched.expected.next = one
     assert watched.expected.passed() == [], "the first has made use of all"
-    assert not steps(Routine(), 1, more=[second])
-    alone = Routine()
+    assert not steps(SteadyState(), 1, more=[second])
+    alone = SteadyState()
     steps(alone, 100, more=[second])
-    alone.note(forward(1))
-    alone.note(backward(2))
+    alone.observe(forward(1))
+    alone.observe(backward(2))
     alone.expected = None
     alone.learn(ACTIVE, OPTIMIZER, 3)
     assert alone.expected is None, "half a step"
 
 
 @pytest.mark.parametrize(
-    "trail",
+    "history",
     [
         [forward(1)],
         [forward(1), backward(2), backward(2)],
@@ -381,23 +382,23 @@ def test_so_do_optimizers_that_step_together() -> None:
         [None] * 1000,
     ],
 )
-def test_nothing_else_does(trail: list[Any]) -> None:
-    assert not steps(Routine(), 100, *trail)
+def test_nothing_else_does(history: list[Any]) -> None:
+    assert not steps(SteadyState(), 100, *history)
 
 
 def test_lines_that_take_turns_do_not() -> None:
-    watched = Routine()
+    watched = SteadyState()
     for number in range(100):
         assert not steps(watched, 1, forward(1), backward(2 + number % 2))
 
 
 def test_the_first_steps_are_all_looked_at() -> None:
     optimizer = SimpleNamespace(steps=steady_state.FIRST - 1)
-    assert not steps(Routine(), 100, optimizer=optimizer)
+    assert not steps(SteadyState(), 100, optimizer=optimizer)
 
 
 def test_a_program_that_deviates_often_is_looked_at(recorder: Recorder) -> None:
-    watched = Routine()
+    watched = SteadyState()
     looked = 0
     for _ in range(50):
         while not steps(watched, 1):
@@ -408,7 +409,7 @@ def test_a_program_that_deviates_often_is_looked_at(recorder: Recorder) -> None:
 
 
 def test_a_pause_costs_no_trust() -> None:
-    watched = Routine()
+    watched = SteadyState()
     steps(watched, ALIKE + 1)
     watched.pause()
     assert watched.expected is None
@@ -423,7 +424,7 @@ def test_who_was_left_out_is_told_what_has_passed(
     interrupted: hooks.Hook[steady_state.Plan] = hooks.Hook("interrupted")
     interrupted.subscribe(lambda recorder, step: told.append(step.passed()))
     monkeypatch.setattr(steady_state, "interrupted", interrupted)
-    watched = Routine()
+    watched = SteadyState()
     steps(watched, ALIKE + 1)
     expected = watched.expected
     assert expected is not None
@@ -438,7 +439,7 @@ def test_who_was_left_out_is_told_what_has_passed(
 
 
 def test_a_running_backward_goes_on_as_it_began(recorder: Recorder) -> None:
-    watched = Routine()
+    watched = SteadyState()
     steps(watched, ALIKE + 1)
     watched.stage = Stage.BACKWARD
     watched.stop(recorder)

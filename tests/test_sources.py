@@ -136,14 +136,14 @@ def test_a_file_is_parsed_once_and_walked_once(
     for _ in range(2):
         assert division.divided_by_world_size(file, 11)
         assert division.loss_divided(train, 20)[0] == 19
-        assert passthrough.hands_on(reduced, 10, None)
+        assert passthrough.passes_through(reduced, 10, None)
         assert loop_keys.keys(train, 16, reduced)
         assert source_text.only_opens(train, 24)
         assert not source_text.quoted(file, 11)
         assert dead_branches.never_runs(train, 19, {"DEEP": False}.get)
         assert memory_holders.place_that_grows(one, Sites(lambda event: None))[1] == 23
         begin, end = [(train, 15)], [(train, 24)]
-        assert inplace_writes.editing(begin, end) == [(train, 22)]
+        assert inplace_writes.inplace_statements(begin, end) == [(train, 22)]
     assert asked["parsed"] == 1
     assert max(asked.values()) == 1
 

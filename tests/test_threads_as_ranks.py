@@ -62,6 +62,6 @@ def test_they_share_one_tape(recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 
     got: list[object] = []
     monkeypatch.setattr(call_log, "CallLog", make)
-    at_once(lambda rank: got.append(call_log.tape(recorder)))
+    at_once(lambda rank: got.append(call_log.call_log_of(recorder)))
     assert len(made) == 1
     assert got == made * THREADS

@@ -49,6 +49,6 @@ def test_only_what_is_larger_than_before_is_recorded() -> None:
     gathered_objects.install()
     recorder: Any = Recorder()
     for size in (5, 7, 6, 20, -1):
-        gathered_objects.note(recorder, 2 if size > 0 else -1, [0] * abs(size))
+        gathered_objects.record_object(recorder, 2 if size > 0 else -1, [0] * abs(size))
     told = [e.entries for e in recorder.events if isinstance(e, ObjectsGathered)]
     assert told == [7, 15, 31]

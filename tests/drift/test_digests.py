@@ -185,7 +185,7 @@ def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch
     looked = []
     for name in ("_detect_join", "_flush", "_record"):
         monkeypatch.setattr(replica_digests, name, lambda *_, **__: 0)
-    monkeypatch.setattr(replica_digests.write_counts, "look", lambda *_: None)
+    monkeypatch.setattr(replica_digests.write_counts, "record_writes", lambda *_: None)
     monkeypatch.setattr(replica_digests, "_kind_of_gradients", lambda _: "gradients")
     monkeypatch.setattr(
         replica_digests,

@@ -69,7 +69,7 @@ def test_only_a_step_before_the_group_communicates_counts(monkeypatch, communica
     monkeypatch.setattr(step_in_backward, "sequence_number", lambda group: 7 + communicated)
     monkeypatch.setattr(backwards, "count", lambda: 3)
     look = SimpleNamespace(model=model, sequence=7)
-    step_in_backward._backward_begins(None, SimpleNamespace(looks=[look], site=5))
+    step_in_backward._backward_begins(None, SimpleNamespace(observations=[look], site=5))
     for parameter in module.parameters():
         optimizer = torch.optim.SGD([parameter])
         known = SimpleNamespace(notes={})

@@ -28,12 +28,12 @@ def told(edits: dict[int, Any], looks: list[int], decay_from: int = 1000) -> lis
         parameters=lambda positions: parameters,
     )
     seen: list[Any] = []
-    known, recorder = write_counts.Writes(), SimpleNamespace(emit=seen.append)
+    known, recorder = write_counts.WriteCounts(), SimpleNamespace(emit=seen.append)
     for step in range(max(looks) + 1):
         with torch.no_grad():
             edits.get(step, lambda each: None)(parameters)
             if step in looks:
-                write_counts.look(recorder, holding, known, step)  # type: ignore[arg-type]
+                write_counts.record_writes(recorder, holding, known, step)  # type: ignore[arg-type]
             for parameter in parameters:
                 for _ in range(1 + (step >= decay_from)):
                     parameter.add_(1)

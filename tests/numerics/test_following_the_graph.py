@@ -405,5 +405,5 @@ def test_calls_that_make_no_graph_leave_nothing() -> None:
     for args, kwargs in (((), {}), ((1, 2, None, True, False), {}), ((), {"create_graph": False})):
         first = autograd_grad.begins(args, kwargs)
         autograd_grad.ends(SimpleNamespace(), first)  # type: ignore[arg-type]
-    assert not autograd_grad._taken
+    assert not autograd_grad._ranges
     assert autograd_grad.site_of(torch.ones(1, requires_grad=True).exp().grad_fn) == -1

@@ -266,7 +266,7 @@ def test_own_gradients_are_looked_at_in_every_branch(
     numerics._state.__init__()  # type: ignore[misc]
     recorder, backward = SimpleNamespace(step=17, own_ns=0), SimpleNamespace(site=1)
     numerics._watch_gradients(recorder, backward, whole)  # type: ignore[arg-type]
-    assert [model.names[i] for i in numerics.telling(model)] == [
+    assert [model.names[i] for i in numerics.sampled_positions(model)] == [
         "shift", "scale", "up.bias", "down.bias",
     ]  # fmt: skip
     net(torch.zeros(2, 4)).sum().backward()

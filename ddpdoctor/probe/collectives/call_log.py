@@ -17,7 +17,7 @@ from ..recording import threads
 from ..recording.code_locations import USER
 from ..recording.recorder import Recorder
 from ..source.loop_keys import LoopKey, keyed
-from ..source.passthrough import hands_on
+from ..source.passthrough import passes_through
 from ..source.statements import enclosing
 from . import stack_server
 
@@ -95,7 +95,7 @@ class CallLog:
         self._groups: dict[int, _GroupLog] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
         self._runs = 0
-        self._told = time.monotonic()
+        self._emitted_at = time.monotonic()
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         stack_server.listen(recorder, self.ring)
 
@@ -139,7 +139,7 @@ class CallLog:
         log, signature = self._groups.get(group), self._of_models.get((op, model))
         return None if log is None or signature is None else Recurring(group, log, signature)
 
-    def again(self, known: Recurring, frame: FrameType, moved: bool, now: float) -> int:
+    def log_recurring(self, known: Recurring, frame: FrameType, moved: bool, now: float) -> int:
         """`of_model`, for what recurs; moved: the frame is at another instruction than then."""
         if moved or not known.still_at(frame):
             known.codes = known.signature, self.at(frame)
@@ -220,8 +220,8 @@ class CallLog:
         for group, log in self._groups.items():
             if log.codes:
                 self._fold(group, log)
-        if now - self._told > EMITTED_EVERY_S:
-            self._told = now
+        if now - self._emitted_at > EMITTED_EVERY_S:
+            self._emitted_at = now
             self.flush()
 
     def flush(self) -> None:
@@ -376,7 +376,7 @@ class CallLog:
         for frame in frames:
             code, line = frame.f_code, frame.f_lineno
             site = self.recorder.sites.place(code.co_filename, line, code.co_name)
-            handed = handed and hands_on(code, line, called)
+            handed = handed and passes_through(code, line, called)
             places.append(Place(site, enclosing(code.co_filename, line), handed))
             called = code
         return tuple(places)
@@ -417,21 +417,21 @@ def _reduction(op: Any) -> str:
     return str(getattr(op, "name", None) or op).rpartition(".")[2].strip("<>").split(":")[0]
 
 
-def tape(recorder: Recorder) -> CallLog | None:
+def call_log_of(recorder: Recorder) -> CallLog | None:
     """The tape of this recorder; None where its file could not be made."""
-    if recorder.tape is None and not recorder.tape_failed:
+    if recorder.call_log is None and not recorder.call_log_failed:
         with recorder.lock:  # threads that are ranks come at once
-            if recorder.tape is None:
+            if recorder.call_log is None:
                 _make(recorder)
-    return recorder.tape
+    return recorder.call_log
 
 
 def _make(recorder: Recorder) -> None:
     try:
-        recorder.tape = CallLog(recorder)
+        recorder.call_log = CallLog(recorder)
     except Exception as error:
-        recorder.tape_failed = True
+        recorder.call_log_failed = True
         recorder.trouble("ring", error, "the last calls before a kill, and hangs")
 
 
-__all__ = ["NEW_GROUPS", "State", "CallLog", "tape"]
+__all__ = ["NEW_GROUPS", "State", "CallLog", "call_log_of"]

@@ -1,4 +1,4 @@
-"""Every collective and point-to-point call: written to the ring before it is made."""
+"""Every collective and point-to-point call: log to the ring before it is made."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from ...storage.call_ring import State
 from ..recording import hooks
-from ..recording.frames import passed_over, unframe
+from ..recording.frames import disguise, unframe
 from ..recording.patching import refused, replace
 from ..recording.recorder import Recorder, current_recorder
 from . import call_hooks, gathered_objects, process_groups
-from .call_log import tape
+from .call_log import call_log_of
 
 LOST = "collectives, and with them mismatches and hangs"
 
@@ -139,7 +139,7 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
             recorder.own_ns += time.perf_counter_ns() - began
         return result
 
-    return passed_over(wrapper, original)
+    return disguise(wrapper, original)
 
 
 def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | None]:
@@ -180,19 +180,19 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         peers = (*sends, *receives) or (root,) * kind.p2p
         call = call_hooks.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers)
         call_hooks.called.fire(recorder, call)
-        written = tape(recorder)
-        if number < 0 or written is None or not process_groups.exist():
+        log = call_log_of(recorder)
+        if number < 0 or log is None or not process_groups.exist():
             return None  # not a member, or no group at all: torch says so itself
-        site = written.here()
+        site = log.here()
         if kind.gathered:
-            gathered_objects.note(
+            gathered_objects.record_object(
                 recorder, site, args[object_at] if object_at < given else kwargs["obj"]
             )
         if messages:
-            return written.point_to_point(number, kind.op, site, -1, sends, receives)
+            return log.point_to_point(number, kind.op, site, -1, sends, receives)
         if kind.p2p:
-            return written.point_to_point(number, kind.op, site, root)
-        return written.collective(number, kind.op, site, tensor, kind.sized, reduce_op, root)
+            return log.point_to_point(number, kind.op, site, root)
+        return log.collective(number, kind.op, site, tensor, kind.sized, reduce_op, root)
 
     return read
 
@@ -233,8 +233,8 @@ def mark(number: int | None, state: State) -> None:
     if number is None or recorder is None:
         return
     try:
-        if written := tape(recorder):
-            written.ring.mark(number, state)
+        if log := call_log_of(recorder):
+            log.ring.mark(number, state)
     except Exception as error:
         recorder.trouble("calls.mark", error, LOST)
 
@@ -251,16 +251,16 @@ def _returned(number: int | None, result: Any) -> None:
     if number is None or recorder is None:
         return
     try:
-        written = tape(recorder)
-        if written is None:
+        log = call_log_of(recorder)
+        if log is None:
             return
         given = () if result is None else result if isinstance(result, list) else (result,)
         works = tuple(w for w in given if hasattr(w, "is_completed"))
         if works:
-            written.issued(number, works)
+            log.issued(number, works)
             call_hooks.issued.fire(recorder, call_hooks.Issued(number, works))
         else:
-            written.ring.mark(number, State.DONE)
+            log.ring.mark(number, State.DONE)
     except Exception as error:
         recorder.trouble("calls.returned", error, LOST)
 
@@ -271,8 +271,8 @@ def _waited_for(work: Any) -> int | None:
     if recorder is None or _depth.inside:
         return None
     try:
-        written = tape(recorder)
-        return written.number_of(work) if written else None
+        log = call_log_of(recorder)
+        return log.number_of(work) if log else None
     except Exception as error:
         recorder.trouble("calls.wait", error, LOST)
         return None
@@ -297,9 +297,9 @@ def _watch_waits(c10d: Any) -> None:
             call_hooks.waited.fire(recorder, time.monotonic() - began)
         return result
 
-    replace(c10d.Work, "wait", passed_over(wait, original))
+    replace(c10d.Work, "wait", disguise(wait, original))
 
 
 def _leaving(recorder: Recorder, _: None) -> None:
-    if written := recorder.tape or tape(recorder):
-        written.flush()
+    if log := recorder.call_log or call_log_of(recorder):
+        log.flush()

@@ -17,20 +17,20 @@ ENDLESS = 1 << 40
 _TABLES = (dict, OrderedDict, defaultdict, Counter)
 _ROWS = (list, set, frozenset, deque)
 
-_told: dict[int, int] = {}
+_recorded: dict[int, int] = {}
 """Entries on record by call site."""
 
 
 def install() -> None:
-    _told.clear()
+    _recorded.clear()
 
 
-def note(recorder: Recorder, place: int, value: Any) -> None:
+def record_object(recorder: Recorder, place: int, value: Any) -> None:
     """An object is gathered at a call site. Written where it holds more than those before; rounded
     up, so that lengths that vary are written a few times only."""
     found = entries(value)
-    if place >= 0 and found > _told.get(place, -1):
-        _told[place] = found = (1 << found.bit_length()) - 1
+    if place >= 0 and found > _recorded.get(place, -1):
+        _recorded[place] = found = (1 << found.bit_length()) - 1
         event = ObjectsGathered(at=time.monotonic(), call_site=place, entries=found)
         recorder.emit(event, vital=True)
 

@@ -16,9 +16,9 @@ from ..recording.environment import (
     interesting_environment,
     number_in_environment,
 )
-from ..recording.frames import passed_over, unframe
+from ..recording.frames import disguise, unframe
 from ..recording.patching import around, replace
-from ..recording.recorder import Recorder, complain
+from ..recording.recorder import Recorder, write_probe_error
 from ..recording.torch_compat import group_name, group_ranks, live_groups
 from ..source.source_text import lines_that_set
 from ..source.statements import ways_before
@@ -45,7 +45,7 @@ def number_of(group: Any) -> int:
     return _groups.numbers.get(group_name(group), -1)
 
 
-def others(group: int) -> frozenset[int]:
+def other_members(group: int) -> frozenset[int]:
     """Global ranks of its other members, by its number; empty where they are not known."""
     return _groups.others.get(group, frozenset())
 
@@ -90,14 +90,14 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
             given = _init_arguments(args, kwargs)
             activate(given["rank"], given["world_size"], given["init_method"])
         except Exception as error:  # training goes on, unobserved
-            complain(error)
+            write_probe_error(error)
         try:
             return watched(*args, **kwargs)
         except BaseException as error:
             unframe(error)
             raise
 
-    passed_over(init_process_group, watched)
+    disguise(init_process_group, watched)
     for holder in holders():
         replace(holder, "init_process_group", init_process_group)
 

@@ -29,13 +29,13 @@ def listen(recorder: Recorder, ring: RingWriter) -> None:
     try:
         nonce = int.from_bytes(os.urandom(7), "little")
         address = ask_address(os.getpid(), nonce)
-        _thread.start_new_thread(_serve, (_Ears(address), address, os.getpid()))
+        _thread.start_new_thread(_serve, (_QuestionSocket(address), address, os.getpid()))
         ring.answers(nonce)
     except (OSError, RuntimeError, AttributeError) as error:
         recorder.trouble("answers", error, "collectives that DDP issues itself, in a hang")
 
 
-class _Ears:
+class _QuestionSocket:
     """The socket, which the program may close or replace like any descriptor."""
 
     def __init__(self, address: str) -> None:
@@ -44,7 +44,7 @@ class _Ears:
         self._held = Held(self._socket.fileno())
         self._socket.bind(address)
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Wait for a question; False where the socket is the program's by now."""
         if not self._held.ours():
             self._socket.detach()
@@ -53,11 +53,11 @@ class _Ears:
         return True
 
 
-def _serve(ears: _Ears, address: str, pid: int) -> None:
+def _serve(questions: _QuestionSocket, address: str, pid: int) -> None:
     while True:
         try:
-            if not ears.hear():
-                ears = _Ears(address)
+            if not questions.receive():
+                questions = _QuestionSocket(address)
                 continue
         except OSError:
             return

@@ -15,7 +15,7 @@ LOST = "in which order ranks touched files"
 DEFAULT = "default"
 
 
-class _Meetings:
+class _SyncPoints:
     """Marks of groups that are gone stay, so that a rank that has left them is not forgotten."""
 
     def __init__(self) -> None:
@@ -24,14 +24,14 @@ class _Meetings:
         self.stored_at = 0.0
 
 
-_meetings = _Meetings()
+_sync_points = _SyncPoints()
 
 
 def install() -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    _meetings.__init__()  # type: ignore[misc]
+    _sync_points.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_leaving, lost=LOST)
     for name in ("wait", "get", "multi_get"):  # they wait for somebody to set the key
         around(dist.Store, name, after=_stored, lost=LOST)  # type: ignore[attr-defined]
@@ -39,12 +39,12 @@ def install() -> None:
 
 def stored_at() -> float:
     """When this process last came back from waiting for a key of a store, 0 for never."""
-    return _meetings.stored_at
+    return _sync_points.stored_at
 
 
 def _stored(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
     if error is None:
-        _meetings.stored_at = time.monotonic()
+        _sync_points.stored_at = time.monotonic()
 
 
 def marks() -> dict[str, int]:
@@ -52,11 +52,11 @@ def marks() -> dict[str, int]:
     for name, group in torch_compat.live_groups():
         number = torch_compat.sequence_number(group)
         if number >= 0:
-            _meetings.marks[f"{_meetings.generation}.{name or DEFAULT}"] = number
-    return dict(_meetings.marks)
+            _sync_points.marks[f"{_sync_points.generation}.{name or DEFAULT}"] = number
+    return dict(_sync_points.marks)
 
 
 def _leaving(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     marks()
     if not args and not kwargs:
-        _meetings.generation += 1
+        _sync_points.generation += 1

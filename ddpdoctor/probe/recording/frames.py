@@ -12,7 +12,7 @@ from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any
 
-_passed_over: dict[CodeType, CodeType] = {}
+_disguised: dict[CodeType, CodeType] = {}
 
 
 def unframe(error: BaseException) -> None:
@@ -26,7 +26,7 @@ def unframe(error: BaseException) -> None:
         BaseException.with_traceback(error, trace.tb_next)
 
 
-def passed_over(wrapper: Any, original: Any) -> Any:
+def disguise(wrapper: Any, original: Any) -> Any:
     """Have `warnings` pass over a wrapper, so that `stacklevel` still means the user's line; it is
     pickled, printed and inspected as the original.
 
@@ -37,10 +37,10 @@ def passed_over(wrapper: Any, original: Any) -> Any:
     with contextlib.suppress(TypeError, ValueError):  # what C++ has made may have none
         wrapper.__signature__ = inspect.signature(original)
     code = wrapper.__code__
-    if code not in _passed_over:
+    if code not in _disguised:
         name = f"{code.co_filename}(importlib._bootstrap)"
-        _passed_over[code] = code.replace(co_filename=name)
-    wrapper.__code__ = _passed_over[code]
+        _disguised[code] = code.replace(co_filename=name)
+    wrapper.__code__ = _disguised[code]
     return wrapper
 
 
@@ -59,7 +59,7 @@ def named(original: Any, name: str) -> Any:
             raise
 
     method.__code__ = method.__code__.replace(co_name=name)
-    return passed_over(method, original)
+    return disguise(method, original)
 
 
 def out_of_reach(code: CodeType) -> bool:

@@ -22,28 +22,28 @@ class Subscription(Generic[M]):
 
     Attributes:
         part: how its failures are told; `lost` is what they lose.
-        routine: it is told of routine steps too (see `routine`).
+        fast_path: it is told of fast_path steps too (see `fast_path`).
         given_up: it failed too often, and rests for ever.
     """
 
-    __slots__ = ("_moment", "awake", "callback", "given_up", "lost", "part", "routine")
+    __slots__ = ("_hook", "callback", "enabled", "fast_path", "given_up", "lost", "part")
 
     def __init__(
-        self, moment: Hook[M], callback: Callback[M], routine: bool, lost: str, awake: bool
+        self, moment: Hook[M], callback: Callback[M], fast_path: bool, lost: str, enabled: bool
     ) -> None:
-        self._moment = moment
+        self._hook = moment
         self.part = f"{callback.__module__.rpartition('.')[2]}.{callback.__name__.strip('_')}"
         self.callback = callback
-        self.routine = routine
+        self.fast_path = fast_path
         self.lost = lost
-        self.awake = awake
+        self.enabled = enabled
         self.given_up = False
 
-    def enable(self, awake: bool = True) -> None:
+    def enable(self, enabled: bool = True) -> None:
         """Have the callback called from the next such moment on."""
-        if self.awake is not awake and not self.given_up:
-            self.awake = awake
-            self._moment.choose()
+        if self.enabled is not enabled and not self.given_up:
+            self.enabled = enabled
+            self._hook.update()
 
     def disable(self) -> None:
         """Have it called no more, until it is woken."""
@@ -53,9 +53,9 @@ class Subscription(Generic[M]):
 class Subscriptions(list[Subscription[Any]]):
     """Some that wake and rest together."""
 
-    def enable(self, awake: bool = True) -> None:
+    def enable(self, enabled: bool = True) -> None:
         for one in self:
-            one.enable(awake)
+            one.enable(enabled)
 
     def disable(self) -> None:
         self.enable(False)
@@ -65,46 +65,46 @@ class Hook(Generic[M]):
     """A kind of moment: callbacks, called in the order they subscribed.
 
     Attributes:
-        in_routine: those to be told of it in a routine step.
+        on_fast_path: those to be told of it in a fast_path step.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         _every.append(self)
         self._every: list[Subscription[M]] = []
-        self._awake: list[Subscription[M]] = []
-        self.in_routine: list[Subscription[M]] = []
+        self._enabled: list[Subscription[M]] = []
+        self.on_fast_path: list[Subscription[M]] = []
 
     def subscribe(
         self,
         callback: Callback[M],
         *,
-        routine: bool = True,
+        fast_path: bool = True,
         lost: str = "",
-        awake: bool = True,
+        enabled: bool = True,
     ) -> Subscription[M]:
-        """Have `callback(recorder, moment)` called, in routine steps only if `routine`; `lost`
+        """Have `callback(recorder, moment)` called, in fast_path steps only if `fast_path`; `lost`
         says what its failure loses."""
-        new = Subscription(self, callback, routine, lost, awake)
+        new = Subscription(self, callback, fast_path, lost, enabled)
         self._every.append(new)
-        self.choose()
+        self.update()
         return new
 
-    def choose(self) -> None:
+    def update(self) -> None:
         """Some of the subscriptions went to rest or woke up."""
-        self._awake = [one for one in self._every if one.awake]  # a new list: `happens` may run
-        self.in_routine = [one for one in self._awake if one.routine]
+        self._enabled = [one for one in self._every if one.enabled]  # a new list: `happens` may run
+        self.on_fast_path = [one for one in self._enabled if one.fast_path]
 
     def fire(self, recorder: Recorder, moment: M) -> None:
-        for one in self._awake:
+        for one in self._enabled:
             try:
                 one.callback(recorder, moment)
             except Exception as error:
                 self._failed(recorder, one, error)
 
     def fire_fast(self, recorder: Recorder, moment: M) -> None:
-        """It happens in a routine step."""
-        for one in self.in_routine:
+        """It happens in a fast_path step."""
+        for one in self.on_fast_path:
             try:
                 one.callback(recorder, moment)
             except Exception as error:
@@ -117,7 +117,7 @@ class Hook(Generic[M]):
             one.given_up = True
 
     def clear(self) -> None:
-        self._every, self._awake, self.in_routine = [], [], []
+        self._every, self._enabled, self.on_fast_path = [], [], []
 
 
 handled: Hook[BaseException] = Hook("handled")

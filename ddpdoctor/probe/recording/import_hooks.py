@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .frames import unframe
 from .patching import is_lazy, on_restore
-from .recorder import complain, guarded
+from .recorder import guarded, write_probe_error
 
 Work = Callable[[Any], None]
 
@@ -51,7 +51,7 @@ class Finder:
                 return None
             asking.add(name)
         except Exception as error:
-            complain(error)
+            write_probe_error(error)
             return None
         try:
             finders = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path))
@@ -63,7 +63,7 @@ class Finder:
             try:
                 self._wrap(name, spec.loader)
             except Exception as error:
-                complain(error)
+                write_probe_error(error)
         return spec
 
     @property
@@ -122,7 +122,7 @@ class _Execution:
         try:
             self._finder.imported(self._name, module)
         except Exception as error:
-            complain(error)
+            write_probe_error(error)
 
 
 def is_loaded(name: str) -> bool:
@@ -179,7 +179,7 @@ def _complaining(work: Work) -> Work:
         try:
             work(module)
         except Exception as error:
-            complain(error)
+            write_probe_error(error)
 
     return careful
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
-from .frames import named, passed_over, unframe
+from .frames import disguise, named, unframe
 from .recorder import Failure, Recorder, current, run_hook
 from .torch_compat import compiler_in_use, scripted_as, skip_frames, uncompiled
 
@@ -16,13 +16,13 @@ After = Callable[[Recorder, Any, Any, BaseException | None], None]
 """(recorder, what `before` returned, the result, the exception or None)."""
 
 
-class Looking(Protocol):
+class Gate(Protocol):
     """Says whether something is being looked at now."""
 
     looking: bool
 
 
-class Usual(Protocol):
+class FastPathHooks(Protocol):
     """Looks at a call of a routine step (see `routine`). Neither of these raises.
 
     Attributes:
@@ -56,8 +56,8 @@ def around(
     after: After | None = None,
     lost: str = "",
     traced: bool = False,
-    only: Looking | None = None,
-    usual: Usual | None = None,
+    only: Gate | None = None,
+    fast_path: FastPathHooks | None = None,
 ) -> None:
     """Call `before` and `after` around every call of `owner.name` in a rank.
 
@@ -71,7 +71,7 @@ def around(
         traced: torch.compile traces callers of this function: it must see the original, and
             compile neither the wrapper nor the hooks. Needs torch._dynamo to be imported.
         only: says whether to look at the call at all; no function, for it would stand unguarded.
-        usual: looks at it in place of `before` and `after` in a routine step.
+        fast_path: looks at it in place of `before` and `after` in a routine step.
     """
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
@@ -94,7 +94,8 @@ def around(
         # torch's distributed checkpoints call methods as `partial(Module.state_dict, self=model)`.
         given = args or ((kwargs["self"],) if "self" in kwargs else ())
         expected = (
-            usual is not None and (token := usual.begins(recorder, given, kwargs)) is not None
+            fast_path is not None
+            and (token := fast_path.begins(recorder, given, kwargs)) is not None
         )
         if not expected:
             if compiler is not None:
@@ -116,7 +117,7 @@ def around(
             unframe(error)
             raise
         if expected:
-            usual.ends(recorder, token, result)  # type: ignore[union-attr]
+            fast_path.ends(recorder, token, result)  # type: ignore[union-attr]
             return result
         if failure is not None:
             recorder.trouble(part, failure, lost)
@@ -124,7 +125,7 @@ def around(
             run(recorder, part, lost, after, token, result, None)
         return result
 
-    passed_over(wrapper, original)
+    disguise(wrapper, original)
     if not _wrappers:
         _wrappers.append(wrapper)
     wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]

@@ -40,7 +40,8 @@ class Recorder:
         lock: held while records are written, and by those who have some to join.
         before_events: writes what waits to be written, before anything else is.
         after_events: looks after what the program may have taken away.
-        tape: its log of calls (a `CallLog`), once there is one; `tape_failed`: none could be made.
+        call_log: the `CallLog`, None until the first call; `call_log_failed`: its file could not be
+            made.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class Recorder:
         self.started = time.monotonic()
         self.pid = os.getpid()
         self.own_ns = 0
-        self.start_ns = startup_cost.taken()
+        self.start_ns = startup_cost.take_ns()
         self.step = 0
         self.moves = 0
         self.off: set[str] = set()
         self.before_events: Callable[[Recorder], None] | None = None
         self.after_events: Callable[[], None] | None = None
-        self.tape: Any = None
-        self.tape_failed = False
+        self.call_log: Any = None
+        self.call_log_failed = False
         self._troubles: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()
         self._began = startup_cost.before(self.started, self.start_ns)
@@ -126,7 +127,7 @@ class Recorder:
         if anyway or now - self._cost_emitted > self._cost_every:
             self._cost_emitted = now
             self._cost_every = min(2 * self._cost_every, COST_EVERY_S)
-            self.start_ns += startup_cost.taken()
+            self.start_ns += startup_cost.take_ns()
             self.emit(
                 ProbeCost(
                     at=now,
@@ -223,7 +224,7 @@ def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callab
     return call
 
 
-def complain(error: BaseException) -> None:
+def write_probe_error(error: BaseException) -> None:
     """The probe could not even start: leave the reason in the run folder for the report."""
     try:
         path = os.path.join(os.environ["DDPDOCTOR_DIR"], f"probe-errors-{os.getpid()}.txt")

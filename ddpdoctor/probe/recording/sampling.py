@@ -57,14 +57,14 @@ class Pace:
         self._spent = 0
         self._most = 1 << (self.tensors.bit_length() - 1)
 
-    def fire_fast(self, step: int) -> bool:
+    def skips(self, step: int) -> bool:
         """Whether nothing is looked at in this step for sure; cheaper than `stride_at`."""
         # Beyond the first steps, those that `full` names end in 99.
         return step & self._between != 0 and step > FIRST_STEPS and (step + 1) % 100 != 0
 
     def next_after(self, step: int) -> int:
         """The next step in which something may be looked at."""
-        return next(n for n in range(step + 1, step + 2 + CHOSEN_ANEW) if not self.fire_fast(n))
+        return next(n for n in range(step + 1, step + 2 + CHOSEN_ANEW) if not self.skips(n))
 
     def stride_at(self, step: int, kinds: int, sharers: int) -> int:
         """One tensor in how many is looked at in this step; 0 for none."""

@@ -39,7 +39,7 @@ def counted() -> Iterator[None]:
         _startup.since = None
 
 
-def taken() -> int:
+def take_ns() -> int:
     """Nanoseconds spent since this was asked last."""
     _count()
     spent, _startup.spent_ns = _startup.spent_ns, 0

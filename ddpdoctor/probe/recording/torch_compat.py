@@ -79,7 +79,7 @@ def shards(module: Any) -> list[Any]:
         return []
 
 
-def kept_back(shard: Any) -> bool:
+def has_unreduced_gradient(shard: Any) -> bool:
     """Whether such a parameter has a whole gradient that was not reduced."""
     whole = getattr(shard, "_unsharded_param", None)
     grads = getattr(shard, "unsharded_accumulated_grad", None), getattr(whole, "grad", None)
@@ -207,7 +207,7 @@ class _Interposed:
 interposed = _Interposed()
 
 
-def unseen(call: Callable[..., T], *args: Any) -> T:
+def call_without_modes(call: Callable[..., T], *args: Any) -> T:
     """What a call returns that may touch the user's tensors: their modes see nothing of it."""
     if interposed.functions() or interposed.dispatches():
         with without_modes():

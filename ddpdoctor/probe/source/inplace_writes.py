@@ -22,7 +22,7 @@ _DEEP = 3
 """Functions of the same file that call each other."""
 
 
-def editing(begin: list[Place], end: list[Place]) -> list[Place]:
+def inplace_statements(begin: list[Place], end: list[Place]) -> list[Place]:
     """The statements that edit tensors between two moments, each given by the lines that ran then,
     outermost first. None where they stand in more than one place: which it was is not known."""
     found: list[Place] = []

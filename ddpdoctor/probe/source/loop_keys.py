@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from ..recording.frames import variables
 from .ast_cache import holds, source_of
-from .passthrough import hands_on
+from .passthrough import passes_through
 from .source_text import last_name
 
 KEYS = 64
@@ -78,7 +78,7 @@ def keyed(frames: list[FrameType]) -> LoopKey | None:
         code, line = frame.f_code, frame.f_lineno
         if names := keys(code, line, called):
             return LoopKey(code, names)
-        if not hands_on(code, line, called):
+        if not passes_through(code, line, called):
             break
         called = code
     return None

@@ -21,7 +21,7 @@ _LISTS_RANKS = "new_group"
 """What is computed for this is not what was given: the ranks of each group are to be listed."""
 
 
-def hands_on(code: CodeType, line: int, called: CodeType | None) -> bool:
+def passes_through(code: CodeType, line: int, called: CodeType | None) -> bool:
     """Whether what a call on that line passes is made of the arguments of the function that it is
     in, and of nothing else that may differ between ranks.
 

@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
     amid: bool = False
 
 
-class Handed(NamedTuple):
+class PassedGradients(NamedTuple):
     """What collectives carried of some gradients since the backward.
 
     Attributes:

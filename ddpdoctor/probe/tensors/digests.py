@@ -97,11 +97,11 @@ def check_suited(tensor: Any) -> None:
         raise Unsuited("it is quantised" if tensor.is_quantized else f"it is on {tensor.device}")
     if tensor.is_complex() and tensor.is_conj():
         raise Unsuited("it is a conjugated view")
-    if given_back(tensor):
+    if memory_freed(tensor):
         raise Unsuited("its memory was given back")
 
 
-def given_back(tensor: Any) -> bool:
+def memory_freed(tensor: Any) -> bool:
     """Whether a tensor's memory is gone, as `fully_shard` frees it between its uses."""
     if not hasattr(tensor, "untyped_storage"):
         return False

@@ -13,7 +13,7 @@ from ..recording.torch_compat import graph, node_number, saved
 MOST = 64
 
 
-class Taken(NamedTuple):
+class NodeRange(NamedTuple):
     """Nodes from number `first` to before `end` were made by a call at `site`."""
 
     first: int
@@ -21,11 +21,11 @@ class Taken(NamedTuple):
     site: int
 
 
-_taken: deque[Taken] = deque(maxlen=MOST)
+_ranges: deque[NodeRange] = deque(maxlen=MOST)
 
 
 def forget() -> None:
-    _taken.clear()
+    _ranges.clear()
 
 
 def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -36,13 +36,13 @@ def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def ends(recorder: Recorder, first: int) -> None:
     if first >= 0:
-        _taken.append(Taken(first, graph.next_number(), recorder.site()))
+        _ranges.append(NodeRange(first, graph.next_number(), recorder.site()))
 
 
 def site_of(node: Any) -> int:
     """The line of the call that made a node, -1 for those of a forward."""
     number = node_number(node)
-    return next((t.site for t in reversed(_taken) if t.first <= number < t.end), -1)
+    return next((t.site for t in reversed(_ranges) if t.first <= number < t.end), -1)
 
 
 def singular(node: Any) -> str:

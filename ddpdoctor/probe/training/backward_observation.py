@@ -10,7 +10,7 @@ from .accumulate_grad import FiringWatch
 from .tracked_model import Model
 
 
-class Look:
+class BackwardObservation:
     """A model around one backward, for all watchers: it is taken once before, once after.
 
     Attributes:
@@ -46,7 +46,7 @@ class Look:
         if parameters is not None:
             self.firing = FiringWatch([parameters[i] for i in self.watched], self.watched)
 
-    def again(self) -> None:
+    def after_backward(self) -> None:
         """After the backward."""
         self.after = versions(self.model.sampled)
         self.sequence_after = sequence_number(self.group)

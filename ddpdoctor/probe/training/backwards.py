@@ -9,12 +9,12 @@ from typing import Any
 from ...storage.call_ring import Phase
 from ..recording.patching import around
 from ..recording.recorder import Recorder, current_recorder
-from ..recording.torch_compat import sequence_number, unseen
+from ..recording.torch_compat import call_without_modes, sequence_number
 from ..tensors.gradient_versions import version
 from . import ddp_collectives, lifecycle, wrapped_models
-from .backward_observation import Look
+from .backward_observation import BackwardObservation
 from .records import Backward
-from .steady_state import FastPath, Plan, Seen, Stage, routine
+from .steady_state import FastPath, ObservedCall, Plan, Stage, steady_state
 from .tracked_model import Model
 
 LOST = "backwards, and with them unused parameters and unsynchronised steps"
@@ -69,8 +69,8 @@ def install() -> None:
 
     _state.depth = _state.count = _state.synced = 0
     _state.step = -1
-    usual = FastPath("autograd.backward", LOST, _begins_as_usual, _ends_as_usual)
-    around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST, usual=usual)
+    usual = FastPath("autograd.backward", LOST, _begins_fast, _ends_fast)
+    around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST, fast_path=usual)
 
 
 def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,14 +81,14 @@ def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _state.nested = 0
     recorder.moves += 1
     frame, site = recorder.sites.caller("backward")
-    routine.stop(recorder)
+    steady_state.stop(recorder)
     backward = Backward(_state.count, site, _roots(args, kwargs), time.monotonic(), frame)
     for model in (*wrapped_models.live(), *wrapped_models.discarded()):
-        look = Look(model)
-        backward.looks.append(look)
+        observation = BackwardObservation(model)
+        backward.observations.append(observation)
         awaited = model.pending_sync or model.unfinished
-        if look.firing is not None and awaited and not model.find_unused:
-            look.firing.on_complete = partial(_complete, recorder, backward, model)
+        if observation.firing is not None and awaited and not model.find_unused:
+            observation.firing.on_complete = partial(_complete, recorder, backward, model)
     lifecycle.backward_begins.fire(recorder, backward)
     backward.frame = None
     return backward
@@ -99,9 +99,9 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
 
 
-def _begins_as_usual(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The backward that a routine step has next."""
-    step = routine.expected
+    step = steady_state.expected
     if step is None or (backward := (now := step.next).backward) is None:
         return None
     wrapper = step.wrapper()
@@ -121,32 +121,32 @@ def _begins_as_usual(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str
     backward.number, backward.roots, backward.frame = _state.count, _roots(args, kwargs), frame
     backward.error = None
     backward.synced.clear()
-    routine.stage = Stage.BACKWARD
+    steady_state.stage = Stage.BACKWARD
     backward.began = began = time.monotonic()
     if call is not None and now.sync:
-        ddp_collectives.backward_recurs(step.tape.again(call, frame, now.moved, began))
+        ddp_collectives.backward_recurs(step.call_log.log_recurring(call, frame, now.moved, began))
     step.ring.enter(_BACKWARD, now.site, began)
-    unseen(_look_as_usual, recorder, step, backward)
+    call_without_modes(_observe_fast, recorder, step, backward)
     backward.frame = None
     step.sequence = sequence_number(wrapper.process_group)
     return backward
 
 
-def _look_as_usual(recorder: Recorder, step: Plan, backward: Backward) -> None:
-    """What is to be seen before a backward: what watchers look for, and the gradients."""
+def _observe_fast(recorder: Recorder, step: Plan, backward: Backward) -> None:
+    """What is to be seen before a backward: what watchers observation for, and the gradients."""
     lifecycle.backward_begins.fire_fast(recorder, backward)
     step.before = version(step.sampled())
 
 
-def _ends_as_usual(recorder: Recorder, backward: Backward, result: None) -> None:
+def _ends_fast(recorder: Recorder, backward: Backward, result: None) -> None:
     """The model's gradients are there, and were averaged if its group communicated. If neither is
     so, the backward was of something else, and the model's own is still to come."""
-    step = routine.expected
+    step = steady_state.expected
     if step is None:
         _ends(recorder, backward, result, None)
         return
     now, ended = step.next, time.monotonic()
-    routine.stage = Stage.BETWEEN
+    steady_state.stage = Stage.BETWEEN
     model = step.model
     _state.depth -= 1
     _state.seconds += ended - backward.began
@@ -163,12 +163,12 @@ def _ends_as_usual(recorder: Recorder, backward: Backward, result: None) -> None
         model.answered()
     else:
         backward.models = []
-    ddp_collectives.backward_closes(recorder, step.tape, backward, ended)
+    ddp_collectives.backward_closes(recorder, step.call_log, backward, ended)
     step.ring.enter(_USER, backward.site, ended)
-    if lifecycle.backward_ends.in_routine:
+    if lifecycle.backward_ends.on_fast_path:
         lifecycle.backward_ends.fire_fast(recorder, backward)
     backward.roots = ()
-    routine.settle(recorder, broken=averaged is not now.sync or not backward.models)
+    steady_state.settle(recorder, broken=averaged is not now.sync or not backward.models)
 
 
 def _complete(recorder: Recorder, backward: Backward, model: Model) -> None:
@@ -182,72 +182,78 @@ def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | No
         return
     backward: Backward = token
     _state.seconds += time.monotonic() - backward.began
-    step = routine.expected
+    step = steady_state.expected
     if step is not None and backward is step.next.backward:
-        routine.stage = Stage.BETWEEN  # as far as it got
-        routine.stop(recorder)
+        steady_state.stage = Stage.BETWEEN  # as far as it got
+        steady_state.stop(recorder)
     backward.error, backward.nested = error, _state.nested
     waiting = 0
-    for look in backward.looks:
-        waiting += look.expected
-        if look.firing is not None:
-            look.firing.stop()
-            backward.fired[look.model.number] = look.firing.counts
+    for observation in backward.observations:
+        waiting += observation.expected
+        if observation.firing is not None:
+            observation.firing.stop()
+            backward.fired[observation.model.number] = observation.firing.counts
         if error is None:
-            look.again()
+            observation.after_backward()
     if error is None:
         _state.count += 1
-        _credit(backward.looks)
-        for look in backward.looks:
-            _attribute(backward, look, recorder.step, alone=waiting == 1)
+        _credit(backward.observations)
+        for observation in backward.observations:
+            _attribute(backward, observation, recorder.step, alone=waiting == 1)
         _state.synced += bool(backward.synced)
         _state.step = recorder.step
-    routine.note(_seen(backward))
+    steady_state.observe(_observed(backward))
     lifecycle.backward_ends.fire(recorder, backward)
     if backward.untouched:
         lifecycle.backward_examined.fire(recorder, backward)
     if backward.unannounced:
-        lifecycle.backward_astray.fire(recorder, backward)
+        lifecycle.backward_unannounced.fire(recorder, backward)
     if error is not None:
         lifecycle.backward_failed.fire(recorder, backward)
 
 
-def _seen(backward: Backward) -> Seen | None:
+def _observed(backward: Backward) -> ObservedCall | None:
     """A backward that may be part of a routine step."""
-    alone = len(backward.looks) == len(backward.models) == 1
-    if not alone or backward.error is not None or backward.looks[0].sequence < 0:
+    alone = len(backward.observations) == len(backward.models) == 1
+    if not alone or backward.error is not None or backward.observations[0].sequence < 0:
         return None
     if backward.models[0].running:
         return None
-    return Seen(Backward, backward.models[0], backward.site, bool(backward.synced))
+    return ObservedCall(Backward, backward.models[0], backward.site, bool(backward.synced))
 
 
-def _credit(looks: list[Look]) -> None:
+def _credit(observations: list[BackwardObservation]) -> None:
     """Models that share a group share its count, with each other and with the program: one whose
     forwards told DDP not to average it did not communicate. Where DDP was to average one that this
     backward reached, nor did another that it was not to average."""
-    for look in looks:
-        look.communicated &= look.model.armed or not look.expected
-    moved = [look for look in looks if look.communicated]
+    for observation in observations:
+        observation.communicated &= observation.model.armed or not observation.expected
+    moved = [observation for observation in observations if observation.communicated]
     if len(moved) < 2:
         return
-    due = {id(look.group) for look in moved if look.model.armed and look.touched}
-    for look in moved:
-        if not look.model.armed and id(look.group) in due:
-            look.communicated = False
+    due = {
+        id(observation.group)
+        for observation in moved
+        if observation.model.armed and observation.touched
+    }
+    for observation in moved:
+        if not observation.model.armed and id(observation.group) in due:
+            observation.communicated = False
 
 
-def _attribute(backward: Backward, look: Look, step: int, *, alone: bool) -> None:
+def _attribute(
+    backward: Backward, observation: BackwardObservation, step: int, *, alone: bool
+) -> None:
     """Tell whether this backward was (also) that model's, and what it left out."""
-    model = look.model
-    communicated, touched = look.communicated, look.touched
-    if communicated and (look.expected or touched):
+    model = observation.model
+    communicated, touched = observation.communicated, observation.touched
+    if communicated and (observation.expected or touched):
         backward.synced.add(model.number)
-    if not touched and not (alone and look.expected and communicated):
+    if not touched and not (alone and observation.expected and communicated):
         return  # this backward was of another model: its own is still to come
-    untouched = look.untouched()
+    untouched = observation.untouched()
     model.reached(step, communicated)
-    if look.expected:
+    if observation.expected:
         backward.models.append(model)
         backward.expected_sync[model.number] = model.pending_sync
         if model.pending_sync:

@@ -1,4 +1,4 @@
-"""Collectives that a wrapped model makes by itself, from C++: written to the ring as any other."""
+"""Collectives that a wrapped model makes by itself, from C++: log to the ring as any other."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from ...storage.call_ring import Phase, State
 from ..collectives import call_hooks, process_groups
-from ..collectives.call_log import CallLog, tape
+from ..collectives.call_log import CallLog, call_log_of
 from ..collectives.collectives import LOST, failed, mark
 from ..recording.patching import around
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import joins, sequence_number
 from . import lifecycle
-from .backward_observation import Look
+from .backward_observation import BackwardObservation
 from .records import Backward, Forward, Step
 from .tracked_model import Model
 
@@ -25,11 +25,11 @@ def install() -> None:
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
     # Of routine steps the brackets themselves tell.
-    lifecycle.forward_begins.subscribe(_forward_begins, routine=False, lost=LOST)
-    lifecycle.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
-    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
-    lifecycle.backward_ends.subscribe(_backward_ends, routine=False, lost=LOST)
-    lifecycle.step_ends.subscribe(_step_ends, routine=False, lost=LOST)
+    lifecycle.forward_begins.subscribe(_forward_begins, fast_path=False, lost=LOST)
+    lifecycle.forward_ends.subscribe(_forward_ends, fast_path=False, lost=LOST)
+    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
+    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
+    lifecycle.step_ends.subscribe(_step_ends, fast_path=False, lost=LOST)
 
 
 class _Open:
@@ -38,25 +38,25 @@ class _Open:
     Attributes:
         forwards: model, call, and torch's count of the group's collectives before it, where nothing
             else tells whether there was one.
-        backwards: look (None in a routine step), and call.
+        backwards: observation (None in a routine step), and call.
         buffers: there are models whose forwards broadcast them.
     """
 
     def __init__(self) -> None:
         self.buffers = False
         self.forwards: list[tuple[Model, int, int]] = []
-        self.backwards: list[tuple[Look | None, int]] = []
+        self.backwards: list[tuple[BackwardObservation | None, int]] = []
 
 
 _open = _Open()
 
 
 def _wrapping(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = tape(recorder)
-    if written is None or not process_groups.exist():
+    log = call_log_of(recorder)
+    if log is None or not process_groups.exist():
         return None
     number = process_groups.number_of(kwargs.get("process_group"))
-    return written.collective(number, "DDP()", written.here()) if number >= 0 else None
+    return log.collective(number, "DDP()", log.here()) if number >= 0 else None
 
 
 def _settled(recorder: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
@@ -71,23 +71,23 @@ def _wrapped(recorder: Recorder, model: Model) -> None:
 
 
 def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    written = recorder.tape or tape(recorder)
-    if written is None:
+    log = recorder.call_log or call_log_of(recorder)
+    if log is None:
         return
     now = time.monotonic()
     if not joins(forward.wrapper):
-        forward_opens(written, forward, now)
-    written.ring.enter(Phase.FORWARD, forward.site, now)
+        forward_opens(log, forward, now)
+    log.ring.enter(Phase.FORWARD, forward.site, now)
 
 
-def forward_opens(written: CallLog, forward: Forward, now: float) -> None:
+def forward_opens(log: CallLog, forward: Forward, now: float) -> None:
     """A forward that will broadcast the buffers, or in which DDP orders its buckets anew as the
     first backward had them, is a collective of its group. The rank enters the forward now."""
     ddp, model = forward.wrapper, forward.model
     if (_open.buffers or model.rebuilds) and model.group >= 0:
         certain = broadcasts(ddp)
         if certain or _rebuilds(forward):
-            call = written.of_model(model.group, "DDP forward", forward.frame, model.number, now)
+            call = log.of_model(model.group, "DDP forward", forward.frame, model.number, now)
             before = -1 if certain else sequence_number(getattr(ddp, "process_group", None))
             _open.forwards.append((model, call, before))
 
@@ -98,31 +98,31 @@ def broadcasts(wrapper: Any) -> bool:
 
 
 def forward_recurs(model: Model, number: int) -> None:
-    """In a routine step a forward will broadcast the buffers, and that was written down."""
+    """In a routine step a forward will broadcast the buffers, and that was log down."""
     _open.forwards.append((model, number, -1))
 
 
 def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    written = recorder.tape or tape(recorder)
-    if written is None:
+    log = recorder.call_log or call_log_of(recorder)
+    if log is None:
         return
     now = time.monotonic()
-    forward_closes(recorder, written, forward, now)
-    written.ring.enter(Phase.USER, forward.site, now)
+    forward_closes(recorder, log, forward, now)
+    log.ring.enter(Phase.USER, forward.site, now)
 
 
-def forward_closes(recorder: Recorder, written: CallLog, forward: Forward, now: float) -> None:
+def forward_closes(recorder: Recorder, log: CallLog, forward: Forward, now: float) -> None:
     """What `forward_opens` wrote down is over; the rank enters what follows now."""
     if not _open.forwards or _open.forwards[-1][0] is not forward.model:
         return
     model, call, before = _open.forwards.pop()
     if before >= 0 and sequence_number(getattr(forward.wrapper, "process_group", None)) == before:
-        written.void(call)
+        log.void(call)
     elif forward.error is not None:
-        written.ring.mark(call, State.FAILED)
+        log.ring.mark(call, State.FAILED)
         call_hooks.call_failed.fire(recorder, (call, forward.error))
     else:
-        written.ring.done(call, now)
+        log.ring.done(call, now)
     if forward.error is None and _rebuilds(forward):
         model.rebuilds = False
 
@@ -133,54 +133,62 @@ def _rebuilds(forward: Forward) -> bool:
 
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    written = recorder.tape or tape(recorder)
-    if written is None:
+    log = recorder.call_log or call_log_of(recorder)
+    if log is None:
         return
     now = time.monotonic()
-    looks = [look for look in backward.looks if look.expected and look.model.pending_sync]
-    looks = [look for look in looks if look.model.group >= 0 and not joins(look.wrapper)]
-    alone = looks[0].model.number if len(looks) == 1 else -1
-    first: dict[int, Look] = {}
-    for look in looks:
-        first.setdefault(look.model.group, look)
-    for group, look in first.items():
-        call = written.of_model(group, "DDP backward", backward.frame, alone, now)
-        _open.backwards.append((look, call))
-    written.ring.enter(Phase.BACKWARD, backward.site, now)
+    observations = [
+        observation
+        for observation in backward.observations
+        if observation.expected and observation.model.pending_sync
+    ]
+    observations = [
+        observation
+        for observation in observations
+        if observation.model.group >= 0 and not joins(observation.wrapper)
+    ]
+    alone = observations[0].model.number if len(observations) == 1 else -1
+    first: dict[int, BackwardObservation] = {}
+    for observation in observations:
+        first.setdefault(observation.model.group, observation)
+    for group, observation in first.items():
+        call = log.of_model(group, "DDP backward", backward.frame, alone, now)
+        _open.backwards.append((observation, call))
+    log.ring.enter(Phase.BACKWARD, backward.site, now)
 
 
 def backward_recurs(number: int) -> None:
-    """In a routine step a backward will average the gradients, and that was written down."""
+    """In a routine step a backward will average the gradients, and that was log down."""
     _open.backwards.append((None, number))
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    written = recorder.tape or tape(recorder)
-    if written is None:
+    log = recorder.call_log or call_log_of(recorder)
+    if log is None:
         return
     now = time.monotonic()
-    backward_closes(recorder, written, backward, now)
-    written.ring.enter(Phase.USER, backward.site, now)
+    backward_closes(recorder, log, backward, now)
+    log.ring.enter(Phase.USER, backward.site, now)
 
 
-def backward_closes(recorder: Recorder, written: CallLog, backward: Backward, now: float) -> None:
+def backward_closes(recorder: Recorder, log: CallLog, backward: Backward, now: float) -> None:
     """Of the collectives that a backward was to make, which it made; as `forward_closes`."""
     if not _open.backwards:
         return
     ended, _open.backwards = _open.backwards, []
-    for look, call in ended:
-        silent = not backward.synced if look is None else not look.communicated
+    for observation, call in ended:
+        silent = not backward.synced if observation is None else not observation.communicated
         if backward.error is not None:
-            written.ring.mark(call, State.FAILED)
+            log.ring.mark(call, State.FAILED)
             call_hooks.call_failed.fire(recorder, (call, backward.error))
-        elif silent and (look is None or look.sequence >= 0):
-            written.void(call)
+        elif silent and (observation is None or observation.sequence >= 0):
+            log.void(call)
         else:
-            written.ring.done(call, now)
+            log.ring.done(call, now)
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
-    if written := recorder.tape or tape(recorder):
+    if log := recorder.call_log or call_log_of(recorder):
         now = time.monotonic()
-        written.step_ended(recorder.step, now)
-        written.ring.enter(Phase.USER, step.site, now)
+        log.step_ended(recorder.step, now)
+        log.ring.enter(Phase.USER, step.site, now)

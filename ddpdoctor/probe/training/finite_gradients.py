@@ -21,7 +21,7 @@ def finite_gradient(gradient: Any) -> bool:
     return (plain and math.isfinite(gradient.sum().item())) or finite(gradient)
 
 
-def telling(model: Model) -> list[int]:
+def sampled_positions(model: Model) -> list[int]:
     """Positions of those whose gradients tell of the others': a small one among the first, as what
     comes from the loss passes most others before it; then of each pair of a weight and a bias the
     bias, and what stands alone, as many as `MOST_LOOKED_AT`."""

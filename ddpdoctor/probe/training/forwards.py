@@ -12,10 +12,10 @@ from ...storage.call_ring import Phase
 from ..recording.import_hooks import when_imported
 from ..recording.patching import around, hide_hooks
 from ..recording.recorder import Recorder
-from ..recording.torch_compat import unseen
+from ..recording.torch_compat import call_without_modes
 from . import ddp_collectives, lifecycle, module_origins, wrapped_models
 from .records import Forward
-from .steady_state import FastPath, Seen, Stage, routine
+from .steady_state import FastPath, ObservedCall, Stage, steady_state
 from .tracked_model import Model
 
 LOST = "forwards of wrapped models"
@@ -108,7 +108,7 @@ def _hook() -> None:
         after=_ends,
         lost=LOST,
         traced=True,
-        usual=FastPath("DistributedDataParallel.forward", LOST, _begins_as_usual, _ends_as_usual),
+        fast_path=FastPath("DistributedDataParallel.forward", LOST, _begins_fast, _ends_fast),
     )
 
 
@@ -125,10 +125,10 @@ def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     sync = bool(wrapper.require_backward_grad_sync)
     number = model.forwards
     usual = grad_enabled and wrapper.training and not model.superseded
-    if routine.expected is not None and grad_enabled:
-        if usual and routine.expected.examined():
-            routine.pause()
-        routine.stop(recorder)
+    if steady_state.expected is not None and grad_enabled:
+        if usual and steady_state.expected.examined():
+            steady_state.pause()
+        steady_state.stop(recorder)
     forward = Forward(
         model=model,
         wrapper=wrapper,
@@ -143,7 +143,7 @@ def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         wrapped_models.supersede(model)
     if grad_enabled:
         model.began(forward.site, forward.sync, recorder.step)
-        routine.note(Seen(Forward, model, site, sync) if usual else None)
+        steady_state.observe(ObservedCall(Forward, model, site, sync) if usual else None)
     _state.inside += 1
     lifecycle.forward_begins.fire(recorder, forward)
     if not (grad_enabled and wrapper.training):
@@ -162,12 +162,12 @@ def _due(number: int) -> bool:
     return new or lifecycle.looked_at(number)
 
 
-def _begins_as_usual(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward that a routine step has next."""
-    step = routine.expected
+    step = steady_state.expected
     if step is None or (forward := (now := step.next).forward) is None:
         return None
-    wrapper, model, stage = step.wrapper(), step.model, routine.stage
+    wrapper, model, stage = step.wrapper(), step.model, steady_state.stage
     if (
         wrapper is None
         or wrapper is not args[0]
@@ -186,7 +186,7 @@ def _begins_as_usual(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str
     frame = now.frame(recorder)
     if frame is None:
         return None
-    routine.stage = Stage.FORWARD
+    steady_state.stage = Stage.FORWARD
     number = model.forwards
     model.began(forward.site, forward.sync, recorder.step)
     _state.count += 1
@@ -195,15 +195,17 @@ def _begins_as_usual(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str
     forward.error = None
     began = time.monotonic()
     if call is not None and broadcasts:
-        ddp_collectives.forward_recurs(model, step.tape.again(call, frame, now.moved, began))
+        ddp_collectives.forward_recurs(
+            model, step.call_log.log_recurring(call, frame, now.moved, began)
+        )
     step.ring.enter(_FORWARD, now.site, began)
     new = module_origins.registrations() != _state.registrations
-    if new or number >= model.looked_at or lifecycle.forward_begins.in_routine:
-        unseen(_look_as_usual, recorder, forward, number, frame)
+    if new or number >= model.looked_at or lifecycle.forward_begins.on_fast_path:
+        call_without_modes(_observe_fast, recorder, forward, number, frame)
     return forward, began
 
 
-def _look_as_usual(recorder: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
+def _observe_fast(recorder: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
     """What is to be seen before a forward that somebody waits for."""
     forward.frame = frame
     lifecycle.forward_begins.fire_fast(recorder, forward)
@@ -213,22 +215,22 @@ def _look_as_usual(recorder: Recorder, forward: Forward, number: int, frame: Fra
     forward.frame = None
 
 
-def _ends_as_usual(recorder: Recorder, token: tuple[Forward, float], result: Any) -> None:
-    if routine.stage != Stage.FORWARD:  # something else happened meanwhile
+def _ends_fast(recorder: Recorder, token: tuple[Forward, float], result: Any) -> None:
+    if steady_state.stage != Stage.FORWARD:  # something else happened meanwhile
         _ends(recorder, token, result, None)
         return
-    step, (forward, began) = routine.expected, token
+    step, (forward, began) = steady_state.expected, token
     assert step is not None
     ended = time.monotonic()
-    ddp_collectives.forward_closes(recorder, step.tape, forward, ended)
+    ddp_collectives.forward_closes(recorder, step.call_log, forward, ended)
     step.ring.enter(_USER, forward.site, ended)
     step.next = step.next.following or step.first
-    routine.stage = Stage.BETWEEN
+    steady_state.stage = Stage.BETWEEN
     _state.inside -= 1
     _state.seconds += ended - began
     forward.model.ended(forward.sync, True)
     forward.output = result
-    if lifecycle.forward_ends.in_routine:
+    if lifecycle.forward_ends.on_fast_path:
         lifecycle.forward_ends.fire_fast(recorder, forward)
     forward.wrapper = forward.output = None
     forward.args, forward.kwargs = (), {}
@@ -241,8 +243,8 @@ def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | No
     _state.inside -= 1
     _state.seconds += time.monotonic() - began
     forward.output, forward.error = result, error
-    if routine.stage == Stage.FORWARD:
-        routine.stop(recorder)
+    if steady_state.stage == Stage.FORWARD:
+        steady_state.stop(recorder)
     if forward.grad_enabled:
         forward.model.ended(forward.sync, bool(forward.wrapper.require_backward_grad_sync))
     lifecycle.forward_ends.fire(recorder, forward)

@@ -33,7 +33,7 @@ gradients_ready: Hook[tuple[Backward, Model]] = Hook("gradients ready")
 backward_ends: Hook[Backward] = Hook("backward ends")
 backward_examined: Hook[Backward] = Hook("backward examined")
 """After one in which at least one model was examined whole."""
-backward_astray: Hook[Backward] = Hook("backward astray")
+backward_unannounced: Hook[Backward] = Hook("backward astray")
 """After one that reached a model although no forward of its wrapper was pending."""
 backward_failed: Hook[Backward] = Hook("backward failed")
 gradients_missing: Hook[tuple[Model, int]] = Hook("gradients missing")
@@ -41,7 +41,7 @@ gradients_missing: Hook[tuple[Model, int]] = Hook("gradients missing")
 step_begins: Hook[Step] = Hook("step begins")
 step_due: Hook[Step] = Hook("step due")
 """One begins that is looked at closely: see `told_at`."""
-routine_due: Hook[Step] = Hook("routine due")
+fast_step_due: Hook[Step] = Hook("routine due")
 """A routine step begins that somebody waits for: see `Optimizer.due_at`."""
 step_inside: Hook[Step] = Hook("step inside")
 """One begins inside a backward, maybe under DDP's lock: of these the other moments of a step do not

@@ -21,8 +21,8 @@ class _Known:
 
 def install() -> None:
     """To be called before the watchers subscribe that read `Step.holdings`."""
-    lifecycle.step_begins.subscribe(_step_begins, routine=False, lost=LOST)
-    lifecycle.routine_due.subscribe(_step_begins, lost=LOST)
+    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
+    lifecycle.fast_step_due.subscribe(_step_begins, lost=LOST)
 
 
 def steps_taken(holding: OptimizerModel) -> int:

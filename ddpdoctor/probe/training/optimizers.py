@@ -14,11 +14,11 @@ from ..recording.patching import around, on_restore
 from ..recording.recorder import Recorder, current, run_hook
 from ..recording.sampling import FIRST_STEPS
 from ..recording.stopwatch import loading
-from ..recording.torch_compat import own_pre_hooks, pre_hooks_after, unseen
+from ..recording.torch_compat import call_without_modes, own_pre_hooks, pre_hooks_after
 from ..recording.weak_references import WeakIdentityMap
 from . import backwards, forwards, lifecycle, wrapped_models
-from .records import Joined, Optimizer, Step
-from .steady_state import FastPath, Stage, routine
+from .records import JoinedSteps, Optimizer, Step
+from .steady_state import FastPath, Stage, steady_state
 
 PART, LOST = "optimizer-step", "optimizer steps"
 _LAST = "ddpdoctor"
@@ -71,7 +71,7 @@ def made_at(optimizer: Any) -> int:
     return _optimizers.sites.get(optimizer, -1)
 
 
-def held() -> dict[int, Any]:
+def parameters() -> dict[int, Any]:
     """All parameters that any optimizer holds, by identity."""
     return {id(p): p for o in made() for group in o.param_groups for p in group["params"]}
 
@@ -128,7 +128,7 @@ def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             others.pop(_LAST, None)
     except Exception as error:
         recorder.trouble(PART, error, LOST)
-    if routine.stage == Stage.STEP:
+    if steady_state.stage == Stage.STEP:
         _usual.ends(recorder, optimizer, None)
     else:
         run_hook(recorder, PART, LOST, _ends, optimizer)
@@ -150,7 +150,7 @@ def _begins(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
             _optimizers.last_step_at = recorder.started
     known.began = time.monotonic()
     _, site = recorder.sites.caller("step")
-    routine.stop(recorder)
+    steady_state.stop(recorder)
     closure, due = _has_closure(args, kwargs), told_at(known.steps)
     step = Step(known.reference, known, known.steps, site, known.began, closure, due)
     known.step = step
@@ -164,9 +164,9 @@ def _begins(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
             lifecycle.step_due.fire(recorder, step)
 
 
-def _begins_as_usual(recorder: Recorder, args: Any, kwargs: Any) -> Any:
+def _begins_fast(recorder: Recorder, args: Any, kwargs: Any) -> Any:
     """The optimizer's part of a routine step."""
-    expected = routine.expected
+    expected = steady_state.expected
     if expected is None or (known := (now := expected.next).optimizer) is None:
         return None
     step = known.step
@@ -175,23 +175,23 @@ def _begins_as_usual(recorder: Recorder, args: Any, kwargs: Any) -> Any:
     if now.frame(recorder) is None:
         return None
     number = step.number = known.steps
-    routine.stage = Stage.STEP
+    steady_state.stage = Stage.STEP
     if number >= known.due_at:
-        unseen(_due_as_usual, recorder, known, step)
+        call_without_modes(_due_fast, recorder, known, step)
     else:
         step.due = False
-    if lifecycle.step_begins.in_routine:
-        unseen(lifecycle.step_begins.fire_fast, recorder, step)
+    if lifecycle.step_begins.on_fast_path:
+        call_without_modes(lifecycle.step_begins.fire_fast, recorder, step)
     step.began = known.began = began = time.monotonic()
     expected.ring.enter(_OPTIMIZER, now.site, began)
     return step
 
 
-def _due_as_usual(recorder: Recorder, known: Optimizer, step: Step) -> None:
+def _due_fast(recorder: Recorder, known: Optimizer, step: Step) -> None:
     """Somebody waits for this step, and says which is the next."""
     step.due = told_at(step.number)
     known.due_at = next_told_at(step.number)
-    lifecycle.routine_due.fire(recorder, step)
+    lifecycle.fast_step_due.fire(recorder, step)
     if step.due:
         lifecycle.step_due.fire(recorder, step)
 
@@ -204,7 +204,7 @@ def _join(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
         _emit_steps(recorder)
         joined = None
     if joined is None:
-        joined = known.joined = Joined(site)
+        joined = known.joined = JoinedSteps(site)
         _optimizers.waiting.append(known)
     joined.count += 1
     joined.step, joined.at = step, now
@@ -215,13 +215,13 @@ def _join(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
     joined.optimizer_s += now - known.began
     _optimizers.last_step_at = now
     within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
-    if step < FIRST_STEPS or now - known.told_at >= within:
+    if step < FIRST_STEPS or now - known.emitted_at >= within:
         _emit_steps(recorder)
     else:
         recorder.before_events = _emit_steps
 
 
-def _take_seconds(joined: Joined) -> None:
+def _take_seconds(joined: JoinedSteps) -> None:
     """What was spent in each phase since the last time that somebody asked."""
     joined.data_s += loading.take_seconds()
     joined.forward_s += forwards.take_seconds()
@@ -253,7 +253,7 @@ def _emit_steps(recorder: Recorder) -> None:
                 synced=joined.synced - known.synced,
             )
         )
-        known.told_at = joined.at
+        known.emitted_at = joined.at
         known.backwards, known.synced = joined.backwards, joined.synced
 
 
@@ -302,27 +302,27 @@ def _ends(recorder: Recorder, optimizer: Any) -> None:
         if known.step.closure:
             lifecycle.closure_ends.fire(recorder, known.step)
         lifecycle.step_ends.fire(recorder, known.step)
-        routine.learn(recorder, known, known.step.site)
+        steady_state.learn(recorder, known, known.step.site)
         if now >= _optimizers.pulse_at or recorder.step <= lifecycle.PULSES_FIRST:
             _beat(recorder, known.step, now)
     if known.steps == FIRST_STEPS + 1:  # what it cost to look at each of them is told apart
         recorder.emit_cost(anyway=True)
 
 
-def _ends_as_usual(recorder: Recorder, optimizer: Any, _: None) -> None:
-    expected = routine.expected
+def _ends_fast(recorder: Recorder, optimizer: Any, _: None) -> None:
+    expected = steady_state.expected
     known = expected.next.optimizer if expected is not None else None
     if expected is None or known is None or known.step is None:
         _ends(recorder, optimizer)
         return
     now = _count(recorder, known)
-    expected.tape.step_ended(recorder.step, now)
+    expected.call_log.step_ended(recorder.step, now)
     expected.ring.enter(_USER, known.step.site, now)
     if expected.next.following is not None:
-        expected.next, routine.stage = expected.next.following, Stage.BETWEEN
+        expected.next, steady_state.stage = expected.next.following, Stage.BETWEEN
     else:
-        expected.next, expected.averaged, routine.stage = expected.first, False, Stage.NONE
-    if lifecycle.step_ends.in_routine:
+        expected.next, expected.averaged, steady_state.stage = expected.first, False, Stage.NONE
+    if lifecycle.step_ends.on_fast_path:
         lifecycle.step_ends.fire_fast(recorder, known.step)
     if now >= _optimizers.pulse_at:
         _beat(recorder, known.step, now)
@@ -346,4 +346,4 @@ def _beat(recorder: Recorder, step: Step, now: float) -> None:
     recorder.emit_cost()
 
 
-_usual = FastPath(PART, LOST, _begins_as_usual, _ends_as_usual)
+_usual = FastPath(PART, LOST, _begins_fast, _ends_fast)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...storage.call_ring import Phase, State
 from ..collectives import process_groups
-from ..collectives.call_log import NEW_GROUPS, tape
+from ..collectives.call_log import NEW_GROUPS, call_log_of
 from ..recording import hooks
 from ..recording.patching import around
 from ..recording.recorder import Recorder
@@ -27,7 +27,7 @@ def install() -> None:
         (hooks.leaving, Phase.LEAVING),
     ):
         emitted = phase is not Phase.OPTIMIZER  # see `optimizers`
-        moment.subscribe(_enters(phase), routine=emitted, lost=LOST)
+        moment.subscribe(_enters(phase), fast_path=emitted, lost=LOST)
     around(process_groups.holders(), "init_process_group", before=_joins, after=_goes_on, lost=LOST)
     around(process_groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
     around((c10d, dist), "destroy_process_group", before=_destroys, after=_destroyed, lost=LOST)
@@ -35,15 +35,15 @@ def install() -> None:
 
 def _enters(phase: Phase) -> Any:
     def enters(recorder: Recorder, moment: Any) -> None:
-        if written := recorder.tape or tape(recorder):
-            written.ring.phase(phase, -1 if moment is None else moment.site)
+        if log := recorder.call_log or call_log_of(recorder):
+            log.ring.phase(phase, -1 if moment is None else moment.site)
 
     return enters
 
 
 def _now(recorder: Recorder, phase: Phase, site: int) -> None:
-    if written := tape(recorder):
-        written.ring.phase(phase, site)
+    if log := call_log_of(recorder):
+        log.ring.phase(phase, site)
 
 
 def _joins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,14 +64,14 @@ def _destroyed(recorder: Recorder, token: Any, result: Any, error: BaseException
 
 def _makes_group(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Creating a group is a collective of the whole world, unless asked otherwise."""
-    written = tape(recorder)
+    log = call_log_of(recorder)
     local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
-    if written is None or local:
+    if log is None or local:
         return None
     members = tuple(sorted(int(r) for r in process_groups.asked_for(args, kwargs) or ()))
-    return written.collective(NEW_GROUPS, "new_group", written.here(), ranks=members)
+    return log.collective(NEW_GROUPS, "new_group", log.here(), ranks=members)
 
 
 def _made_group(recorder: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
-    if number is not None and (written := tape(recorder)):
-        written.ring.mark(number, State.DONE if error is None else State.FAILED)
+    if number is not None and (log := call_log_of(recorder)):
+        log.ring.mark(number, State.DONE if error is None else State.FAILED)

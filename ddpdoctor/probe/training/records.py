@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from .backward_observation import Look
+from .backward_observation import BackwardObservation
 from .tracked_model import Model
 
 
-class Joined:
+class JoinedSteps:
     """Steps of one optimizer that wait to be told in one record.
 
     Attributes:
@@ -50,8 +50,8 @@ class Optimizer:
         self.notes: dict[type, Any] = {}
         self.backwards = 0
         self.synced = 0
-        self.joined: Joined | None = None
-        self.told_at = 0.0
+        self.joined: JoinedSteps | None = None
+        self.emitted_at = 0.0
 
 
 class OptimizerModel:
@@ -116,7 +116,7 @@ class Backward:
         number: how many this process had before it.
         roots: the tensors it starts from. Watchers must not keep them.
         frame: the user's that calls it; at the begin only.
-        looks: one at every model that it might be of.
+        observations: one at every model that it might be of.
         models: at the end, the models whose parameters it reached and that it was told apart
             from the pending ones by; `synced` are those whose group communicated meanwhile.
         untouched: at the end, by model number, positions (as in `Wrapped.parameters`) of expected
@@ -135,7 +135,7 @@ class Backward:
     roots: tuple[Any, ...]
     began: float
     frame: FrameType | None = None
-    looks: list[Look] = field(default_factory=list)
+    observations: list[BackwardObservation] = field(default_factory=list)
     models: list[Model] = field(default_factory=list)
     synced: set[int] = field(default_factory=set)
     expected_sync: dict[int, bool] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Step:
     Attributes:
         closure: the optimizer calls a closure that runs forward and backward: at the begin the
             gradients are those of the step before.
-        due: it is looked at closely: see `told_at`.
+        due: it is looked at closely: see `emitted_at`.
         holdings: the wrapped models that the optimizer trains.
     """
 

@@ -14,7 +14,7 @@ Values = list[list[float]]
 """Some of each tensor."""
 
 
-class Taken:
+class TensorSnapshot:
     """Some tensors as they were.
 
     Attributes:
@@ -38,10 +38,10 @@ class Taken:
         self.changers: dict[str, int] = {}
         self.touched: WrittenGradients | None = None
 
-    def only(self, positions: Set[int]) -> Taken:
+    def only(self, positions: Set[int]) -> TensorSnapshot:
         """The same of those of them that are among these."""
         kept = [n for n, position in enumerate(self.positions) if position in positions]
-        part = Taken([self.positions[n] for n in kept], [], sampled=True)
+        part = TensorSnapshot([self.positions[n] for n in kept], [], sampled=True)
         part.numbers, part.latest = ([row[n] for n in kept] for row in (self.numbers, self.latest))
         part.values, part.since = ([v[n] for n in kept] for v in (self.values, self.since))
         part.spans = [([a[n] for n in kept], [b[n] for n in kept]) for a, b in self.spans]
@@ -66,7 +66,7 @@ class Taken:
             self.changers[name], self.latest = site, now
             self.since = _values(tensors)
 
-    def besides(self, now: Taken) -> float:
+    def besides(self, now: TensorSnapshot) -> float:
         """The one number by which something else than these functions multiplied them until now;
         0 where there is none."""
         last = [(self.since, now.values)] if now.numbers != self.latest else []
@@ -78,7 +78,7 @@ def _values(tensors: list[Any]) -> Values:
     return [some_values([t]) for t in tensors]
 
 
-def rewritten(before: Taken, now: Taken) -> list[int]:
+def rewritten(before: TensorSnapshot, now: TensorSnapshot) -> list[int]:
     """Those that were written to, whatever they are now."""
     versions = zip(before.positions, before.versions, now.versions, strict=False)
     return [position for position, old, new in versions if old != new]

@@ -49,7 +49,7 @@ class Stage:
     STEP = 4
 
 
-class Seen(NamedTuple):
+class ObservedCall(NamedTuple):
     """A forward, a backward or an optimizer's step as it was looked at.
 
     Attributes:
@@ -70,7 +70,7 @@ class PlannedCall:
 
     Attributes:
         backward: its `looks` are empty.
-        sync: as in `Seen`; pending: forwards that wait for their backward, before it.
+        sync: as in `ObservedCall`; pending: forwards that wait for their backward, before it.
         hook: names it to `Sites.caller`.
         depth, code, instruction: of the user's frame that was in it last; moved: that is not the
             one before.
@@ -132,7 +132,7 @@ class Plan:
     model: Model
     wrapper: weakref.ref[Any]
     sampled: weakref.ref[Any]
-    tape: CallLog
+    call_log: CallLog
     ring: RingWriter
     syncs: int
     first: PlannedCall
@@ -145,8 +145,8 @@ class Plan:
         """Whether one of the backwards of the step that begins may be one to examine."""
         return self.model.examined_within(self.syncs)
 
-    def hasten(self) -> None:
-        """As in `Routine`."""
+    def observe_next_step(self) -> None:
+        """As in `SteadyState`."""
         one: PlannedCall | None = self.next
         while one is not None and one.optimizer is None:
             one = one.following
@@ -168,52 +168,52 @@ interrupted: Hook[Plan] = Hook("interrupted")
 """A step that began as a routine one is none: what has passed of it is still to be told."""
 
 
-class Routine:
+class SteadyState:
     """Whether the next step, or the one that is running, is a routine one.
 
     Attributes:
         expected: it is, or may be.
-        trail: the forwards and backwards that may be part of a routine step, and the optimizers'
+        history: the forwards and backwards that may be part of a routine step, and the optimizers'
             steps after them; None for any other forward or backward.
     """
 
     def __init__(self) -> None:
         self.expected: Plan | None = None
         self.stage = Stage.NONE
-        self.trail: list[Seen | None] = []
-        self._last: list[Seen | None] = []
+        self.history: list[ObservedCall | None] = []
+        self._last: list[ObservedCall | None] = []
         self._alike = 0
-        self._enough = ALIKE
+        self._repeats_needed = ALIKE
         self._broken = False
 
-    def note(self, seen: Seen | None) -> None:
+    def observe(self, seen: ObservedCall | None) -> None:
         """A forward with gradients, or a backward, that was looked at."""
-        last = self.trail[-1] if self.trail else None
+        last = self.history[-1] if self.history else None
         if last is not None and last.kind is Step:  # another routine step begins
-            self._alike = self._alike + 1 if self.trail == self._last else 0
-            self._last, self.trail = self.trail, []
-        if len(self.trail) <= MOST_PASSES:  # more are no routine
-            self.trail.append(seen)
+            self._alike = self._alike + 1 if self.history == self._last else 0
+            self._last, self.history = self.history, []
+        if len(self.history) <= MOST_PASSES:  # more are no routine
+            self.history.append(seen)
 
     def learn(self, recorder: Recorder, optimizer: Optimizer, site: int) -> None:
         """An optimizer's step that was looked at is over: whether it ends a routine step, and the
         next is expected to be like it."""
-        if len(self.trail) <= MOST_PASSES:
-            self.trail.append(Seen(Step, optimizer, site, False))
-        enough = self._alike + 1 >= self._enough and optimizer.steps >= FIRST
-        if enough and recorder.tape is not None and self.trail == self._last:
-            self._expect(recorder.tape, self.trail)
+        if len(self.history) <= MOST_PASSES:
+            self.history.append(ObservedCall(Step, optimizer, site, False))
+        enough = self._alike + 1 >= self._repeats_needed and optimizer.steps >= FIRST
+        if enough and recorder.call_log is not None and self.history == self._last:
+            self._expect(recorder.call_log, self.history)
 
-    def _expect(self, tape: CallLog, trail: list[Seen | None]) -> None:
-        seen = _may_repeat(trail)
+    def _expect(self, log: CallLog, history: list[ObservedCall | None]) -> None:
+        seen = _may_repeat(history)
         wrapper = seen[0].of.wrapper if seen else None
         if wrapper is None or joins(wrapper()):
             return
-        first = _passes(seen, tape)
+        first = _passes(seen, log)
         syncs = sum(one.sync for one in seen if one.kind is Backward)
         model = seen[0].of
         sampled = model.sampled[0]
-        self.expected = Plan(model, wrapper, sampled, tape, tape.ring, syncs, first, first)
+        self.expected = Plan(model, wrapper, sampled, log, log.ring, syncs, first, first)
 
     def pause(self) -> None:
         """The next step is looked at more closely, although it is expected to be like the last."""
@@ -236,19 +236,19 @@ class Routine:
         if self.expected is None:
             return
         if self.stage != Stage.NONE:
-            self._enough = min(2 * self._enough, MOST_ALIKE)
+            self._repeats_needed = min(2 * self._repeats_needed, MOST_ALIKE)
             interrupted.fire(recorder, self.expected)
-        self.expected, self.stage, self.trail = None, Stage.NONE, []
+        self.expected, self.stage, self.history = None, Stage.NONE, []
         self._alike, self._broken = 0, False
 
-    def hasten(self) -> None:
+    def observe_next_step(self) -> None:
         """Have those who wait for a step told of the next one."""
         if self.expected is not None:
-            self.expected.hasten()
+            self.expected.observe_next_step()
 
     def give_up(self) -> None:
         """Expect nothing for the rest of the run."""
-        self.expected, self.stage, self._enough = None, Stage.NONE, sys.maxsize
+        self.expected, self.stage, self._repeats_needed = None, Stage.NONE, sys.maxsize
 
     def averaged(self, model: Model) -> bool:
         """Whether the last backward averaged a model's gradients, in a routine step."""
@@ -256,12 +256,12 @@ class Routine:
         return step is not None and step.model is model and step.averaged
 
 
-def _may_repeat(trail: list[Seen | None]) -> list[Seen]:
-    """The trail, if a step of these may be a routine one: each backward is of all the forwards
+def _may_repeat(history: list[ObservedCall | None]) -> list[ObservedCall]:
+    """The history, if a step of these may be a routine one: each backward is of all the forwards
     since the one before, and averages if the last of them asked for it; so does the last one, and
     only then do optimizers step. Else nothing."""
-    seen = [one for one in trail if one is not None]
-    if len(seen) != len(trail) or len(seen) > MOST_PASSES:
+    seen = [one for one in history if one is not None]
+    if len(seen) != len(history) or len(seen) > MOST_PASSES:
         return []
     model, asked, pending, stepping = seen[0].of, False, 0, False
     for kind, of, _, sync in seen:
@@ -280,11 +280,11 @@ def _may_repeat(trail: list[Seen | None]) -> list[Seen]:
     return seen
 
 
-def _passes(trail: list[Seen], tape: CallLog) -> PlannedCall:
+def _passes(history: list[ObservedCall], log: CallLog) -> PlannedCall:
     """The passes of a step, linked; the first of them."""
     passes: list[PlannedCall] = []
     pending = 0
-    for kind, of, site, sync in trail:
+    for kind, of, site, sync in history:
         forward = Forward(of, None, site, True, sync, (), {}) if kind is Forward else None
         backward = Backward(0, site, (), 0.0, models=[of]) if kind is Backward else None
         if backward is not None:
@@ -292,7 +292,7 @@ def _passes(trail: list[Seen], tape: CallLog) -> PlannedCall:
         optimizer = of if kind is Step else None
         hook = f"{len(passes)} of a routine step"
         does = "DDP forward" if forward else "DDP backward"
-        call = tape.recurring(of.group, does, of.number) if optimizer is None else None
+        call = log.recurring(of.group, does, of.number) if optimizer is None else None
         passes.append(PlannedCall(forward, backward, optimizer, site, sync, pending, hook, call))
         pending = pending + 1 if kind is Forward else 0
     for one, following in itertools.pairwise(passes):
@@ -300,7 +300,7 @@ def _passes(trail: list[Seen], tape: CallLog) -> PlannedCall:
     return passes[0]
 
 
-routine = Routine()
+steady_state = SteadyState()
 
 
 class FastPath:
@@ -309,7 +309,7 @@ class FastPath:
 
     Args:
         begins: (recorder, args, kwargs) a token, None where this is not what comes next. The user's
-            modes are in place (see `unseen`).
+            modes are in place (see `call_without_modes`).
         ends: (recorder, token, result).
     """
 
@@ -321,11 +321,11 @@ class FastPath:
         clock = time.perf_counter_ns
 
         def failed(recorder: Recorder, error: Exception) -> None:
-            routine.give_up()
+            steady_state.give_up()
             recorder.trouble(part, error, lost)
 
         def begin(recorder: Recorder, args: Any, kwargs: Any) -> Any:
-            if routine.expected is None:
+            if steady_state.expected is None:
                 return None
             began = clock()
             try:
@@ -351,4 +351,4 @@ class FastPath:
 
 def forget() -> None:
     """Expect nothing any more."""
-    routine.__init__()  # type: ignore[misc]
+    steady_state.__init__()  # type: ignore[misc]

@@ -16,7 +16,7 @@ from ..recording.recorder import Recorder
 from ..recording.weak_references import WeakIdentityMap
 from ..source.call_resolver import Found, setting_in_frames
 from . import lifecycle
-from .module_origins import birth_site, parameter_site
+from .module_origins import origin_site, parameter_site
 from .tracked_model import Model
 
 LOST = "models wrapped in DistributedDataParallel"
@@ -173,7 +173,7 @@ def _submodules(module: Any) -> tuple[Submodule, ...]:
             words = name.split(".")
             holders.update(".".join(words[:n]) for n in range(1, len(words) + 1))
     return tuple(
-        Submodule(name=name, kind=type(part).__name__, site=birth_site(part))
+        Submodule(name=name, kind=type(part).__name__, site=origin_site(part))
         for name, part in listed
         if name in holders
     )

@@ -20,7 +20,7 @@ PER_STEP = 128
 EMITTED_AT_MOST = 300
 
 
-class Writes:
+class WriteCounts:
     """Of the parameters that one optimizer holds of one model.
 
     Attributes:
@@ -66,8 +66,13 @@ def version(tensor: Any) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def look(
-    recorder: Recorder, holding: OptimizerModel, writes: Writes, step: int, *, last: bool = False
+def record_writes(
+    recorder: Recorder,
+    holding: OptimizerModel,
+    writes: WriteCounts,
+    step: int,
+    *,
+    last: bool = False,
 ) -> None:
     """Before a step of the optimizer, or after its `last`: tell what else has written since."""
     since, due = writes.step, 0 if last else len(holding.positions) // PER_STEP

@@ -23,7 +23,7 @@ from ...source.line_tracer import Tracer
 from ...tensors.autograd_nodes import divisor_of
 from ...tensors.digests import digests, some_values
 from ...training import lifecycle, optimizers, records
-from ...training.module_origins import living
+from ...training.module_origins import living_modules
 from ...training.records import Backward, Step
 from . import unwrapped_inputs
 from .unwrapped import UnwrappedParameters
@@ -83,10 +83,10 @@ def install() -> None:
     _averaging.__init__()  # type: ignore[misc]
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
     _looking[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
-        call_hooks.called.subscribe(_called, lost=LOST, awake=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),
+        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
+        call_hooks.called.subscribe(_called, lost=LOST, enabled=False),
+        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
     )
 
 
@@ -145,7 +145,9 @@ def _sampled_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
 
 def _compiled() -> bool:
     """Whether a model is compiled: a trace function would make torch.compile recompile."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in living())
+    return any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in living_modules()
+    )
 
 
 def _trace(recorder: Recorder, parameter: Any) -> Tracer | None:

@@ -17,11 +17,11 @@ from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import sequence_number
 from ...recording.weak_references import Reference
-from ...tensors.collective_payload import ENOUGH, FLAT, Exchange, Handed, covers
+from ...tensors.collective_payload import ENOUGH, FLAT, Exchange, PassedGradients, covers
 from ...tensors.gradient_versions import memory_of
 from ...training import backwards, lifecycle, optimizers, wrapped_models
 from ...training.records import Backward, Step
-from ...training.steady_state import routine
+from ...training.steady_state import steady_state
 from . import parallelism
 
 LOST = "gradients that are synchronised manually"
@@ -149,11 +149,11 @@ def _called(recorder: Recorder, call: Call) -> None:
             _window.maybe_parameters += 0 if known else tensor.numel()
             _window.elements += tensor.numel() if recorder.step else 0
             if call.op.startswith("all_to_all"):
-                parallelism.seen(parallelism.ALL_TO_ALL, process_groups.others(call.group))
+                parallelism.seen(parallelism.ALL_TO_ALL, process_groups.other_members(call.group))
                 if tensor is call.tensors[0]:
                     parallelism.all_to_all_called(inside=inside)
             elif inside:
-                parallelism.seen(parallelism.IN_BACKWARD, process_groups.others(call.group))
+                parallelism.seen(parallelism.IN_BACKWARD, process_groups.other_members(call.group))
                 _window.in_backward.append(exchange)
 
 
@@ -187,7 +187,7 @@ def _backward_ends(recorder: Recorder, backward: Backward) -> None:
     _window.earlier += _window.recent
     _window.recent = []
     if _window.earlier:
-        routine.hasten()
+        steady_state.observe_next_step()
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
@@ -245,7 +245,7 @@ def only_in_hooks() -> bool:
 
 def in_smaller_groups(ranks: Sequence[int]) -> bool:
     """Whether DDP's hooks exchanged since the last step in proper subgroups of `ranks` only."""
-    reached = [len(process_groups.others(one.group)) + 1 for one in _window.in_backward]
+    reached = [len(process_groups.other_members(one.group)) + 1 for one in _window.in_backward]
     return only_in_hooks() and all(1 < size < len(ranks) for size in reached)
 
 
@@ -275,7 +275,7 @@ def gradients_exchanged(parameters: Sequence[Any]) -> bool:
     return covers(_window.recent, [p.grad for p in parameters if p.grad is not None])
 
 
-def gradients_passed(parameters: Sequence[Any]) -> Handed:
+def gradients_passed(parameters: Sequence[Any]) -> PassedGradients:
     """Which gradients of these parameters were passed to collectives since the backward.
 
     The group is -1 if its ranks also do what replicas do not do. Parameters may be None.
@@ -301,10 +301,10 @@ def elements_in_backward() -> int:
     return sum(e.elements for e in _window.in_backward)
 
 
-def _passed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
+def _passed(exchanges: list[Exchange], parameters: Sequence[Any]) -> PassedGradients:
     """Match exchanges to gradients: by memory first, then by size, then as one flat buffer."""
     if not exchanges:
-        return Handed()
+        return PassedGradients()
     gradients = {
         i: p.grad for i, p in enumerate(parameters) if p is not None and p.grad is not None
     }
@@ -340,7 +340,9 @@ def _passed(exchanges: list[Exchange], parameters: Sequence[Any]) -> Handed:
     used = used or {e.group for e in exchanges}
     whole = emitted == total or total - emitted <= other <= total - emitted + (FLAT[1] - 1) * total
     group = used.pop() if total and whole and len(used) == 1 else -1
-    return Handed(tuple(found), other, group, bool(total) and emitted + flat >= ENOUGH * total)
+    return PassedGradients(
+        tuple(found), other, group, bool(total) and emitted + flat >= ENOUGH * total
+    )
 
 
 def gradients_applied(parameters: Sequence[Reference]) -> bool:
@@ -448,7 +450,7 @@ def _belongs_to_optimizer(memory: int) -> bool:
     """Whether the value or gradient of a parameter of any optimizer lies at `memory`."""
     if _window.owners is None:
         _window.owners = {}
-        for parameter in optimizers.held().values():
+        for parameter in optimizers.parameters().values():
             owner = Reference(parameter)
             _window.owners.update((place, owner) for place in _addresses(parameter))
     reference = _window.owners.get(memory)

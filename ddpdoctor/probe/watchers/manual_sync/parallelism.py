@@ -70,4 +70,6 @@ def holds_replicas(group: int) -> bool:
     with any rank)."""
     if not _parallelism.special:
         return True
-    return group > 0 and _parallelism.partners.isdisjoint({-1, *process_groups.others(group)})
+    return group > 0 and _parallelism.partners.isdisjoint(
+        {-1, *process_groups.other_members(group)}
+    )

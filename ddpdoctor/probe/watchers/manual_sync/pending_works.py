@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ....storage.call_ring import State
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Issued
-from ...collectives.call_log import tape
+from ...collectives.call_log import call_log_of
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...tensors.collective_payload import ENOUGH, Exchange
@@ -71,8 +71,8 @@ def install() -> None:
     _pending.__init__()  # type: ignore[misc]
     call_hooks.issued.subscribe(_issued, lost=LOST)
     _following[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, awake=False),
+        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
+        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
     )
 
 
@@ -105,7 +105,7 @@ def steps(optimizer: int) -> tuple[int, int]:
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
-    written = tape(recorder)
+    written = call_log_of(recorder)
     for pending in _pending.running:
         # Judged only when the step ends: an optimizer of the user's, or a hook on it, may wait for
         # the works as the first thing in its step. The ring says RETURNED until somebody waits.

@@ -22,11 +22,11 @@ from ...recording.patching import around
 from ...recording.recorder import Recorder
 from ...recording.weak_references import Reference, WeakIdentityMap
 from ...source.call_resolver import assignment_in_frames
-from ...tensors.collective_payload import Handed
+from ...tensors.collective_payload import PassedGradients
 from ...tensors.digests import capturing, sums
 from ...tensors.pending_digests import Waiting
 from ...training import backwards, lifecycle, optimizers, wrapped_models
-from ...training.module_origins import birth_line, birth_site, named_roots
+from ...training.module_origins import named_roots, origin_line, origin_site
 from ...training.records import Step
 from ...training.wrapped_models import tensor_of
 from . import exchanges, parallelism, pending_works, unused_allreduce
@@ -81,7 +81,7 @@ class UnwrappedParameters:
         self.averaged = 0
         self.late = 0
         self.spread = -1
-        self.passed = Handed()
+        self.passed = PassedGradients()
         self.numbers_passed = exchanges.numbers_passed()
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
@@ -101,7 +101,7 @@ def install() -> None:
 
     around((c10d, dist), "destroy_process_group", before=_destroying, lost=LOST)
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _following[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
+    _following[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -275,9 +275,9 @@ def _made_at(recorder: Recorder, root: Any) -> int:
     """The line that assigns the model to a variable of a running function; else the one that
     constructed it."""
     found = assignment_in_frames(
-        sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", root, birth_line(root)
+        sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", root, origin_line(root)
     )
-    return recorder.sites.number(found.code, found.line) if found is not None else birth_site(root)
+    return recorder.sites.number(found.code, found.line) if found is not None else origin_site(root)
 
 
 def _emit(recorder: Recorder, step: Step, parameters: list[Any]) -> None:

@@ -77,11 +77,11 @@ _made = Subscriptions()
 def install() -> None:
     _memory.__init__()  # type: ignore[misc]
     lifecycle.pulse.subscribe(_pulse, lost=LOST)
-    lifecycle.forward_ends.subscribe(_forward_ends, routine=False, lost=LOST)
-    lifecycle.backward_begins.subscribe(_backward_begins, routine=False, lost=LOST)
+    lifecycle.forward_ends.subscribe(_forward_ends, fast_path=False, lost=LOST)
+    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
     _made[:] = (
-        lifecycle.forward_ends.subscribe(_forward_made, lost=LOST, awake=False),
-        lifecycle.backward_begins.subscribe(_backward_made, lost=LOST, awake=False),
+        lifecycle.forward_ends.subscribe(_forward_made, lost=LOST, enabled=False),
+        lifecycle.backward_begins.subscribe(_backward_made, lost=LOST, enabled=False),
     )
     hooks.leaving.subscribe(_leaving, lost=LOST)
 

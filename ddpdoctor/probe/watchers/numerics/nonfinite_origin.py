@@ -16,7 +16,7 @@ from typing import Any
 from ...recording.frames import variables
 from ...recording.torch_compat import node_number, saved, shard
 from ...source import call_graph
-from ...tensors.digests import finite, given_back, readable
+from ...tensors.digests import finite, memory_freed, readable
 from ...training import autograd_grad
 
 MOST_NODES = 4000
@@ -179,7 +179,7 @@ def _wrong(node: Any, hidden: set[Any]) -> str:
     """`result` where what the node returned is not finite, the name of what it was given where
     that is not. Nodes that cannot be read are added to those that are hidden."""
     said = ""
-    if _is_leaf(node) and (given_back(node.variable) or not finite(node.variable)):
+    if _is_leaf(node) and (memory_freed(node.variable) or not finite(node.variable)):
         hidden.add(node)  # a parameter that nobody could look at, or did
     for name in dir(node):
         if not name.startswith("_saved_"):
@@ -189,7 +189,7 @@ def _wrong(node: Any, hidden: set[Any]) -> str:
         except LookupError:
             hidden.add(node)
             continue
-        if given_back(value):
+        if memory_freed(value):
             hidden.add(node)
         elif not finite(value):
             result = name in ("_saved_result", "_saved_output", "_saved_out")

@@ -27,7 +27,7 @@ from ...recording.weak_references import Reference
 from ...tensors.digests import finite
 from ...training import lifecycle, optimizers, wrapped_models
 from ...training.accumulate_grad import Captures, GradientHooks
-from ...training.finite_gradients import finite_gradient, telling
+from ...training.finite_gradients import finite_gradient, sampled_positions
 from ...training.module_origins import named_roots
 from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
@@ -77,7 +77,7 @@ class _Numerics:
         self.returned: dict[Model, tuple[int, Any, list[tuple[int | str, Any]]]] = {}
         self.marked: set[Model] = set()
         self.masked: set[Model] = set()
-        self.telling: dict[Model, list[int]] = {}
+        self.sampled_positions: dict[Model, list[int]] = {}
 
 
 _NOTHING: tuple[int, Any, list[tuple[int | str, Any]]] = (-1, None, [])
@@ -96,8 +96,8 @@ def install() -> None:
     lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
     lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST)
     lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST)
-    _looked[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),)
-    _judging[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, awake=False),)
+    _looked[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),)
+    _judging[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -193,7 +193,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
 
 def _remaining(earlier: NonFinite | None) -> NonFinite | None:
     """What an earlier backward began with, if it is in the gradients still: they accumulate."""
-    if earlier is None or all(finite(p.grad) for p in optimizers.held().values()):
+    if earlier is None or all(finite(p.grad) for p in optimizers.parameters().values()):
         return None
     return earlier
 
@@ -232,9 +232,9 @@ def _watch_gradients(recorder: Recorder, backward: Backward, whole: bool) -> Non
     for model in wrapped_models.live():
         if not model.pending:
             continue
-        known = _state.telling.get(model)
+        known = _state.sampled_positions.get(model)
         if known is None:
-            known = _state.telling[model] = telling(model)
+            known = _state.sampled_positions[model] = sampled_positions(model)
         for position in known if whole else known[:1]:
             parameter = model.parameters[position]()
             if parameter is None or not parameter.requires_grad:  # frozen for this backward
@@ -356,7 +356,7 @@ def _started_from(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, 
         if inner is not None:
             yield "buffer", _buffers_read(inner)
     if not live:  # no wrapper, or one of another kind
-        held = list(optimizers.held().values())
+        held = list(optimizers.parameters().values())
         names, _ = named_roots(held)
         yield "parameter", [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(held)]
 
@@ -436,7 +436,7 @@ def _emit(recorder: Recorder, event: NonFinite) -> None:
     if _state.emitted < MOST_EMITTED:
         _state.emitted += 1
         if event.kind in ("loss", "gradient"):
-            largest = nonfinite_origin.largest(optimizers.held().values())
+            largest = nonfinite_origin.largest(optimizers.parameters().values())
             event = msgspec.structs.replace(event, largest=largest)
         recorder.emit(event, vital=True)
 

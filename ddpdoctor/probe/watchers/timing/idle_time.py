@@ -111,10 +111,10 @@ def install() -> None:
     _time.__init__()  # type: ignore[misc]
     call_hooks.waited.subscribe(_waited, lost=LOST)
     _measuring[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, awake=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, awake=False),
+        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
         *(
-            moment.subscribe(callback, lost=LOST, awake=False)
+            moment.subscribe(callback, lost=LOST, enabled=False)
             for moment, callback in (
                 (lifecycle.loading_begins, _loads),
                 (lifecycle.loading_ends, _leaves),
