@@ -186,7 +186,6 @@ class CollectiveShapeMismatch(Check):
             evidence={
                 "model": here.model if here else -1,
                 "hooks": {str(r): h.name if h else "none" for r, h in hooks.items()},
-                "stuck": not now.failed,
             },
             at=now.at,
         )

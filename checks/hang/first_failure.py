@@ -139,7 +139,6 @@ class FirstFailure(Check):
         message = first.message
         what = first.kind_raised if first.exception else first.text
         missing = missing_file(run, first)
-        stuck = left_waiting(run, ranks)
         if first.worker:
             summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
@@ -150,7 +149,7 @@ class FirstFailure(Check):
             summary = f"{at_step}{ranks_text(ranks)} exited with {first.text}"
         return self.finding(
             rule="rank-specific-path" if missing else _rule(first),
-            deadlocked=stuck,
+            deadlocked=left_waiting(run, ranks),
             ranks=ranks,
             steps=None if step is None else Steps.of([step]),
             subjects=(what,),
@@ -167,7 +166,6 @@ class FirstFailure(Check):
                 "message": message[:2000],
                 **({"written_by_another_rank": missing.path} if missing else {}),
                 **_traceback(first),
-                **({"stuck": True} if stuck else {}),
                 **_aftermath(first.at, others),
                 **_named_by_torchrun(run, ranks),
             },

@@ -155,7 +155,6 @@ class GroupCreationMismatch(Check):
             evidence={
                 "groups_made": {str(r): n for r, n in made.items()},
                 "waiting": fold_ranks(s.rank.rank for s in waits),
-                "stuck": stuck,
             },
             at=place.rank.wall(place.call.began) if place.call else run.started,
         )

@@ -48,6 +48,9 @@ from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ra
 BranchLine = tuple[Location, Statement]
 """A branch that only some ranks enter, and its line."""
 
+SET_FIRST_ON = "the_same_values_first_on_ranks"
+"""Name of the evidence of hyperparameter-skew which ranks set the same values at earlier steps."""
+
 UNEVEN_SINCE = "apart_since_step"
 """Name of the evidence from which step on the ranks are in different epochs."""
 
@@ -147,7 +150,7 @@ class RankExitedEarly(Check):
         if shifted_by_it(mine, other):
             return True
         if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
-            early = other.evidence.get("the_same_values_first_on_ranks")
+            early = other.evidence.get(SET_FIRST_ON)
             if isinstance(early, list) and set(early) == _left_of(mine):
                 return True
             since = mine.evidence.get(UNEVEN_SINCE)
@@ -200,7 +203,6 @@ class RankExitedEarly(Check):
                 **({} if since is None else {UNEVEN_SINCE: since}),
                 **(loop.evidence if loop else {}),
                 **(victims(now, waiting) if first.made else {"waiting_in": call}),
-                "stuck": deadlocked,
             },
             at=now.at,
         )

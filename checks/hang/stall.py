@@ -121,7 +121,6 @@ class Stall(Check):
             waits += f"; {same} likewise, on the same lines"
         evidence: Evidence = {
             "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
-            "stuck": not now.failed,
             **victims(now, [*ring, *more]),
             "stacks": merged_stacks(now),
         }

@@ -47,10 +47,11 @@ def test_a_loop_that_one_rank_of_its_group_left(
     tmp_path: Path, gone: tuple[int, ...], ranks: tuple[int, ...]
 ) -> None:
     finding = found(tmp_path, actors(4, gone))
+    assert finding.rule == "loop-exit"
     assert finding.ranks == ranks
     assert str(finding.location) == "train.py:8"
     assert [r.location.line for r in finding.related] == [11, 9, 20]
-    assert finding.evidence["stuck"] is True
+    assert finding.deadlocked
 
 
 def test_too_early_on_the_one_or_too_late_on_the_other(tmp_path: Path) -> None:
@@ -61,4 +62,5 @@ def test_the_others_may_have_come_to_it_again(tmp_path: Path) -> None:
     """By another round of a loop around both, without the call after it, or from elsewhere."""
     for n, made in enumerate((actors(4, (2,), ROUNDS), actors(4, (2,), anew=True))):
         finding = found(tmp_path / str(n), made)
+        assert finding.rule == "group-order"
         assert finding.ranks == (0, 1, 2, 3)

@@ -38,6 +38,7 @@ def failing(looked_for: str, *saved: str, read: bool = True) -> Finding:
 )
 def test_each_rank_made_the_path_by_itself(looked_for: str, saved: str, read: bool) -> None:
     finding = failing(looked_for, saved, read=read)
+    assert finding.rule == "rank-specific-path"
     assert [r.location.line for r in finding.related] == [28]
     assert str(finding.evidence["written_by_another_rank"]).endswith("last.pt")
 
@@ -56,12 +57,13 @@ def test_each_rank_made_the_path_by_itself(looked_for: str, saved: str, read: bo
 def test_what_another_rank_wrote_elsewhere_says_nothing(
     looked_for: str, saved: str, read: bool
 ) -> None:
-    pass  # EMPTY
+    assert failing(looked_for, saved, read=read).rule == "exception"
 
 
 def test_a_file_that_nobody_was_seen_to_write() -> None:
-    pass  # EMPTY
+    assert failing("last.pt").rule == "exception"
 
 
 def test_it_was_written_there_on_another_machine() -> None:
     there, own = "/out/20261123_000749/last.pt", "/out/20261123_000750/last.pt"
+    assert failing(there, own, there).rule == "exception"

@@ -30,6 +30,7 @@ def test_a_branch_whose_text_names_no_rank(tmp_path: Path, line: int, certain: b
     made[0].call(line=8, numel=1, inside=branch, state=State.BEGUN)
     made[1].call("barrier", line, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == ("branch" if certain else "unexplained")
     assert finding.ranks == (0,)
     assert 7 in [r.location.line for r in finding.related]
     assert "step" not in finding.evidence["calls"][0]  # type: ignore[index]
@@ -53,8 +54,7 @@ def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool
     made[0].call(line=9, text="log(loss)", inside=around, state=State.BEGUN)
     made[1].call("barrier", 12, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
-    expected = text if names else "if boss:"
-    way = f"move it out of `{expected}`" if " and " not in expected else "put it under `if "
+    assert finding.rule == "branch"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,7 @@ def test_the_wrapped_model_under_a_branch_that_another_rank_is_past(
         ]
     made[1 - zero].call("barrier", 12)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "branch"
     assert (finding.ranks, str(finding.location)) == ((zero,), "train.py:8")
 
 
@@ -130,6 +131,7 @@ def test_the_advice_names_the_wrapper_as_the_program_does(
         ]  # fmt: skip
     made[1].call("barrier", 12)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "branch"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,7 @@ def test_a_branch_in_a_function_that_the_other_is_back_from(
         state=State.BEGUN,
     )  # fmt: skip
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == ("branch" if told else "unexplained")
     if told:
         assert (finding.ranks, str(finding.location)) == ((1,), "train.py:17")
 
@@ -163,7 +166,7 @@ def test_a_call_of_an_object_that_is_collected(tmp_path: Path, ranks: tuple[int,
             for e in tape.events
         ]
     (finding,) = found(run_of(tmp_path, made))
-    told = len(ranks) == 1
+    assert finding.rule == ("finalizer" if len(ranks) == 1 else "branch")
 
 
 def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> None:
@@ -172,6 +175,7 @@ def test_a_call_after_a_statement_by_which_other_ranks_leave(tmp_path: Path) -> 
     made[0].call(line=9, text="log(loss)", inside=past, state=State.BEGUN)
     made[1].call("barrier", 12, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "branch"
     assert finding.ranks == (0,)
     (there, _) = finding.related
     assert (there.location.line, there.location.source) == (6, "if rank != 0:")
@@ -193,6 +197,7 @@ def test_a_branch_that_all_ranks_are_in(tmp_path: Path, text: str) -> None:
     made[0].call(line=8, numel=1, inside=((7, text),), state=State.BEGUN)
     made[1].call("barrier", 10, inside=((7, text),), state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "unexplained"
     assert 7 not in [r.location.line for r in finding.related]
 
 
@@ -203,6 +208,7 @@ def test_both_arms_of_one_branch_make_calls(tmp_path: Path, opener: int, opposed
     made[0].call("barrier", 6, inside=((5, "if rank == 0:"),), state=State.BEGUN)
     made[1].call(line=21, numel=1, inside=other, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == ("opposite-branches" if opposed else "branch")
 
 
 def test_swap_inside_the_arms_of_one_branch(tmp_path: Path) -> None:
@@ -211,6 +217,7 @@ def test_swap_inside_the_arms_of_one_branch(tmp_path: Path) -> None:
     made[0].call(line=6, text="r(a)", inside=one).call(line=7, text="r(b)", inside=one)
     made[1].call(line=9, text="r(b)", inside=other).call(line=10, text="r(a)", inside=other)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "branch"
     assert finding.ranks == (0,)
 
 
@@ -244,6 +251,7 @@ def test_arms_of_two_branches_are_no_alternatives(tmp_path: Path) -> None:
     made[1].call(line=6, text="r(grad)", numel=64, inside=((5, "if not skip():"),))
     made[0].call(line=10, text="r(loss)", numel=1, inside=((9, "else:  # if swapped(x):"),))
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "unexplained"
     assert finding.evidence["differs"] == ["numel"]
 
 
@@ -253,6 +261,7 @@ def test_the_guard_of_the_script_parts_nobody(tmp_path: Path) -> None:
     made[0].call("barrier", 8, inside=guard, state=State.BEGUN)
     made[1].call(line=10, state=State.BEGUN)  # its callers are cut off
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "unexplained"
     assert 30 not in [r.location.line for r in finding.related]
 
 
@@ -269,6 +278,7 @@ def test_a_call_of_one_group_under_a_branch_that_the_others_are_past(
         else:
             tape.call(line=line, group=1, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == ("branch" if line > 7 else "group-order")
     assert finding.ranks == ((0,) if line > 7 else (0, 1, 2))
     assert str(finding.location) == "train.py:8"
     if line > 7:
@@ -282,7 +292,7 @@ def test_a_call_of_one_group_under_a_branch_that_the_others_are_past(
         ("if rank == 0 and (a or b): save()", "under `if (a or b):`"),
         ("past if step % n or rank != 0: return", "past `if step % n:`"),
         ("if step % n == 0 or is_main():", "move it out of"),
-        ("past if step % n and rank != 0:", "in front of"),
+        ("past if step % n and rank != 0:", "move it before"),
         ("if rank == 0 and local_rank == 0:", "move it out of"),
         ("if step % n == 0 and late(step):", "move it out of"),
         ("if (step % n == 0 and", "move it out of"),
@@ -296,7 +306,7 @@ def test_a_call_is_to_be_made_without_the_part_on_the_rank(text: str, told: str)
 def test_the_rest_of_the_condition_is_to_be_the_same_on_all() -> None:
     head = Statement(line=7, text="if step % n == 0 and is_main():")
     told = unbranched(head, "call barrier")
-    assert told.endswith("put it under `if step % n == 0:` (the same on all), without `is_main()`")
+    assert "under `if step % n == 0:`" in told and told.endswith("without `is_main()`")
 
 
 @pytest.mark.parametrize("matched", [True, False])
@@ -309,5 +319,5 @@ def test_a_branch_whose_other_arm_makes_the_same_call_parts_nobody(
     made[0].call("broadcast", 8, inside=inner, caller=15, branches=outer, state=State.BEGUN)
     made[1].call("barrier", 20, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
-    at_fault = "if is_main_process():" if matched else "if rank == 0:"
+    assert finding.rule == "branch"
     assert (14 if matched else 7) in [r.location.line for r in finding.related]

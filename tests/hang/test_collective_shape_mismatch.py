@@ -44,6 +44,7 @@ def test_one_rank_passes_something_else(
     for rank, tape in made.items():
         tape.call(line=9).call(line=9, **({name: value} if rank == 2 else {}))  # type: ignore[arg-type]
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "arguments"
     assert finding.ranks == (2,)
     assert finding.evidence["differs"] == [name]
 
@@ -95,6 +96,7 @@ def test_of_two_ranks_the_one_that_changed_is_at_fault(tmp_path: Path) -> None:
         tape.call(line=9)
         tape.call(line=9, reduce_op="MAX" if rank == 0 else "SUM")
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "arguments"
     assert finding.ranks == (0,)
 
 

@@ -33,6 +33,7 @@ def starving(tmp_path: Path, *workers: Worker, seen: bool = True) -> Run:
 def test_workers_in_a_lock(tmp_path: Path) -> None:
     asleep = [Worker(pid=n, state="S", cpu_s=0.1, waits_in="futex_wait_queue") for n in (7, 8)]
     (finding,) = found(starving(tmp_path, *asleep))
+    assert finding.rule == "worker-lock"
     assert finding.ranks == (1,)
     assert finding.subjects == ("Images",)
     assert finding.location is not None
@@ -43,25 +44,27 @@ def test_a_worker_that_sleeps_in_code_of_its_own(tmp_path: Path) -> None:
     channels = ("hrtimer_nanosleep", "poll_schedule_timeout")
     workers = [Worker(pid=7 + n, state="S", cpu_s=0.1, waits_in=c) for n, c in enumerate(channels)]
     (finding,) = found(starving(tmp_path, *workers))
+    assert finding.rule == "worker-sleeps"
 
 
 @pytest.mark.parametrize(
-    ("channels", "states", "told"),
+    ("channels", "states", "rule"),
     [
-        (("locks_lock_inode_wait",) * 2, "SS", "all workers wait for a lock on a file"),
-        (("do_lock_file_wait", "pipe_read"), "SS", "1 of the workers waits for a lock on a file"),
-        (("locks_lock_inode_wait", ""), "SR", "do not deliver"),  # it has the lock, and works
-        (("locks_lock_inode_wait", "hrtimer_nanosleep"), "SS", "a worker sleeps"),
-        (("pipe_read", "pipe_read"), "SS", "do not deliver"),
+        (("locks_lock_inode_wait",) * 2, "SS", "file-lock"),
+        (("do_lock_file_wait", "pipe_read"), "SS", "file-lock"),
+        (("locks_lock_inode_wait", ""), "SR", "workers-stalled"),  # it has the lock, and works
+        (("locks_lock_inode_wait", "hrtimer_nanosleep"), "SS", "worker-sleeps"),
+        (("pipe_read", "pipe_read"), "SS", "workers-stalled"),
     ],
 )
 def test_workers_that_wait_for_a_lock_on_a_file(
-    tmp_path: Path, channels: tuple[str, str], states: str, told: str
+    tmp_path: Path, channels: tuple[str, str], states: str, rule: str
 ) -> None:
     workers = [
         Worker(pid=7 + n, state=states[n], cpu_s=0.1, waits_in=c) for n, c in enumerate(channels)
     ]
     (finding,) = found(starving(tmp_path, *workers))
+    assert finding.rule == rule
 
 
 def test_where_it_waited_until_it_was_interrupted(tmp_path: Path) -> None:
@@ -76,11 +79,13 @@ def test_where_it_waited_until_it_was_interrupted(tmp_path: Path) -> None:
     seen = [then, stall(START + 50, START + 5), Stopped(at=START + 89, by="interrupt")]
     run = run_of(tmp_path, made, more={1: [loop, loader]}, nodes={0: seen}, ended={0: -2, 1: -2})
     (finding,) = found(run)
+    assert finding.rule == "workers-stalled"
     assert str(finding.location) == "train.py:6"
 
 
 def test_workers_that_are_gone(tmp_path: Path) -> None:
     (finding,) = found(starving(tmp_path, Worker(pid=7, state="S", cpu_s=0.1)))
+    assert finding.rule == "workers-stalled"
 
 
 def test_without_workers_the_line_is_the_data_sets_own(tmp_path: Path) -> None:
@@ -92,6 +97,7 @@ def test_without_workers_the_line_is_the_data_sets_own(tmp_path: Path) -> None:
     seen = [stood(1, 33, "os.read(pipe, 1)"), stall(START + 50, START + 5)]
     run = run_of(tmp_path, made, more={1: [loader]}, nodes={0: seen}, ended={0: -15, 1: -15})
     (finding,) = found(run)
+    assert finding.rule == "no-workers"
     assert str(finding.location) == "train.py:33"
     assert [str(r.location) for r in finding.related] == ["train.py:6", "train.py:9"]
 
@@ -114,6 +120,7 @@ def test_a_worker_that_died(tmp_path: Path, line: int) -> None:
                         sampler="RandomSampler", workers=2)  # fmt: skip
     run = run_of(tmp_path, made, more={1: [loader, raised]}, ended={0: -15, 1: 1})
     (finding,) = found(run)
+    assert finding.rule == "worker-died"
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 6

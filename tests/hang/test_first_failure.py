@@ -55,6 +55,7 @@ def test_the_earliest_of_its_own_and_the_victims_under_it() -> None:
         ended={0: 1, 1: 1, 2: 1},
     )
     (finding,) = found(run)
+    assert finding.rule == "exception"
     assert finding.ranks == (1,)
     assert finding.subjects == ("ValueError",)
     assert finding.location is not None
@@ -74,9 +75,9 @@ def test_an_exception_that_hides_another(behind: str, ranks: tuple[int, ...]) ->
         hidden = Relayed("", kind, message, (msgspec.structs.replace(frame, line=4),))
         every[rank][1] = msgspec.structs.replace(every[rank][1], first=hidden)
     (finding,) = found(make_run(every, ended={0: 1, 1: 1}))
+    assert finding.rule == "exception"
     assert finding.ranks == ranks
-    if ranks == (1,):
-        pass  # EMPTY
+    assert ("ValueError" in finding.summary) is (ranks == (1,))
 
 
 def test_a_breakpoint_that_was_left_in() -> None:
@@ -86,12 +87,14 @@ def test_a_breakpoint_that_was_left_in() -> None:
         ended={0: 1, 1: 1},
     )
     (finding,) = found(run)
+    assert finding.rule == "exception"
     assert finding.location is not None
     assert (finding.ranks, finding.location.line) == ((1,), 15)
 
 
 def test_a_text_that_is_no_python_fails_wherever_it_is_read() -> None:
     (finding,) = found(make_run({1: raised(5.2, "SyntaxError")}, ended={0: None, 1: 1}))
+    assert finding.rule == "exception"
     assert finding.ranks == (1,)
 
 
@@ -99,6 +102,7 @@ def test_the_same_exception_everywhere_is_one_fault() -> None:
     (finding,) = found(
         make_run({r: raised(5 + r) for r in range(4)}, ended=dict.fromkeys(range(4), 1))
     )
+    assert finding.rule == "exception"
     assert finding.ranks == (0, 1, 2, 3)
 
 
@@ -108,6 +112,7 @@ def test_a_quiet_exit_with_a_status() -> None:
     (finding,) = found(
         make_run({0: raised(5, "RuntimeError", CLOSED), 1: quiet}, ended={0: 1, 1: 7})
     )
+    assert finding.rule == "exit-status"
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 40
@@ -121,6 +126,7 @@ def test_an_exception_that_was_caught_just_before_a_bad_exit() -> None:
     victim = raised(5, "RuntimeError", CLOSED)
     run = make_run({0: victim, 1: [where, caught, leaving]}, ended={0: 1, 1: 7})
     (finding,) = found(run)
+    assert finding.rule == "exception"
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 7
@@ -131,6 +137,7 @@ def test_an_exception_that_was_caught_just_before_a_bad_exit() -> None:
 def test_a_users_own_error_that_speaks_of_connections() -> None:
     (finding,) = found(make_run({0: raised(5, "MyError", "Connection closed by peer"), 1: []},
                                 ended={0: 1}))  # fmt: skip
+    assert finding.rule == "exception"
     assert finding.ranks == (0,)
     assert "message" in finding.evidence
     assert not finding.evidence.get("consequence")
@@ -140,6 +147,7 @@ def test_only_victims_are_told_as_such() -> None:
     (finding,) = found(
         make_run({0: raised(5, "RuntimeError", CLOSED), 1: []}, ended={0: 1, 1: None})
     )
+    assert finding.rule == "lost-peers"
     assert finding.evidence["consequence"] is True
 
 
@@ -163,14 +171,17 @@ def test_somebody_stopped_the_run() -> None:
 def test_one_rank_alone_is_interrupted() -> None:
     victim, interrupted = raised(5.1, "RuntimeError", CLOSED), raised(5, "KeyboardInterrupt", "")
     (finding,) = found(make_run({0: victim, 1: interrupted}, ended={0: 1, 1: -2}))
+    assert finding.rule == "exception"
     assert finding.ranks == (1,)
     (everybody,) = found(make_run({0: interrupted, 1: interrupted}, ended={0: -2, 1: -2}))
+    assert everybody.rule == "lost-peers"
     assert everybody.evidence["consequence"] is True
 
 
 def test_what_an_exit_said() -> None:
     leaving = RankExiting(at=START + 4, how="sys.exit", status=1, message="no more data\nat all")
     (finding,) = found(make_run({0: [], 1: [leaving]}, ended={0: 0, 1: 1}))
+    assert finding.rule == "exit-status"
     assert finding.evidence["message"] == "no more data\nat all"
 
 
@@ -180,11 +191,13 @@ def test_the_step_stands_apart_from_the_message_and_only_where_there_is_one() ->
 
     def told(*before: Event) -> Finding:
         (finding,) = found(make_run({0: [], 1: [*before, leaving]}, ended={0: 0, 1: 1}))
+        assert finding.rule == "exit-status"
         return finding
 
     training = told(*steps(8))
     assert training.steps is not None
     two = told(*steps(8), *steps(8, optimizer=1))
+    assert two.rule == "exit-status"
     for finding in (told(*steps(8), over), two, told()):
         assert finding.steps is None
 
@@ -193,6 +206,7 @@ def test_the_step_of_two_optimizers_is_not_their_sum() -> None:
     both = [e for n in range(8) for o in range(2) for e in steps(1, first=n, optimizer=o)]
     error = ExceptionRaised(at=START + 9, kind="KeyError", message="'torus'", step=16)
     (finding,) = found(make_run({0: [], 1: [*both, error]}, ended={0: 0, 1: 1}))
+    assert finding.rule == "exception"
 
 
 @pytest.mark.parametrize(("at", "status", "own"), [(5, 3, True), (5, -253, True), (8, 3, False)])
@@ -208,6 +222,7 @@ def test_who_was_leaving_with_a_bad_status_as_the_launcher_came_failed_as_well(
     first: list[Event] = [RankExiting(at=START + 5, how="sys.exit", status=3)]
     run = make_run({0: left, 1: first}, nodes={0: ends}, ended=None)
     (finding,) = found(run)
+    assert finding.rule == "exit-status"
     assert finding.ranks == ((0, 1) if own else (1,))
     assert run.ranks[0].state == ("failed" if own else "killed")
 
@@ -215,6 +230,7 @@ def test_who_was_leaving_with_a_bad_status_as_the_launcher_came_failed_as_well(
 def test_an_abort_at_teardown_is_a_note(tmp_path: Path) -> None:
     over: list[Event] = [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")]
     (finding,) = found(make_run({0: over, 1: over}, ended={1: -6}))
+    assert finding.rule == "teardown-abort"
     assert finding.severity is Severity.NOTE
 
 
@@ -223,6 +239,7 @@ def test_an_abort_at_teardown_for_which_others_were_told_to_end(done: bool) -> N
     over: list[Event] = [GroupDestroyed(at=START + 5), RankExiting(at=START + 6, how="return")]
     run = make_run({0: over if done else [], 1: over}, ended={0: -15, 1: -6})
     (finding,) = found(run)
+    assert finding.rule == "teardown-abort"
     assert (finding.severity, finding.ranks) == (Severity.NOTE, (1,))
 
 
@@ -294,6 +311,7 @@ def by_worker() -> list[Event]:
 def test_an_exception_of_a_worker_is_told_by_its_own_text_and_line() -> None:
     (finding,) = found(make_run({0: raised(5.5, "RuntimeError", CLOSED), 1: by_worker()},
                                 ended={0: 1, 1: 1}))  # fmt: skip
+    assert finding.rule == "worker-exception"
     assert finding.ranks == (1,)
     assert str(finding.location) == "data.py:12"
     assert [str(r.location) for r in finding.related] == ["train.py:30"]
@@ -307,6 +325,7 @@ def test_a_worker_that_lost_a_connection_failed_on_its_own() -> None:
     assert isinstance(event, ExceptionRaised)
     lost = msgspec.structs.replace(event, kind="ConnectionError", message=f"Caught ... {CLOSED}")
     (finding,) = found(make_run({0: [], 1: [*sites, lost]}, ended={0: None, 1: 1}))
+    assert finding.rule == "worker-exception"
     assert finding.ranks == (1,)
     assert not finding.evidence.get("consequence")
 
@@ -314,12 +333,15 @@ def test_a_worker_that_lost_a_connection_failed_on_its_own() -> None:
 def test_the_advice_says_more_than_the_line() -> None:
     victim = raised(5.5, "RuntimeError", CLOSED)
     (one,) = found(make_run({0: victim, 1: raised(5)}, ended={0: 1, 1: 1}))
+    assert one.rule == "exception"
     (all_,) = found(make_run({r: raised(5) for r in range(2)}, ended={0: 1, 1: 1}))
+    assert all_.rule == "exception"
 
 
 def test_the_split_sizes_of_an_all_to_all() -> None:
     message = "[enforce fail at alltoallv.cc:138] inLengthPerRank[myRank] == outLengthPerRank[myRa"
     (finding,) = found(make_run({0: raised(5, "RuntimeError", message), 1: []}, ended={0: 1, 1: 0}))
+    assert finding.rule == "exception"
 
 
 def test_ranks_that_fail_at_one_line_by_numbers_of_their_own() -> None:
@@ -327,11 +349,13 @@ def test_ranks_that_fail_at_one_line_by_numbers_of_their_own() -> None:
         {r: raised(5, "KeyError", text) for r, text in enumerate(("97", "45"))}, ended={0: 1, 1: 1}
     )
     (finding,) = found(run)
+    assert finding.rule == "exception"
     addresses = ("<Net at 0x7f01>", "<Net at 0x7f02>")
     run = make_run(
         {r: raised(5, "KeyError", text) for r, text in enumerate(addresses)}, ended={0: 1, 1: 1}
     )
     (finding,) = found(run)
+    assert finding.rule == "exception"
 
 
 @pytest.mark.parametrize("further", [False, True])
@@ -348,6 +372,7 @@ def test_the_others_had_not_come_as_far(further: bool) -> None:
         nodes={0: [cleaned]},
     )
     (finding,) = found(run)
+    assert finding.rule == "exception"
 
 
 def leaves(rank: int, at: float, ended: float, by_launcher: bool) -> tuple[list[Event], Event]:
@@ -369,6 +394,7 @@ def test_all_leave_alike_and_one_is_gone_first(at: float, ranks: tuple[int, ...]
     last, end = leaves(0, at, 9, by_launcher=True)
     early, gone = leaves(1, 5, 8, by_launcher=False)
     (finding,) = found(make_run({0: last, 1: early}, ended=None, nodes={0: [gone, end]}))
+    assert finding.rule == "exit-status"
     assert finding.ranks == ranks
 
 
@@ -378,6 +404,7 @@ def test_the_others_are_ended_before_they_come_to_where_the_first_left() -> None
                            wall=WALL + 9)  # fmt: skip
     run = make_run({0: steps(3), 1: early}, ended=None, nodes={0: [gone, cleaned]})
     (finding,) = found(run)
+    assert finding.rule == "exit-status"
     assert finding.ranks == (1,)
 
 
@@ -392,11 +419,13 @@ def test_torchrun_names_a_rank_only_where_it_ran(
     first = started(0, 2, spawned=spawned, environment=environment)
     victim = [first, *raised(5.5, "RuntimeError", CLOSED)]
     (finding,) = found(make_run({0: victim, 1: raised(5)}, ended={0: 1, 1: 1}))
+    assert finding.rule == "exception"
     assert ("torchrun_names" in finding.evidence) is named
 
 
 def test_a_long_message_is_cut_at_the_end_of_a_word() -> None:
     (finding,) = found(make_run({0: raised(1, message="wordy " * 80), 1: []}, ended={0: 1}))
+    assert finding.rule == "exception"
     told = finding.summary.partition("ValueError: ")[2]
     assert told.startswith("wordy wordy")
     assert set(told.split()) <= {"wordy", "…"}
@@ -419,16 +448,20 @@ def without_a_record(status: int | None, at: float, rank_0: list[Event]) -> Run:
 
 def test_a_rank_without_a_record_ended_first() -> None:
     (finding,) = found(without_a_record(1, 5.5, raised(5, "RuntimeError", CLOSED)))
+    assert finding.rule == "unrecorded"
     assert finding.ranks == (1,)
     assert [row["ranks"] for row in finding.evidence["consequences"]] == ["0"]  # type: ignore[attr-defined]
     (before,) = found(without_a_record(1, 4.5, raised(5)))
+    assert before.rule == "unrecorded"
     assert before.ranks == (1,)
 
 
 def test_a_rank_without_a_record_that_was_not_first() -> None:
     (own,) = found(without_a_record(1, 5.5, raised(5)))
+    assert own.rule == "exception"
     assert own.ranks == (0,)
     (lost,) = found(without_a_record(0, 5.5, raised(5, "RuntimeError", CLOSED)))
+    assert lost.rule == "lost-peers"
     assert lost.evidence["consequence"] is True
 
 
@@ -437,3 +470,4 @@ def test_the_words_in_which_the_ranks_differ_are_not_cut_off() -> None:
     ranks = {r: raised(5.0 + r, "RuntimeError", said.format(r)) for r in (2, 3)}
     run = make_run({0: [], 1: [], **ranks}, ended={0: -15, 1: -15, 2: 1, 3: 1})
     (finding,) = found(run)
+    assert finding.rule == "exception"

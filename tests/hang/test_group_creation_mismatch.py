@@ -28,6 +28,7 @@ def test_every_rank_its_own_group(tmp_path: Path) -> None:
         mine = (0, 1) if rank < 2 else (2, 3)
         tape.call("new_group", 9, group=NEW, ranks=mine)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "different-order"
     assert set(finding.subjects) == {"[0, 1]", "[2, 3]"}
 
 
@@ -43,7 +44,8 @@ def test_groups_that_only_their_members_make(
     (finding,) = found(run_of(tmp_path, made))
     own = "rank in ranks" in branch and third == (1, 2)
     assert finding.ranks == ((0, 1, 2) if own else (2,))
-    assert (8 in [r.location.line for r in finding.related if "members" in r.label]) is own
+    assert finding.rule == ("members-only" if own else "different-order")
+    assert 8 in [r.location.line for r in finding.related] or not own
 
 
 def test_groups_that_are_made_while_the_training_goes_on(tmp_path: Path) -> None:
@@ -54,6 +56,7 @@ def test_groups_that_are_made_while_the_training_goes_on(tmp_path: Path) -> None
         tape.call("new_group", 9, group=NEW, ranks=(0, 1) if rank < 2 else (2, 3), step=3)
     taken = StepDone(at=START, optimizer=0, step=8, site=-1, wall_s=0.1)
     (finding,) = found(run_of(tmp_path, made, more={rank: [taken] for rank in made}))
+    assert finding.rule == "different-order"
     assert finding.steps is not None and finding.steps.first == 3
 
 
@@ -77,7 +80,8 @@ def test_they_got_past_it_and_wait_elsewhere(tmp_path: Path) -> None:
     (finding,) = found(
         run_of(tmp_path, apart(), nodes={0: [stall(START + 40, START + 5)]}, now=START + 41)
     )
-    assert finding.evidence["stuck"] is True
+    assert finding.rule == "different-order"
+    assert finding.deadlocked
     assert not [r for r in finding.related if "branch" in r.label]
 
 
@@ -87,7 +91,8 @@ def test_one_of_them_still_works(tmp_path: Path) -> None:
             tmp_path, apart(working=True), nodes={0: [stall(START + 40, START + 5)]}, now=START + 41
         )
     )
-    assert finding.evidence["stuck"] is False
+    assert finding.rule == "different-order"
+    assert not finding.deadlocked
 
 
 def test_only_some_ranks_make_it(tmp_path: Path) -> None:
@@ -95,8 +100,9 @@ def test_only_some_ranks_make_it(tmp_path: Path) -> None:
     made[0].call("new_group", 9, group=NEW, ranks=(0,), state=State.BEGUN, at=START + 5)
     made[1].call(line=12, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.rule == "never-created"
     assert finding.ranks == (1,)
-    assert finding.evidence["stuck"] is True
+    assert finding.deadlocked
     assert finding.location is not None
     assert finding.location.line == 9
 
@@ -106,6 +112,7 @@ def test_some_ranks_made_it_and_all_are_over(tmp_path: Path) -> None:
     made[0].call("new_group", 9, group=NEW, ranks=(0,))
     more = {r: [RankExiting(at=START + 5, how="return")] for r in made}
     (finding,) = found(run_of(tmp_path, made, more=more))
+    assert finding.rule == "never-created"
     assert finding.ranks == (1,)
 
 

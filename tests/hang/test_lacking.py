@@ -66,6 +66,7 @@ def test_a_step_that_one_rank_skips_is_one_all_the_same(events: list[Event]) -> 
     extra = {2: -1} if events else {2: -2}
     ranks = {0: [pattern(0), looked(0, 2, extra)], 1: [*events, looked(1, 2, {})]}
     codes = {f.code: f for f in told(drift_run(ranks, count=COUNT))}
+    assert codes["DDP402"].ranks == (0,)
 
 
 def calls(lead: int, *, op: str = "DDP backward") -> dict[int, CallLog]:

@@ -41,6 +41,7 @@ def test_a_loop_that_one_rank_has_left(tmp_path: Path) -> None:
     made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
     made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "loop-exit"
     assert 8 in [r.location.line for r in finding.related]
     assert finding.ranks == (0, 1), "too early on the one, or too late on the other"
 
@@ -58,6 +59,7 @@ def test_a_call_in_a_loop_that_one_rank_alone_ever_makes(tmp_path: Path, alone: 
     made[0].call("DDP forward", 12, inside=on_zero, state=State.BEGUN, at=START + 5)
     made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == ("branch" if alone else "loop-exit")
     assert finding.ranks == (0,)
 
 
@@ -70,6 +72,7 @@ def test_the_statement_by_which_a_rank_has_left_a_loop(tmp_path: Path) -> None:
     made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
     made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "loop-exit"
     assert finding.ranks == (1,)
     assert str(finding.location) == "train.py:11"
 
@@ -86,6 +89,7 @@ def test_a_loop_that_the_others_came_to_once_more(tmp_path: Path, between: bool)
     made[0].call("barrier", 14, inside=on_zero, state=State.BEGUN, at=START + 5)
     made[1].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == ("branch" if between else "loop-exit")
     if between:
         assert finding.ranks == (0,)
 
@@ -100,6 +104,7 @@ def test_an_inner_loop_that_the_others_came_to_once_more(tmp_path: Path, branch:
     made[1].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     on_rank = branch == "if rank == 0:"
+    assert finding.rule == ("branch" if on_rank else "loop-exit")
     if on_rank:
         assert (finding.ranks, finding.location.line) == ((0,), 14)
 
@@ -124,6 +129,7 @@ def test_a_loop_in_a_caller_that_is_on_record(tmp_path: Path) -> None:
     deep(made[0], 14, (13, "if last:"), loop[1], numel=1, state=State.BEGUN, at=START + 5)
     made[1].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "branch"
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -137,6 +143,7 @@ def test_a_call_of_a_thread_says_nothing_of_a_loop(tmp_path: Path, everywhere: b
     if everywhere:
         made[1].call(line=30, numel=7, thread="ckpt")
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == ("thread" if everywhere else "unexplained")
     if everywhere:
         assert (str(finding.location), finding.ranks) == ("train.py:30", (0, 1))
 
@@ -152,6 +159,7 @@ def test_a_call_of_a_thread_without_lines_is_where_that_was_started(tmp_path: Pa
     made[1].call(line=9, inside=loop)
     made[1].call("gather_object", 30, save, thread="saver", started=True, root=0)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "thread"
     assert (str(finding.location), finding.ranks) == ("train.py:30", (0, 1))
 
 
@@ -164,6 +172,7 @@ def test_a_round_that_one_rank_has_skipped(tmp_path: Path) -> None:
     made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
     made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "skipped-round"
     assert (finding.location.line, finding.ranks) == (5, (1,))
 
 
@@ -208,6 +217,7 @@ def test_the_loop_that_was_left_of_nested_ones(
         1: left_early(epochs=done, exhausted=True),
     }
     (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert finding.rule == "loop-exit"
     assert [r.location.line for r in finding.related if "left" in r.label] == [line]
 
 
@@ -232,6 +242,7 @@ def test_how_a_loop_over_a_loader_was_left(
         1: left_early(epochs=1, exhausted=True, batches=batches, read=read, steps=steps),
     }
     (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert finding.rule == ("skipped-round" if steps < read else "loop-exit")
 
 
 GENERATED = (
@@ -282,6 +293,7 @@ def test_a_loop_over_a_generator_that_reads_a_loader(
         1: [*over(*left_early(epochs=1, exhausted=False, batches=6)), read],
     }
     (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert finding.rule == ("skipped-round" if told else "loop-exit")
     if told:
         assert (finding.ranks, finding.location.line) == ((0,), 7)
 
@@ -306,6 +318,7 @@ def swallowed(tmp_path: Path, inside: tuple[Statement, ...], *more: Event) -> Fi
 
 def test_a_rank_that_goes_on_after_its_call_failed_was_in_the_loop_in_it(tmp_path: Path) -> None:
     finding = swallowed(tmp_path, (Statement(line=8, text="for x, y in loader:", ways=(HANDLER,)),))
+    assert finding.rule == "skipped-round"
     assert (finding.ranks, finding.location.line) == ((1,), 16)
     assert finding.evidence["took_no_step_for_a_batch"] == [1]
 
@@ -318,8 +331,9 @@ def test_a_continue_in_another_arm_leaves_out_nothing_here(tmp_path: Path) -> No
         at=START + 3, where="handler", kind="ValueError", message="bad", step=4, site=50, tried=50
     )
     finding = swallowed(tmp_path, (arm, msgspec.structs.replace(loop, ways=(other, HANDLER))), seen)
+    assert finding.rule == "skipped-round"
     assert (finding.ranks, finding.location.line) == ((1,), 16)
-    assert "the branch that leads there" not in [r.label for r in finding.related]
+    assert 5 not in [r.location.line for r in finding.related]
 
 
 def in_a_helper(tape: CallLog, caller: int) -> None:
@@ -347,6 +361,7 @@ def test_another_call_of_the_function_with_the_loop(tmp_path: Path) -> None:
             tape.call("all_reduce", 12, numel=1, state=State.BEGUN, at=START + 5)
         in_a_helper(tape, 34 if rank == 0 else 30)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "unexplained"
 
 
 def test_only_the_inner_loop_was_left(tmp_path: Path) -> None:
@@ -356,6 +371,7 @@ def test_only_the_inner_loop_was_left(tmp_path: Path) -> None:
     made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
     made[1].call("barrier", 14, inside=NESTED[1:], state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "loop-exit"
 
 
 RELAX = (8, "while error > tolerance:")
@@ -371,7 +387,8 @@ def test_a_loop_of_as_many_rounds_on_all_was_not_left(tmp_path: Path, bounds: st
     made[0].call(line=9, inside=loops, state=State.BEGUN, at=START + 5)
     made[1].call("barrier", 14, inside=loops[2:], state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
-    left = 8 if bounds == "range(4)" else 6
+    assert finding.rule == "loop-exit"
+    assert (8 if bounds == "range(4)" else 6) in [r.location.line for r in finding.related]
 
 
 def test_ranks_in_loops_one_after_the_other(tmp_path: Path) -> None:
@@ -383,6 +400,7 @@ def test_ranks_in_loops_one_after_the_other(tmp_path: Path) -> None:
     after = ((12, "for k in range(1):"), EPOCHS)
     made[1].call("barrier", 14, inside=after, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "unexplained"
     assert finding.ranks == (0, 1)
 
 
@@ -403,6 +421,7 @@ def test_a_loop_that_a_rank_left_in_its_first_round(tmp_path: Path, began: bool)
         1: left_early(epochs=1 + began, exhausted=not began),
     }
     (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert finding.rule == "loop-exit"
     if began:
         assert (finding.ranks, str(finding.location)) == ((1,), "train.py:11")
 
@@ -421,6 +440,7 @@ def test_a_caller_that_is_not_on_record_may_be_in_the_loop(tmp_path: Path) -> No
     ]
     made[1].events.append(msgspec.structs.replace(deep, places=deep.places * CALLERS))
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "unexplained"
 
 
 def test_a_loop_that_the_others_left_when_it_was_entered_from_other_lines(tmp_path: Path) -> None:
@@ -432,6 +452,7 @@ def test_a_loop_that_the_others_left_when_it_was_entered_from_other_lines(tmp_pa
     made[0].call(line=9, inside=loop, caller=22, branches=on_zero, state=State.BEGUN, at=START + 5)
     made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "branch"
     assert 8 not in [r.location.line for r in finding.related]
 
 
@@ -442,3 +463,4 @@ def test_a_loop_that_the_others_come_to_later(tmp_path: Path) -> None:
     made[0].call("all_gather", 9, inside=loop, caller=22, state=State.BEGUN, at=START + 6)
     made[1].call("all_gather", 9, inside=loop, caller=22, state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "branch"

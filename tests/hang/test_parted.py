@@ -77,6 +77,7 @@ def test_calls_of_a_branch_that_read_like_those_of_the_others(
     _forward(made[1])
     made[1].call("DDP backward", 60, "loss.backward()", caller=20, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == ("branch" if guarded else "reordered")
     assert finding.evidence["differs"] == ["order"]
     if guarded:
         assert finding.ranks == (0,)
@@ -111,6 +112,7 @@ def test_a_call_left_out_by_an_exception_that_was_caught(tmp_path: Path, world: 
         else:
             tape.call("gather", 18, inside=_tried(), state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "swallowed-exception"
     assert finding.ranks == (0,)
     assert finding.location is not None
     assert finding.location.line == 18
@@ -137,6 +139,7 @@ def test_a_call_that_may_be_left_out_otherwise(
     made[0].call(line=line, state=State.BEGUN)
     made[1].call("gather", 18, inside=inside, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule != "swallowed-exception"
 
 
 def test_the_one_that_a_condition_keeps_from_a_call_left_it_out(tmp_path: Path) -> None:
@@ -148,6 +151,7 @@ def test_the_one_that_a_condition_keeps_from_a_call_left_it_out(tmp_path: Path) 
         else:
             tape.call("all_gather", 21, inside=[(21, "if r != 1")], state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "branch"
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 21
@@ -167,6 +171,7 @@ def test_who_is_in_the_next_round_did_not_enter_a_branch(tmp_path: Path, same_ro
         else:
             tape.call("DDP backward", 18, inside=[LOOP], step=26, state=State.BEGUN)
     (finding,) = found(run_of(tmp_path, made, now=START + 60))
+    assert finding.rule == ("unexplained" if same_round else "branch")
     assert finding.ranks == (2,)
     if not same_round:
-        assert finding.evidence["stuck"]
+        assert finding.deadlocked

@@ -53,10 +53,10 @@ def test_a_stop_follows_from_the_last_mismatch_before_it(tmp_path: Path) -> None
     seen = {0: [stall(START + 55, START + 40), *(stood(r, 12, "reduce()") for r in range(3))]}
     run = run_of(tmp_path, made, now=START + 55, nodes=seen)
     dtypes, roots = found(run)
-    assert dtypes.evidence["stuck"] is False
+    assert not dtypes.deadlocked
     assert dtypes.consequences == ()
     assert roots.ranks == (2,)
-    assert roots.evidence["stuck"] is True
+    assert roots.deadlocked
     assert [c.check for c in roots.consequences] == ["stall"]
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_is_missing_long_after_a_mismatch(tmp_path: Path) -> None:
     seen = {0: [stall(START + 55, START + 40), stood(1, 20, "time.sleep(1e9)", cpu=0.0)]}
     run = run_of(tmp_path, made, now=START + 55, nodes=seen)
     dtypes, missing = found(run)
-    assert dtypes.evidence["stuck"] is False
+    assert not dtypes.deadlocked
     assert missing.check == "rank-missing"
     assert missing.ranks == (1,)
 
@@ -84,6 +84,7 @@ def test_a_stop_in_the_next_calls_still_follows_from_it(tmp_path: Path) -> None:
     made[1].now(Phase.USER, 20, "x.item()").progress_at = START + 40
     seen = {0: [stall(START + 55, START + 40), stood(1, 20, "x.item()", cpu=0.0)]}
     (finding,) = found(run_of(tmp_path, made, now=START + 55, nodes=seen))
+    assert finding.rule == "arguments"
     assert [c.check for c in finding.consequences] == ["rank-missing"]
 
 
@@ -95,6 +96,7 @@ def test_every_time_counts(tmp_path: Path) -> None:
             a_step(tape, step, reduce_op="MAX" if culprits else "SUM")
     run = run_of(tmp_path, made, more=trained(made))
     (finding,) = found(run)
+    assert finding.rule == "arguments"
     assert finding.steps == Steps(4, 10, 4)
     assert finding.ranks == (1,)
     assert finding.evidence["times"] == 4
@@ -126,6 +128,7 @@ def test_from_a_call_too_many_on_all_is_a_consequence(tmp_path: Path) -> None:
                     tape.call(line=5, numel=1 + n // 2, step=step)
             tape.call(line=9, numel=1, step=step)
     (finding,) = found(run_of(tmp_path, made, more=trained(made)))
+    assert finding.rule == "arguments"
     assert finding.steps is not None
     assert finding.steps.first == 2
 
@@ -140,6 +143,7 @@ def test_a_mismatch_in_each_of_many_rounds(tmp_path: Path) -> None:
             CallRun(at=START, group=0, first=0, block=0, repeat=100_000, step=0),
         ]
     (finding,) = found(run_of(tmp_path, made, more=trained(made)))
+    assert finding.rule == "arguments"
     assert finding.steps == Steps(0, 1999, 2000, 2000)
 
 
@@ -181,4 +185,5 @@ def test_the_steps_after_which_the_ranks_part_in_a_run_that_ends_well(tmp_path: 
         for step in (2, 4, 6):
             tape.call(line=9, dtype="int32" if rank else "float32", step=step).call("barrier", 10)
     (finding,) = found(run_of(tmp_path, made, more=trained(made, 6)))
+    assert finding.rule == "arguments"
     assert finding.steps == Steps(1, 5, 3)

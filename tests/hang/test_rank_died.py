@@ -48,6 +48,7 @@ def end(rank: int, at: float, **fields: object) -> ProcessEnded:
 def test_killed(tmp_path: Path) -> None:
     nodes = {0: [end(1, START + 6, signal=9), end(0, START + 6.2, signal=15, by_launcher=True)]}
     (finding,) = found(run_of(tmp_path, tapes(), nodes=nodes, ended=None))
+    assert finding.rule == "killed-outside"
     assert finding.ranks == (1,)
     assert finding.subjects == ("SIGKILL",)
     assert finding.location is not None
@@ -57,9 +58,11 @@ def test_killed(tmp_path: Path) -> None:
 def test_where_it_was_is_told_only_where_that_is_known(tmp_path: Path) -> None:
     ends = {0: [end(1, START + 6, signal=9)]}
     (inside,) = found(run_of(tmp_path, tapes(), nodes=ends, ended=None))
+    assert inside.rule == "killed-outside"
     made = tapes()
     made[1].calls.pop()
     (after,) = found(run_of(tmp_path / "b", made, nodes=ends, ended=None))
+    assert after.rule == "killed-outside"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,7 @@ def test_told_to_end_beside_spawned_processes_that_are_no_ranks(
         tape.events.insert(0, started(rank, 2, spawned=spawned))
     ends = {0: [end(r, START + 6, signal=signal) for r in made]}
     (finding,) = found(run_of(tmp_path, made, nodes=ends, ended=None))
+    assert finding.rule == ("maybe-spawn" if doubt else "killed-outside")
     assert (finding.confidence is Confidence.SUSPECTED) is doubt
 
 
@@ -83,6 +87,7 @@ def test_a_crash_is_where_its_stack_says(tmp_path: Path, inside: bool) -> None:
         made[1].calls.pop()
     seen = [stood(1, 20, "crash()", crashed=True), end(1, START + 6, signal=6)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    assert finding.rule == "native-crash"
     assert str(finding.location) == "train.py:20"
     assert finding.location is not None
     assert finding.location.source == "crash()"
@@ -104,12 +109,14 @@ def test_a_signal_that_a_rank_sends_is_where_it_was_sent(
     ]
     ends = {0: [end(1, START + 6, signal=9)]}
     (finding,) = found(run_of(tmp_path, made, nodes=ends, ended=None))
+    assert finding.rule == ("sent-by-rank" if named else "killed-outside")
     assert finding.ranks == (1,)
 
 
 def test_ranks_that_died_one_after_the_other(tmp_path: Path) -> None:
     ends = [end(1, START + 6, signal=9), end(0, START + 6.2, signal=9)]
     (finding,) = found(run_of(tmp_path, tapes(), nodes={0: ends}, ended=None))
+    assert finding.rule == "killed-outside"
     assert finding.ranks == (0, 1)
 
 
@@ -122,6 +129,7 @@ def test_the_kernels_counter_confirms_it(tmp_path: Path) -> None:
         MemoryLimit(at=START + 6.1, oom_kills=3),
     ]
     (finding,) = found(run_of(tmp_path, tapes(), nodes={0: seen}, ended=None))
+    assert finding.rule == "out-of-memory"
     assert (finding.evidence["memory_first_gib"], finding.evidence["memory_last_gib"]) == (1.0, 7.0)
 
 
@@ -137,6 +145,7 @@ def test_gone_without_a_word(lost: bool, tmp_path: Path) -> None:
     nodes = {0: [*others, end(1, START + 6.3, silent=True)]}
     more = {0: [LOST]} if lost else {}
     (finding,) = found(run_of(tmp_path, made, more=more, nodes=nodes, ended=None))
+    assert finding.rule == "unknown-end"
     assert (finding.ranks, finding.confidence) == ((1,), Confidence.SUSPECTED)
 
 
@@ -210,6 +219,7 @@ def test_a_crash_of_the_program_after_its_groups_are_gone(tmp_path: Path, left: 
     ends = [end(1, START + 9, signal=11), end(0, START + 9.1, signal=15, by_launcher=True)]
     run = run_of(tmp_path, made, more=more, nodes={0: [*ends, *crash]}, ended=None)
     (finding,) = found(run)
+    assert finding.rule == "native-crash"
     assert (finding.severity, finding.ranks, finding.steps) == (Severity.ERROR, (1,), None)
     assert not list(FirstFailure().examine(run))
 
@@ -240,6 +250,7 @@ def test_a_death_as_the_interpreter_leaves_has_no_step_and_no_line(tmp_path: Pat
     made = {rank: CallLog(rank, 2).call(line=9) for rank in range(2)}
     more = {r: [*steps(8), RankExiting(at=START + 6, how="return")] for r in made}
     (finding,) = found(run_of(tmp_path, made, more=more, ended={0: -14, 1: -14}))
+    assert finding.rule == "killed-outside"
     assert (finding.ranks, finding.steps, finding.location) == ((0, 1), None, None)
 
 
@@ -256,6 +267,7 @@ def test_told_to_end_with_no_abort_before(tmp_path: Path) -> None:
     more = {1: [GroupDestroyed(at=START + 5)]}
     ends = [end(0, START + 6, signal=15), end(1, START + 6.2, signal=9)]
     (finding,) = found(run_of(tmp_path, tapes(), more=more, nodes={0: ends}, ended=None))
+    assert finding.rule == "killed-outside"
     assert finding.ranks == (0,)
 
 
@@ -288,6 +300,7 @@ def test_spawn_says_with_what_status_a_rank_left(tmp_path: Path) -> None:
     assert run.ranks[0].exit_code == 7
     assert outcome(run, 1, "") == "failed"
     (finding,) = FirstFailure().examine(run)
+    assert finding.rule == "exit-status"
     assert finding.ranks == (0,) and "exit status 7" in finding.summary
     (after,) = finding.evidence["consequences"]  # type: ignore[misc]
     assert after["seconds_later"] == 0
@@ -306,6 +319,7 @@ def test_its_record_is_lost(tmp_path: Path, name: str | None) -> None:
         (_, row) = diagnose(run, [RankDied()]).ranks
         assert (row.state, row.signal, row.pid) == ("killed", "SIGKILL", 5001)
     (finding,) = found(run)
+    assert finding.rule == "killed-outside"
     assert (finding.ranks, finding.subjects) == ((1,), ("SIGKILL",))
     told = [f for f in FirstFailure().examine(run) if not RankDied().explains(finding, f)]
     assert not told
@@ -339,6 +353,7 @@ def test_the_time_of_the_command_is_over(
     nodes = {0: [end(0, START + 6, signal=first), end(1, START + 6 + later)]}
     run = run_of(tmp_path, tapes(), nodes=nodes, ended=None, exit_code=status)
     (finding,) = found(run)
+    assert finding.rule == ("time-limit" if over else "killed-outside")
     assert finding.ranks == ((0, 1) if over else (0,))
 
 

@@ -44,6 +44,7 @@ def test_it_is_somewhere_else(tmp_path: Path) -> None:
     seen = [stood(1, 33, "time.sleep(1000)"), stall(START + 50, START + 5)]
     run = run_of(tmp_path, waiting(), nodes={0: seen}, ended={0: -15, 1: -15, 2: -15})
     (finding,) = found(run)
+    assert finding.rule == "idle"
     assert finding.ranks == (1,)
     assert finding.confidence is Confidence.SUSPECTED
     assert finding.location is not None
@@ -76,7 +77,8 @@ def test_a_lock_that_a_waiting_rank_holds(
         frames.insert(0, StackFrame(file=flock, line=3, function="lock", user=True, text="flock()"))
     seen = [stood(1, 16, head, frames=tuple(frames), cpu=cpu), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
-    assert any("came in here" in r.label for r in finding.related) is told
+    assert (finding.rule == "lock") is told
+    assert (head in [r.location.source for r in finding.related]) is told
 
 
 @pytest.mark.parametrize("done", [0, 3])
@@ -86,6 +88,7 @@ def test_the_step_in_which_it_is(tmp_path: Path, done: int) -> None:
         tape.events += steps(done)
     run = run_of(tmp_path, made, nodes={0: [stall(START + 50, START + 5)]}, ended=None)
     (finding,) = found(run)
+    assert finding.rule == "unobserved"
     assert finding.steps == (Steps(3, 3, 1) if done else None)
 
 
@@ -106,6 +109,7 @@ def test_a_thread_that_it_may_wait_for_has_failed(
     )  # fmt: skip
     seen = [stood(1, 33, "queue.get()", cpu=cpu), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    assert (finding.rule == "failed-thread") is told
     spots = [r.location.line for r in finding.related if "prefetch" in r.label]
     assert spots == [20] * told
 
@@ -113,6 +117,7 @@ def test_a_thread_that_it_may_wait_for_has_failed(
 def test_stopped_by_a_signal(tmp_path: Path) -> None:
     seen = [stood(1, 33, "x = f(x)", state="T"), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, waiting(), nodes={0: seen}, ended=None))
+    assert finding.rule == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +134,7 @@ def test_the_line_that_sent_the_signal_is_shown(
     made[1].progress_at = START + 5.5
     seen = [stood(1, 33, "x = f(x)", state="T", still_s=44.5), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    assert finding.rule == "stopped"
     assert finding.location is not None
     assert finding.location.line == (44 if told else 33)
 
@@ -138,6 +144,7 @@ def test_where_no_stack_could_be_taken_it_was_last_seen(tmp_path: Path) -> None:
     made[1].now(Phase.USER, 30, "optimizer.step()")
     seen = [stood(1, 33, "", state="T", frames=()), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    assert finding.rule == "stopped"
 
 
 def test_the_backends_timeout_proves_it(tmp_path: Path) -> None:
@@ -155,6 +162,7 @@ def test_the_backends_timeout_proves_it(tmp_path: Path) -> None:
     more = {0: [entered, raised]}
     run = run_of(tmp_path, made, more=more, ended={0: 1, 1: -15}, nodes={0: [kept]})
     (finding,) = found(run)
+    assert finding.rule == "unobserved"
     assert finding.ranks == (1,)
     assert finding.confidence is Confidence.PROVEN
     assert finding.evidence["cpu_share_of_missing"] is None
@@ -183,6 +191,7 @@ def test_a_barrier_with_a_timeout_of_its_own(tmp_path: Path) -> None:
     made[0].call("monitored_barrier", 9, state=State.BEGUN, at=START + 5)
     seen = [stood(1, 33, "save(model)"), stall(START + 50, START + 5)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15}))
+    assert finding.rule == "idle"
 
 
 def recorded(*retired: bool) -> FlightLog:
@@ -218,4 +227,3 @@ def test_in_its_own_code_within_the_backward_in_which_the_other_waits(
     if missing:
         assert missing[0].location is not None
         assert missing[0].location.line == 33
-    waits = any(not e.retired for log in logs for e in log.entries)

@@ -30,6 +30,7 @@ from ddpdoctor.storage.call_ring import State
 
 def test_a_shorter_loop(tmp_path: Path) -> None:
     (finding,) = found(left(tmp_path))
+    assert finding.rule == "loop-exit"
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == 8
@@ -48,6 +49,7 @@ def test_a_shorter_loop(tmp_path: Path) -> None:
 )
 def test_which_rounds_were_fewer_is_not_known(tmp_path: Path, unlike: dict[str, Any]) -> None:
     (finding,) = found(left(tmp_path, **unlike))
+    assert finding.rule == "loop-exit"
 
 
 def rounds(head: str, *, broken: bool = False, last: int = 12) -> Statement:
@@ -72,6 +74,7 @@ def rounds(head: str, *, broken: bool = False, last: int = 12) -> Statement:
 )
 def test_a_round_that_was_skipped(tmp_path: Path, loop: Statement, line: int, cause: str) -> None:
     (finding,) = found(left(tmp_path, loop=(loop,)))
+    assert finding.rule == ("skipped-round" if line == 11 else "loop-exit")
     assert finding.location is not None
     assert finding.location.line == line
 
@@ -94,6 +97,7 @@ def test_the_statement_that_ended_a_loop(
     way = Way(line=exit_line, text=under, first=exit_line + 2, last=14)
     loop = (Statement(line=8, text=head, exits=(way,)),)
     (finding,) = found(left(tmp_path, loop=loop, waits_at=waits_at))
+    assert finding.rule == "loop-exit"
     assert finding.location is not None
     assert finding.location.line == line
 
@@ -113,6 +117,7 @@ def test_what_may_not_have_ended_a_loop(
     way = Way(line=11, text=under, first=13, last=14)
     loop = ((8, inner), Statement(line=7, text="for epoch in range(3):", exits=(way,)))
     (finding,) = found(left(tmp_path, loop=loop))
+    assert finding.rule == "loop-exit"
     assert finding.location is not None
     assert finding.location.line == (11 if named else 7)
 
@@ -125,6 +130,7 @@ def test_a_handler_that_ended_a_loop(tmp_path: Path) -> None:
         at=START + 3, where="handler", kind="OSError", message="full", step=7, tried=70
     )
     (finding,) = found(left(tmp_path, loop=loop, loaders={0: [], 1: [tried, seen]}))
+    assert finding.rule == "loop-exit"
 
 
 def test_what_was_caught_is_told(tmp_path: Path) -> None:
@@ -134,10 +140,13 @@ def test_what_was_caught_is_told(tmp_path: Path) -> None:
     read: dict[int, list[Event]] = {0: [], 1: [bad]}
     loop = (rounds("for i in range(80):"),)
     (finding,) = found(left(tmp_path, loop=loop, loaders=read))
+    assert finding.rule == "skipped-round"
     everywhere: dict[int, list[Event]] = {0: [bad], 1: [bad]}
     (finding,) = found(left(tmp_path / "all", loop=loop, loaders=everywhere))
+    assert finding.rule == "skipped-round"
     closed = msgspec.structs.replace(bad, message=CLOSED)
     (finding,) = found(left(tmp_path / "lost", loop=loop, loaders={0: [], 1: [closed]}))
+    assert finding.rule == "skipped-round"
 
 
 @pytest.mark.parametrize(("text", "line"), [("for i in range(80):", 6), ("for i in range(n):", 8)])
@@ -147,10 +156,12 @@ def test_an_exception_that_ended_a_loop_and_was_caught(
     way = Way(line=6, text="except Exception: return", first=4, last=5)
     around = Statement(line=3, text="try:", ways=(way,))
     (finding,) = found(left(tmp_path, loop=((8, text), around)))
+    assert finding.rule == "loop-exit"
     assert finding.location is not None
     assert finding.location.line == line
     branched = ((9, "if i % 2:"), (8, text), around)
     (finding,) = found(left(tmp_path / "branched", loop=branched))
+    assert finding.rule == "loop-exit"
     assert finding.location is not None
     assert finding.location.line == 8
 
@@ -162,6 +173,7 @@ def test_batches_skipped_in_an_earlier_epoch(tmp_path: Path) -> None:
     ]
     short = [*epochs(True), *whole[4:]]
     (finding,) = found(left(tmp_path, loaders={0: whole[:-1], 1: short}))
+    assert finding.rule == "skipped-round"
     assert finding.location is not None
     assert finding.location.line == 8
     assert finding.related[0].location.line == 9
@@ -181,6 +193,7 @@ def test_a_lost_connection_that_was_caught_until_the_end(tmp_path: Path) -> None
         return run_of(tmp_path / op, made, more=more)
 
     (finding,) = found(swallowed("DDP backward"))
+    assert finding.rule == "exit-called"
     assert finding.ranks == (0,)
     assert finding.location is not None
     assert finding.location.line == 28
@@ -216,6 +229,7 @@ def test_the_loop_that_was_left(
     tmp_path: Path, waiter: list[Event], leaver: list[Event], line: int
 ) -> None:
     (finding,) = found(left(tmp_path, loaders={0: waiter, 1: leaver}))
+    assert finding.rule == "loop-exit"
     assert finding.location is not None
     assert finding.location.line == line
 
@@ -226,6 +240,7 @@ def test_a_schedule_that_ranks_of_different_rounds_follow(
 ) -> None:
     loaders = {0: epochs(True, False), 1: epochs(False, False)}
     (finding,) = found(left(tmp_path, loaders=loaders))
+    assert finding.rule == "loop-exit"
     assert finding.evidence["apart_since_step"] == 1
     skew = msgspec.structs.replace(
         finding, check="hyperparameter-skew", ranks=(0, 1), steps=Steps.of([first])
@@ -243,6 +258,7 @@ def test_a_loop_that_only_the_leaver_was_in(tmp_path: Path) -> None:
     raised = ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED)
     more = {0: [raised], 1: [RankExiting(at=START + 5.5, how="return")]}
     (finding,) = found(run_of(tmp_path, made, more=more, ended={0: 1}))  # type: ignore[arg-type]
+    assert finding.rule == "program-ended"
     assert finding.location is not None
     assert finding.location.line == 9
 
@@ -264,6 +280,7 @@ def test_the_statement_that_may_end_a_loop_within_the_one_that_was_left(
                               for t in around)),
     )  # fmt: skip
     (finding,) = found(left(tmp_path, loop=loops))
+    assert finding.rule == "loop-exit"
     assert finding.location is not None and finding.location.line == 7
     may = [r.location.line for r in finding.related if "may end" in r.label]
     assert may == told

@@ -61,6 +61,7 @@ def found(tmp_path: Path, stays: list[Event], leaves: list[Event]) -> Finding:
 def test_batches_that_were_skipped_in_several_epochs_by_several_ranks(tmp_path: Path) -> None:
     stays = [*epochs((0, 1, 0, 0), going_on=True), *caught(1)]
     finding = found(tmp_path, stays, [*epochs((1, 0, 1, 1)), *caught(0, 2, 3)])
+    assert finding.rule == "skipped-round"
     assert finding.ranks == (0, 1)
     assert finding.steps is not None
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (1, 19, 4)
@@ -81,11 +82,13 @@ def test_what_was_caught_does_not_say_why(
 ) -> None:
     ours = [*epochs((0, 1, 0, 0), going_on=True), *caught(*stays)]
     finding = found(tmp_path, ours, [*epochs((1, 0, 1, 1)), *caught(*leaves)])
+    assert finding.rule == "skipped-round"
     assert finding.ranks == (0, 1)
 
 
 def test_batches_that_all_skip_are_no_difference(tmp_path: Path) -> None:
     finding = found(tmp_path, epochs((2, 2, 0), going_on=True), epochs((2, 2, 1)))
+    assert finding.rule == "skipped-round"
     assert finding.ranks == (1,)
 
 
@@ -102,6 +105,7 @@ def test_who_skipped_batches_evaluated_afterwards_and_left(
     stays, leaves = epochs((0, 0), going_on=True), epochs((0, skipped))
     more = {0: stays, 1: [*leaves, RankExiting(at=START + 5, how="return")]}
     (finding,) = RankExitedEarly().examine(run_of(tmp_path, made, more=more, now=START + 8))
+    assert finding.rule == ("skipped-round" if skipped else "loop-exit")
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == line

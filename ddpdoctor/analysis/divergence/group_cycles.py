@@ -87,7 +87,6 @@ def report(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, Any]:
     fields["summary"] = f"{fields['summary']}: {where}"
     fields["evidence"] = {
         "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, ring[0])),
-        "stuck": not now.failed,
         **fields.get("evidence", {}),
         **victims(now, waiting),
     }

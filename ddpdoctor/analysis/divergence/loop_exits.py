@@ -45,6 +45,9 @@ from .skipped_round import skipped_round
 SKIPPED_BY = "took_no_step_for_a_batch"
 """Name of the evidence which ranks skipped a round."""
 
+VALUES_OMITTED_ON = "the_same_values_but_for_a_few_on_ranks"
+"""Name of the evidence of hyperparameter-skew which ranks omit some of the values of others."""
+
 MAY_END = "may end the loop earlier on some ranks"
 """Label of a statement that may have ended a loop."""
 
@@ -475,5 +478,5 @@ def shifted_by_it(mine: Finding, other: Finding) -> bool:
     """Whether a hyperparameter schedule differs only because `mine` tells that ranks skipped steps:
     they have the options of later batches after fewer steps."""
     ranks = mine.evidence.get(SKIPPED_BY)
-    sooner = other.evidence.get("the_same_values_but_for_a_few_on_ranks")
+    sooner = other.evidence.get(VALUES_OMITTED_ON)
     return bool(ranks) and other.check == "hyperparameter-skew" and sooner == ranks

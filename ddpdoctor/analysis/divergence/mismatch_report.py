@@ -65,9 +65,7 @@ class Standstill:
 
     @property
     def evidence(self) -> Evidence:
-        found: Evidence = {"stuck": self.deadlocked}
-        if self.passed:
-            found[PASSED_BY_ALL] = True
+        found: Evidence = {PASSED_BY_ALL: True} if self.passed else {}
         if self.deadlocked:
             found["waited_s"] = round(self.waited_s, 2)
         if self.verdict_s is not None:
