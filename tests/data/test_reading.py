@@ -21,7 +21,7 @@ from ddpdoctor.probe.tensors.sample_digests import Fingerprints, begins, digest
 from ddpdoctor.probe.watchers.data import iteration as reading_module
 from ddpdoctor.probe.watchers.data.dataset_entries import settings
 from ddpdoctor.probe.watchers.data.dataset_parts import payloads
-from ddpdoctor.probe.watchers.data.iteration import Place, Reading
+from ddpdoctor.probe.watchers.data.iteration import Iteration, LoaderLine
 from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 torch = pytest.importorskip("torch")
@@ -38,14 +38,14 @@ def recorded(recorder: Recorder) -> list[Event]:
     return list(Lines(recorder.writer.path).events())
 
 
-def read(recorder: Recorder, batches: list[object], place: Place | None = None) -> Reading:
+def read(recorder: Recorder, batches: list[object], place: LoaderLine | None = None) -> Iteration:
     """A loader that delivers these batches of indices and runs dry."""
-    reading = Reading(0, 0, place or Place(), None)
+    reading = Iteration(0, 0, place or LoaderLine(), None)
     for given in batches:
         reading.given.append(given)
         reading.batches += 1
         if reading.batches >= reading.look_at:
-            reading.look(recorder, None, 0)
+            reading.examine(recorder, None, 0)
     reading.exhausted = True
     reading.close(recorder, -1, False)
     return reading
@@ -94,7 +94,7 @@ def test_iterable_data_sets_have_no_indices(recorder: Recorder) -> None:
 
 
 def test_what_was_dispatched_but_not_delivered_does_not_count(recorder: Recorder) -> None:
-    reading = Reading(0, 0, Place(), None)
+    reading = Iteration(0, 0, LoaderLine(), None)
     reading.given += [[0, 1], [2, 3], [4, 5]]
     reading.batches = 1
     reading.close(recorder, -1, False)
@@ -126,12 +126,12 @@ def test_a_rank_that_is_killed_keeps_all_but_the_last_piece(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading_module, "CHUNK", 64)
-    reading = Reading(0, 0, Place(), None)
+    reading = Iteration(0, 0, LoaderLine(), None)
     for n in range(0, 1000, 4):
         reading.given.append([n, n + 1, n + 2, n + 3])
         reading.batches += 1
         if reading.batches >= reading.look_at:
-            reading.look(recorder, None, 0)
+            reading.examine(recorder, None, 0)
     assert len(indices(recorded(recorder))) >= 700  # and nobody called close()
     assert len(reading.given) < 100
 
@@ -371,10 +371,10 @@ def test_where_an_input_begins_in_the_batch_that_it_is_a_slice_of() -> None:
 
 def test_which_loader_delivered_what_a_model_is_given(recorder: Recorder) -> None:
     batches = [[torch.ones(4, 2), torch.ones(4)] for _ in range(2)]
-    readings = [Reading(number, 0, Place(), None) for number in (7, 8)]
+    readings = [Iteration(number, 0, LoaderLine(), None) for number in (7, 8)]
     for reading, batch in zip(readings, batches, strict=True):
         reading.batches += 1
-        reading.look(recorder, batch, 0)
+        reading.examine(recorder, batch, 0)
     own, half = batches[0][0], batches[1][0][:2]
     assert reading_module.delivered_by(sample_digests.memories(own)) == (7,)
     assert reading_module.delivered_by(sample_digests.memories([half, own])) == (7, 8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.probe.watchers.data import loaders
-from ddpdoctor.probe.watchers.data.iteration import Place, Reading
+from ddpdoctor.probe.watchers.data.iteration import Iteration, LoaderLine
 
 
 class Loop:
@@ -18,19 +18,19 @@ class Loop:
     recorder: Any = SimpleNamespace(moves=0)
 
     def __init__(self) -> None:
-        self.reading = Reading(0, 0, Place(), None)
+        self.reading = Iteration(0, 0, LoaderLine(), None)
 
     def batch(self) -> Loop:
-        loaders._settle(self.recorder)
+        loaders._count_trained(self.recorder)
         if loaders._data.tried:
-            loaders._evaluated()
+            loaders._count_evaluated()
         loaders._data.pending[self.reading] = None
         loaders._data.moved = self.recorder.moves
         return self
 
     def forward(self, *, grad: bool, training: bool = True) -> Loop:
         if not (grad and training):
-            loaders._trial(self.recorder, None)  # type: ignore[arg-type]
+            loaders._trial_begins(self.recorder, None)  # type: ignore[arg-type]
         return self
 
     def backward(self) -> Loop:
@@ -38,8 +38,8 @@ class Loop:
         return self
 
     def over(self) -> tuple[int, int]:
-        loaders._settle(self.recorder)
-        loaders._evaluated()
+        loaders._count_trained(self.recorder)
+        loaders._count_evaluated()
         return self.reading.trained, self.reading.evaluated
 
 

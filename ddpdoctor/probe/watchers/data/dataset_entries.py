@@ -1,4 +1,7 @@
-"""How a data set makes a sample of what it holds: by the entry at its index, and by what else."""
+"""How does a data set turn an index into a sample?
+
+Read off the bytecode of `__getitem__` and the attributes of the object; no code of the user runs.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,26 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 OBJECTS = 64
-"""Objects of which the numbers and texts are looked at, the data set among them."""
+"""Objects whose numbers and texts are read, including the data set."""
 
 DEEPEST = 3
+"""Nesting of these objects."""
 
 SHAPE = 8
-"""Entries of a list that may be no more than a shape or a few settings."""
+"""Lists of at most this length may be shapes or settings, not samples."""
 
 _FRAMES = frozenset(("locals", "vars", "eval", "exec"))
 """Functions that may read a variable without naming it."""
 
 ENDS = 512
-"""Characters at either end of a long text that are looked at."""
+"""Characters at either end of a long text that are compared."""
 
 
 def at_index(dataset: Any) -> frozenset[str]:
-    """The attributes of which its `__getitem__` takes the entry at the very index that it is given:
-    `self.files[i]`. Empty where it may put another number in its place."""
+    """Names of attributes that `__getitem__` subscripts with its index unchanged (`self.files[i]`).
+
+    Empty if it assigns to the index variable, or if `__getitems__` may be called instead.
+    """
     import torch.utils.data as data
 
     if type(dataset) is data.Subset:
@@ -46,12 +52,12 @@ def at_index(dataset: Any) -> frozenset[str]:
         if held.opname == "LOAD_ATTR"
         and _names(owner)[-1] == this
         and _names(key) == (index,)
-        and _takes(taken)
+        and _is_subscript(taken)
     )
 
 
 def ignores_index(dataset: Any) -> bool:
-    """Whether its `__getitem__` never looks at the index that it is given."""
+    """Whether `__getitem__` never reads its index."""
     import torch.utils.data as data
 
     innermost = _innermost(dataset)
@@ -66,7 +72,7 @@ def ignores_index(dataset: Any) -> bool:
 
 
 def holds_entries(dataset: Any) -> bool:
-    """Whether it keeps an array or a list that samples may be taken from, and not only numbers."""
+    """Whether the data set keeps an array or list that samples may come from."""
     values = kept(_innermost(dataset)).values()
     return any(
         (isinstance(v, (list, tuple, dict)) and len(v) > SHAPE) or bool(getattr(v, "shape", ()))
@@ -75,7 +81,7 @@ def holds_entries(dataset: Any) -> bool:
 
 
 def _innermost(dataset: Any) -> Any:
-    """What a `Subset`, or a `Subset` of one, is taken from."""
+    """The data set beneath all `Subset`s."""
     import torch.utils.data as data
 
     while type(dataset) is data.Subset:
@@ -84,17 +90,17 @@ def _innermost(dataset: Any) -> Any:
 
 
 def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
-    """Some versions of Python load or store two names at once."""
+    """Names that an instruction loads or stores; Python 3.13 has instructions with two."""
     value = instruction.argval
     return value if isinstance(value, tuple) else (value,)
 
 
-def _takes(instruction: dis.Instruction) -> bool:
+def _is_subscript(instruction: dis.Instruction) -> bool:
     return instruction.opname == "BINARY_SUBSCR" or instruction.argrepr == "[]"
 
 
 def kept(owner: Any) -> dict[str, Any]:
-    """Its attributes, and those of its class unless that is torch's."""
+    """Attributes of an object and of its class, without those of torch's classes."""
     found: dict[str, Any] = {}
     for kind in reversed(type(owner).__mro__):
         if kind is not object and not kind.__module__.startswith(("torch.", "typing")):
@@ -104,16 +110,16 @@ def kept(owner: Any) -> dict[str, Any]:
 
 
 def settings(dataset: Any) -> int:
-    """A number for the numbers and texts that a data set and the objects beneath it keep, the same
-    in every process: where its files lie, which part of them it is. 0 where that cannot be read."""
+    """A checksum of the numbers and texts in a data set and the objects it holds: paths, part
+    numbers and the like. Equal in all processes for equal settings; 0 if they cannot be read."""
     try:
-        emitted = sorted(f"{path}={value!r}" for path, value in _plain(dataset))
+        emitted = sorted(f"{path}={value!r}" for path, value in _plain_values(dataset))
     except Exception:  # of the user's classes
         return 0
     return zlib.crc32("\n".join(emitted).encode()) or 1
 
 
-def _plain(dataset: Any) -> Iterator[tuple[str, object]]:
+def _plain_values(dataset: Any) -> Iterator[tuple[str, object]]:
     known: set[int] = set()
     left = [(dataset, "", 0)]
     while left and len(known) < OBJECTS:
@@ -125,16 +131,16 @@ def _plain(dataset: Any) -> Iterator[tuple[str, object]]:
             if not isinstance(name, str):
                 continue
             where = f"{path}.{name}"
-            if (said := _said(value)) is not None:
-                yield where, said
-            elif depth < DEEPEST and _looked_into(value):
+            if (plain := _plain_value(value)) is not None:
+                yield where, plain
+            elif depth < DEEPEST and _is_object(value):
                 left.append((value, where, depth + 1))
 
 
-def _said(value: Any) -> object:
-    """A number or a text, short and the same in every process; None for anything else."""
+def _plain_value(value: Any) -> object:
+    """A short number or text for a value, equal in all processes; None for any other type."""
     if type(value) is int:
-        return hash(value)  # it may have more digits than can be written
+        return hash(value)  # `repr` raises for integers of too many digits
     if type(value) in (bool, float):
         return value
     if isinstance(value, PurePath):
@@ -144,7 +150,7 @@ def _said(value: Any) -> object:
     return value if len(value) <= 2 * ENDS else (len(value), value[:ENDS], value[-ENDS:])
 
 
-def _looked_into(value: Any) -> bool:
+def _is_object(value: Any) -> bool:
     if isinstance(value, (type, FunctionType, ModuleType)) or hasattr(type(value), "dtype"):
         return False
     return hasattr(value, "__dict__") or (type(value) is dict and len(value) <= OBJECTS)

@@ -1,4 +1,7 @@
-"""What a data set is made of: the things that its indices select, and what it is a part of."""
+"""Which lists and tensors does a data set index, and of which other data set is it a part?
+
+Their entries are digested once per loader, so that ranks can tell whether they hold the same data.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +18,43 @@ from ....events.pack import pack
 from ...tensors.sample_digests import digest, holds_objects
 from .dataset_entries import at_index, kept
 
-MOST = 12
+PAYLOADS_AT_MOST = 12
 """Payloads recorded of one data set."""
 
 WHOLE = 8192
-"""Entries up to which all are looked at; of longer lists as many, spread evenly."""
+"""Entries that are digested: all of shorter lists, else this many at regular distances."""
 
 DEEPEST = 4
+"""Nesting of data sets."""
 
 UNLIKELY = 5
-"""Equal pairs to be expected among random numbers, where the lack of any is no chance."""
+"""If so many equal pairs are expected among random integers and there is none, these integers were
+selected without replacement (chance: e**-5)."""
 
-APART = 0.75
-"""Share of entries that are unlike where an entry says which sample it is."""
+DISTINCT = 0.75
+"""Share of entries that must be distinct for an entry to identify its sample."""
 
 SELECTED, REGULAR = 16384, 262144
-"""Entries up to which it is recorded what a `Subset` selects, and whether at equal distances."""
+"""Largest `Subset`s whose indices are recorded, and that are tested for equal distances."""
 
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""By the id of a data set: some cannot be hashed."""
+"""Numbers of data sets, by id, since some cannot be hashed; the reference guards against reuse."""
 
-_made: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""The lines that make the first `SUBSETS` of a program, likewise."""
+_made_at: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""Lines that make the first `SUBSETS` subsets of a program, by id."""
 
 SUBSETS = 1024
 
 
 def forget() -> None:
     _numbers.clear()
-    _made.clear()
+    _made_at.clear()
 
 
 def made(dataset: Any, site: int) -> None:
     """Note the line that makes a `Subset`."""
-    if len(_made) < SUBSETS:
-        _made[id(dataset)] = weakref.ref(dataset), site
+    if len(_made_at) < SUBSETS:
+        _made_at[id(dataset)] = weakref.ref(dataset), site
 
 
 def layers(dataset: Any) -> tuple[Layer, ...]:
@@ -63,7 +68,7 @@ def layers(dataset: Any) -> tuple[Layer, ...]:
         regular = _regular(selected)
         short = 0 < len(selected) <= SELECTED and not regular[2]
         packed = pack(int(i) & 0x7FFFFFFF for i in selected) if short else ""
-        known, length = _known(_made, dataset), _length(dataset)
+        known, length = _lookup(_made_at, dataset), _length(dataset)
         found.append(Layer(_number(dataset), packed, known, length, regular))
         if not subset:
             break
@@ -72,20 +77,20 @@ def layers(dataset: Any) -> tuple[Layer, ...]:
 
 
 def _regular(selected: Any) -> tuple[int, int, int]:
-    """As `Layer.regular`."""
+    """First index, step and count if the indices are at equal distances, else zeros."""
     count = len(selected)
     if not 1 < count <= REGULAR or not isinstance(selected, (range, list)):
         return 0, 0, 0
     first, step = selected[0], selected[1] - selected[0]
     if type(step) is not int or not step:
         return 0, 0, 0
-    alike = range(first, first + count * step, step)
-    return (first, step, count) if list(alike) == list(selected) else (0, 0, 0)
+    regular = range(first, first + count * step, step)
+    return (first, step, count) if list(regular) == list(selected) else (0, 0, 0)
 
 
 def _number(dataset: Any) -> int:
-    """The same for the same object, -1 for one that cannot be watched."""
-    if (known := _known(_numbers, dataset)) >= 0:
+    """Number of a data set, equal for the same object; -1 if it cannot be weakly referenced."""
+    if (known := _lookup(_numbers, dataset)) >= 0:
         return known
     try:
         watched = weakref.ref(dataset)
@@ -96,18 +101,23 @@ def _number(dataset: Any) -> int:
     return number
 
 
-def _known(numbers: dict[int, tuple[weakref.ref[Any], int]], dataset: Any) -> int:
+def _lookup(numbers: dict[int, tuple[weakref.ref[Any], int]], dataset: Any) -> int:
     watched, number = numbers.get(id(dataset), (None, -1))
     return number if watched is not None and watched() is dataset else -1
 
 
 def payloads(dataset: Any) -> tuple[Payload, ...]:
-    """The lists and tensors that a data set, or one inside it, keeps one entry per sample in."""
-    return tuple(itertools.islice(_of(dataset, "", 0, plainly=True), MOST))
+    """The lists and tensors in which a data set, or one inside it, keeps one entry per sample."""
+    return tuple(itertools.islice(_payloads(dataset, "", 0, plainly=True), PAYLOADS_AT_MOST))
 
 
-def _of(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator[Payload]:
-    """`plainly`: what surrounds it takes its entries by the index that it is given itself."""
+def _payloads(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator[Payload]:
+    """Payloads of a data set and those inside it.
+
+    Args:
+        path: of attributes that leads to it.
+        plainly: the surrounding data set passes its own index on unchanged.
+    """
     import torch.utils.data as data
 
     if depth > DEEPEST:
@@ -120,11 +130,11 @@ def _of(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator[Paylo
     for name, value in list(kept(dataset).items()):
         where = f"{path}.{name}" if path else name
         if isinstance(value, data.Dataset):
-            yield from _of(value, where, depth + 1, plainly=name in indexed)
+            yield from _payloads(value, where, depth + 1, plainly=name in indexed)
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], data.Dataset):
-            for n, part in enumerate(value[:MOST]):
-                yield from _of(part, f"{where}[{n}]", depth + 1, plainly=False)
-        elif isinstance(value, (list, tuple)) and len(value) <= MOST and _arrays(value):
+            for n, part in enumerate(value[:PAYLOADS_AT_MOST]):
+                yield from _payloads(part, f"{where}[{n}]", depth + 1, plainly=False)
+        elif isinstance(value, (list, tuple)) and len(value) <= PAYLOADS_AT_MOST and _arrays(value):
             for n, part in enumerate(value):
                 yield from _column(part, f"{where}[{n}]", "tensor")
         elif subset and name == "indices":
@@ -161,31 +171,32 @@ def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iter
     if kind == "indices":
         digests = array("Q", [int(values[r]) & 0xFFFFFFFFFFFF for r in rows])
     elif tensor:
-        digests = array("Q", [_mixed(*digest(values, r)) for r in rows])
+        digests = array("Q", [_combined(*digest(values, r)) for r in rows])
     elif any(values[r] is None for r in rows):
-        return  # what is filled while samples are read is another on each rank
+        return  # a cache that is filled while samples are read; it differs between ranks
     else:
         digests = array("Q", [_entry(values[r]) for r in rows])
     if not any(digests) and kind != "indices":
         return
     if kind != "indices":
         kind = "tensor" if tensor else _kind(values[0])
-        kind = "choice" if kind != "text" and _chosen(values, stride) else kind
+        kind = "choice" if kind != "text" and _is_selection(values, stride) else kind
     yield Payload(
         name=name,
         kind=kind,
         length=length,
         order=zlib.crc32(digests),
-        # A sum does not depend on the order; squares so that two entries cannot make up for two.
+        # A sum, since it does not depend on the order; with squares, so that two changed entries
+        # do not cancel out.
         content=sum(d * d + d for d in digests) & 0x7FFFFFFFFFFFFFFF if stride == 1 else 0,
         ascending=kind == "indices" and all(a <= b for a, b in itertools.pairwise(digests)),
-        tells=indexed and kind != "choice" and len(set(digests)) >= APART * len(digests),
+        tells=indexed and kind != "choice" and len(set(digests)) >= DISTINCT * len(digests),
     )
 
 
-def _chosen(values: Any, stride: int) -> bool:
-    """Whether these are whole numbers, none of them twice, and closer together than chance would
-    have it: they say which samples to take. What lies on a device is not looked at."""
+def _is_selection(values: Any, stride: int) -> bool:
+    """Whether the values select samples: integers without repetition in a range so small that
+    random ones would repeat. False for tensors on a device, which are not read."""
     if hasattr(values, "dtype"):
         device = getattr(values, "device", "cpu")
         if len(values.shape) != 1 or str(device) != "cpu" or "int" not in str(values.dtype):
@@ -193,7 +204,7 @@ def _chosen(values: Any, stride: int) -> bool:
         numbers = values[::stride].tolist()
     else:
         numbers = values[::stride]
-        if not all(isinstance(v, Integral) for v in numbers):  # numpy's are such, too
+        if not all(isinstance(v, Integral) for v in numbers):  # NumPy registers its integers
             return False
     distinct = set(numbers)
     if len(distinct) < len(numbers):
@@ -202,12 +213,12 @@ def _chosen(values: Any, stride: int) -> bool:
     return len(distinct) ** 2 > 2 * UNLIKELY * span
 
 
-def _mixed(head: int, body: int) -> int:
+def _combined(head: int, body: int) -> int:
     return head << 32 ^ body
 
 
 def _entry(value: Any) -> int:
-    """A number for an entry of a list, the same in every process."""
+    """A checksum of an entry of a list, equal in all processes."""
     if isinstance(value, (str, int, float, bytes)):
         return zlib.crc32(repr(value).encode())
     if hasattr(value, "__fspath__"):
@@ -216,7 +227,7 @@ def _entry(value: Any) -> int:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         return zlib.crc32(repr([_entry(v) for v in value[:4]]).encode())
-    return _mixed(*digest(value, None))
+    return _combined(*digest(value, None))
 
 
 def _kind(value: Any) -> str:

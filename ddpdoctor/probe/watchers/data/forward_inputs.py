@@ -1,4 +1,8 @@
-"""What the forwards of wrapped models are given, so that ranks can be compared without a loader."""
+"""Which inputs do the forwards of wrapped models get?
+
+Digests of inputs are recorded at selected forwards, so that ranks can be compared even if they use
+no DataLoader.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,21 @@ from .iteration import delivered_by
 LOST = "what the models were given"
 
 FIRST = 16
-"""Forwards recorded one by one, per model; then every `EVERY`-th up to `PER_DOUBLING` of them, then
-every second of these and so on: the same ones on every rank."""
+"""Forwards recorded one by one per model. After that every `EVERY`-th, up to `PER_DOUBLING` of
+these, then every second of these and so on. All ranks must select the same forwards."""
 
 EVERY, PER_DOUBLING = 8, 16
 
 
-class _Model:
-    """What is known of one model's inputs.
+class _Inputs:
+    """What is kept of one model between its forwards.
 
     Attributes:
-        due: the next forward is looked at.
-        positions: of the generators when the last step or backward ended.
-        fed: a loader delivered before the last forward, so that nobody needs the generators.
-        own: memory that the last forward's output lies in: a recurrent state comes back detached.
+        due: the next forward is recorded.
+        delivered: batches that loaders had delivered before the last recorded forward.
+        positions: of the random generators when the last step or backward ended.
+        fed: a loader delivered a batch for the last forward; then generators do not matter.
+        own: memory of the last forward's output, to recognise a recurrent state that is fed back.
     """
 
     def __init__(self) -> None:
@@ -45,9 +50,9 @@ class _Model:
         self.own: set[Any] = set()
 
 
-_models: defaultdict[Model, _Model] = defaultdict(_Model)
+_models: defaultdict[Model, _Inputs] = defaultdict(_Inputs)
 _ends = Subscriptions()
-"""Of what comes before a forward that is looked at."""
+"""Subscriptions to the moments before a forward that is recorded."""
 
 
 def install() -> None:
@@ -61,7 +66,7 @@ def install() -> None:
 
 
 def sampled(forward: int) -> bool:
-    """Whether this forward of a model is looked at."""
+    """Whether the forward of that number is recorded."""
     if forward < FIRST:
         return True
     stride = EVERY << (forward // (EVERY * PER_DOUBLING)).bit_length()
@@ -72,13 +77,13 @@ def _forward_due(recorder: Recorder, forward: Forward) -> None:
     known = _models[forward.model]
     number = forward.model.forwards - 1
     if sampled(number):
-        _look(recorder, forward, known, number)
+        _record(recorder, forward, known, number)
     known.due = sampled(number + 1)
     due = any(one.due for one in _models.values())
     _ends.enable(due)
 
 
-def _look(recorder: Recorder, forward: Forward, known: _Model, number: int) -> None:
+def _record(recorder: Recorder, forward: Forward, known: _Inputs, number: int) -> None:
     inputs = (*forward.args, *forward.kwargs.values())
     batches, found = loaders.delivered(), delivered_by(memories(inputs))
     known.fed, known.delivered = batches > known.delivered or bool(found), batches
@@ -113,16 +118,17 @@ def _forward_ended(recorder: Recorder, forward: Forward) -> None:
 
 def _backward_ended(recorder: Recorder, backward: Backward) -> None:
     for model in backward.models:
-        _note(model)
+        _keep_positions(model)
 
 
 def _step_ended(recorder: Recorder, step: Step) -> None:
     for model in list(_models):
-        _note(model)
+        _keep_positions(model)
 
 
-def _note(model: Model) -> None:
-    """Remember where things stand now that a step is over, if the next forward is looked at."""
+def _keep_positions(model: Model) -> None:
+    """Keep the positions of the generators after a step or backward, if the next forward is
+    recorded and no loader feeds it."""
     known = _models.get(model)
     if known is not None and known.due and not known.fed:
         known.positions = rng_state.positions()

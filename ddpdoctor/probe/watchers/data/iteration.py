@@ -1,7 +1,8 @@
-"""What one iteration over a loader consumed: indices, counts, order. Bounded.
+"""Which samples did one iteration over a loader deliver, how many, in which order?
 
-Exact up to a cap; beyond it, one index in k by hash, the same subset on every rank. Which k only
-depends on how much was read before, so that ranks that read alike record alike.
+Indices are recorded exactly up to a cap; beyond it one in k, chosen by a hash, so that all ranks
+keep the same subset. k depends only on how much was read before: ranks that read equally record
+equally.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from ...tensors.sample_digests import Fingerprints, memories
 from .worker_rng import Notes
 
 CAP = 1 << 18
-"""Indices recorded in full, per line that makes loaders; then half of that many, ..."""
+"""Indices recorded in full per line that makes loaders; after that one in two, one in four, ..."""
 
 EPOCHS_IN_FULL = 256
-"""Epochs recorded one by one, per line that makes loaders; then every second, every fourth..."""
+"""Epochs recorded one by one per line that makes loaders; then every second, every fourth..."""
 
 CHUNK = 32768
 """Indices kept in memory before they are written."""
 
 LOOK_EVERY = 64
-"""Batches whose lists of indices are kept before their numbers are copied."""
+"""Batches after which the indices are copied out of their lists: copying many at once is cheaper,
+and the lists must not pile up."""
 
 HEAD = 16
+"""First indices of an epoch that are recorded in order."""
+
 FIRST_WRITE_S, SLOWEST_WRITE_S = 1.0, 60.0
 
 
-class Place:
-    """All loaders made at one line: what they delivered so far."""
+class LoaderLine:
+    """What all loaders made at one line have delivered so far."""
 
     def __init__(self) -> None:
         self.loaders = 0
@@ -46,33 +50,43 @@ class Place:
         self.interval_s = FIRST_WRITE_S
 
 
-class Reading:
+class Iteration:
     """One iteration over a loader, while it goes on.
 
     Attributes:
-        given: lists of indices handed out and not yet counted; workers run ahead.
-        batches: delivered to the loop; `trained` of them were followed by a backward or a step,
-            `evaluated` by a forward that does not train.
-        silent: only counted, not recorded.
-        notes: of worker processes that it may have begun.
-        sampler: id of the one that chooses the samples; `orders`: before which batch it began one,
-            and its `epoch` then, None where that was ever set.
-        look_at, write_at: number of batches and time at which to look closer next.
-        looked, memory: the number of batches when one was looked at last, and where that one lies.
+        loader, number: numbers of the loader and of this epoch of it.
+        silent: it is only counted, not recorded.
+        fingerprints: of samples; None if they are not taken (any more).
+        watch_random: compare the random generators around the next batches.
+        notes: what worker processes write down of their generators.
+        given: lists of indices that the sampler has yielded and that are not counted yet; with
+            workers these are ahead of the batches delivered.
+        counted: batches whose indices are counted.
+        batches: batches delivered to the loop; `trained` of them were followed by a backward or a
+            step, `evaluated` by a forward without training.
+        sequence: torch's count of collectives when it began.
+        sampler: id of the sampler that chooses the samples.
+        orders: for each order that this sampler began, the number of the batch before which it did
+            and its `epoch` (None if the program ever called `set_epoch`).
+        drawn: names of generators that loading advances.
+        order, head, ascending: checksum of all indices in order, the first ones, and whether they
+            never decrease.
+        look_at, write_at: number of batches and time at which to examine a batch or write next.
+        looked, memory: number of batches when one was examined last, and the memory of that one.
     """
 
     def __init__(
         self,
         loader: int,
         number: int,
-        place: Place,
+        line: LoaderLine,
         fingerprints: Fingerprints | None,
         *,
         silent: bool = False,
     ) -> None:
         self.loader = loader
         self.number = number
-        self.place = place
+        self.line = line
         self.silent = silent
         self.fingerprints = fingerprints
         self.watch_random = False
@@ -99,10 +113,10 @@ class Reading:
         self.ascending = True
         self.last = -(1 << 63)
         self.look_at = 0 if fingerprints is not None else LOOK_EVERY
-        self.write_at = time.perf_counter_ns() + int(place.interval_s * 1e9)
+        self.write_at = time.perf_counter_ns() + int(line.interval_s * 1e9)
 
-    def look(self, recorder: Recorder, batch: Any, now: int) -> None:
-        """Count what was delivered; fingerprint this batch; write where it is time to."""
+    def examine(self, recorder: Recorder, batch: Any, now: int) -> None:
+        """Examine the batch just delivered: fingerprint it, count indices, write if it is time."""
         self.looked, self.memory = self.batches, memories(batch)
         _looked[self.loader] = self
         if self.fingerprints is not None:
@@ -113,12 +127,12 @@ class Reading:
         self.count()
         if len(self.values) >= CHUNK or now >= self.write_at:
             self.write(recorder)
-            interval = self.place.interval_s = min(2 * self.place.interval_s, SLOWEST_WRITE_S)
+            interval = self.line.interval_s = min(2 * self.line.interval_s, SLOWEST_WRITE_S)
             self.write_at = now + int(interval * 1e9)
         self.look_at = self.batches + (1 if self.fingerprints is not None else LOOK_EVERY)
 
     def count(self) -> None:
-        """Copy the indices of delivered batches and let go of their lists."""
+        """Copy the indices of delivered batches out of their lists and drop these."""
         delivered = self.batches - self.counted
         chunk = self.given[:delivered]
         del self.given[:delivered]
@@ -184,12 +198,12 @@ class Reading:
         )
 
     def _again(self) -> int:
-        """Orders that went by the same number as the one before, as far as they were delivered."""
+        """Number of delivered orders that used the same epoch number as the order before."""
         begun = [number for at, number in self.orders if at < self.batches]
         return sum(a == b is not None for a, b in itertools.pairwise(begun))
 
     def _take(self) -> tuple[str, int]:
-        """The indices counted since the last call, packed, and one in how many they are."""
+        """The indices counted since the last call, packed, and the k of "one in k"."""
         values, self.values = self.values, array("q")
         if not values:
             return "", 1
@@ -198,22 +212,22 @@ class Reading:
         self.order = zlib.crc32(values, self.order)
         self.ascending = self.ascending and values[0] >= self.last and _rises(values)
         self.last = values[-1]
-        halved = halvings(self.place.indices, CAP)
-        self.place.indices += len(values)
+        halved = halvings(self.line.indices, CAP)
+        self.line.indices += len(values)
         chosen = values if not halved else _thinned(values, halved)
         return pack_ascending(chosen) if not self.silent else "", 1 << halved
 
 
-_looked: dict[int, Reading] = {}
-"""By loader, its iteration, while that goes on."""
+_looked: dict[int, Iteration] = {}
+"""By loader number, the iteration whose batches were examined last, while it goes on."""
 
 
 def delivered_by(memory: set[Any]) -> tuple[int, ...]:
-    """The loaders whose last batch lies in this memory, as far as batches are looked at."""
+    """Numbers of the loaders whose last batch was examined and lies in this memory."""
     return tuple(
         number
-        for number, reading in _looked.items()
-        if reading.open and reading.looked == reading.batches and reading.memory & memory
+        for number, iteration in _looked.items()
+        if iteration.open and iteration.looked == iteration.batches and iteration.memory & memory
     )
 
 

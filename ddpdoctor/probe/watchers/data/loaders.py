@@ -1,4 +1,8 @@
-"""Samplers and loaders: what this rank was given to read, and what it consumed."""
+"""Which samplers and loaders does this rank use, and which batches does the loop consume?
+
+Loaders, samplers and subsets are noted when they are made and recorded when they are iterated. What
+each iteration delivers is counted per batch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 from ....events import EpochBegan
 from ...recording import hooks, rng_state
-from ...recording.frames import passed_over, unframe, updates_statistics
+from ...recording.frames import disguise, unframe, updates_statistics
 from ...recording.index_sample import halvings, kept
 from ...recording.patching import around, replace
 from ...recording.recorder import Recorder, current, run_hook
@@ -19,40 +23,60 @@ from ...recording.weak_references import WeakIdentityMap
 from ...tensors.sample_digests import Fingerprints
 from ...training import lifecycle
 from ...training.records import Forward, Loading, Step
-from ...training.steady_state import routine
+from ...training.steady_state import steady_state
 from . import dataset_parts, samplers, sharding, worker_rng
-from .iteration import EPOCHS_IN_FULL, Place, Reading
-from .samplers import innermost, integer, length, weak
+from .iteration import EPOCHS_IN_FULL, Iteration, LoaderLine
+from .samplers import innermost, integer, length, weakly_referenceable
 
 LOST = "what each rank read from its DataLoaders"
 LOST_ENTRIES = "what the data sets of some DataLoaders are made of"
 
 WATCHED = 2
-"""Epochs, per line that makes loaders, in which the random generators are watched."""
+"""Epochs per line that makes loaders in which the random generators are watched: loading uses them
+in every epoch or never."""
 
 IDENTIFIED = 8
-"""Loaders, per line that makes them, whose data set is looked at; then half of them, and so on."""
+"""Loaders per line that makes them whose data set is examined; after that half of them, a quarter
+and so on: some programs make a loader per epoch."""
 
-SOMEWHERE = Loading(-1)
-"""Where the line could not be told."""
+UNKNOWN_LINE = Loading(-1)
+"""Stands for a batch whose line in the user's code is unknown."""
 
 RANDOM_BATCHES = range(1, 4)
 """Batches around which the random generators are compared; the first one seeds samplers."""
 
 
 class _Data:
+    """
+    Attributes:
+        loaders: numbers of loaders that were iterated.
+        made: line that makes a loader or sampler, and how many were made there before.
+        epochs_set: calls of `set_epoch`, by sampler.
+        lines: by site, what all loaders made there delivered.
+        epochs_begun: by loader number.
+        iterations, iterators: running iterations and their iterators, by the iterator's id.
+        gone: iterations whose iterator was garbage-collected, still to be closed.
+        pending: iterations that delivered a batch since the last backward or step; `tried` are
+            those of which a batch went through a model without gradients.
+        moved: `recorder.moves` when `pending` was last added to.
+        delivered: batches of all loaders.
+        joins: nesting of `Join` contexts.
+        sequence: torch's count of collectives before the process group was destroyed.
+        ordered: the sampler that has begun an order since the last index was asked for.
+    """
+
     def __init__(self) -> None:
         self.loaders: WeakIdentityMap[int] = WeakIdentityMap()
         self.made: WeakIdentityMap[tuple[int, int]] = WeakIdentityMap()
         self.epochs_set: WeakIdentityMap[int] = WeakIdentityMap()
-        self.places: dict[int, Place] = {}
+        self.lines: dict[int, LoaderLine] = {}
         self.epochs_begun: dict[int, int] = {}
         # By the id of the iterator: a weak dictionary would cost more than all else per batch.
-        self.readings: dict[int, Reading] = {}
+        self.iterations: dict[int, Iteration] = {}
         self.iterators: dict[int, weakref.ref[Any]] = {}
-        self.gone: list[Reading] = []
-        self.pending: dict[Reading, None] = {}
-        self.tried: dict[Reading, None] = {}
+        self.gone: list[Iteration] = []
+        self.pending: dict[Iteration, None] = {}
+        self.tried: dict[Iteration, None] = {}
         self.moved = 0
         self.delivered = 0
         self.joins = 0
@@ -64,7 +88,7 @@ _data = _Data()
 
 
 def delivered() -> int:
-    """Batches that any loader delivered so far."""
+    """Number of batches that all loaders have delivered so far."""
     return _data.delivered
 
 
@@ -92,7 +116,7 @@ def install() -> None:
     around(Join, "__enter__", before=_joining, lost="`Join`")
     around(Join, "__exit__", before=_joined, lost="`Join`")
     lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    lifecycle.trial_begins.subscribe(_trial, lost=LOST)
+    lifecycle.trial_begins.subscribe(_trial_begins, lost=LOST)
     hooks.leaving.subscribe(_close_all, lost=LOST)
 
 
@@ -100,16 +124,19 @@ def install() -> None:
 
 
 def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An attribute of a loader is set. Every kind gets its data set once, while it is made; not
-    every kind calls `DataLoader.__init__` (torchdata's does not)."""
+    """An attribute of a loader is set.
+
+    Every loader class sets `dataset` once, in its constructor; not every one calls
+    `DataLoader.__init__` (torchdata's `StatefulDataLoader` does not).
+    """
     if args[1:2] == ("sampler",):
         samplers.note_line(recorder, args[2], _data.made)
     if args[1:2] != ("dataset",) or args[0] in _data.made:
         return
     site = recorder.site()
-    place = _data.places.setdefault(site, Place())
-    _data.made[args[0]] = site, place.loaders
-    place.loaders += 1
+    line = _data.lines.setdefault(site, LoaderLine())
+    _data.made[args[0]] = site, line.loaders
+    line.loaders += 1
 
 
 def _making_subset(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,7 +152,7 @@ def _making_sampler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str,
 
 def _made_sampler(recorder: Recorder, token: Any, result: Any, error: Any) -> None:
     if isinstance(error, ValueError):
-        recorder.emit(samplers.refused(error, *token), vital=True)
+        recorder.emit(samplers.sampler_refused(error, *token), vital=True)
 
 
 def _setting_epoch(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,16 +163,16 @@ def _ordering(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     _data.ordered = args[0]
 
 
-def _ordered(recorder: Recorder, reading: Reading | None) -> None:
-    """The sampler began an order, for the batch that is about to be handed out."""
+def _ordered(recorder: Recorder, iteration: Iteration | None) -> None:
+    """Note that the sampler began a new order, for the next batch."""
     sampler, _data.ordered = _data.ordered, None
-    if reading is not None and reading.sampler == id(sampler):
+    if iteration is not None and iteration.sampler == id(sampler):
         number = integer(sampler.epoch) if not _data.epochs_set.get(sampler) else None
-        reading.orders.append((reading.counted + len(reading.given), number))
+        iteration.orders.append((iteration.counted + len(iteration.given), number))
 
 
 def _joining(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    routine.stop(recorder)
+    steady_state.stop(recorder)
     _data.joins += 1
 
 
@@ -157,7 +184,8 @@ def _joined(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _iterating(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """None within torch's `update_bn`: for statistics any part of the data will do."""
+    """Note the loader that is iterated; None inside `torch.optim.swa_utils.update_bn`, which may
+    use any part of the data."""
     loader = args[1] if len(args) > 1 else kwargs["loader"]
     return None if updates_statistics() else (args[0], loader, recorder.site())
 
@@ -168,7 +196,8 @@ def _iterated(recorder: Recorder, token: Any, result: Any, error: Any) -> None:
 
 
 def _resetting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Persistent workers: one iterator for all epochs. The first reset is part of the making."""
+    """An iterator with persistent workers serves all epochs and is reset for each; the first reset
+    is part of its constructor."""
     first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
     loader = args[1] if len(args) > 1 else kwargs.get("loader")
     if not first and loader is not None:
@@ -192,39 +221,41 @@ def _begin(recorder: Recorder, iterator: Any, loader: Any, site: int) -> None:
             number=number,
             made=(made, nth),
             loop=site,
-            sampler_site=_data.made.get(sampler, (-1, 0))[0] if weak(sampler) else -1,
+            sampler_site=_data.made.get(sampler, (-1, 0))[0]
+            if weakly_referenceable(sampler)
+            else -1,
             made_of=made_of or samplers.MadeOf(),
         )
         recorder.emit(seen, vital=True)
-    for other in [r for r in _data.readings.values() if r.loader == number and r.open]:
+    for other in [r for r in _data.iterations.values() if r.loader == number and r.open]:
         _close(recorder, other)
     epoch = _data.epochs_begun[number]
     _data.epochs_begun[number] += 1
-    place = _data.places.setdefault(made, Place())
-    count, place.epochs = place.epochs, place.epochs + 1
+    line = _data.lines.setdefault(made, LoaderLine())
+    count, line.epochs = line.epochs, line.epochs + 1
     recorded = count % (1 << halvings(count, EPOCHS_IN_FULL)) == 0
-    # The content of some samples of the epochs 0, 1, 2, 4, 8, ...: a loader may become another one.
+    # Fingerprint samples in the epochs 0, 1, 2, 4, 8, ...: a data set may change between epochs.
     close = count & (count - 1) == 0
     iterable = loader._dataset_kind == 1
     prints = Fingerprints(length(loader.dataset), loader.batch_size, iterable) if close else None
-    reading = Reading(number, epoch, place, prints, silent=not recorded)
-    reading.watch_random = count < WATCHED and loader.num_workers == 0
-    reading.sequence, reading.sampler = _sequence(), id(innermost(loader))
+    iteration = Iteration(number, epoch, line, prints, silent=not recorded)
+    iteration.watch_random = count < WATCHED and loader.num_workers == 0
+    iteration.sequence, iteration.sampler = _sequence(), id(innermost(loader))
     identifier = id(iterator)
-    _data.readings[identifier] = reading
+    _data.iterations[identifier] = iteration
     _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
     if recorded:
-        _emit_began(recorder, iterator, loader, reading, site)
-    reading.notes = worker_rng.share(loader.num_workers if count < WATCHED else 0)
+        _emit_epoch_began(recorder, iterator, loader, iteration, site)
+    iteration.notes = worker_rng.share(loader.num_workers if count < WATCHED else 0)
 
 
 def _dropped(identifier: int, _: object) -> None:
-    # This may run inside a collection at any moment: only note it, record later.
+    # Called by the garbage collector, inside any code and maybe under a lock: only note it.
     _data.iterators.pop(identifier, None)
-    reading = _data.readings.pop(identifier, None)
-    if reading is not None and reading.open:
-        reading.ended_at = time.monotonic()
-        _data.gone.append(reading)
+    iteration = _data.iterations.pop(identifier, None)
+    if iteration is not None and iteration.open:
+        iteration.ended_at = time.monotonic()
+        _data.gone.append(iteration)
 
 
 def _sequence() -> int:
@@ -235,26 +266,26 @@ def _sequence() -> int:
 
 
 def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An iteration that is never ended, over a stream without an end, outlives the group."""
+    """Keep the count of collectives: an iteration over an endless stream outlives the group."""
     _data.sequence = _sequence()
 
 
-def _emit_began(
-    recorder: Recorder, iterator: Any, loader: Any, reading: Reading, site: int
+def _emit_epoch_began(
+    recorder: Recorder, iterator: Any, loader: Any, iteration: Iteration, site: int
 ) -> None:
     sampler = innermost(loader)
     seed = getattr(iterator, "_base_seed", None)
     recorder.emit(
         EpochBegan(
             at=time.monotonic(),
-            loader=reading.loader,
-            epoch=reading.number,
+            loader=iteration.loader,
+            epoch=iteration.number,
             step=recorder.step,
             site=site,
             sampler_epoch=samplers.epoch_of(sampler),
             batches=length(loader),
             seed=integer(getattr(sampler, "seed", None)),
-            epochs_set=_data.epochs_set.get(sampler, 0) if weak(sampler) else 0,
+            epochs_set=_data.epochs_set.get(sampler, 0) if weakly_referenceable(sampler) else 0,
             joined=_data.joins > 0,
             random=rng_state.digests(rng_state.positions()),
             base_seed=seed if loader.num_workers else None,
@@ -267,11 +298,11 @@ def _emit_began(
 
 
 def _watch_batches(base: Any) -> None:
-    """These two run for every batch: wrapped by hand, since `around` would cost five times more."""
+    """Wrap the two functions that run for every batch; `around` would cost five times more."""
     import torch
 
     next_index, next_batch = vars(base)["_next_index"], vars(base)["__next__"]
-    readings, clock = _data.readings, time.perf_counter_ns
+    iterations, clock = _data.iterations, time.perf_counter_ns
     state, grad_enabled = _data, torch.is_grad_enabled
 
     def _next_index(self: Any) -> Any:
@@ -281,11 +312,11 @@ def _watch_batches(base: Any) -> None:
         except BaseException as error:  # often the end of the epoch
             unframe(error)
             raise
-        reading = readings.get(id(self))
+        iteration = iterations.get(id(self))
         if state.ordered is not None and (recorder := current.recorder) is not None:
-            run_hook(recorder, "data.ordered", LOST, _ordered, reading)
-        if reading is not None:
-            reading.given.append(index)
+            run_hook(recorder, "data.ordered", LOST, _ordered, iteration)
+        if iteration is not None:
+            iteration.given.append(index)
         return index
 
     def __next__(self: Any) -> Any:
@@ -296,32 +327,36 @@ def _watch_batches(base: Any) -> None:
             except BaseException as error:
                 unframe(error)
                 raise
-        reading = readings.get(id(self))
-        before = _before(recorder, reading) if reading and reading.watch_random else None
-        loading = run_hook(recorder, "data.loading", LOST, _loading) or SOMEWHERE
+        iteration = iterations.get(id(self))
+        before = (
+            _generators_before(recorder, iteration)
+            if iteration and iteration.watch_random
+            else None
+        )
+        loading = run_hook(recorder, "data.loading", LOST, _loading) or UNKNOWN_LINE
         began = clock()
         try:
             batch = next_batch(self)
         except BaseException as error:
             loading_time.ns += clock() - began
             lifecycle.loading_ends.fire(recorder, loading)
-            if reading is not None:
-                _failed(recorder, reading, Loading(loading.site, error))
+            if iteration is not None:
+                _loading_failed(recorder, iteration, Loading(loading.site, error))
             unframe(error)
             raise
         now = clock()
         loading_time.ns += now - began
         lifecycle.loading_ends.fire(recorder, loading)
-        if reading is not None:
+        if iteration is not None:
             state.delivered += 1
-            reading.batches = batches = reading.batches + 1
+            iteration.batches = batches = iteration.batches + 1
             if state.tried or (state.pending and state.moved != recorder.moves):
-                _use(recorder)
+                _next_batch(recorder)
             if grad_enabled():
-                reading.grad_enabled = True
-                state.pending[reading], state.moved = None, recorder.moves
-            if batches >= reading.look_at or now >= reading.write_at or before is not None:
-                _look(recorder, reading, batch, now, before)
+                iteration.grad_enabled = True
+                state.pending[iteration], state.moved = None, recorder.moves
+            if batches >= iteration.look_at or now >= iteration.write_at or before is not None:
+                _batch_delivered(recorder, iteration, batch, now, before)
         recorder.own_ns += clock() - now
         return batch
 
@@ -330,7 +365,7 @@ def _watch_batches(base: Any) -> None:
         ("__next__", __next__, next_batch),
     ):
         wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
-        replace(base, name, passed_over(wrapper, original))
+        replace(base, name, disguise(wrapper, original))
 
 
 def _loading(recorder: Recorder) -> Loading:
@@ -339,39 +374,41 @@ def _loading(recorder: Recorder) -> Loading:
     return loading
 
 
-def _before(recorder: Recorder, reading: Reading) -> Any:
-    if reading.batches not in RANDOM_BATCHES:
-        reading.watch_random = reading.batches < RANDOM_BATCHES.start
+def _generators_before(recorder: Recorder, iteration: Iteration) -> Any:
+    if iteration.batches not in RANDOM_BATCHES:
+        iteration.watch_random = iteration.batches < RANDOM_BATCHES.start
         return None
     try:
         return rng_state.positions()
     except Exception as error:
-        reading.watch_random = False
+        iteration.watch_random = False
         recorder.trouble("data.random", error, "the random numbers that loading data draws")
         return None
 
 
-def _look(recorder: Recorder, reading: Reading, batch: Any, now: int, before: Any) -> None:
+def _batch_delivered(
+    recorder: Recorder, iteration: Iteration, batch: Any, now: int, before: Any
+) -> None:
     if recorder.disabled("data.look"):
         return
     try:
         if before is not None:
             for name, old, new in zip(rng_state.NAMES, before, rng_state.positions()):  # noqa: B905
                 if old != new:
-                    reading.drawn[name] = None
-        if reading.batches >= reading.look_at or now >= reading.write_at:
-            reading.look(recorder, batch, now)
+                    iteration.drawn[name] = None
+        if iteration.batches >= iteration.look_at or now >= iteration.write_at:
+            iteration.examine(recorder, batch, now)
         if _data.gone:
             _close_gone(recorder)
     except Exception as error:
         recorder.trouble("data.look", error, LOST)
 
 
-def _failed(recorder: Recorder, reading: Reading, loading: Loading) -> None:
+def _loading_failed(recorder: Recorder, iteration: Iteration, loading: Loading) -> None:
     try:
         if isinstance(loading.error, StopIteration):
-            reading.exhausted = True
-            _close(recorder, reading)
+            iteration.exhausted = True
+            _close(recorder, iteration)
         else:
             lifecycle.loading_failed.fire(recorder, loading)
     except Exception as trouble:
@@ -387,53 +424,52 @@ def _step_due(recorder: Recorder, step: Step) -> None:
         _close_gone(recorder)
 
 
-def _settle(recorder: Recorder) -> None:
-    """What was delivered before a backward or step was trained on."""
+def _count_trained(recorder: Recorder) -> None:
+    """Count batches that a backward or step followed as trained on."""
     if not _data.pending or _data.moved == recorder.moves:
         return
-    for reading in _data.pending:
-        reading.trained += 1
+    for iteration in _data.pending:
+        iteration.trained += 1
     _data.pending.clear()
     _data.tried.clear()
 
 
-def _trial(recorder: Recorder, forward: Forward) -> None:
-    """What goes through the model without gradients may yet be trained on: a generator's samples
-    for the other network, examples that are mined. Only the next batch tells."""
-    _settle(recorder)
+def _trial_begins(recorder: Recorder, forward: Forward) -> None:
+    """A forward without gradients: its batch counts as evaluated unless a backward comes before
+    the next batch (as for a generator's samples or mined examples)."""
+    _count_trained(recorder)
     _data.tried.update(_data.pending)
 
 
-def _use(recorder: Recorder) -> None:
-    """Another batch comes: what those before it were used for."""
+def _next_batch(recorder: Recorder) -> None:
+    """Another batch was delivered: count those before it as trained on or evaluated."""
     try:
-        _settle(recorder)
-        _evaluated()
+        _count_trained(recorder)
+        _count_evaluated()
     except Exception as error:
         recorder.trouble("data.use", error, "which batches were trained on")
 
 
-def _evaluated() -> None:
-    """Another batch came, or an iteration ended, before what went through the model was trained
-    on: that was evaluation."""
-    for reading in _data.tried:
-        reading.evaluated += 1
-        _data.pending.pop(reading, None)
+def _count_evaluated() -> None:
+    """Count batches that went through a model without gradients and were not trained on."""
+    for iteration in _data.tried:
+        iteration.evaluated += 1
+        _data.pending.pop(iteration, None)
     _data.tried.clear()
 
 
 # --- an iteration ends --------------------------------------------------------------------------
 
 
-def _close(recorder: Recorder, reading: Reading) -> None:
-    if not reading.open:
+def _close(recorder: Recorder, iteration: Iteration) -> None:
+    if not iteration.open:
         return
-    reading.open = False
-    _settle(recorder)
-    _evaluated()
+    iteration.open = False
+    _count_trained(recorder)
+    _count_evaluated()
     now = _sequence()
-    issued = now - reading.sequence if now >= 0 and reading.sequence >= 0 else -1
-    reading.close(recorder, issued, sharding.shares_inputs())
+    issued = now - iteration.sequence if now >= 0 and iteration.sequence >= 0 else -1
+    iteration.close(recorder, issued, sharding.shares_inputs())
 
 
 def _close_gone(recorder: Recorder) -> None:
@@ -443,5 +479,5 @@ def _close_gone(recorder: Recorder) -> None:
 
 def _close_all(recorder: Recorder, _: None) -> None:
     _close_gone(recorder)
-    for reading in list(_data.readings.values()):
-        _close(recorder, reading)
+    for iteration in list(_data.iterations.values()):
+        _close(recorder, iteration)

@@ -1,4 +1,8 @@
-"""What loaders and samplers say of themselves, whatever their classes."""
+"""What do loaders and samplers of any class say about themselves: sizes, ranks, seeds, epochs?
+
+Asked once per loader, when it is first iterated. For samplers of the user the bytecode shows
+whether their order depends on an epoch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ _SEEDS = ("manual_seed", "seed", "Random", "RandomState", "default_rng")
 
 
 class MadeOf(NamedTuple):
-    """What a data set is made of; as in `LoaderSeen`."""
+    """What a data set is made of; the fields are those of `LoaderSeen`."""
 
     payloads: tuple[Payload, ...] = ()
     layers: tuple[Layer, ...] = ()
@@ -28,8 +32,8 @@ class MadeOf(NamedTuple):
 
 
 def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
-    """A look into containers of the user's, of any kind: it may fail, and the loader is recorded
-    all the same."""
+    """Examine a data set. It may hold any objects of the user, so this may raise; the caller then
+    records the loader without."""
     return MadeOf(
         dataset_parts.payloads(dataset),
         dataset_parts.layers(dataset),
@@ -49,7 +53,7 @@ def loader_seen(
     sampler_site: int,
     made_of: MadeOf,
 ) -> LoaderSeen:
-    """What to record of a loader."""
+    """The event that describes a loader."""
     iterable = loader._dataset_kind == 1
     shuffle = getattr(sampler, "shuffle", None)
     epoch_name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
@@ -83,7 +87,7 @@ def loader_seen(
         made=made[1],
         payloads=made_of.payloads,
         layers=made_of.layers,
-        batch_sampler=_own_batches(loader),
+        batch_sampler=_own_batch_sampler(loader),
         epoch_name=epoch_name,
         sets_epoch=_sets_epoch(type(sampler)),
         settings=made_of.settings,
@@ -94,9 +98,12 @@ def loader_seen(
 
 
 def note_line(recorder: Recorder, sampler: Any, made: MutableMapping[Any, tuple[int, int]]) -> None:
-    """Note in `made` the line that makes a sampler of a class of the user's, as it is handed to a
-    loader: the only one that names the class, in the function that makes the loader."""
-    if not weak(sampler) or sampler in made or _in_torchs_order(sampler):
+    """Note in `made` the line that makes a sampler of the user's class.
+
+    Called when a loader gets it. The line is the only one that names the class in the function that
+    makes the loader, if there is just one.
+    """
+    if not weakly_referenceable(sampler) or sampler in made or _in_torchs_order(sampler):
         return
     frame = recorder.sites.user_frame(sys._getframe(1))
     line = only_line(frame.f_code, type(sampler).__name__) if frame is not None else None
@@ -105,7 +112,7 @@ def note_line(recorder: Recorder, sampler: Any, made: MutableMapping[Any, tuple[
 
 
 def only_line(code: CodeType, name: str) -> int | None:
-    """The line of a function that reads a name, None where none or several do."""
+    """The only line of a function that reads a name; None if there is none or several."""
     starts = dict(dis.findlinestarts(code))
     line: int | None = None
     found: set[int | None] = set()
@@ -117,8 +124,8 @@ def only_line(code: CodeType, name: str) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def refused(error: ValueError, site: int, replicas: Any, rank: Any) -> SamplerRefused:
-    """What to record of a `DistributedSampler` that torch refused to make."""
+def sampler_refused(error: ValueError, site: int, replicas: Any, rank: Any) -> SamplerRefused:
+    """The event for a `DistributedSampler` whose constructor raised."""
     import torch.distributed as dist
 
     ready = dist.is_available() and dist.is_initialized()
@@ -134,12 +141,12 @@ def refused(error: ValueError, site: int, replicas: Any, rank: Any) -> SamplerRe
 
 
 def _is_torchs_batches(batches: Any) -> bool:
-    """Whether it is a `BatchSampler` that makes up the batches as torch's own does."""
+    """Whether batches are formed by torch's own `BatchSampler.__iter__`."""
     sizes = hasattr(batches, "batch_size") and hasattr(batches, "drop_last")
     return sizes and _in_torchs_order(batches)
 
 
-def _own_batches(loader: Any) -> str:
+def _own_batch_sampler(loader: Any) -> str:
     batches = loader.batch_sampler
     return "" if batches is None or _in_torchs_order(batches) else type(batches).__name__
 
@@ -150,23 +157,25 @@ def _in_torchs_order(sampler: Any) -> bool:
 
 
 def epoch_of(sampler: Any) -> int | None:
-    """The number that its order goes by, as far as it has one."""
+    """The epoch that a sampler orders by, None if it has none."""
     name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
     return integer(getattr(sampler, name or "epoch", None))
 
 
 def _epoch_name(sampler: Any) -> str:
-    """What a class of the user's calls the epoch that it orders by: what `set_epoch` stores, and
-    `__iter__` and what that calls read. Without `set_epoch` it is `epoch`, where they draw random
-    numbers by it. Empty where there is no such thing."""
+    """Name of the attribute for the epoch that a sampler of the user orders by; empty if none.
+
+    That is what `set_epoch` stores and `__iter__`, with what it calls, reads. Without `set_epoch`
+    it is `epoch`, if these read it and seed a generator.
+    """
     kind = type(sampler)
-    read = _names(kind, "__iter__")
+    read = _names_used(kind, "__iter__")
     if not _sets_epoch(kind):
         drawn = "epoch" in read and not read.isdisjoint(_SEEDS)
         return "epoch" if drawn and integer(getattr(sampler, "epoch", None)) is not None else ""
     if "epoch" in read:
         return "epoch"
-    # It may store where to begin, too: of that nobody needs to be told.
+    # `set_epoch` may also store a start position: only names with "epoch" count.
     stored = {i.argval for code in _setters(kind) for i in dis.get_instructions(code)
               if i.opname == "STORE_ATTR" and "epoch" in i.argval}  # fmt: skip
     found = (n for n in sorted(stored & read) if integer(getattr(sampler, n, None)) is not None)
@@ -178,13 +187,13 @@ def _sets_epoch(kind: type) -> bool:
 
 
 def _setters(kind: type) -> list[CodeType]:
-    """The code of `set_epoch`, that of its bases too."""
+    """The code of `set_epoch` of a class and its bases."""
     found = (getattr(vars(c).get("set_epoch"), "__code__", None) for c in kind.__mro__)
     return [code for code in found if isinstance(code, CodeType)]
 
 
-def _names(kind: type, method: str) -> set[str]:
-    """All that a method names, and what it calls of the class."""
+def _names_used(kind: type, method: str) -> set[str]:
+    """All names in a method and in the methods of the class that it names."""
     named, found = [method], set()
     while named:
         name = named.pop()
@@ -212,8 +221,8 @@ def innermost(loader: Any) -> Any:
     return sampler
 
 
-def weak(value: Any) -> bool:
-    """Whether it can be a key of a weak dictionary (a list used as a sampler cannot)."""
+def weakly_referenceable(value: Any) -> bool:
+    """Whether an object can be a key of a weak dictionary; a list used as a sampler cannot."""
     return hasattr(value, "__weakref__") and getattr(type(value), "__hash__", None) is not None
 
 

@@ -1,4 +1,7 @@
-"""Parameters that are sharded over a mesh: whether several ranks may need equal inputs."""
+"""Are parameters sharded over a device mesh, so that several ranks may need equal inputs?
+
+Looked at before each optimizer's first step (tensor and context parallelism feed ranks equally).
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ def forget() -> None:
 
 
 def shares_inputs() -> bool:
-    """Whether some parameters are sharded in a way that may need equal inputs on several ranks."""
+    """Whether some parameter's sharding may need equal inputs on several ranks."""
     return _Seen.shares_inputs
 
 
 def look(recorder: Recorder, step: Step) -> None:
-    """At the parameters of an optimizer, before its first step."""
+    """Look at the parameters of an optimizer before its first step."""
     if step.known.number not in _Seen.optimizers:
         _Seen.optimizers.add(step.known.number)
         optimizer = step.optimizer()
@@ -39,7 +42,9 @@ def look(recorder: Recorder, step: Step) -> None:
 def _look(recorder: Recorder, parameters: list[Any]) -> None:
     if not any(hasattr(p, "device_mesh") for p in parameters):
         return
-    meshes = [m for module in module_origins.living() if (m := sharding_mesh(module)) is not None]
+    meshes = [
+        m for module in module_origins.living_modules() if (m := sharding_mesh(module)) is not None
+    ]
     if any(may_share_inputs(p, meshes) for p in parameters):
         _Seen.shares_inputs = True
         return

@@ -1,8 +1,8 @@
-"""Where the random generators stand in a DataLoader's worker processes.
+"""What is the state of the random generators in a DataLoader's workers, and does loading use them?
 
-A worker is no rank and records nothing. It inherits a piece of memory that it shares with its rank,
-and notes there where its generators stand after its first batch (by then whatever seeds them has
-done so), and which of them loading advances. Workers that are not forked inherit none.
+A worker records no events. It writes into memory that it inherits from its rank by fork: the states
+after its first batch (by then `worker_init_fn` and the data set have seeded them) and which of the
+generators loading advances. Spawned workers inherit none and are not observed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 from ....events import WorkerRandom
 from ...recording import rng_state
-from ...recording.frames import passed_over, unframe
+from ...recording.frames import disguise, unframe
 from ...recording.patching import replace
 
 _ROW = struct.Struct("<IIIBB")  # states, generators that were drawn from, batches looked at
 BATCHES = 4
+"""Batches of each worker that are looked at."""
 
 
 class Notes:
-    """What the workers of one iterator write down."""
+    """The memory in which the workers of one iterator note their generators; one row per worker."""
 
     def __init__(self, workers: int) -> None:
         self.memory = mmap.mmap(-1, workers * _ROW.size)
@@ -30,7 +31,7 @@ class Notes:
         self.rank_pid = os.getpid()
 
     def read(self) -> tuple[WorkerRandom, ...]:
-        """Of the workers that loaded a batch."""
+        """The notes of all workers that loaded a batch."""
         found = []
         for number in range(self.workers):
             *states, drawn, batches = _ROW.unpack_from(self.memory, number * _ROW.size)
@@ -60,23 +61,27 @@ def install() -> None:
         return fetcher
 
     _workers.notes = None
-    replace(_DatasetKind, "create_fetcher", staticmethod(passed_over(create_fetcher, original)))
+    replace(_DatasetKind, "create_fetcher", staticmethod(disguise(create_fetcher, original)))
 
 
 def share(workers: int) -> Notes | None:
-    """For the workers that are forked next; without any, or for those of an iterator that is not
-    watched (0), nothing: they must not write over what others noted."""
+    """Make notes for the workers that are forked next; None for 0 workers.
+
+    Also to be called with 0 for an iterator that is not watched, or its workers would write into
+    the notes of the one before.
+    """
     _workers.notes = Notes(workers) if workers else None
     return _workers.notes
 
 
 def _watch(fetcher: Any, notes: Notes) -> None:
-    """In a worker: look at its first batches, then get out of the way."""
+    """In a worker: wrap `fetch` for its first batches."""
     from torch.utils.data import IterableDataset, get_worker_info
 
     info: Any = get_worker_info()
     fetch = fetcher.fetch
-    # A stream is often shuffled alike by all, and then shared out: as it begins.
+    # An iterable data set often shuffles equally in all workers when it begins, and then takes its
+    # share: draws of its first batch prove nothing.
     first = 1 if isinstance(info.dataset, IterableDataset) else 0
     before = rng_state.positions()
     states, drawn, batches = (0, 0, 0), 0, 0
