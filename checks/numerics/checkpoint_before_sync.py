@@ -1,9 +1,10 @@
-"""DDP803."""
+"""DDP803: a file is read while another rank may still write it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.process.shared_files import (
     Touch,
@@ -17,7 +18,7 @@ from ddpdoctor.analysis.process.shared_files import (
 )
 from ddpdoctor.events import FileRead, FileWritten
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Run, fold_ranks, shorten
+from ddpdoctor.run import Run, ranks_do, shorten
 
 _ABSENT = "FileNotFoundError"
 _TORN = re.compile(
@@ -26,47 +27,64 @@ _TORN = re.compile(
     r"|JSONDecodeError|BadZipFile|SafetensorError|EOF: reading array|cannot reshape array"
     r"|^OSError: \[Errno 22\]"
 )
-"""What readers of checkpoints, arrays and settings say of half a file. The first byte of an archive
-is 80, which means a persistent id to those that read fewer than four bytes and take it for a
-pickle; 0 is what is not written yet. Of an archive without its end, places before its begin are
-looked for."""
+"""What readers of checkpoints, arrays and settings raise on a half-written file.
+
+The first byte of a zip archive is 80, the pickle opcode of a persistent id: a reader that gets less
+than four bytes takes the archive for a pickle. Byte 0 is what is not written yet. `Errno 22`: the
+directory of an archive without its end seems to lie before its begin."""
+
+ENDED_RANK = "failed-read-ended-rank"
+FAILED = "failed-read"
+OVERLAP = "read-during-write"
+UNORDERED = "no-collective-between"
 
 
 class CheckpointBeforeSync(Check):
     """A file is read while another rank may still be writing it
 
     ## What it finds
-    One rank writes a file, another one reads it, and nothing made the reader wait: no collective
-    of theirs stands between the two. It is found also in runs where the reader was lucky.
+    One rank writes a file, another one reads it, and no collective of both lies in between, so
+    nothing makes the reader wait. It is also found in runs in which the read happens to succeed.
 
     ## How it knows
-    Each rank records the files that it writes anew and, of the kinds that runs produce, those that
-    it reads, with the counts of its groups' collectives before and after. Where no count of a group
-    that both ranks are in went up between the write and the read, nothing ordered them, whatever
-    the clock says. The finding is proven where the read began before the write was over, or failed
-    as on a file that is not there yet or half written, by what `torch.load` raised or what the rank
-    then ended with; else suspected. Of a file that the program opens itself only that moment is
-    known: neither when the writing was over, nor what the reading raised where that was caught.
+    Each rank records the files that it writes from scratch and those that it reads (of the kinds
+    that runs produce), with the counts of its groups' collectives before and after. If the count of
+    no group of both ranks has gone up between write and read, nothing orders them, whatever the
+    clock says.
+
+    The finding is proven if the read began before the write ended, or if it failed as on a missing
+    or half-written file (by what `torch.load` raised, or the exception that ended the rank). Else
+    it is suspected. Of a file that the program opens itself only the moment of opening is known:
+    neither when the write ended, nor what a failed read raised if that was caught.
 
     ## Why it hurts
-    The reader finds no file, half a file, or - worst - the one from the run before, and trains on
-    with other weights than the rest. Where a rank ended with it, it is an error.
+    The reader finds no file, half a file or, worst, the file of the last run, and continues with
+    other weights than the other ranks.
 
     ## How to fix it
-    `dist.barrier()` on all ranks after the write and before the read.
+    Call `dist.barrier()` on all ranks after the write and before the read.
 
     ## When it stays quiet
-    A barrier or any other collective in between; a key of a store, or another file that a loop asks
-    for, that the reader waited for before it found the file whole; a file that both lock; files
-    that were there before, and are overwritten only after another collective; a rank that reads
-    what it wrote itself; files that appear whole by a rename, where they were found, but for those
-    that took the place of one that had been there since an earlier collective of both.
+    - a barrier or another collective in between
+    - a reader that first waited for a key of a store, or polled another file, and then found the
+      file complete
+    - a file that both ranks lock
+    - files that existed before and are overwritten only after another collective
+    - a rank that reads what it wrote itself
+    - files that appear complete by a rename and were found (unless the rename replaced a file from
+      before an earlier collective of both)
     """
 
     code = "DDP803"
     name = "checkpoint-before-sync"
     family = "numerics"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        ENDED_RANK: "the read failed, and its exception ended the rank",
+        FAILED: "the read failed as on a missing or half-written file",
+        OVERLAP: "the read began before the write ended",
+        UNORDERED: "no collective orders write and read; this time it went well",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(FileWritten) else "no rank was seen to write a file"
@@ -87,49 +105,54 @@ class CheckpointBeforeSync(Check):
             yield self._report(run, pairs)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        if not mine.evidence.get("the rank ended with it") or other.at < mine.at:
+        if mine.rule != ENDED_RANK or other.at < mine.at:
             return False
         if other.check == "first-failure":
             return bool(set(mine.ranks) & set(other.ranks))
         return other.code.startswith("DDP6")
 
     def _report(self, run: Run, pairs: list[tuple[Touch, Touch]]) -> Finding:
-        # The one that failed tells the story best.
+        # Of several reads at one line, one that failed shows the fault best.
         write, read = max(pairs, key=lambda pair: bool(_failure(*pair)))
         path = shorten(read.event.path, read.rank.cwd)
         ranks = sorted({r.rank.rank for _, r in pairs})
         failed = _failure(write, read)
-        overlap = read.began < write.ended
+        rule = _rule(write, read, failed)
         saved = write.location
-        who = f"ranks {fold_ranks(ranks)} read" if len(ranks) > 1 else f"rank {ranks[0]} reads"
+        writer = f"rank {write.rank.rank}"
         return self.finding(
+            rule=rule,
             ranks=tuple(ranks),
             steps=steps_of(r for _, r in pairs),
             subjects=tuple(dict.fromkeys(shorten(r.event.path, r.rank.cwd) for _, r in pairs)),
             location=read.location,
-            confidence=Confidence.PROVEN if failed or overlap else Confidence.SUSPECTED,
-            label=f"nothing was seen that makes it wait for rank {write.rank.rank}",
+            confidence=Confidence.SUSPECTED if rule == UNORDERED else Confidence.PROVEN,
+            label=f"does not wait for {writer}",
             related=(
                 *called(run, [read]),
-                *((Related(f"rank {write.rank.rank} writes it here", saved),) if saved else ()),
+                *((Related(f"{writer} writes it here", saved),) if saved else ()),
                 *called(run, [write]),
             ),
-            summary=(
-                f"{who} {path} without waiting for rank "
-                f"{write.rank.rank}, which writes it" + (" - and failed" if failed else "")
-            ),
-            cause="no barrier or other collective stands between the write and the read",
-            fix="`dist.barrier()` on all ranks between the write and the read",
+            summary=f"{ranks_do(ranks, 'read')} {path} without waiting for {writer}, which writes "
+            "it" + (", and the read failed" if failed else ""),
+            cause="there is no barrier or other collective between the write and the read",
+            fix="call `dist.barrier()` on all ranks between the write and the read",
             fix_kind=FixKind.CHECK,
             evidence={
                 "write began": 0.0,
                 **_end_of(write),
                 "read began": round(read.began - write.began, 4),
                 **({"the read failed with": failed} if failed else {}),
-                **({"the rank ended with it": True} if failed and _ended_with(read) else {}),
+                **({"the exception ended the rank": True} if rule == ENDED_RANK else {}),
             },
             at=read.began,
         )
+
+
+def _rule(write: Touch, read: Touch, failed: str) -> str:
+    if failed:
+        return ENDED_RANK if _ended_with(read) else FAILED
+    return OVERLAP if read.began < write.ended else UNORDERED
 
 
 def _end_of(write: Touch) -> dict[str, float | None]:
@@ -140,8 +163,8 @@ def _end_of(write: Touch) -> dict[str, float | None]:
 
 
 def _failure(write: Touch, read: Touch) -> str:
-    """What the read failed with, where that is what the write explains: the file was not there yet,
-    or half of it."""
+    """What a read failed with, if an unfinished write explains it: the file was missing or only
+    half written. Empty otherwise."""
     text = getattr(read.event, "failed", "") or _ended_with(read)
     over = write.rank.node == read.rank.node and read.began >= write.ended
     if text.startswith(_ABSENT):
@@ -150,8 +173,8 @@ def _failure(write: Touch, read: Touch) -> str:
 
 
 def _ended_with(read: Touch) -> str:
-    """The exception that ended the rank, where it came out of the function that reads, after it had
-    read nothing else, and speaks of a file."""
+    """The exception that ended the reading rank, if it left the function that reads, the rank had
+    read nothing else since, and its text is about a file; empty otherwise."""
     raised, where, rank = read.rank.exception, read.location, read.rank
     if raised is None or where is None or raised.relayed is not None:
         return ""
@@ -166,7 +189,7 @@ def _ended_with(read: Touch) -> str:
 
 
 def _take_turns(locks: dict[tuple[str, str], dict[int, float]], write: Touch, read: Touch) -> bool:
-    """Whether both asked for a lock on one file before."""
+    """Whether writer and reader both locked one file before, so that they exclude each other."""
     return any(
         write.rank.rank in asked and asked.get(read.rank.rank, read.began + 1) <= read.began
         for asked in locks.values()
@@ -174,7 +197,7 @@ def _take_turns(locks: dict[tuple[str, str], dict[int, float]], write: Touch, re
 
 
 def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
-    """A write by another rank that this read did not wait for."""
+    """The write of another rank that a read did not wait for; None where there is none."""
     if any(t.rank.rank == read.rank.rank and t.began <= read.began for t in touches):
         return None  # it reads what it wrote itself; who else writes it is a race of writers
     for write in touches:
@@ -194,8 +217,8 @@ def _unordered(read: Touch, touches: list[Touch]) -> Touch | None:
 
 
 def _replaced(write: Touch, read: Touch, touches: list[Touch]) -> bool:
-    """Whether what was renamed took the place of an earlier one that both had met since, so that
-    the read might have found that one: it neither waited for the file nor asked again."""
+    """Whether a renamed file replaced one from before a collective of both ranks, so that the read
+    might have found the old one: the reader neither waited for the file nor read it again."""
     before = [t for t in touches if t.rank is write.rank and t.began < write.began]
     again = [
         e

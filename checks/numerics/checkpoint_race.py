@@ -1,10 +1,11 @@
-"""DDP802."""
+"""DDP802: several ranks write the same file."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import combinations
+from typing import ClassVar
 
 from ddpdoctor.analysis.process.shared_files import (
     Touch,
@@ -18,10 +19,20 @@ from ddpdoctor.analysis.process.shared_files import (
 )
 from ddpdoctor.events import FileRead, FileWritten
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Run, fold_ranks, shorten
+from ddpdoctor.run import Location, Run, counted, fold_ranks, listed, ranks_do, ranks_text, shorten
 
 ELSEWHERE_AT_MOST = 8
 WRITES_AT_MOST = 8
+
+PREPARED = "prepared-before-training"
+LOG = "log-file"
+PARTS = "model-parts"
+RENAMED = "renamed-file"
+SAME_FILE = "same-file"
+
+_SEVERITIES = {PREPARED: Severity.NOTE, LOG: Severity.WARNING}
+"""The rules that are no error: a torn log file does little harm, and what ranks prepare for
+themselves is most often equal."""
 
 _LOGS = (".log", ".out", ".err")
 _QUOTED = re.compile("'([^']+)'")
@@ -32,38 +43,50 @@ class CheckpointRace(Check):
     """Several ranks write the same file
 
     ## What it finds
-    One path that several ranks write, with nothing that makes one wait for the other: by
-    `torch.save` or safetensors, by `open(..., "w")` and everything built on it (`Path.write_text`,
-    numpy, pickle, `json.dump`), or by a temporary file that is renamed onto the path.
+    A path that several ranks write without waiting for each other: by `torch.save` or safetensors,
+    by `open(..., "w")` and everything built on it (`Path.write_text`, numpy, pickle, `json.dump`),
+    or by a temporary file that is renamed to the path.
 
     ## How it knows
-    Python's own audit events show every file that is opened to be written anew, or renamed. Each
-    rank records these writes (of its first 400 paths; of each the first six, then at powers of
-    two), with the counts of its groups' collectives before and after. Two ranks have met where the
-    count of a group that both are in went up between their writes: that is compared, not the clock.
-    The finding is proven.
+    Python's audit events show every file that is opened for writing from scratch, or renamed. Each
+    rank records these writes (for its first 400 paths; of each the first six, then at powers of
+    two) with the counts of its groups' collectives before and after. Two writes are ordered if the
+    count of a group of both ranks has gone up in between; the clock is not compared. The finding is
+    proven.
 
     ## Why it hurts
-    The writers overwrite each other in the middle: the file is torn, or holds another rank's state
-    than the one beside it, and that is found when it is loaded, days later.
+    The ranks overwrite each other half-way: the file is corrupt, or holds the state of another rank
+    than the file beside it. That shows only when it is loaded, days later.
 
     ## How to fix it
-    Let one rank write (`if dist.get_rank() == 0:`) and the others wait (`dist.barrier()`), or give
-    each rank a file of its own (`f"state-{rank}.pt"`). Where ranks hold different parts of a model
+    Write on one rank (`if dist.get_rank() == 0:`) and let the others wait (`dist.barrier()`), or
+    give each rank its own file (`f"state-{rank}.pt"`). If the ranks hold different parts of a model
     (shards, stages, experts), only the latter keeps them all.
 
     ## When it stays quiet
-    A file per rank; ranks that take turns around a barrier; appending; files opened exclusively or
-    under a file lock; temporary files; files that all ranks only clear; the same path on another
-    machine's own disk; distributed checkpoints; caches of libraries; settings that a library notes
-    down by itself before there is a process group, and that nobody reads. For log files it is a
-    warning, for what is renamed whole before the first step (a cache of the data) a note.
+    - a file per rank, and ranks that take turns around a barrier
+    - appending, exclusive creation, files under a file lock, temporary files
+    - files that all ranks only truncate
+    - the same path on local disks of different machines
+    - distributed checkpoints, and caches of libraries
+    - settings that a library records by itself before there is a process group, and that no rank
+      reads
+
+    For log files it is a warning. For files that are renamed into place before the first step (a
+    cache of the data) it is a note.
     """
 
     code = "DDP802"
     name = "checkpoint-race"
     family = "numerics"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        PREPARED: "all ranks rename equal files into place before the first step",
+        LOG: "all ranks write one log file",
+        PARTS: "ranks save different parts of a model to one file",
+        RENAMED: "ranks rename their files to one path",
+        SAME_FILE: "ranks write one file without waiting for each other",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(FileWritten) else "no rank was seen to write a file"
@@ -85,6 +108,7 @@ class CheckpointRace(Check):
         if other.check == "checkpoint-before-sync":
             return bool(set(mine.subjects) & set(other.subjects))
         message = str(other.evidence.get("message", ""))
+        # Texts of torch and pickle about a corrupt file.
         torn = ("PytorchStreamReader", "EOFError", "invalid load key", "Ran out of input")
         if other.check != "first-failure":
             return False
@@ -96,28 +120,25 @@ class CheckpointRace(Check):
         ranks = _ranks(files[0])
         also = {(s.file, s.line): s for touches in files[1:] if (s := touches[0].location)}
         elsewhere = [spot for spot in also.values() if spot != first.location]
-        logs = all(path.endswith(_LOGS) for path in paths)
+        rule = _rule(files, paths, parts=hold_parts(run))
         others = len(paths) - 1
         steps = steps_of(t for touches in files for t in touches)
-        more = f" and {others} more file{'s' if others > 1 else ''}" if others else ""
+        more = f" and {counted(others, 'more file')}" if others else ""
         return self.finding(
-            severity=Severity.NOTE
-            if _publishes(files)
-            else Severity.WARNING
-            if logs
-            else Severity.ERROR,
+            rule=rule,
+            severity=_SEVERITIES.get(rule, self.severity),
             ranks=tuple(ranks),
             steps=steps,
             subjects=tuple(paths),
             location=first.location,
-            label=f"runs on ranks {fold_ranks(ranks)}",
+            label=f"runs on {ranks_text(ranks)}",
             related=(
                 *called(run, files[0]),
-                *(Related("and here", spot) for spot in elsewhere[:ELSEWHERE_AT_MOST]),
+                *(Related("also here", spot) for spot in elsewhere[:ELSEWHERE_AT_MOST]),
             ),
-            summary=f"ranks {fold_ranks(ranks)} write {paths[0]}{more}, none waiting for another",
+            summary=f"{ranks_do(ranks, 'write')} {paths[0]}{more} without waiting for each other",
             cause=_cause(files),
-            fix=_fix(files[0], hold_parts(run)),
+            fix=_fix(rule, files[0]),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "files": [_row(touches) for touches in files[:10]],
@@ -129,8 +150,8 @@ class CheckpointRace(Check):
 
 
 def _taken_away(mine: Finding, other: Finding, message: str) -> bool:
-    """Whether a rank failed at one of these lines because a file that it races for was renamed or
-    made by another."""
+    """Whether a rank failed at one of the lines of `mine` because another rank had renamed or
+    created the file they race for. `message`: the text of Python's exception."""
     if not {*other.subjects} & {"FileNotFoundError", "FileExistsError"} or other.at < mine.at:
         return False
     spots = [mine.location, *(r.location for r in mine.related)]
@@ -143,7 +164,7 @@ def _taken_away(mine: Finding, other: Finding, message: str) -> bool:
 
 
 def _racing(touches: list[Touch]) -> list[Touch]:
-    """The writes that race with one of another rank, oldest first."""
+    """The writes that are not ordered with one of another rank, by step and rank."""
     free = [t for t in touches if not (isinstance(t.event, FileWritten) and t.event.locked)]
     racing: dict[int, Touch] = {}
     for a, b in combinations(free, 2):
@@ -153,13 +174,14 @@ def _racing(touches: list[Touch]) -> list[Touch]:
 
 
 def _clears(touch: Touch) -> bool:
-    """Whether it leaves the file empty; after several of those it is, whoever comes last."""
+    """Whether a write leaves the file empty. Several of these do not conflict."""
     return isinstance(touch.event, FileWritten) and touch.event.empty
 
 
 def _in_one_go(places: list[list[list[Touch]]]) -> list[list[list[Touch]]]:
-    """The files of each place; places of one function where the same ranks write one after the
-    other, with no collective between, lack the same guard and are one."""
+    """Racing writes by place, with some places joined: those of one function where the same ranks
+    write one after the other without a collective in between. They lack the same guard, so they are
+    one fault."""
     reported: list[list[list[Touch]]] = []
     for files in places:
         same = next((t for t in reported if _follow(t[-1], files[0])), None)
@@ -171,6 +193,9 @@ def _in_one_go(places: list[list[list[Touch]]]) -> list[list[list[Touch]]]:
 
 
 def _follow(old: list[Touch], new: list[Touch]) -> bool:
+    """Whether the writes `new` follow `old` in the same function and step and on the same ranks,
+    with no collective in between."""
+
     def state(touch: Touch, marks: dict[str, int]) -> tuple[object, ...]:
         where = touch.location
         place = (where.file, where.function) if where else None
@@ -185,20 +210,21 @@ def _ranks(touches: list[Touch]) -> list[int]:
 
 
 def _notes_settings(touch: Touch) -> bool:
-    """A library's record of how the program was started, by its name and its time."""
+    """Whether a write is a library's record of how the program was started: a settings file,
+    written before there is a process group."""
     event = touch.event
     by_library = isinstance(event, FileWritten) and bool(event.library)
     return by_library and not event.marks and event.path.endswith(_SETTINGS)
 
 
 def _whole(files: list[list[Touch]]) -> bool:
-    """Whether nothing is ever half written: the files are renamed onto these paths."""
+    """Whether the files are renamed to these paths, so that they are never half written."""
     return all(t.event.how == "rename" for touches in files for t in touches)
 
 
 def _publishes(files: list[list[Touch]]) -> bool:
-    """Whether that is before the first step: what each rank prepares for itself is most often the
-    same (a vocabulary, a cache of the data)."""
+    """Whether files are renamed into place before the first step: what each rank prepares for
+    itself is most often equal (a vocabulary, a cache of the data)."""
     return _whole(files) and not any(t.event.step > 0 for touches in files for t in touches)
 
 
@@ -206,34 +232,45 @@ def _name(touch: Touch) -> str:
     return shorten(touch.event.path, touch.rank.cwd)
 
 
+def _rule(files: list[list[Touch]], paths: list[str], *, parts: bool) -> str:
+    """The rule for the racing writes of `files`; `parts`: ranks hold different parts of a model."""
+    if _publishes(files):
+        return PREPARED
+    if all(path.endswith(_LOGS) for path in paths):
+        return LOG
+    if parts and files[0][0].event.how == "save":
+        return PARTS
+    return RENAMED if _whole(files) else SAME_FILE
+
+
 def _cause(files: list[list[Touch]]) -> str:
     written = [{(s.file, s.line) for t in touches if (s := t.location)} for touches in files]
     lines = sorted(set().union(*written))
     if len(lines) == 1:
-        where = "the line runs on every one of them"
+        where = "this line runs on each of these ranks"
     elif all(len(here) == 1 for here in written):
-        where = "each of these lines runs on every one of them"
+        where = "each of these lines runs on each of these ranks"
     elif lines:
-        where = f"they write it in {' and '.join(f'{file}:{line}' for file, line in lines)}"
+        where = f"they write it at {listed([f'{file}:{line}' for file, line in lines])}"
     else:
-        where = "every one of them writes it"
+        where = "each of these ranks writes it"
     if _whole(files):
-        return f"{where}; each rename is whole, but which rank's file stays is left to chance"
-    return f"{where}, and no collective stands between the writes"
+        return f"{where}; each rename is atomic, but which rank's file remains is random"
+    return f"{where}, and there is no collective between the writes"
 
 
-def _fix(touches: list[Touch], parts: bool) -> str:
-    if parts and touches[0].event.how == "save":
+def _fix(rule: str, touches: list[Touch]) -> str:
+    if rule == PARTS:
         name = touches[0].event.path.rpartition("/")[2]
         own = re.sub(r"(\.\w+|)$", r"-{dist.get_rank()}\1", name, count=1)
         return (
-            "put the rank into the name, as each rank holds parameters of its own that are needed: "
+            "include the rank in the file name, since each rank holds different parameters: "
             f'`f"{own}"`; or use `torch.distributed.checkpoint`, which writes all parts'
         )
     return (
-        "write on one rank and let the others wait: `if dist.get_rank() == 0: ...` and then "
-        "`dist.barrier()` on all ranks; where each rank has something of its own to write (a "
-        "shard), put the rank into the name, or use `torch.distributed.checkpoint`"
+        "write on one rank (`if dist.get_rank() == 0: ...`), then call `dist.barrier()` on all "
+        "ranks; if each rank writes different data (a shard), include the rank in the file name, "
+        "or use `torch.distributed.checkpoint`"
     )
 
 
@@ -246,7 +283,8 @@ def _row(touches: list[Touch]) -> dict[str, object]:
 
 
 def _early(files: list[list[Touch]], steps: Steps | None) -> int:
-    """How much less than the steps taken before a write the number is that its step is told by."""
+    """By how much the reported steps are lower than the number of steps before a write (see
+    `Steps.of`)."""
     last = max(t.event.step for touches in files for t in touches)
     return last - steps.last if steps else 0
 
@@ -258,6 +296,6 @@ def _write(touch: Touch, early: int) -> dict[str, object]:
         "step": max(0, touch.event.step - early),
         "how": touch.event.how,
         "line": str(place) if place else "",
-        "collectives before it": sum(touch.event.marks.values()),
+        "collectives before": sum(touch.event.marks.values()),
         "seconds": round(touch.ended - touch.began, 4) if touch.event.ended else None,
     }

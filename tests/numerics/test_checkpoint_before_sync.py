@@ -54,6 +54,7 @@ def test_steps_are_those_that_it_came_after() -> None:
 
 def test_the_reader_failed() -> None:
     (finding,) = found([wrote()], [read(failed="FileNotFoundError: best.pt", at=1000.5)])
+    assert finding.rule == "failed-read"
 
 
 def test_only_what_is_known_is_evidence() -> None:
@@ -201,6 +202,7 @@ def test_the_writer_was_ended_with_the_reader() -> None:
     mine, explains = explained([read(failed=TORN), ended("RuntimeError", TORN)], begun)
     assert mine.confidence is Confidence.PROVEN
     assert explains
+    assert mine.rule == "failed-read-ended-rank"
     assert mine.evidence["write ended"] is None
 
 

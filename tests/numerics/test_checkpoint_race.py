@@ -66,6 +66,7 @@ def test_ranks_that_hold_different_parts(parts: bool, how: str, own: bool) -> No
         return Unwrapped(at=0, optimizer=0, kind="Stage", parameters=(tensor,))
 
     (finding,) = found(*([trains(r if parts else 0), wrote(how=how)] for r in (0, 1)))
+    assert finding.rule == ("model-parts" if own else "same-file")
 
 
 def test_experts_that_the_wrapper_ignores() -> None:
@@ -75,6 +76,7 @@ def test_experts_that_the_wrapper_ignores() -> None:
         parameters=(tensor,),
     )  # fmt: skip
     (finding,) = found([wrap, wrote()], [wrap, wrote()])
+    assert finding.rule == "model-parts"
 
 
 @pytest.mark.parametrize(("other", "told"), [(3, [230]), (2, [])])
@@ -235,7 +237,7 @@ def test_files_that_one_function_writes_in_one_go() -> None:
     (finding,) = found([copy, wrote(), best], [copy, wrote(), best])
     assert finding.subjects == ("last.pt", "best.pt")
     assert finding.location is not None and finding.location.line == 18
-    assert [(r.label, r.location.line) for r in finding.related] == [("and here", 20)]
+    assert [r.location.line for r in finding.related] == [20]
     renamed = wrote("/home/user/project/best.pt", how="rename", site=2)
     (finding,) = found([copy, wrote(), renamed], [copy, wrote(), renamed])
     found_apart = found([copy, wrote(), best], [copy, wrote(), best], [copy, wrote()])
@@ -253,3 +255,4 @@ def test_a_thread_without_a_line_of_the_user_s_is_told_by_who_started_it(
 
 def test_a_write_whose_line_is_not_known() -> None:
     (finding,) = found([wrote(site=-1)], [wrote(site=-1)])
+    assert (finding.rule, finding.location) == ("same-file", None)

@@ -80,7 +80,7 @@ def test_parameters_that_exploded(largest: float, norm: float, told: bool) -> No
     later = Sketch(at=0, model=0, optimizer=0, kind="parameters", step=4, norm=largest, bins=())
     blown = bad("loss", 5, value="inf", operation="mul", largest=largest)
     (finding,) = found([sketch, later, blown])
-    assert ("largest parameter" in finding.evidence) is told
+    assert (finding.rule == "parameters-exploded") is told
     (finding,) = found([blown])
 
 
@@ -96,6 +96,7 @@ def test_the_largest_parameter() -> None:
 
 def test_parameters_that_were_never_initialised() -> None:
     (finding,) = found([bad("parameter", 0)], [bad("parameter", 0)])
+    assert finding.rule == "parameter-at-start"
 
 
 @pytest.mark.parametrize("kind", ["input", "buffer", "parameter"])
@@ -193,6 +194,7 @@ def test_gradients_that_the_scaler_looked_at_too_early() -> None:
     event = bad("parameter", 1, gradients=True, applied=False, skipped=4, total=1)
     scaled = ScalerStep(at=0, scaler=0, optimizer=0, call=0, step=0, scale=2.0, skipped=True)
     (finding,) = found([scaled, event], [scaled])
+    assert finding.rule == "gradient-of-earlier-step"
 
 
 def test_what_accumulates_is_remembered_until_the_gradients_are_cleared(
@@ -296,27 +298,31 @@ def test_nothing_wrong() -> None:
 
 def test_an_operation_that_may_have_been_given_it_is_not_blamed() -> None:
     (finding,) = found([bad("loss", 5, operation="add", module="up", origin_site=2)], [])
+    assert finding.rule == "passed-on"
 
 
 def test_what_came_in_as_a_constant_blames_no_operation() -> None:
     event = bad("loss", 5, entered="addmm", module="first", origin_site=2)
     (finding,) = found([event], [])
+    assert finding.rule == "before-operation"
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
-    [({"entered": "addmm"}, "it came into first from norm"), ({"operation": "log"}, "in norm")],
+    ("made", "rule"),
+    [({"entered": "addmm"}, "before-operation"), ({"operation": "log"}, "operation")],
 )
-def test_the_module_whose_line_made_it_is_named(made: dict[str, str], said: str) -> None:
+def test_the_module_whose_line_made_it_is_named(made: dict[str, str], rule: str) -> None:
     event = bad("loss", 5, module="first", within="norm", origin_site=2, **made)
     (finding,) = found([event], [])
-    assert finding.evidence["module"] == "norm"
+    assert (finding.rule, finding.evidence["module"]) == (rule, "norm")
 
 
 def test_inputs_that_no_wrapper_was_given_are_not_called_finite() -> None:
     event = bad("loss", 5, entered="addmm", origin_site=2)
-    (finding,) = found([event], [])
-    (finding,) = found([wrap(), event], [wrap()])
+    (unwrapped,) = found([event], [])
+    (wrapped,) = found([wrap(), event], [wrap()])
+    assert unwrapped.rule == wrapped.rule == "before-operation"
+    assert unwrapped.cause != wrapped.cause
 
 
 def test_the_template_is_about_what_the_derivative_is_of() -> None:
@@ -324,7 +330,9 @@ def test_the_template_is_about_what_the_derivative_is_of() -> None:
     event = bad("loss", 5, operation="sqrt", origin_site=2, derivative_site=3)
     (finding,) = found([lines, event], [lines])
     assert finding.related[0].label == "the derivative is taken here"
-    (finding,) = found([lines, bad("loss", 5, origin_site=3, derivative_site=3)], [lines])
+    (unknown,) = found([lines, bad("loss", 5, origin_site=3, derivative_site=3)], [lines])
+    assert finding.rule == unknown.rule == "derivative"
+    assert finding.fix != unknown.fix, "only the first names the operation"
 
 
 def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.MonkeyPatch) -> None:
