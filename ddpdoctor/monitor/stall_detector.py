@@ -378,8 +378,7 @@ def waits(ring: Ring | None) -> bool:
 
 def deadlocked(finding: Finding) -> bool:
     """Whether a finding proves that the run cannot go on."""
-    stuck = finding.deadlocked or bool(finding.evidence.get("stuck"))
-    return stuck and finding.confidence is Confidence.PROVEN
+    return finding.deadlocked and finding.confidence is Confidence.PROVEN
 
 
 def _notice(finding: Finding, waited: float) -> str:

@@ -60,7 +60,7 @@ def puts_ahead(mine: Finding, other: Finding) -> bool:
     count = mine.steps.count
     lead = {step - behind for step in ahead.values() for behind in waiting.values()}
     # A rank that hangs in the middle of a round has not taken the step of that round.
-    fewest = count - 1 if other.deadlocked or other.evidence.get("stuck") else 0
+    fewest = count - 1 if other.deadlocked else 0
     return min(waiting.values()) >= mine.steps.first and all(fewest <= n <= count for n in lead)
 
 
