@@ -44,6 +44,7 @@ def found(**fields):
 @pytest.mark.parametrize("fields", [{}, {"told": False}, {"clipped": True}])
 def test_a_head_that_is_exchanged_no_more(fields):
     (finding,) = found(**fields)
+    assert finding.rule == "sync-stopped"
     assert finding.severity.value == "warning" and finding.confidence.value == "suspected"
     assert finding.subjects == ("head.weight", "head.bias")
     assert (finding.location.line, finding.steps.first) == (8, 4)

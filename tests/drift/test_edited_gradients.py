@@ -36,13 +36,13 @@ def finding_of(mine, others, gradients=()):
 def test_the_edit_of_the_step_before_is_named(site):
     finding = finding_of([edit(5, site=site), edit(6, changed=False)], [])
     assert (finding.ranks, finding.location.line) == ((0,), 33 if site == LINE else 40)
-    assert finding.evidence["gradients_edited_at_step"] == 5
+    assert (finding.rule, finding.evidence["gradients_modified_at_step"]) == ("gradient-edit", 5)
 
 
 def test_also_beside_a_function_that_all_ranks_call():
     usual = edit(0, functions=CLIP)
     finding = finding_of([usual, edit(5, functions=CLIP, beside=True)], [usual])
-    assert finding.evidence["gradients_edited_at_step"] == 5
+    assert (finding.rule, finding.evidence["gradients_modified_at_step"]) == ("gradient-edit", 5)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_scale_that_differs_in_each_group():
 
 FOUND = Finding(
     code="DDP401", check="gradient-drift", severity=Severity.ERROR, summary="", cause="", fix="",
-    ranks=(0,), steps=Steps(1, 2, 2), location=Location("train.py", 3), label="here, on rank 0",
+    ranks=(0,), steps=Steps(1, 2, 2), location=Location("train.py", 3), rule="one",
 )  # fmt: skip
 
 
@@ -82,20 +82,18 @@ FOUND = Finding(
     [
         pytest.param((0, 2), {}, id="the same ranks"),
         pytest.param((2, 3), {}, id="a rank in common"),
-        pytest.param((1, 3), {"label": "there, on rank 1"}, id="another cause"),
+        pytest.param((1, 3), {"rule": "another"}, id="another cause"),
         pytest.param((1, 3), {"location": Location("train.py", 4)}, id="another line"),
         pytest.param((1, 3), {"location": None}, id="no line"),
         pytest.param((1, 3), {"severity": Severity.NOTE}, id="as a note"),
     ],
 )
 def test_findings_that_are_not_one(members, change):
-    other = msgspec.structs.replace(FOUND, **{"label": "here, on rank 1", **change})
+    other = msgspec.structs.replace(FOUND, **change)
     assert list(united([((0, 2), FOUND), (members, other)])) == [FOUND, other]
 
 
 def test_steps_of_groups_that_part_at_different_times():
-    other = msgspec.structs.replace(
-        FOUND, ranks=(3,), steps=Steps(4, 9, 5), label="here, on rank 3"
-    )
+    other = msgspec.structs.replace(FOUND, ranks=(3,), steps=Steps(4, 9, 5))
     (finding,) = united([((0, 2), FOUND), ((1, 3), other)])
-    assert (finding.steps, finding.label) == (Steps(1, 9, 5), "here, on ranks 0,3")
+    assert (finding.steps, finding.ranks) == (Steps(1, 9, 5), (0, 3))

@@ -244,9 +244,10 @@ def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_ma
 
 def test_schedulers_are_spoken_of_where_one_stepped():
     by_hand, stepped = rate(2, 0.05), [scheduled(), rate(2, 0.05)]
-    for told, others in (([by_hand], False), (stepped, True)):
+    for told, rule in (([by_hand], "unknown-line"), (stepped, "scheduler-on-some-ranks")):
         run = run_of({0: [rate(0, 0.1), *told], 1: [rate(0, 0.1)]})
         (finding,) = HyperparameterSkew().examine(run)
+        assert finding.rule == rule
 
 
 @pytest.mark.parametrize(
@@ -363,6 +364,7 @@ def test_other_values_are_no_schedule_of_rounds():
     slower = [msgspec.structs.replace(e, groups=({"lr": 0.2},)) for e in by_hand(0, 4, 9)[2:]]
     run = run_of({0: by_hand(0, 6, 12, 18), 1: [*by_hand(0, 4), *slower]}, count=20)
     (finding,) = HyperparameterSkew().examine(run)
+    assert finding.rule == "set-per-rank"
 
 
 def load(what, site=LINE):
@@ -375,9 +377,8 @@ def test_a_state_that_one_rank_loads_sets_its_rate(what, step):
     rates = [*([rate(0, 0.1)] if step else []), stepped]
     run = run_of({0: [load(what), *rates, rate(step, 0.05)], 1: [*rates, rate(step, 0.1)]})
     (finding,) = HyperparameterSkew().examine(run)
-    assert (finding.ranks, finding.location.line, finding.label) == (
-        (0,), 33, "only rank 0 comes here",
-    )  # fmt: skip
+    assert (finding.ranks, finding.location.line) == ((0,), 33)
+    assert finding.rule == "load-on-some-ranks"
 
 
 def test_a_load_after_which_the_rates_were_equal_does_not_set_them():
@@ -385,6 +386,7 @@ def test_a_load_after_which_the_rates_were_equal_does_not_set_them():
     run = run_of({n: [*[load("optimizer")] * n, rate(0, 0.1), done, scheduled("StepLR"),
                       rate(1, 0.1 * (n + 1))] for n in range(2)})  # fmt: skip
     (finding,) = HyperparameterSkew().examine(run)
+    assert finding.rule == "unequal-schedules"
 
 
 def test_a_resume_of_all_on_one_rank_is_one_fault():

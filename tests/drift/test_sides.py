@@ -27,9 +27,9 @@ def test_a_later_look_of_the_gradients_tells_who_is_apart():
         r0=rows(0, 2, 3), r1=rows(0, 1, 3), r2=rows(0, 1, 2, 3, at_1=7, at_3=7)
     ))  # fmt: skip
     assert (finding.ranks, finding.steps.first) == ((2,), 1)
-    assert finding.evidence["groups_of_equal_ranks"] == ["ranks 0-1 alike", "rank 2 alone"]
+    assert finding.evidence["groups_of_equal_ranks"] == ["ranks 0-1", "rank 2"]
     assert finding.evidence["not_compared_at_first"] == "rank 0"
-    assert finding.evidence["groups_are_those_of"] == "gradients at step 3"
+    assert finding.evidence["groups_according_to"] == "gradients at step 3"
 
 
 @pytest.mark.parametrize(("point", "key"), [("step", 2), ("end", 4)])
@@ -40,7 +40,7 @@ def test_parameters_of_the_same_names_tell_who_is_apart(point, key):
     finding = told(ranks)
     assert (finding.ranks, finding.steps.first, finding.steps.count) == ((2,), 1, 1)
     when = "at the end" if point == "end" else "at step 2"
-    assert finding.evidence["groups_are_those_of"] == f"parameters {when}"
+    assert finding.evidence["groups_according_to"] == f"parameters {when}"
     if point == "step":
         (effect,) = ParameterDrift().examine(run_of(ranks))
         assert effect.ranks == (2,)
@@ -53,7 +53,7 @@ def test_parameters_of_other_names_do_not():
         mine.append(digests("parameters", {2: [5, 6, 7, 8 + (n == 2)]}))
     finding = told(ranks)
     assert finding.ranks == (1, 2)
-    assert "groups_are_those_of" not in finding.evidence
+    assert "groups_according_to" not in finding.evidence
     assert finding.evidence["not_compared_at_first"] == "rank 0"
 
 
@@ -78,7 +78,7 @@ def test_where_other_looks_do_not_agree_none_is_blamed(later):
     }
     finding = told(gradients(**tables))
     assert finding.ranks == (1, 2)
-    assert finding.evidence["groups_of_equal_ranks"] == ["rank 1 alone", "rank 2 alone"]
+    assert finding.evidence["groups_of_equal_ranks"] == ["rank 1", "rank 2"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -104,7 +104,7 @@ def test_what_the_first_look_tells_stays():
     tables = {f"r{n}": rows(0, 1, 2, at_1=7 if n == 2 else 9, at_2=n + 30) for n in range(3)}
     finding = told(gradients(**tables))
     assert finding.ranks == (2,)
-    assert not {"groups_are_those_of", "not_compared_at_first"} & {*finding.evidence}
+    assert not {"groups_according_to", "not_compared_at_first"} & {*finding.evidence}
 
 
 def test_of_two_ranks_both_stay():

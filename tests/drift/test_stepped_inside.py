@@ -42,7 +42,7 @@ def test_a_hook_that_steps_before_ddp_averages():
 
 def test_where_no_digest_could_be_taken():
     (found,) = CHECK.examine(both([0, 0], [0, 0]))
-    assert found.confidence is Confidence.SUSPECTED
+    assert (found.rule, found.confidence) == ("step-inside-backward", Confidence.SUSPECTED)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_step_whose_gradients_were_not_exchanged():
     (found,) = found_in(local=(5,), apart=range(6, 13))
     assert found.severity.value == "error"
     assert (found.steps.first, found.location.line, found.ranks) == (6, 9, (0, 1))
-    assert found.evidence["steps_without_the_exchange_between_these"] == [
+    assert found.evidence["steps_in_between_not_synchronised"] == [
         {"rank": 0, "steps": 1}, {"rank": 1, "steps": 1},
     ]  # fmt: skip
 
@@ -69,6 +69,8 @@ def test_a_step_whose_gradients_were_not_exchanged():
 def test_the_rank_that_leaves_it_out_is_named():
     tables = {n: states(n, local=(5,) if n == 2 else (), apart=range(6, 13)) for n in range(3)}
     (found,) = ParameterDrift().examine(run_of(tables))
+    assert found.rule == "step-not-synced"
+    assert found.evidence["steps_in_between_not_synchronised"] == [{"rank": 2, "steps": 1}]
 
 
 def test_an_edit_on_one_rank():
@@ -79,6 +81,7 @@ def test_an_edit_on_one_rank():
 
 def test_gradients_that_are_made_different_after_the_exchange():
     (found,) = found_in(odd=range(4, 12), apart=range(5, 13))
+    assert found.rule == "edit-after-sync"
 
 
 def test_a_rate_that_the_ranks_change_at_different_steps():
@@ -92,7 +95,8 @@ def test_a_rate_that_the_ranks_change_at_different_steps():
     looks = [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
     tables = {n: [*rates(5 + n), *states(n, apart=range(6, 20), looks=looks)] for n in range(2)}
     (found,) = ParameterDrift().examine(run_of(tables))
-    assert [place.label for place in found.related] == ["lr is set here", "made here"]
+    assert found.rule == "unequal-options"
+    assert [place.location.line for place in found.related] == [3, 3]
 
 
 def skipping(rank, *, after=100, skips=(), apart=range(0), looks=None, ends=True, alone=0):
@@ -119,7 +123,7 @@ def test_a_step_that_a_rank_leaves_out_after_the_exchange(ends):
     }
     (found,) = ParameterDrift().examine(run_of(tables))
     assert (found.ranks, found.steps.first, found.location.line) == ((1,), 6, 9)
-    assert found.severity.value == "error"
+    assert (found.rule, found.severity.value) == ("skipped-step-manual-sync", "error")
 
 
 def test_a_step_that_a_rank_leaves_out_after_the_last_look():
@@ -137,6 +141,7 @@ def test_who_exchanges_more_in_every_step_has_left_nothing_out():
     apart = range(6, 13)
     tables = {n: skipping(n, apart=apart, alone=100 * n) for n in range(2)}
     (found,) = ParameterDrift().examine(run_of(tables))
+    assert found.rule == "unequal-updates"
 
 
 def test_an_exchange_that_stops_midway():
@@ -161,9 +166,8 @@ def test_an_exchange_that_stops_early():
     (found,) = early()
     assert (found.severity.value, found.confidence.value) == ("error", "suspected")
     assert (found.steps.first, found.steps.last, found.location.line) == (5, 11, 9)
-    assert [(r.label, r.location.line) for r in found.related] == [
-        ("exchanged here before", 7), ("made here", 3),
-    ]  # fmt: skip
+    assert found.rule == "sync-stopped"
+    assert [r.location.line for r in found.related] == [7, 3]
 
 
 @pytest.mark.parametrize("kwargs", [
@@ -343,3 +347,4 @@ def test_a_group_of_all_ranks_that_is_not_the_default_one():
         all_ranks = group((0, 1), 3, "all")
         tables[n] = [all_ranks, *(msgspec.structs.replace(s, **own) for s in rows)]
     (found,) = ParameterDrift().examine(run_of(tables))
+    assert found.rule == "step-not-synced"

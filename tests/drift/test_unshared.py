@@ -104,7 +104,7 @@ NESTED = ("net.body", "net.last")
 def test_the_rest_of_a_part_that_was_made_equal_is_not_meant(layers, spread, local, severity):
     """But a head by itself may be, and so may layers of one kind."""
     (found,) = found_in(local=local, layers=layers, spread=spread, count=2 * len(layers))
-    assert found.severity.value == severity
+    assert (found.rule, found.severity.value) == ("never-synced", severity)
     assert found.confidence.value == ("suspected" if severity == "error" else "proven")
 
 
@@ -141,7 +141,7 @@ def test_a_first_update_that_is_still_the_same():
 
 def test_copies_that_were_never_equal():
     (found,) = found_in(apart=(0, 1, 2, 3))
-    assert found.severity.value == "error"
+    assert (found.rule, found.severity.value) == ("unequal-start", "error")
     assert (found.location.line, found.steps.first) == (3, 0)
 
 
@@ -201,12 +201,13 @@ def mixed(ranks=(0, 1), hands=None, **kwargs):
 
 def test_gradients_of_different_parameters_that_are_paired():
     (found,) = mixed()
+    assert found.rule == "mismatched-gradients"
     assert found.subjects == ("head.weight", "head.bias")
     assert found.location.line == 8
 
 
 def test_ranks_that_hand_over_the_same_parameters_pair_them_rightly():
-    pass  # EMPTY
+    assert all(f.rule != "mismatched-gradients" for f in mixed(hands=[0, 1, 2, 3]))
 
 
 def running(rank, *, after=1, steps=3, clean=False):
@@ -224,7 +225,7 @@ def running(rank, *, after=1, steps=3, clean=False):
 
 def test_gradients_that_are_applied_while_they_are_exchanged():
     (found,) = found_with({n: list(running(n)) for n in (0, 1)})
-    assert found.severity.value == "error"
+    assert (found.rule, found.severity.value) == ("async-not-awaited", "error")
     assert (found.location.line, found.steps.first, found.ranks) == (8, 1, (0, 1))
 
 

@@ -74,6 +74,7 @@ def write(since: int, step: int, times: int = 1, position: int = 3) -> Rewritten
 def test_a_rank_that_wrote_to_it_and_trained_on() -> None:
     (finding,) = told_at_the_end((1, write(4, 6)))
     assert (finding.severity, finding.ranks) == (Severity.ERROR, (1,))
+    assert finding.rule == "write-on-some-ranks"
     assert finding.steps == Steps(6, 7, 2)
 
 
@@ -95,7 +96,7 @@ def test_written_after_the_last_look_it_may_be_after_the_last_step() -> None:
 )
 def test_writes_that_explain_nothing(events: list[tuple[int, Rewritten]]) -> None:
     (finding,) = told_at_the_end(*events)
-    assert finding.severity is Severity.NOTE
+    assert (finding.rule, finding.severity) == ("unknown-cause", Severity.NOTE)
 
 
 def test_values_that_are_not_what_the_last_step_left() -> None:

@@ -66,6 +66,7 @@ def test_cleared_on_some_ranks_only():
     told = {0: carried(1, value=False), 1: carried(1), 2: carried(1)}
     ranks = {n: [*lines, event, *steps(6)] for n, event in told.items()}
     (finding,) = ZeroGradMissing().examine(make_run(ranks))
+    assert (finding.rule, finding.ranks) == ("never-cleared", (1, 2))
 
 
 def test_a_gradient_whose_memory_was_given_back_is_not_read():

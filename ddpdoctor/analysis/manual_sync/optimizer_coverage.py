@@ -96,7 +96,7 @@ def _fields(
     here, there = ranks_text(holders), ranks_text(ranks)
     if shared:
         label, without = "updates a part of them on each rank", "holds a part of them only"
-        who = f"the optimizer of each of {there} updates only a part of them"
+        who = f"each of {there} updates only a part of them"
         sent = "no rank sends its updates to the others"
     else:
         label, without = f"updates {them} on {here} only", f"does not hold {them} on {there}"
