@@ -8,7 +8,7 @@ from typing import ClassVar
 from ddpdoctor.analysis.divergence import group_cycles
 from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.explanations import RULES, Explanation, explain
-from ddpdoctor.analysis.divergence.loop_exits import shifted_by_it
+from ddpdoctor.analysis.divergence.loop_exits import explains_shifted_schedule
 from ddpdoctor.analysis.divergence.mismatch_report import (
     PASSED_BY_ALL,
     Mismatch,
@@ -18,7 +18,7 @@ from ddpdoctor.analysis.divergence.mismatch_report import (
     related,
     standstill,
 )
-from ddpdoctor.analysis.waiting.snapshot import scene
+from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import across_groups, cycle
 from ddpdoctor.events import CallSite
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
@@ -85,15 +85,15 @@ class CollectiveMismatch(Check):
         by_divergence = {id(one.divergence): one for one in explained}
         for mismatch in each_once(one.divergence for one in explained):
             yield self._report(run, mismatch, by_divergence[id(mismatch.divergence)])
-        now = scene(run)
-        ring = [now.stands[r] for r in cycle(now)]
+        now = snapshot_of(run)
+        ring = [now.by_rank[r] for r in cycle(now)]
         if ring and across_groups(ring):
             yield self.finding(**group_cycles.report(now, ring))
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == self.name:
             return False
-        if shifted_by_it(mine, other):
+        if explains_shifted_schedule(mine, other):
             return True
         mixed = other.check in DRIFT and "DDP backward" in mine.subjects
         return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
@@ -108,13 +108,13 @@ class CollectiveMismatch(Check):
             deadlocked=still.deadlocked,
             ranks=tuple(sorted({*culprits, *skips.ranks})) if skips else culprits,
             steps=(skips and skips.steps) or divergence.when,
-            subjects=tuple(sorted({m.signature.op for m in divergence.made.values()})),
+            subjects=tuple(sorted({m.signature.op for m in divergence.calls.values()})),
             location=why.location,
             label=why.label(culprits),
             related=(
                 *(skips.tried if skips else ()),
                 *((Related("leads around the call", why.swallowed.head),) if why.swallowed else ()),
-                *related(divergence, divergence.place, why.location),
+                *related(divergence, divergence.call, why.location),
             ),
             summary=why.summary + mismatch.elsewhere,
             cause=why.cause(still.deadlocked),

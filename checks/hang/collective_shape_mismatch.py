@@ -17,7 +17,7 @@ from ddpdoctor.analysis.divergence.mismatch_report import (
     related,
     standstill,
 )
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.events import CallSite, CommHook, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, listed, ranks_do, ranks_text
@@ -91,7 +91,7 @@ class CollectiveShapeMismatch(Check):
             yield self._report(run, mismatch)
         # Hooks explain how a run ended, only where no call differs that would explain it better.
         if not found and (hooked := _different_hooks(run)):
-            yield self._report_hooks(scene(run), *hooked)
+            yield self._report_hooks(snapshot_of(run), *hooked)
         for sent in buffer_mismatches(run):
             yield self._report_buffers(sent)
 
@@ -102,7 +102,7 @@ class CollectiveShapeMismatch(Check):
 
     def _report(self, run: Run, mismatch: Mismatch) -> Finding:
         divergence, culprits = mismatch.divergence, mismatch.culprits
-        place = divergence.place
+        place = divergence.call
         op = place.signature.op
         names = listed([NAMES[d] for d in divergence.differs if d in NAMES])
         calls = "; ".join(
@@ -173,7 +173,7 @@ class CollectiveShapeMismatch(Check):
             deadlocked=not now.failed,
             ranks=tuple(culprits),
             subjects=tuple(name for name in sides if name),
-            location=now.stands[placed].rank.location(here.site) if here else None,
+            location=now.by_rank[placed].rank.location(here.site) if here else None,
             label=f"registered on {ranks_text(sides[here.name])}" if here else "",
             related=(Related(f"{ranks_text([waiting.rank.rank])} is in this backward", waits),)
             if waits
@@ -194,8 +194,8 @@ class CollectiveShapeMismatch(Check):
 def _different_hooks(run: Run) -> tuple[RankSnapshot, dict[int, CommHook | None]] | None:
     """A rank that is in a backward of DDP, and each rank's hook of the last model in its group for
     which they differ; None where the run neither failed nor stands still."""
-    now = scene(run)
-    stands = now.stands.values()
+    now = snapshot_of(run)
+    stands = now.by_rank.values()
     within = [s for s in stands if s.made and s.made.signature.op == "DDP backward"]
     if not within or not (now.failed or now.stall):
         return None

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.waiting.failures import failures
 from ddpdoctor.analysis.waiting.patience import overdue
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import merged_stacks, missing, victims, waiting_for
 from ddpdoctor.events import LoaderSeen, RankStood, Worker
 from ddpdoctor.report.findings import (
@@ -93,10 +93,10 @@ class DataStall(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._died(run)
-        now = scene(run)
+        now = snapshot_of(run)
         stuck = [s for s in missing(now) if s.phase is Phase.DATA]
         if not stuck and now.stall is not None and not now.blocked:
-            stuck = [s for s in now.stands.values() if s.phase is Phase.DATA and not s.gone]
+            stuck = [s for s in now.by_rank.values() if s.phase is Phase.DATA and not s.gone]
         if stuck and (now.stall is not None or overdue(run, now, stuck)):
             yield self._report(now, stuck)
 
@@ -122,7 +122,7 @@ class DataStall(Check):
             ranks=ranks,
             subjects=(loader.dataset,) if loader else (),
             location=loop or first.location,
-            label="waits for that worker's batches",
+            label="waits for batches of the worker that died",
             related=(Related("noticed here", noticed),) if noticed else (),
             summary=f"a DataLoader worker of {ranks_text(ranks)} died: {message.splitlines()[0]}",
             cause=_worker_end(message),
@@ -144,8 +144,8 @@ class DataStall(Check):
         here = next((s.made.location for s in waiting if s.made), None)
         others = sorted({s.rank.rank for s in waiting})
         waited, still = now.waited(stuck), max(s.still_s for s in stuck)
-        thread = thread_waits.failed(now, first)
-        related = [*thread_waits.place(thread, first)]
+        thread = thread_waits.failed_thread(now, first)
+        related = [*thread_waits.failed_thread_line(thread, first)]
         related += [Related(f"{ranks_do(others, 'wait')} here", here)] if here else []
         if loop is not None and loop != where:
             related.insert(0, Related("the loop over the loader", loop))
@@ -161,7 +161,7 @@ class DataStall(Check):
             related=tuple(related),
             summary=f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} waited "
             f"{waited:.0f} s for a batch; " + _workers_text(first.stood, loader),
-            cause=_cause(rule, first.stood, loader) + thread_waits.remark(thread),
+            cause=_cause(rule, first.stood, loader) + thread_waits.failed_thread_remark(thread),
             fix=FIXES.get(rule, WORKERS) if workers else NO_WORKERS,
             fix_kind=FixKind.CHECK,
             evidence={

@@ -146,7 +146,7 @@ class FirstFailure(Check):
             summary += f" while handling {first.before}" if first.before else ""
             summary += _in_other_words(same)
         else:
-            summary = f"{at_step}{ranks_text(ranks)} exited with {first.text}"
+            summary = f"{at_step}{ranks_text(ranks)} ended with {first.text}"
         return self.finding(
             rule="rank-specific-path" if missing else _rule(first),
             deadlocked=left_waiting(run, ranks),

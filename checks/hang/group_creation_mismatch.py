@@ -17,7 +17,7 @@ from ddpdoctor.analysis.divergence.mismatch_report import (
     related,
     standstill,
 )
-from ddpdoctor.analysis.waiting.snapshot import scene
+from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
@@ -82,7 +82,7 @@ class GroupCreationMismatch(Check):
 
     def _order(self, run: Run, divergence: CallDivergence) -> Finding:
         sides: dict[tuple[int, ...], list[int]] = {}
-        for rank, made in divergence.made.items():
+        for rank, made in divergence.calls.items():
             sides.setdefault(made.signature.ranks, []).append(rank)
         created = ", ".join(
             f"{ranks_do(r, 'create')} {_members(members)}" for members, r in sides.items()
@@ -96,12 +96,12 @@ class GroupCreationMismatch(Check):
         return self.finding(
             rule="members-only" if branched else "different-order",
             deadlocked=standstill(run, mismatch).deadlocked,
-            ranks=tuple(sorted(divergence.made)) if branched else divergence.culprits,
-            steps=_late(divergence.place),
+            ranks=tuple(sorted(divergence.calls)) if branched else divergence.culprits,
+            steps=_late(divergence.call),
             subjects=tuple(_members(members) for members in sides),
             location=divergence.location,
             label="other ranks create a different group",
-            related=branched or related(divergence, divergence.place, divergence.location),
+            related=branched or related(divergence, divergence.call, divergence.location),
             summary=f"ranks create different process groups at call {divergence.index} of "
             f"new_group: {created}",
             cause=f"{cause}; here only its members create each group" if branched else cause,
@@ -119,17 +119,17 @@ class GroupCreationMismatch(Check):
         most, least = max(made.values(), default=0), min(made.values(), default=0)
         if most == least or not logs:
             return
-        now = scene(run)
+        now = snapshot_of(run)
         without = [r for r, n in made.items() if n < most]
-        waiting = [s for r, s in now.stands.items() if r not in without and s.blocked]
+        waiting = [s for r, s in now.by_rank.items() if r not in without and s.blocked]
         waits = [s for s in waiting if s.made is not None and s.made.signature.op == "new_group"]
         makers = {id(s) for s in waits}
         elsewhere = [
             s
-            for s in (now.stands[r] for r in without)
+            for s in (now.by_rank[r] for r in without)
             if s.gone or any(id(o) in makers for o in awaited(now, s))
         ]
-        over = not waits and all(s.gone for s in now.stands.values())
+        over = not waits and all(s.gone for s in now.by_rank.values())
         if not (waits and len(elsewhere) == len(without)) and not over and not now.failed:
             return  # they may only be late
         log: GroupCalls = max(logs.values(), key=lambda one: one.issued)
@@ -169,14 +169,14 @@ _FIX = (
 
 def _of_members(divergence: CallDivergence) -> tuple[Related, ...]:
     """The branch by which every rank creates only groups that it is a member of, or empty."""
-    found = [(made, condition(made)) for made in divergence.made.values()]
+    found = [(made, condition(made)) for made in divergence.calls.values()]
     heads = {around[1].line for _, around in found if around is not None}
     if len(heads) != 1 or any(around is None for _, around in found):
         return ()
-    if any(rank not in made.signature.ranks for rank, made in divergence.made.items()):
+    if any(rank not in made.signature.ranks for rank, made in divergence.calls.items()):
         return ()
     place, head = found[0][1] or (None, None)
-    spot = divergence.place.rank.location(place.site) if place else None
+    spot = divergence.call.rank.location(place.site) if place else None
     if spot is None or head is None:
         return ()
     return (Related("only members enter this branch", head_of(spot, head)),)

@@ -20,7 +20,7 @@ from ddpdoctor.analysis.waiting.failures import (
     whereabouts,
 )
 from ddpdoctor.analysis.waiting.sent_signals import sent as signal_sent
-from ddpdoctor.analysis.waiting.snapshot import scene
+from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import victims
 from ddpdoctor.events import MemoryLimit, NodeSample, RankExiting, RankSample, SpawnEnded
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
@@ -142,8 +142,8 @@ class RankDied(Check):
         there = bool(crashed) or inside_call(rank)
         placed = "sent at" if sent else "in" if there else "last seen at"
         unseen = _spawned_unseen(run, died)
-        now = scene(run)
-        rest = [s for s in now.stands.values() if s.rank.rank not in ranks and s.blocked]
+        now = snapshot_of(run)
+        rest = [s for s in now.by_rank.values() if s.rank.rank not in ranks and s.blocked]
         rule = _rule(name, starved=starved, sent=sender is not None, spawned=bool(unseen))
         return self.finding(
             rule=rule,

@@ -24,8 +24,8 @@ from ddpdoctor.analysis.divergence.loop_exits import (
     MAY_END,
     LoopExit,
     LoopExitKind,
+    explains_shifted_schedule,
     loop_of_leaver,
-    shifted_by_it,
     uneven_since,
 )
 from ddpdoctor.analysis.divergence.mismatch_report import never_created
@@ -39,7 +39,7 @@ from ddpdoctor.analysis.waiting.failures import (
     raised_exit,
     stopped,
 )
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import gone, unanswered, victims, waiting_for
 from ddpdoctor.events import CallSite, RankExiting, Statement
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
@@ -51,7 +51,7 @@ BranchLine = tuple[Location, Statement]
 SET_FIRST_ON = "the_same_values_first_on_ranks"
 """Name of the evidence of hyperparameter-skew which ranks set the same values at earlier steps."""
 
-UNEVEN_SINCE = "apart_since_step"
+UNEVEN_SINCE = "in_different_epochs_since_step"
 """Name of the evidence from which step on the ranks are in different epochs."""
 
 SAME_STEPS = (
@@ -132,7 +132,7 @@ class RankExitedEarly(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        now = scene(run)
+        now = snapshot_of(run)
         if stopped(run) and now.stall is None:
             return
         left = [s for s in gone(now) if _well(s.rank)]
@@ -147,7 +147,7 @@ class RankExitedEarly(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check in ("rank-missing", "stall") or never_created(other):
             return True
-        if shifted_by_it(mine, other):
+        if explains_shifted_schedule(mine, other):
             return True
         if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
             early = other.evidence.get(SET_FIRST_ON)
@@ -180,9 +180,7 @@ class RankExitedEarly(Check):
         alone = only is not None and len(others) <= len(ranks)
         departure = _departure(left)
         rule = "entered-alone" if alone else _rule(only, loop, departure, first)
-        leave = "destroyed the process group"
-        if departure is not Departure.DESTROYED:
-            leave = "leaves" if len(left) == 1 else "leave"
+        did = "destroyed the process group" if departure is Departure.DESTROYED else "exited"
         return self.finding(
             rule=rule,
             deadlocked=deadlocked,
@@ -192,7 +190,7 @@ class RankExitedEarly(Check):
             location=spot or here,
             label=label if spot else f"{ranks_text(others)} waited here",
             related=tuple(related),
-            summary=f"{ranks_text(ranks)} {leave} while {ranks_do(others, 'wait')} for "
+            summary=f"{ranks_text(ranks)} {did} while {ranks_do(others, 'wait')} for "
             f"{'it' if len(left) == 1 else 'them'} in {call}",
             cause=_cause(now, left, waiting, only, loop),
             fix=_fix(rule, only, loop, left[0].rank, first),
@@ -354,12 +352,12 @@ def _lost(run: Run, now: Snapshot) -> list[RankSnapshot]:
     if not now.failed or any(f.kind != "lost" for f in found):
         return []
     return [
-        now.stands[f.rank.rank]
+        now.by_rank[f.rank.rank]
         for f in found
         if f.exception
         and lost_peer(f.exception)
         and f.rank.default_group
-        and not _met(now.stands[f.rank.rank])
+        and not _met(now.by_rank[f.rank.rank])
     ]
 
 
@@ -378,7 +376,7 @@ def _peers(now: Snapshot, lost: list[RankSnapshot]) -> list[RankSnapshot]:
     keys = [s.key for s in lost]
     return [
         s
-        for s in now.stands.values()
+        for s in now.by_rank.values()
         if s.gone and any(key is None or s.rank.rank in key.ranks for key in keys)
     ]
 

@@ -9,7 +9,7 @@ from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.waiting.lock_wait import entering
 from ddpdoctor.analysis.waiting.patience import Overdue, overdue
 from ddpdoctor.analysis.waiting.sent_signals import stopping
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import (
     merged_stacks,
     missing,
@@ -71,7 +71,7 @@ class RankMissing(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        now = scene(run)
+        now = snapshot_of(run)
         absent = [s for s in missing(now) if s.phase is not Phase.DATA]
         if absent and (why := overdue(run, now, absent)):
             yield self._report(run, now, absent, why)
@@ -96,7 +96,7 @@ class RankMissing(Check):
         here = first.made.location if first.made else None
         where = absent[0].location
         sender, sent = stopping(run, now, absent[0])
-        thread = thread_waits.failed(now, absent[0])
+        thread = thread_waits.failed_thread(now, absent[0])
         block = entering(absent[0], waiting)
         return self.finding(
             rule="lock" if block else "failed-thread" if thread else _rule(absent[0]),
@@ -105,9 +105,9 @@ class RankMissing(Check):
             steps=absent[0].steps,
             subjects=(first.made.signature.op,) if first.made else (),
             location=sent or where or here,
-            label=f"stops {ranks_text(ranks[:1])}" if sent else _label(absent[0], ranks),
+            label=f"stops {ranks_text(ranks[:1])} here" if sent else _label(absent[0], ranks),
             related=(
-                *thread_waits.place(thread, absent[0]),
+                *thread_waits.failed_thread_line(thread, absent[0]),
                 *(block.related if block else ()),
                 *((Related(f"{ranks_do(others, 'wait')} here", here),) if here else ()),
             ),
@@ -115,7 +115,7 @@ class RankMissing(Check):
             f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
             f"{they_are} {absent[0].doing}",
             cause=(block.cause if block else _cause(absent[0], why, sender))
-            + thread_waits.remark(thread),
+            + thread_waits.failed_thread_remark(thread),
             fix=block.fix
             if block
             else thread_waits.FIX

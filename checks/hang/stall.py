@@ -9,7 +9,7 @@ from typing import ClassVar
 from ddpdoctor.analysis.control_flow.jumps import ways_around
 from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, scene
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.stale_store import CAUSE, FIX, formed_again
 from ddpdoctor.analysis.waiting.wait_graph import (
     across_groups,
@@ -89,16 +89,16 @@ class Stall(Check):
     }
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        now = scene(run)
+        now = snapshot_of(run)
         rings = cycles(now)
         ring = rings[0] if rings else []
-        if ring and across_groups([now.stands[r] for r in ring]):
+        if ring and across_groups([now.by_rank[r] for r in ring]):
             return  # reported by collective-mismatch
         if ring:
-            for first, *others in _by_lines(now, [[now.stands[r] for r in one] for one in rings]):
+            for first, *others in _by_lines(now, [[now.by_rank[r] for r in one] for one in rings]):
                 yield self._ring(now, first, others)
         elif now.stall is not None and not missing(now) and not gone(now) and not in_init(now):
-            known = [s for s in now.stands.values() if s.rank.started]
+            known = [s for s in now.by_rank.values() if s.rank.started]
             stands = [s for s in known if not s.gone]
             left = [s for s in known if s.stood and s.stood.at >= now.stall.at]
             if stands:
@@ -245,7 +245,7 @@ class Stall(Check):
         unknown = _without_record(now, stands)
         seen = [s for s in stands if not s.unknown] or stands
         least = min(seen, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
-        thread = thread_waits.failed(now, least)
+        thread = thread_waits.failed_thread(now, least)
         again = formed_again(stands) if _together(stands) and not unknown else None
         rule = "group-formed-again" if again else _rule(stands, unknown)
         here = f"{_are(_with(stands, least))} here"
@@ -259,10 +259,12 @@ class Stall(Check):
             label="the group was formed again here" if again else here,
             related=(Related(here, least.location),)
             if again and least.location
-            else thread_waits.place(thread, least),
+            else thread_waits.failed_thread_line(thread, least),
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together else _doing(stands, least)),
-            cause=CAUSE if again else _why(rule, stands, unknown) + thread_waits.remark(thread),
+            cause=CAUSE
+            if again
+            else _why(rule, stands, unknown) + thread_waits.failed_thread_remark(thread),
             fix=FIX if again else _fix(rule, stands, unknown),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -313,7 +315,7 @@ def _waits(ring: list[RankSnapshot]) -> tuple[Related, ...]:
 def _without_record(now: Snapshot, stands: list[RankSnapshot]) -> list[int]:
     """Members of the groups in which ranks wait, but whose calls are not on record."""
     members = {r for s in stands if s.blocked and s.key for r in s.key.ranks}
-    known = {r for r, s in now.stands.items() if s.rank.started and not s.unknown}
+    known = {r for r, s in now.by_rank.items() if s.rank.started and not s.unknown}
     return sorted(members - known)
 
 
@@ -420,7 +422,7 @@ def _wrong_peers(now: Snapshot, ring: list[RankSnapshot]) -> tuple[str, str] | N
     """Cause and fix, where all ranks exchange messages in one batch and none receives from a rank
     that sends to it; otherwise None."""
     sent: dict[int, list[int]] = {}
-    for rank, stand in now.stands.items():
+    for rank, stand in now.by_rank.items():
         for peer in stand.made.signature.sends if stand.made else ():
             sent.setdefault(peer, []).append(rank)
     for stand in ring:

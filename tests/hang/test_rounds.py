@@ -241,7 +241,7 @@ def test_a_schedule_that_ranks_of_different_rounds_follow(
     loaders = {0: epochs(True, False), 1: epochs(False, False)}
     (finding,) = found(left(tmp_path, loaders=loaders))
     assert finding.rule == "loop-exit"
-    assert finding.evidence["apart_since_step"] == 1
+    assert finding.evidence["in_different_epochs_since_step"] == 1
     skew = msgspec.structs.replace(
         finding, check="hyperparameter-skew", ranks=(0, 1), steps=Steps.of([first])
     )

@@ -181,12 +181,12 @@ class CallLogs:
 
     def at(self, log: GroupCalls, index: int) -> CallRecord | None:
         """The call with a number; None where it is not on record."""
-        made = self.meant(log, index)
+        made = self.recorded(log, index)
         if made is None or made.call is not None:
             return made
         return replace(made, call=_in_ring(log, index))
 
-    def meant(self, log: GroupCalls, index: int) -> CallRecord | None:
+    def recorded(self, log: GroupCalls, index: int) -> CallRecord | None:
         """The call with a number, without its slot in the ring; None where it is not on record."""
         segment = log.segment_at(index)
         if segment is None:

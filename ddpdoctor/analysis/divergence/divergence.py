@@ -32,12 +32,12 @@ class CallDivergence:
     """A call of a group in which ranks differ, and in which they did not before.
 
     Attributes:
-        made: what each rank called there (only ranks with that call on record).
+        calls: what each rank called there (only ranks with that call on record).
         differs: names of what differs (`op`, `numel`, `dtype`, ...); empty where only the lines
             do: the ranks make the same calls in a different order.
         shifted: the ranks' sequences are the same but for calls that only some make, or swapped.
         extra: one side makes a call that the other does not.
-        culprits: the ranks at fault; place: the call to point at.
+        culprits: the ranks at fault; call: the one to point at.
         depth: how many callers up the ranks' lines differ (all may go through one helper).
         elsewhere: the ranks are on different lines: it is not one call with other arguments.
         left_out: where the ranks at fault skipped the call: in how many earlier rounds, all of
@@ -53,12 +53,12 @@ class CallDivergence:
 
     key: GroupKey
     index: int
-    made: dict[int, CallRecord]
+    calls: dict[int, CallRecord]
     differs: tuple[str, ...]
     shifted: bool
     extra: bool
     culprits: tuple[int, ...]
-    place: CallRecord
+    call: CallRecord
     depth: int = 0
     elsewhere: bool = False
     left_out: int = 0
@@ -79,7 +79,7 @@ class CallDivergence:
         Args:
             still: the call of the rank in the loop.
         """
-        if len({made.site.thread for made in self.made.values() if made.site}) > 1:
+        if len({made.site.thread for made in self.calls.values() if made.site}) > 1:
             return False
         return not self.before or any(
             not _knows_all_of(made, loop[0], loop[2])
@@ -90,7 +90,7 @@ class CallDivergence:
     @property
     def when(self) -> Steps | None:
         """The optimizer steps in which the ranks differ; None for none."""
-        found = Steps.of(map(self.step, [self.place.step, *self.steps]))
+        found = Steps.of(map(self.step, [self.call.step, *self.steps]))
         if found is None or self.until is None:
             return found
         return Steps(found.first, found.last, found.count, self.until - found.first + 1)
@@ -112,14 +112,14 @@ class CallDivergence:
         For a helper that all ranks share, or that only these ranks are in: the line that called it.
         For a helper that passes on the arguments in which they differ: the line they come from.
         """
-        depth = self.depth or called_apart(self.place, self.made.values())
-        return self.place.location_at(depth or self.handed)
+        depth = self.depth or called_apart(self.call, self.calls.values())
+        return self.call.location_at(depth or self.handed)
 
     @property
     def handed(self) -> int:
         """How many callers up the arguments come from, where all ranks are on the same lines."""
-        one = self.same_call and len({made.text for made in self.made.values()}) == 1
-        return self.place.handed if one else 0
+        one = self.same_call and len({made.text for made in self.calls.values()}) == 1
+        return self.call.handed if one else 0
 
     @property
     def same_call(self) -> bool:
@@ -177,14 +177,14 @@ def judge(
     return CallDivergence(
         key=key,
         index=index,
-        made=made,
+        calls=made,
         differs=() if swapped else differs,
         shifted=shift is not None or swapped,
         extra=shift is not None and shift.only_one_side,
         elsewhere=apart,
         left_out=earlier,
         culprits=culprits,
-        place=place,
+        call=place,
         before=tuple(m for r in made if (m := known.at(logs[r], index - 1)) is not None),
         depth=_depth(
             place, [m for m in made.values() if (m.rank.rank in culprits) is bool(earlier)] or b
@@ -457,6 +457,6 @@ def _minority(
 
 def describe_sides(divergence: CallDivergence) -> Iterator[tuple[list[int], CallRecord]]:
     """The ranks of each side and their call, the ranks at fault first."""
-    sides = _sides(divergence.made, lambda m: (m.location, m.key))
+    sides = _sides(divergence.calls, lambda m: (m.location, m.key))
     for side in sorted(sides, key=lambda s: s[0] not in divergence.culprits):
-        yield side, divergence.made[side[0]]
+        yield side, divergence.calls[side[0]]

@@ -15,14 +15,14 @@ from .divergence import CallDivergence
 def entered(divergence: CallDivergence) -> tuple[Place, Statement] | None:
     """The branch that only the ranks at fault took: its condition is on the rank, or the others are
     past it in the same step and never made the call. None where no branch explains it."""
-    place = divergence.place
+    place = divergence.call
     said = condition(place)
     found = said or branch(place)
     if found is None or around_all(divergence, *found):
         return None
     if said is not None:
         return said
-    rest = [m for r, m in divergence.made.items() if r not in divergence.culprits]
+    rest = [m for r, m in divergence.calls.items() if r not in divergence.culprits]
     past = all(avoided(place, m) or _is_round(divergence, m, *found) for m in rest)
     return found if rest and past else None
 
@@ -30,22 +30,22 @@ def entered(divergence: CallDivergence) -> tuple[Place, Statement] | None:
 def by_their_rank(divergence: CallDivergence) -> bool:
     """Whether a condition on the rank leads to a call that only the ranks at fault ever make, so
     that the others have not left a loop around it."""
-    said = condition(divergence.place)
+    said = condition(divergence.call)
     if said is None or around_all(divergence, *said):
         return False
-    rest = [m for r, m in divergence.made.items() if r not in divergence.culprits]
-    return bool(rest) and not any(_makes(m.rank, divergence.place.spots) for m in rest)
+    rest = [m for r, m in divergence.calls.items() if r not in divergence.culprits]
+    return bool(rest) and not any(_makes(m.rank, divergence.call.spots) for m in rest)
 
 
 def opposed(divergence: CallDivergence, place: Place, statement: Statement) -> bool:
     """Whether a rank that is not at fault is in another branch of the same `if`."""
-    spot = divergence.place.rank.location(place.site)
+    spot = divergence.call.rank.location(place.site)
     return spot is not None and any(
         enclosing.line != statement.line
         and (enclosing.opener or enclosing.line) == (statement.opener or statement.line)
         and (at := made.rank.location(there.site)) is not None
         and at.file == spot.file
-        for number, made in divergence.made.items()
+        for number, made in divergence.calls.items()
         if number not in divergence.culprits
         for there in (made.site.places if made.site else ())
         for enclosing in there.inside
@@ -54,10 +54,10 @@ def opposed(divergence: CallDivergence, place: Place, statement: Statement) -> b
 
 def around_all(divergence: CallDivergence, place: Place, statement: Statement) -> bool:
     """Whether every rank is inside of a statement around the call, so that it explains nothing."""
-    spot = divergence.place.rank.location(place.site)
+    spot = divergence.call.rank.location(place.site)
     return spot is not None and all(
         is_inside(made.rank, made.site, spot.file, statement.line)
-        for made in divergence.made.values()
+        for made in divergence.calls.values()
     )
 
 
@@ -67,7 +67,7 @@ def _is_round(
     """Whether a rank is in the next round of a loop around a branch without having made the call in
     the branch: all ranks were in one call above it before, and this rank is there again, or above.
     """
-    call = divergence.place
+    call = divergence.call
     last = next((m for m in divergence.before if m.rank.rank == made.rank.rank), None)
     mine = next((m for m in divergence.before if m.rank.rank == call.rank.rank), None)
     if last is None or mine is None or not same_lines(last, mine) or last.step != mine.step:
@@ -85,15 +85,15 @@ def _is_round(
     return False
 
 
-def alone(divergence: CallDivergence) -> CallDivergence:
+def as_extra_call(divergence: CallDivergence) -> CallDivergence:
     """A copy with an extra call in place of a different order, where only the ranks at fault
     entered the branch around the call: calls of the others that read the same are on other lines.
     """
     found = entered(divergence) if divergence.shifted and not divergence.extra else None
     if found is None or opposed(divergence, *found):
         return divergence
-    rest = [m for r, m in divergence.made.items() if r not in divergence.culprits]
-    here = divergence.place.spots
+    rest = [m for r, m in divergence.calls.items() if r not in divergence.culprits]
+    here = divergence.call.spots
     there = any(_makes(m.rank, here) for m in rest)
     return divergence if there else replace(divergence, extra=True)
 
@@ -139,11 +139,11 @@ class SwallowedException:
 def swallowed(divergence: CallDivergence) -> SwallowedException | None:
     """The ranks that skipped a call because of a caught exception, where nothing else can have led
     them past it: they are further down in the function of the `try` around the others' call."""
-    if divergence.shifted or "op" not in divergence.differs or len(divergence.made) < 2:
+    if divergence.shifted or "op" not in divergence.differs or len(divergence.calls) < 2:
         return None
-    for made in divergence.made.values():
-        rest = {r: m for r, m in divergence.made.items() if m.text != made.text}
-        stay = [m for r, m in divergence.made.items() if r not in rest]
+    for made in divergence.calls.values():
+        rest = {r: m for r, m in divergence.calls.items() if m.text != made.text}
+        stay = [m for r, m in divergence.calls.items() if r not in rest]
         if not rest or not all(same_lines(m, made) for m in stay):
             continue
         tried, head = _handler(made) or (None, None)

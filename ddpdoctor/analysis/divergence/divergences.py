@@ -19,7 +19,7 @@ from ..calls.call_logs import (
 )
 from ..control_flow.branches import arms, begins_round
 from ..control_flow.jumps import loops_around
-from ..waiting.snapshot import scene
+from ..waiting.snapshot import snapshot_of
 from .divergence import WINDOW, CallDivergence, judge
 from .reordered_calls import reordered
 
@@ -59,7 +59,7 @@ def got_past(run: Run, divergence: CallDivergence) -> bool:
     another cause. Not known for calls on a device, which may only have been issued."""
     if not divergence.width:
         return False
-    now = scene(run)
+    now = snapshot_of(run)
     reached = min(_reached(log, now.at) for log in now.known.logs[divergence.key].values())
     mine = latest(divergence, reached)
     others = (
@@ -67,7 +67,7 @@ def got_past(run: Run, divergence: CallDivergence) -> bool:
     )
     if any(latest(other, reached) > mine for other in others):
         return True
-    on_host = all(m.signature.device in ("", "cpu") for m in divergence.made.values())
+    on_host = all(m.signature.device in ("", "cpu") for m in divergence.calls.values())
     return on_host and mine >= 0 and reached >= mine + divergence.width + NEAR
 
 
@@ -93,7 +93,7 @@ def _of_group(known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls]) -> li
         divergence = _next(known, key, logs, start, judged)
         if divergence is None:
             break
-        texts = frozenset(m.text for m in divergence.made.values())
+        texts = frozenset(m.text for m in divergence.calls.values())
         fault = texts, divergence.differs, divergence.shifted, divergence.extra
         if fault not in found and len(found) == _FAULTS:
             break
@@ -110,8 +110,8 @@ def _of_group(known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls]) -> li
 
 def _after(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> int:
     """1 where the last of these calls follows the last optimizer step of all ranks; otherwise 0."""
-    taken = max(divergence.place.step, *divergence.steps, 0)
-    over = (_is_over(known, log, divergence.place, taken) for log in logs.values())
+    taken = max(divergence.call.step, *divergence.steps, 0)
+    over = (_is_over(known, log, divergence.call, taken) for log in logs.values())
     return int(taken > 0 and all(over))
 
 
@@ -127,7 +127,7 @@ def _is_over(known: CallLogs, log: GroupCalls, made: CallRecord, taken: int) -> 
 def _is_outside(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> bool:
     """Whether the call is outside of the training loop: all its callers are on record, and none of
     the loops around it is around the last averaging of gradients."""
-    place = divergence.place
+    place = divergence.call
     last = _averaged(known, logs[place.rank.rank])
     whole = place.site is not None and 0 < len(place.site.places) < CALLERS
     around = _loops(last) if last is not None else set()
@@ -140,7 +140,7 @@ def _loops(made: CallRecord) -> set[tuple[str, int, str]]:
 
 def _averaged(known: CallLogs, log: GroupCalls) -> CallRecord | None:
     """The last call in which DDP averaged gradients in this group; None where it is long ago."""
-    last = (known.meant(log, i) for i in range(log.issued - 1, log.issued - WINDOW, -1))
+    last = (known.recorded(log, i) for i in range(log.issued - 1, log.issued - WINDOW, -1))
     return next((m for m in last if m and m.signature.op == "DDP backward"), None)
 
 
@@ -211,7 +211,7 @@ def _by_calls(
 def _again(
     known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence, index: int
 ) -> CallDivergence:
-    made = known.meant(logs[divergence.place.rank.rank], index)
+    made = known.recorded(logs[divergence.call.rank.rank], index)
     return replace(divergence, index=index, steps=(made.step,) if made else ())
 
 
@@ -232,12 +232,12 @@ def _marks(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> Marks:
 
 
 def _there(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> list[CallRecord | None]:
-    return [known.meant(log, index) for log in logs.values()]
+    return [known.recorded(log, index) for log in logs.values()]
 
 
 def _joined(before: CallDivergence, divergence: CallDivergence) -> CallDivergence:
     """A divergence, with a later one of the same kind added."""
-    culprits = divergence.culprits if len(divergence.culprits) < len(divergence.made) else ()
+    culprits = divergence.culprits if len(divergence.culprits) < len(divergence.calls) else ()
     return replace(
         before,
         culprits=tuple(sorted({*before.culprits, *culprits})),
@@ -260,8 +260,8 @@ def _width(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDiverge
     if divergence.extra or not after:
         return 0
     for index in range(first, first + _REACH):
-        here = [known.meant(log, index) for log in sides]
-        before = [known.meant(log, index - 1) for log in sides]
+        here = [known.recorded(log, index) for log in sides]
+        before = [known.recorded(log, index - 1) for log in sides]
         moved = [not _same_call(h, b) for h, b in zip(here, before, strict=True)]
         if any(moved):
             together = all(moved) and all(_same_call(here[0], h) for h in here[1:])
@@ -280,7 +280,7 @@ def _swap(known: CallLogs, sides: list[GroupCalls], first: int) -> int:
     counts: list[Counter[object]] = [Counter() for _ in sides]
     for index in range(first, first + WINDOW):
         for log, count in zip(sides, counts, strict=True):
-            made = known.meant(log, index)
+            made = known.recorded(log, index)
             if made is None:
                 return 0
             count[made.what, made.text] += 1

@@ -23,12 +23,12 @@ from ..control_flow.branches import (
 from ..control_flow.caught_exceptions import ExceptionExit, caught, way_out
 from ..control_flow.jumps import ways_around
 from .divergence import CallDivergence
-from .divergence_causes import SwallowedException, alone, entered, opposed, swallowed
-from .loop_exits import LoopExit, LoopExitKind, blamed, left_loop
+from .divergence_causes import SwallowedException, as_extra_call, entered, opposed, swallowed
+from .loop_exits import LoopExit, LoopExitKind, left_loop, with_leavers_at_fault
 from .mismatch_report import sides_text
-from .thread_waits import aside, order, remedy, started
+from .thread_waits import call_of_thread, group_fix, only_start_is_known, order_text
 
-DEADLOCKED = "these ranks are deadlocked"
+DEADLOCKED = "the ranks are deadlocked"
 _WAYS_NAMED = 2
 
 
@@ -106,7 +106,7 @@ class Explanation:
 
     @property
     def op(self) -> str:
-        return self.divergence.place.signature.op
+        return self.divergence.call.signature.op
 
     @property
     def who(self) -> str:
@@ -119,7 +119,7 @@ class Explanation:
             return self.blamed_loop.label
         if self.exit:
             return f"{who} reached this call after {self.exit.event.kind}"
-        if self.rule is Rule.THREAD and started(divergence.place):
+        if self.rule is Rule.THREAD and only_start_is_known(divergence.call):
             return f"starts a thread that calls {self.op}"
         if self._skipped:
             return f"skipped by {who}"
@@ -149,7 +149,7 @@ class Explanation:
         """Whether the ranks at fault did not make the call: the others entered its branch, or it
         came in every earlier round."""
         divergence = self.divergence
-        at_fault = divergence.place.rank.rank in divergence.culprits
+        at_fault = divergence.call.rank.rank in divergence.culprits
         entered_it = not at_fault and not divergence.shifted and self.branch is not None
         return bool(divergence.left_out or self.swallowed or entered_it)
 
@@ -161,7 +161,7 @@ class Explanation:
         if deadlocked:
             return _deadlock(self.divergence)
         later = "" if self.divergence.width else " or the run hangs later"
-        return f"calls that differ are matched with each other, so their data gets mixed up{later}"
+        return f"different calls are matched with each other, so their data gets mixed up{later}"
 
     @property
     def _reason(self) -> str:
@@ -172,7 +172,7 @@ class Explanation:
             case Rule.SWALLOWED_EXCEPTION if self.swallowed:
                 return f"{_caught(divergence, divergence.culprits)}{self.swallowed.cause}"
             case Rule.THREAD:
-                return order(divergence.place)
+                return order_text(divergence.call)
             case Rule.FINALIZER:
                 here = f" (here {where(branch[1])})" if branch else ""
                 return (
@@ -203,7 +203,7 @@ class Explanation:
     @property
     def _around(self) -> str:
         """What leads around the call that a rank skipped."""
-        if ways := ways_around(self.divergence.place):
+        if ways := ways_around(self.divergence.call):
             return ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:_WAYS_NAMED])
         return f": {parts(self.branch[1])}" if self.branch else ""
 
@@ -216,7 +216,7 @@ class Explanation:
             case Rule.SWALLOWED_EXCEPTION if self.swallowed:
                 return self.swallowed.fix
             case Rule.THREAD:
-                return remedy(divergence.place)
+                return group_fix(divergence.call)
             case Rule.FINALIZER:
                 return (
                     f"do not call collectives in `__del__`: call {op} in an explicit `close()`, at "
@@ -237,12 +237,12 @@ class Explanation:
                 f"`{opener(branch[1])}`, or once outside of it"
             )
         if branch is not None and op.startswith("DDP"):
-            return unwrapped(branch[1], divergence.place)
+            return unwrapped(branch[1], divergence.call)
         if branch is not None:
             here = divergence.location
             what = f"call {op}" if here is None or op in here.source else "make this call"
             return unbranched(branch[1], what)
-        if len(divergence.culprits) == len(divergence.made):
+        if len(divergence.culprits) == len(divergence.calls):
             return "call the same collectives in the same order on every rank of the group"
         return f"call {op} on every rank of the group, or on none"
 
@@ -256,7 +256,7 @@ def explain(found: CallDivergence) -> Explanation:
     divergence = _attributed(found)
     if outs := _exits(divergence):
         return Explanation(Rule.EXCEPTION_EXIT, divergence, exit=outs[0])
-    thread = aside(divergence)
+    thread = call_of_thread(divergence)
     around = None if thread else swallowed(divergence)
     branch = entered(divergence)
     known = Explanation(
@@ -286,7 +286,7 @@ def _rule_of(known: Explanation) -> Rule:
         return Rule.MISSING_CALL
     if known.branch is not None:
         return Rule.OPPOSITE_BRANCHES if known.opposite else Rule.BRANCH
-    if divergence.place.key:
+    if divergence.call.key:
         return Rule.KEY_ORDER
     return Rule.REORDERED if divergence.shifted and not divergence.extra else Rule.UNEXPLAINED
 
@@ -294,54 +294,54 @@ def _rule_of(known: Explanation) -> Rule:
 def _attributed(divergence: CallDivergence) -> CallDivergence:
     """A copy with the ranks at fault that an exception led there, or that surely left the loop;
     with all ranks where threads make calls in any order."""
-    if made := aside(divergence):
-        every = tuple(sorted(divergence.made))
-        return replace(divergence, culprits=every, place=made, depth=0, shifted=True, extra=False)
+    if made := call_of_thread(divergence):
+        every = tuple(sorted(divergence.calls))
+        return replace(divergence, culprits=every, call=made, depth=0, shifted=True, extra=False)
     outs = _exits(divergence)
     if not outs and (around := swallowed(divergence)):
-        return replace(divergence, culprits=around.ranks, place=around.made, depth=0, left_out=0)
+        return replace(divergence, culprits=around.ranks, call=around.made, depth=0, left_out=0)
     # An exception that came to all of them tells nothing about one.
-    if not outs or len(outs) == len(divergence.made):
-        return _undecided(alone(blamed(divergence)))
-    place = divergence.made[outs[0].rank.rank]
+    if not outs or len(outs) == len(divergence.calls):
+        return _undecided(as_extra_call(with_leavers_at_fault(divergence)))
+    place = divergence.calls[outs[0].rank.rank]
     culprits = tuple(sorted(out.rank.rank for out in outs))
-    return replace(divergence, culprits=culprits, place=place, depth=0, left_out=0)
+    return replace(divergence, culprits=culprits, call=place, depth=0, left_out=0)
 
 
 def _undecided(divergence: CallDivergence) -> CallDivergence:
     """A copy with all ranks at fault where half of them left a loop too early, or the other half
     too late: nothing tells which."""
     left = left_loop(divergence)
-    decided = divergence.extra or divergence.left_out or condition(divergence.place) is not None
-    if left is None or left.blames or decided or 2 * len(left.ranks) != len(divergence.made):
+    decided = divergence.extra or divergence.left_out or condition(divergence.call) is not None
+    if left is None or left.blames or decided or 2 * len(left.ranks) != len(divergence.calls):
         return divergence
-    return replace(divergence, culprits=tuple(sorted(divergence.made)))
+    return replace(divergence, culprits=tuple(sorted(divergence.calls)))
 
 
 def _exits(divergence: CallDivergence) -> list[ExceptionExit]:
-    return [out for made in divergence.made.values() if (out := way_out(made)) is not None]
+    return [out for made in divergence.calls.values() if (out := way_out(made)) is not None]
 
 
 def _when_collected(divergence: CallDivergence) -> Location | None:
     """The line in a `__del__` that led to the call of the ranks at fault, where others are in a
     call that none led to."""
-    if all(finalizer(made) for made in divergence.made.values()):
+    if all(finalizer(made) for made in divergence.calls.values()):
         return None
-    return finalizer(divergence.place)
+    return finalizer(divergence.call)
 
 
 def _deadlock(divergence: CallDivergence) -> str:
     """What follows where no rank goes on: some of the calls may have returned by then."""
     ended = {
         m.signature.op: m.rank.rank
-        for m in divergence.made.values()
+        for m in divergence.calls.values()
         if m.call is not None and m.call.state is State.DONE
     }
     if not ended:
         return DEADLOCKED
     op, rank = min(ended.items())
     return (
-        f"calls that differ were matched with each other ({op} on rank {rank} returned with the "
+        f"different calls were matched with each other ({op} on rank {rank} returned with the "
         f"data of another call), and now {DEADLOCKED}"
     )
 
@@ -358,7 +358,7 @@ def _why(divergence: CallDivergence, left: LoopExit) -> str:
 def _caught(
     divergence: CallDivergence, ranks: Collection[int], ways: tuple[Location, ...] = ()
 ) -> str:
-    gone = [made.rank for n, made in divergence.made.items() if n in ranks]
-    stay = [made.rank for n, made in divergence.made.items() if n not in ranks]
+    gone = [made.rank for n, made in divergence.calls.items() if n in ranks]
+    stay = [made.rank for n, made in divergence.calls.items() if n not in ranks]
     what = caught(gone, stay, ways)
     return f"{what}; " if what else ""

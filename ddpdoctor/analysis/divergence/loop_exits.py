@@ -224,18 +224,18 @@ def left_loop(divergence: CallDivergence) -> LoopExit | None:
     not clear."""
     inside: dict[Key, list[int]] = {}
     heads: dict[Key, Location] = {}
-    for rank, made in divergence.made.items():
+    for rank, made in divergence.calls.items():
         for key, head, _, _ in loops_around(made.rank, made.site):
             inside.setdefault(key, []).append(rank)
             heads[key] = head
     loops: dict[tuple[int, ...], list[tuple[Location, list[CallRecord]]]] = {}
-    only = divergence.place.rank.rank if by_their_rank(divergence) else None
+    only = divergence.call.rank.rank if by_their_rank(divergence) else None
     for key, stay in inside.items():
         if only in stay:
             continue  # nobody else ever made that call in it
         rest, staying = (
-            [r for r in divergence.made if r not in stay],
-            [divergence.made[r] for r in stay],
+            [r for r in divergence.calls if r not in stay],
+            [divergence.calls[r] for r in stay],
         )
         in_another = any(not set(others) & set(stay) for others in inside.values())
         if not rest or (in_another and whole(staying[0], heads[key])):
@@ -243,15 +243,15 @@ def left_loop(divergence: CallDivergence) -> LoopExit | None:
         may_be = divergence.may_be_left(staying[0], key) or _began(
             divergence, rest, stay, heads[key]
         )
-        if may_be and all(has_left(divergence.made[r], staying[0], key) for r in rest):
+        if may_be and all(has_left(divergence.calls[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (
-        _reported_loop([until_call(divergence.made[r]) for r in rest], all_)
+        _reported_loop([until_call(divergence.calls[r]) for r in rest], all_)
         for rest, all_ in loops.items()
     )
     left = next((left for left in found if left is not None), None)
     if left is not None:
-        still = next(m for r, m in divergence.made.items() if r not in left.ranks)
+        still = next(m for r, m in divergence.calls.items() if r not in left.ranks)
         last = next((m for m in divergence.before if m.rank.rank in left.ranks), None)
         left = _with_exits(left, last.rank, last.site, still) if last else left
     if left is not None and left.blames:
@@ -266,7 +266,7 @@ def left_loop(divergence: CallDivergence) -> LoopExit | None:
 
 def _began(divergence: CallDivergence, left: list[int], stay: list[int], loop: Location) -> bool:
     """Whether the loaders show that ranks left the very iteration in which the others are."""
-    until = {r: until_call(made) for r, made in divergence.made.items()}
+    until = {r: until_call(made) for r, made in divergence.calls.items()}
     hows = {_how(until[a], until[b], loop, False) for a in left for b in stay}
     return hows <= {LoopExitKind.BROKE, LoopExitKind.DRY, LoopExitKind.SKIPPED}
 
@@ -275,17 +275,17 @@ def _came_again(divergence: CallDivergence, left: LoopExit) -> bool:
     """Whether the others may be in a later round of an outer loop: nothing says that the loop was
     left too early, all ranks are in a loop around it, and a branch keeps some from the next call.
     """
-    call = divergence.place
+    call = divergence.call
     if left.how is not LoopExitKind.UNKNOWN or left.blames or call.rank.rank not in left.ranks:
         return False
     keys = [
         {key for key, _, _, _ in loops_around(made.rank, made.site)}
-        for made in divergence.made.values()
+        for made in divergence.calls.values()
     ]
     return condition(call) is not None and bool(set.intersection(*keys))
 
 
-def blamed(divergence: CallDivergence) -> CallDivergence:
+def with_leavers_at_fault(divergence: CallDivergence) -> CallDivergence:
     """A copy with those at fault who left the loop, and the call that they skipped, where it is
     known how they left; unchanged where most ranks left."""
     left = left_loop(divergence)
@@ -293,11 +293,11 @@ def blamed(divergence: CallDivergence) -> CallDivergence:
         return replace(divergence, culprits=tuple(left.ranks))
     if left is None or not left.blames:
         return divergence
-    if 2 * len(left.ranks) > len(divergence.made) and not left.turn:
+    if 2 * len(left.ranks) > len(divergence.calls) and not left.turn:
         return divergence
-    stay = next(made for rank, made in divergence.made.items() if rank not in left.ranks)
-    place = stay if divergence.place.rank.rank in left.ranks else divergence.place
-    return replace(divergence, culprits=tuple(left.ranks), place=place)
+    stay = next(made for rank, made in divergence.calls.items() if rank not in left.ranks)
+    place = stay if divergence.call.rank.rank in left.ranks else divergence.call
+    return replace(divergence, culprits=tuple(left.ranks), call=place)
 
 
 def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> LoopExit | None:
@@ -474,7 +474,7 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> LoopExitKi
     return how
 
 
-def shifted_by_it(mine: Finding, other: Finding) -> bool:
+def explains_shifted_schedule(mine: Finding, other: Finding) -> bool:
     """Whether a hyperparameter schedule differs only because `mine` tells that ranks skipped steps:
     they have the options of later batches after fewer steps."""
     ranks = mine.evidence.get(SKIPPED_BY)

@@ -10,7 +10,7 @@ from ...run import Location, Run, fold_ranks, ranks_do, ranks_text
 from ...run.phrases import listed, some
 from ..calls.call_logs import CallRecord
 from ..control_flow.branches import branch, condition, head_of, leading
-from ..waiting.snapshot import RankSnapshot, scene
+from ..waiting.snapshot import RankSnapshot, snapshot_of
 from .divergence import CallDivergence, describe_sides
 from .divergence_causes import around_all
 from .divergences import NEAR, got_past, latest
@@ -20,7 +20,7 @@ NEVER_CREATED = "never-created"
 """Rule of group-creation-mismatch: some ranks never created a group, as ranks do not that failed or
 left before."""
 
-PASSED_BY_ALL = "all_got_past"
+PASSED_BY_ALL = "all_ranks_continued"
 """Name of the evidence that all ranks continued after the divergence."""
 
 _GROUPS_NAMED = 3
@@ -91,8 +91,8 @@ def each_once(found: Iterable[CallDivergence]) -> list[Mismatch]:
 
 
 def _calls(divergence: CallDivergence) -> object:
-    calls = frozenset((m.signature.op, m.location, m.text) for m in divergence.made.values())
-    return calls, divergence.place.text, divergence.differs, divergence.shifted, divergence.extra
+    calls = frozenset((m.signature.op, m.location, m.text) for m in divergence.calls.values())
+    return calls, divergence.call.text, divergence.differs, divergence.shifted, divergence.extra
 
 
 def never_created(other: Finding) -> bool:
@@ -102,7 +102,7 @@ def never_created(other: Finding) -> bool:
 
 def began(divergence: CallDivergence, otherwise: float) -> float:
     """When the first rank made its call there, in seconds on the run's clock."""
-    walls = [m.rank.wall(m.call.began) for m in divergence.made.values() if m.call]
+    walls = [m.rank.wall(m.call.began) for m in divergence.calls.values() if m.call]
     return min(walls, default=otherwise)
 
 
@@ -127,7 +127,7 @@ def related(
     shown = {location}
     left = left_loop(divergence)
     # Where a loop explains it, or all are at fault, only a branch on the rank is of interest.
-    explained = left is not None or len(divergence.culprits) == len(divergence.made)
+    explained = left is not None or len(divergence.culprits) == len(divergence.calls)
     heads = (h for h in (condition(place), None if explained else branch(place)) if h is not None)
     branched = next((h for h in heads if not around_all(divergence, *h)), None)
     if branched is not None:
@@ -175,7 +175,7 @@ def evidence(run: Run, mismatch: Mismatch) -> Evidence:
 
 
 def _evidence(run: Run, divergence: CallDivergence) -> Evidence:
-    made = divergence.made.values()
+    made = divergence.calls.values()
     in_steps = not divergence.over and any(m.step >= 0 for m in made)
     return {
         "group": str(divergence.key),
@@ -199,7 +199,7 @@ def _evidence(run: Run, divergence: CallDivergence) -> Evidence:
 
 def _progress(run: Run, divergence: CallDivergence) -> Evidence:
     """The optimizer steps of each rank, where they differ: one skipped some, or left its loop."""
-    steps = {r: run.ranks[r].steps for r in divergence.made}
+    steps = {r: run.ranks[r].steps for r in divergence.calls}
     if len(set(steps.values())) < 2:
         return {}
     return {"steps_taken": {str(r): n for r, n in steps.items()}}
@@ -215,13 +215,13 @@ def standstill(run: Run, mismatch: Mismatch) -> Standstill:
 def _standstill(run: Run, divergence: CallDivergence) -> Standstill:
     if got_past(run, divergence):
         return Standstill(passed=True)
-    now = scene(run)
-    stands = [now.stands[r] for r in divergence.made if r in now.stands]
-    members = [s for r, s in now.stands.items() if r in divergence.key.ranks]
+    now = snapshot_of(run)
+    stands = [now.by_rank[r] for r in divergence.calls if r in now.by_rank]
+    members = [s for r, s in now.by_rank.items() if r in divergence.key.ranks]
     waiting = [s for s in members if _waits_near(s, divergence)]
     # Where they got past that call all the same, they may wait anywhere.
     if not waiting and now.stall is not None:
-        stands, waiting = list(now.stands.values()), now.blocked
+        stands, waiting = list(now.by_rank.values()), now.blocked
     if not waiting or not all(s.waits_for_good for s in (*members, *stands)):
         return Standstill()
     began = [s.rank.wall(s.call.began) for s in (*members, *waiting) if s.call is not None]

@@ -37,7 +37,7 @@ def reordered(
     most, other, *_ = sorted(sides.values(), key=lambda side: (-len(side), side))
     pairs = []
     for n in range(index, index + WINDOW):
-        m, o = known.meant(logs[other[0]], n), known.meant(logs[most[0]], n)
+        m, o = known.recorded(logs[other[0]], n), known.recorded(logs[most[0]], n)
         if m is None or o is None or m.what != o.what:
             break
         pairs.append((m, o))
@@ -46,7 +46,7 @@ def reordered(
         return None
     culprits = tuple(sorted(r for r in made if len(other) == len(most) or r not in most))
     place = made[other[0]]
-    before = tuple(m for r in made if (m := known.meant(logs[r], index - 1)) is not None)
+    before = tuple(m for r in made if (m := known.recorded(logs[r], index - 1)) is not None)
     depth = place.handed if place.key else 0  # the loop
     return CallDivergence(
         key, index, made, (), True, False, culprits, place, depth, before=before, width=width
@@ -81,7 +81,7 @@ def _one_by_one(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> boo
     turns: set[tuple[Mark, Mark]] = set()
     takers: set[int] = set()
     for n in range(index, index + len(logs)):
-        here = {r: _mark(made) for r, log in logs.items() if (made := known.meant(log, n))}
+        here = {r: _mark(made) for r, log in logs.items() if (made := known.recorded(log, n))}
         counts = Counter(here.values()).most_common()
         if len(counts) != 2 or counts[1][1] != 1:
             return False

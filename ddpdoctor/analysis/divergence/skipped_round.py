@@ -43,7 +43,7 @@ class SkippedRound:
 def skipped_round(divergence: CallDivergence) -> SkippedRound | None:
     """Who skipped a round, where some ranks are in a call that depends on the number of the round,
     and the others in one of every round; None where that is not clear."""
-    if any(condition(made) for made in divergence.made.values()):
+    if any(condition(made) for made in divergence.calls.values()):
         return None
     for key, head in _loops_of_all(divergence):
         name = _number(head)
@@ -51,14 +51,14 @@ def skipped_round(divergence: CallDivergence) -> SkippedRound | None:
         if turn is None:
             continue
         here = {
-            r for r, m in divergence.made.items() if is_inside(m.rank, m.site, key[0], turn.line)
+            r for r, m in divergence.calls.items() if is_inside(m.rank, m.site, key[0], turn.line)
         }
-        rest = {*divergence.made} - here
+        rest = {*divergence.calls} - here
         ways = tuple(w for w in _ways(divergence, key, rest) if not _reads_only(w.source, name))
         if rest and ways and _comparable(divergence, key, head):
             skipped = _skipped(divergence, ways, head)
             known = skipped in (here, rest)
-            ranks = sorted(skipped if known else divergence.made)
+            ranks = sorted(skipped if known else divergence.calls)
             return SkippedRound(ranks, known, head, turn.text, ways)
     return None
 
@@ -67,7 +67,7 @@ def _loops_of_all(divergence: CallDivergence) -> Iterator[tuple[Key, Location]]:
     """The loops around the calls of all ranks, and around their calls before."""
     every = [
         {key: head for key, head, _, _ in loops_around(made.rank, made.site)}
-        for made in (*divergence.made.values(), *divergence.before)
+        for made in (*divergence.calls.values(), *divergence.before)
     ]
     if divergence.before:
         yield from ((k, head) for k, head in every[0].items() if all(k in e for e in every))
@@ -84,7 +84,7 @@ def _by_round(divergence: CallDivergence, key: Key, name: str) -> Statement | No
     return next(
         (
             around
-            for made in divergence.made.values()
+            for made in divergence.calls.values()
             for around in _within(made, key)
             if around.text.startswith("if ") and _goes_by(around.text, name)
         ),
@@ -117,7 +117,7 @@ def _ways(divergence: CallDivergence, key: Key, rest: set[int]) -> tuple[Locatio
     """The statements that skip the calls of both sides; none where another one may skip the call of
     the `rest` alone."""
     found: dict[int, Location] | None = None
-    for rank, made in divergence.made.items():
+    for rank, made in divergence.calls.items():
         depth, loop = next(
             (depth, around)
             for at, _, depth, around in loops_around(made.rank, made.site)
@@ -157,7 +157,7 @@ def _is_entered(around: Statement, ways: set[int]) -> bool:
 def _comparable(divergence: CallDivergence, key: Key, loop: Location) -> bool:
     """Whether rounds with the same number correspond on all ranks: the loop has equally many on
     each, or they are of one epoch of a loader, or no loop is around it."""
-    made = list(divergence.made.values())
+    made = list(divergence.calls.values())
     last = [iterations_of(until_call(m), loop)[-1:] for m in made]
     if all(last):
         return len({(i.loader, i.began.epoch) for (i,) in last}) == 1
@@ -170,11 +170,11 @@ def _comparable(divergence: CallDivergence, key: Key, loop: Location) -> bool:
 
 def _skipped(divergence: CallDivergence, ways: tuple[Location, ...], loop: Location) -> set[int]:
     """The ranks that caught an exception that others did not, or took no step for a batch."""
-    raised = {rank: _caught(made, ways) for rank, made in divergence.made.items()}
+    raised = {rank: _caught(made, ways) for rank, made in divergence.calls.items()}
     if any(raised.values()):
         everywhere = set.intersection(*raised.values())
         return {rank for rank, events in raised.items() if events - everywhere}
-    leavers = {rank: until_call(made) for rank, made in divergence.made.items()}
+    leavers = {rank: until_call(made) for rank, made in divergence.calls.items()}
     counts = {r: skipped_in(at, iterations_of(at, loop)) for r, at in leavers.items()}
     least = min(counts.values())
     return {rank for rank, count in counts.items() if count > least}

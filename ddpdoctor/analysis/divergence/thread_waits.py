@@ -16,7 +16,7 @@ FIX = (
 )
 
 
-def failed(now: Snapshot, stand: RankSnapshot) -> ThreadFailed | None:
+def failed_thread(now: Snapshot, stand: RankSnapshot) -> ThreadFailed | None:
     """The last failed thread of a rank that is idle; None for none."""
     rank = stand.rank
     if stand.stood is None or stand.busy or stand.stopped or stand.blocked:
@@ -24,7 +24,7 @@ def failed(now: Snapshot, stand: RankSnapshot) -> ThreadFailed | None:
     return next((e for e in reversed(rank.of(ThreadFailed)) if rank.wall(e.at) <= now.at), None)
 
 
-def remark(thread: ThreadFailed | None) -> str:
+def failed_thread_remark(thread: ThreadFailed | None) -> str:
     """A clause for the end of a cause: how a failed thread may be why the rank waits."""
     if thread is None:
         return ""
@@ -36,7 +36,7 @@ def remark(thread: ThreadFailed | None) -> str:
     )
 
 
-def place(thread: ThreadFailed | None, stand: RankSnapshot) -> tuple[Related, ...]:
+def failed_thread_line(thread: ThreadFailed | None, stand: RankSnapshot) -> tuple[Related, ...]:
     """The line on which a thread failed."""
     frames = [f for f in thread.frames if f.user] if thread is not None else []
     if thread is None or not frames:
@@ -55,10 +55,10 @@ OWN_GROUP_PASSED = (
 )
 
 
-def aside(divergence: CallDivergence) -> CallRecord | None:
+def call_of_thread(divergence: CallDivergence) -> CallRecord | None:
     """The call of a thread that was matched with one of the main thread, where every rank makes
     that call; None for none."""
-    every = list(divergence.made.values())
+    every = list(divergence.calls.values())
     made = next((m for m in every if m.site and m.site.thread), None)
     if made is None or not any(m.site and not m.site.thread for m in every):
         return None
@@ -67,21 +67,21 @@ def aside(divergence: CallDivergence) -> CallRecord | None:
 
 def _comes(rank: Rank, made: CallRecord) -> bool:
     """Whether a rank makes the call in a thread too, or was at the line that starts its thread."""
-    if started(made):
+    if only_start_is_known(made):
         return any(rank.location(site.id) == made.location for site in rank.of(Site))
     return any(s.thread and lines(rank, s) == made.text for s in rank.of(CallSite))
 
 
-def started(made: CallRecord) -> bool:
+def only_start_is_known(made: CallRecord) -> bool:
     """Whether the line on record is not that of the call but the one that started its thread."""
     return made.site is not None and not made.site.places
 
 
-def order(made: CallRecord) -> str:
+def order_text(made: CallRecord) -> str:
     """What is wrong with a call of a thread."""
     thread = made.site.thread if made.site else ""
     what = f"this call in its thread {thread}"
-    if started(made):
+    if only_start_is_known(made):
         what = f"{made.signature.op} in thread {thread}, which it starts here"
     return (
         f"rank {made.rank.rank} makes {what}; relative to the calls of the main thread in the same "
@@ -89,6 +89,6 @@ def order(made: CallRecord) -> str:
     )
 
 
-def remedy(made: CallRecord) -> str:
+def group_fix(made: CallRecord) -> str:
     """What to do about a call of a thread."""
-    return OWN_GROUP_PASSED if started(made) else OWN_GROUP
+    return OWN_GROUP_PASSED if only_start_is_known(made) else OWN_GROUP

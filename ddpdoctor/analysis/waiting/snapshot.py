@@ -153,14 +153,14 @@ class Snapshot:
         at: the moment, in seconds since the epoch.
         stall: the monitor's record of a stall; None where it saw none.
         failed: the moment is that of the first failure.
-        stands: rank to its snapshot; known: the calls of all ranks.
+        by_rank: rank to its snapshot; known: the calls of all ranks.
         until: when a rank moved again, or the last sign of life; seconds since the epoch.
     """
 
     at: float
     stall: StallSeen | None
     failed: bool
-    stands: dict[int, RankSnapshot]
+    by_rank: dict[int, RankSnapshot]
     known: CallLogs
     until: float = 0.0
 
@@ -175,7 +175,7 @@ class Snapshot:
 
     @property
     def blocked(self) -> list[RankSnapshot]:
-        return [s for s in self.stands.values() if s.blocked]
+        return [s for s in self.by_rank.values() if s.blocked]
 
     def absent(self, stand: RankSnapshot) -> list[RankSnapshot]:
         """The members of a rank's group that had not begun its call, or were in it without having
@@ -185,7 +185,7 @@ class Snapshot:
         return [
             other
             for r in stand.key.ranks
-            if (other := self.stands.get(r)) is not None
+            if (other := self.by_rank.get(r)) is not None
             and r != stand.rank.rank
             and (
                 not self._has_begun(other, stand.key, stand.call.index)
@@ -225,7 +225,7 @@ def flight_log(rank: Rank, key: GroupKey) -> FlightLog | None:
 
 
 @lru_cache(maxsize=1)
-def scene(run: Run) -> Snapshot:
+def snapshot_of(run: Run) -> Snapshot:
     """All ranks at the stall, or else at the first failure, or else at the end of the records."""
     stall, at = run.stall or (None, 0.0)
     failed = False
@@ -236,7 +236,7 @@ def scene(run: Run) -> Snapshot:
     known = call_logs(run)
     stands = {r.rank: _stand(run, known, r, at) for r in run.ranks.values()}
     until = _until(run, at) if stall else at
-    return Snapshot(at=at, stall=stall, failed=failed, stands=stands, known=known, until=until)
+    return Snapshot(at=at, stall=stall, failed=failed, by_rank=stands, known=known, until=until)
 
 
 def _until(run: Run, at: float) -> float:

@@ -15,14 +15,14 @@ _SENDS = {name for name, o in OPERATIONS.items() if o.sends}
 _RECEIVES = {name for name, o in OPERATIONS.items() if o.receives}
 
 
-def awaited(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
+def awaited(snapshot: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
     """The ranks for which a rank waits in its call."""
     call = stand.call
     if call is None or stand.gone:
         return []
     if call.index >= 0:
-        return scene.absent(stand)
-    return _unique(m.peer for m in unanswered(scene, stand))
+        return snapshot.absent(stand)
+    return _unique(m.peer for m in unanswered(snapshot, stand))
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Unanswered:
     theirs: int
 
 
-def unanswered(scene: Snapshot, stand: RankSnapshot) -> list[Unanswered]:
+def unanswered(snapshot: Snapshot, stand: RankSnapshot) -> list[Unanswered]:
     """The messages of a point-to-point call that the peer has not begun."""
     call, made = stand.call, stand.made
     if call is None or made is None or call.index >= 0:
@@ -52,7 +52,7 @@ def unanswered(scene: Snapshot, stand: RankSnapshot) -> list[Unanswered]:
         (False, signature.receives, _RECEIVES),
     ):
         peers = {call.peer} if signature.op in ops else set(single)
-        for peer in (scene.stands.get(p) for p in sorted(peers)):
+        for peer in (snapshot.by_rank.get(p) for p in sorted(peers)):
             if peer is None:
                 continue
             mine = _count(stand, sends, peer.rank.rank)
@@ -80,29 +80,29 @@ def _count(stand: RankSnapshot, sends: bool, peer: int) -> int:
     return total
 
 
-def graph(scene: Snapshot) -> dict[int, list[int]]:
+def graph(snapshot: Snapshot) -> dict[int, list[int]]:
     """Each waiting rank, and the ranks for which it waits."""
     return {
-        s.rank.rank: [o.rank.rank for o in awaited(scene, s)]
-        for s in scene.blocked
-        if awaited(scene, s)
+        s.rank.rank: [o.rank.rank for o in awaited(snapshot, s)]
+        for s in snapshot.blocked
+        if awaited(snapshot, s)
     }
 
 
-def cycle(scene: Snapshot) -> list[int]:
+def cycle(snapshot: Snapshot) -> list[int]:
     """Ranks that wait for each other in a cycle, so that none can go on; empty for none.
 
     Only ranks without progress count: a call may be in flight.
     """
-    return next(iter(cycles(scene)), [])
+    return next(iter(cycles(snapshot)), [])
 
 
-def cycles(scene: Snapshot) -> list[list[int]]:
+def cycles(snapshot: Snapshot) -> list[list[int]]:
     """All cycles of waiting ranks; no two of them have a rank in common."""
     edges = {
-        r: [o for o in others if o in scene.stands and scene.stands[o].blocked]
-        for r, others in graph(scene).items()
-        if scene.failed or scene.stands[r].still_s >= QUIET_S
+        r: [o for o in others if o in snapshot.by_rank and snapshot.by_rank[o].blocked]
+        for r, others in graph(snapshot).items()
+        if snapshot.failed or snapshot.by_rank[r].still_s >= QUIET_S
     }
     found: list[list[int]] = []
     for start in sorted(edges):
@@ -126,33 +126,33 @@ def _walk(edges: dict[int, list[int]], path: list[int]) -> list[int]:
     return []
 
 
-def missing(scene: Snapshot) -> list[RankSnapshot]:
+def missing(snapshot: Snapshot) -> list[RankSnapshot]:
     """Ranks for which others wait and which are neither in a call themselves nor gone."""
     return _unique(
-        o for s in scene.blocked for o in awaited(scene, s) if not o.gone and not o.blocked
+        o for s in snapshot.blocked for o in awaited(snapshot, s) if not o.gone and not o.blocked
     )
 
 
-def gone(scene: Snapshot) -> list[RankSnapshot]:
+def gone(snapshot: Snapshot) -> list[RankSnapshot]:
     """Ranks for which others wait and which have left."""
-    return _unique(o for s in scene.blocked for o in awaited(scene, s) if o.gone)
+    return _unique(o for s in snapshot.blocked for o in awaited(snapshot, s) if o.gone)
 
 
-def waiting_for(scene: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
+def waiting_for(snapshot: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
     """The ranks that wait for one rank directly."""
-    return [s for s in scene.blocked if any(o is stand for o in awaited(scene, s))]
+    return [s for s in snapshot.blocked if any(o is stand for o in awaited(snapshot, s))]
 
 
-def in_init(scene: Snapshot) -> list[RankSnapshot]:
+def in_init(snapshot: Snapshot) -> list[RankSnapshot]:
     """Ranks that are in `init_process_group`."""
-    return [s for s in scene.stands.values() if s.phase is Phase.INIT and not s.gone]
+    return [s for s in snapshot.by_rank.values() if s.phase is Phase.INIT and not s.gone]
 
 
 def _unique(stands: Iterable[RankSnapshot]) -> list[RankSnapshot]:
     return list({s.rank.rank: s for s in stands}.values())
 
 
-def victims(scene: Snapshot, waiting: list[RankSnapshot]) -> Evidence:
+def victims(snapshot: Snapshot, waiting: list[RankSnapshot]) -> Evidence:
     """Evidence of which ranks waited where, and for how many seconds."""
     rows: dict[str, list[RankSnapshot]] = {}
     for stand in waiting:
@@ -162,17 +162,17 @@ def victims(scene: Snapshot, waiting: list[RankSnapshot]) -> Evidence:
             {
                 "ranks": fold_ranks(s.rank.rank for s in stands),
                 "where": doing,
-                "seconds": round(scene.waited(stands), 1),
+                "seconds": round(snapshot.waited(stands), 1),
             }
             for doing, stands in rows.items()
         ]
     }
 
 
-def merged_stacks(scene: Snapshot) -> list[dict[str, object]]:
+def merged_stacks(snapshot: Snapshot) -> list[dict[str, object]]:
     """The stacks of all ranks, equal ones merged, the rank with the least progress first."""
     classes: dict[tuple[str, ...], list[RankSnapshot]] = {}
-    for stand in scene.stands.values():
+    for stand in snapshot.by_rank.values():
         frames = stand.stood.frames if stand.stood else ()
         lines = tuple(
             f"{f.function} ({f.file.rpartition('/')[2]}:{f.line})"
@@ -199,7 +199,7 @@ def _progress(stand: RankSnapshot) -> tuple[int, int]:
 def pending(now: Snapshot) -> list[str]:
     """Collectives that torch's flight recorder lists as not completed, one line each."""
     lines = []
-    for stand in now.stands.values():
+    for stand in now.by_rank.values():
         log = stand.rank.latest(FlightLog)
         for entry in log.entries if log else ():
             if not entry.retired:
