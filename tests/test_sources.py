@@ -141,7 +141,7 @@ def test_a_file_is_parsed_once_and_walked_once(
         assert source_text.only_opens(train, 24)
         assert not source_text.quoted(file, 11)
         assert dead_branches.never_runs(train, 19, {"DEEP": False}.get)
-        assert memory_holders.place_that_grows(one, Sites(lambda event: None))[1] == 23
+        assert memory_holders.adding_line(one, Sites(lambda event: None))[1] == 23
         begin, end = [(train, 15)], [(train, 24)]
         assert inplace_writes.inplace_statements(begin, end) == [(train, 22)]
     assert asked["parsed"] == 1

@@ -191,9 +191,9 @@ def test_what_grows_is_named_with_its_line(everywhere: bool) -> None:
 
     sites = Sites(lambda event: None)
 
-    def census() -> dict[int, memory_holders.Held]:
+    def census() -> dict[int, memory_holders.TensorContainer]:
         return memory_holders.census(
-            None if everywhere else memory_holders.at_hand(sys._getframe(1), sites)
+            None if everywhere else memory_holders.named_objects(sys._getframe(1), sites)
         )
 
     keeper = Keeper()
@@ -236,7 +236,7 @@ def test_what_grows_in_a_module_is_at_hand_through_its_wrapper(deep: bool) -> No
     key = id(task.outputs)
     del task, layers
     sites = Sites(lambda event: None)
-    assert key in memory_holders.census(memory_holders.at_hand(sys._getframe(), sites))
+    assert key in memory_holders.census(memory_holders.named_objects(sys._getframe(), sites))
     one = names_in_frames.name_of(key, sys._getframe(), sites, names_in_frames.DEEPEST_NAME)
     assert one is not None
     assert one.name == f"trainer.first.module{'[1]' if deep else ''}.outputs"
@@ -268,7 +268,7 @@ def test_what_grows_under_a_key_is_added_to_under_any() -> None:
     one = names_in_frames.name_of(key, sys._getframe(), sites, names_in_frames.DEEPEST_NAME)
     assert one is not None and one.name == "sums.kinds['mean']"
     assert adds(one) == "self.kinds[kind].append(value)"
-    *_, function = memory_holders.place_that_grows(one, sites)
+    *_, function = memory_holders.adding_line(one, sites)
     assert function == "see"
 
 
@@ -277,7 +277,7 @@ def adds(one: Any) -> str:
     from ddpdoctor.probe.recording.code_locations import Sites
     from ddpdoctor.probe.watchers.memory import memory_holders
 
-    file, line, _ = memory_holders.place_that_grows(one, Sites(lambda event: None))
+    file, line, _ = memory_holders.adding_line(one, Sites(lambda event: None))
     return linecache.getline(file, line).strip()
 
 
@@ -404,7 +404,9 @@ def test_what_grows_with_the_steps_whatever_forwards_each_takes(
     monkeypatch.setattr(memory, "_memory", memory._Memory())
     monkeypatch.setattr(memory.forwards, "count", lambda: forwards)
     monkeypatch.setattr(
-        memory_holders, "census", lambda *_: {1: memory_holders.Held(kept[0], True, "list")}
+        memory_holders,
+        "census",
+        lambda *_: {1: memory_holders.TensorContainer(kept[0], True, "list")},
     )
     monkeypatch.setattr(memory.names_in_frames, "name_of", lambda *_: None)
     monkeypatch.setattr(memory, "_emit", lambda *told: found.append(told[3:]))

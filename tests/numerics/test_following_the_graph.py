@@ -313,7 +313,7 @@ def test_where_the_forward_made_it_and_the_line_is_not_known(
     recorder: Any = SimpleNamespace(sites=sites)
     origin = nonfinite_origin.Origin("log", number=number)
     frame = SimpleNamespace(f_code=SimpleNamespace(co_filename="train.py"))
-    assert nonfinite_sites.of(recorder, origin, [], frame, None, 7, False, [5]) == line
+    assert nonfinite_sites.site_of_origin(recorder, origin, [], frame, None, 7, False, [5]) == line
 
 
 def test_a_graph_is_followed_without_running_the_program_again() -> None:

@@ -63,7 +63,7 @@ def test_what_the_input_holds_is_told_and_not_what_became_of_it(
     inputs[3, 1] = float(value)
     monkeypatch.setattr(numerics.wrapped_models, "live", list)
     monkeypatch.setattr(
-        numerics, "_started_from", lambda live: [("input", [("argument 0", inputs)])]
+        numerics, "_forward_state", lambda live: [("input", [("argument 0", inputs)])]
     )
     recorder = SimpleNamespace(step=5, sites=SimpleNamespace(user_frame=lambda frame: None))
     backward = SimpleNamespace(site=1, number=5)
@@ -146,7 +146,7 @@ def test_what_the_optimizer_keeps_tells_that_a_gradient_brought_it() -> None:
         weight.grad = torch.full((3,), float(value or 1))
         optimizer.step()
         weight.data[0] = torch.nan
-        assert numerics._by_gradients([weight]) == brought, kind
+        assert numerics._caused_by_gradients([weight]) == brought, kind
 
 
 def lasting(values: list[tuple[Any, Any]]) -> list[Any]:
@@ -164,7 +164,7 @@ def lasting(values: list[tuple[Any, Any]]) -> list[Any]:
             continue
         kind = "loss" if math.isfinite(parameter) else "parameter"
         event = bad(kind, 1, applied=True, backward=number)
-        numerics._lasts(recorder, event, torch.tensor(loss))  # type: ignore[arg-type]
+        numerics._emit_if_lasting(recorder, event, torch.tensor(loss))  # type: ignore[arg-type]
     numerics._state.__init__()  # type: ignore[misc]
     return told
 
@@ -344,7 +344,7 @@ def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.Mon
     numerics._state.plain = torch.Tensor
     monkeypatch.setattr(numerics, "_watch_gradients", lambda *_: None)
     monkeypatch.setattr(numerics, "_diagnose", lambda *_: bad("input", 5))
-    monkeypatch.setattr(numerics, "_lasts", lambda *_: None)
+    monkeypatch.setattr(numerics, "_emit_if_lasting", lambda *_: None)
     model = Model(0, torch.nn.Linear(2, 1), [], [])
     recorder: Any = SimpleNamespace(step=5, every=0, affordable=lambda: False)
     given = torch.tensor([1.0, torch.nan])
@@ -355,10 +355,10 @@ def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.Mon
         numerics._forward_due(recorder, forward)
         numerics._forward_ends(recorder, forward)
         backward: Any = SimpleNamespace(roots=(torch.tensor(loss),), site=1, number=8)
-        assert [name for name, _ in dict(numerics._started_from([model]))["input"]]
+        assert [name for name, _ in dict(numerics._forward_state([model]))["input"]]
         numerics._backward_begins(recorder, backward)
         assert (model in numerics._state.masked) is (loss == 1.0)
-    assert dict(numerics._started_from([model]))["input"] == []
+    assert dict(numerics._forward_state([model]))["input"] == []
     numerics._state.__init__()  # type: ignore[misc]
 
 
@@ -401,7 +401,7 @@ def test_a_constant_that_comes_in_after_the_forward(
         del out
     origin = nonfinite_origin.trace(loss, {})
     assert origin.entered == "mul"
-    told = numerics._beyond(origin, [model])
+    told = numerics._entered_after_forwards(origin, [model])
     numerics._state.__init__()  # type: ignore[misc]
     assert told == ({True: "finite", False: "gone"}[kept] if spoilt == "loss" else "")
 

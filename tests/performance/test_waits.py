@@ -26,9 +26,9 @@ TRIAL = ["trial", "tried"]
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = SimpleNamespace(training=True)
     monkeypatch.setattr(wrapped_models, "live", lambda: [SimpleNamespace(inner=lambda: module)])
-    idle_time._time.__init__()  # type: ignore[misc]
+    idle_time._times.__init__()  # type: ignore[misc]
     yield module
-    idle_time._time.__init__()  # type: ignore[misc]
+    idle_time._times.__init__()  # type: ignore[misc]
 
 
 def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]:
@@ -37,14 +37,17 @@ def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]
     recorder: Any = None
     now = 0
     monkeypatch.setattr(idle_time, "time", SimpleNamespace(monotonic=lambda: now))
-    idle_time._time.look(now)
-    backward, step = idle_time._enters(Phase.BACKWARD), idle_time._enters(Phase.OPTIMIZER)
+    idle_time._times.begin_step(now)
+    backward, step = (
+        idle_time._phase_begins(Phase.BACKWARD),
+        idle_time._phase_begins(Phase.OPTIMIZER),
+    )
     for now, moment in enumerate([*moments, "step", "done"], 1):
         name, _, site = moment.lower().partition(" ")
         of = SimpleNamespace(site=int(site or 9), grad_enabled=name not in TRIAL)
         with torch.set_grad_enabled(moment.islower()):
             if name == "load":
-                idle_time._loads(recorder, of)
+                idle_time._loading_begins(recorder, of)
             elif name in ("forward", "trial"):
                 idle_time._forward_begins(recorder, of)
             elif name in ("out", "tried"):
@@ -54,11 +57,11 @@ def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]
             elif name == "step":
                 step(recorder, of)
             elif name == "done":
-                idle_time._time.settle(now)
+                idle_time._times.add_elapsed(now)
             else:
-                idle_time._leaves(recorder, of)
+                idle_time._phase_ends(recorder, of)
     names = [*PHASES, *(f"after {phase}" for phase in PHASES)]
-    return {n: int(s) for n, s in zip(names, idle_time._time.spent, strict=True) if s}
+    return {n: int(s) for n, s in zip(names, idle_time._times.spent, strict=True) if s}
 
 
 USUAL = {
@@ -75,7 +78,7 @@ def test_validation_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [m.upper() for m in EVALUATION]
     found = spent(monkeypatch, [*without * 3, *TRAINING])
     assert found == {**USUAL, "after optimizer": 7}
-    assert idle_time._time.sites[0] == TRAINED
+    assert idle_time._times.sites[0] == TRAINED
 
 
 def test_validation_whose_forwards_alone_are_without_gradients(
@@ -83,21 +86,21 @@ def test_validation_whose_forwards_alone_are_without_gradients(
 ) -> None:
     found = spent(monkeypatch, [*[*EVALUATION, *TRIAL] * 2, *TRAINING])
     assert found == {**USUAL, "after optimizer": 9}
-    assert idle_time._time.sites[0] == TRAINED
+    assert idle_time._times.sites[0] == TRAINED
 
 
 def test_validation_of_the_bare_model(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     model.training = False
-    idle_time._time.look(0)
-    idle_time._loads(None, SimpleNamespace(site=EVALUATED))  # type: ignore[arg-type]
-    assert idle_time._time.tried
+    idle_time._times.begin_step(0)
+    idle_time._loading_begins(None, SimpleNamespace(site=EVALUATED))  # type: ignore[arg-type]
+    assert idle_time._times.tried
 
 
 def test_validation_between_a_batch_and_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [m.upper() for m in EVALUATION]
     found = spent(monkeypatch, [*TRAINING[:2], *without * 2, *TRAINING[2:]])
     assert found == {**USUAL, "after data": 5}
-    assert idle_time._time.sites[0] == TRAINED
+    assert idle_time._times.sites[0] == TRAINED
 
 
 def test_batches_that_are_all_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,8 @@
-"""Memory between steps, and what holds it where it only grows."""
+"""How much memory does this rank use between steps, and what holds it if it only grows?
+
+Sampled in pulses after steps. If memory, or the number of living losses, grows, containers of
+tensors are counted twice and compared.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +25,30 @@ LOST = "memory of this rank, step by step"
 
 SHORTEST_S = 0.04
 SAMPLES_PER_PACE = 50
-"""After so many samples they are taken half as often."""
+"""Samples after which the interval (`SHORTEST_S` at first) doubles, up to `LONGEST_S`."""
 
 LONGEST_S = 5.0
 
 SUSPICIOUS_GROWTH = 8 << 20
-"""What a container without graphs has to gain to be told."""
+"""Bytes of growth from which containers are counted: less may be an allocator's warm-up."""
 COUNTED = 4
-"""One output and one loss in so many is looked at, whether it lives on."""
+"""One output and one loss in so many is referenced weakly, to count those that stay alive."""
 
 SUSPICIOUS_LOSSES = 48 // COUNTED
-"""So many of those that are still alive."""
+"""Such references alive at a time that suggest a leak: no loop needs 48 losses at once."""
 
 FORWARDS_WITHOUT_STEP = 3
-"""More of them in a row are evaluation, not accumulation."""
+"""Forwards in a row after which a missing step means evaluation, not gradient accumulation."""
 
 FORWARDS_OF_A_STEP = 64
-"""More of them between two looks for one step are evaluation, too."""
+"""Forwards per step between two censuses from which growth is measured per forward."""
 
 STEPS_BETWEEN = 12
+"""Steps from one census to the next: fewer show no growth per step."""
 CHAIN_EVERY = 8
+"""Samples from one search for summed losses to the next."""
 MOST_CENSUSES = 6
-"""Of all that there is; more only of what is at hand."""
+"""Censuses of all objects, which take a tenth of a second; later ones count named objects only."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -50,7 +56,14 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class _Memory:
     """
     Attributes:
-        census_at: steps and forwards before the last census, -1 before the first.
+        due, pace: time of the next sample and seconds between samples.
+        samples: bytes sampled so far, thinned out; `taken` is their number.
+        idle: forwards in a row without a step, `last_step` the step before them.
+        chain: length of the longest sum of losses found last.
+        made: weak references to some outputs and losses.
+        census: containers counted last, by id; `census_at` steps and forwards before that, -1
+            before the first.
+        emitted: a container that holds graphs is on record; nothing more is searched for.
     """
 
     def __init__(self) -> None:
@@ -63,15 +76,15 @@ class _Memory:
         self.chain = 0
         self.made: list[Any] = []
         self.censuses = 0
-        self.census: dict[int, memory_holders.Held] = {}
+        self.census: dict[int, memory_holders.TensorContainer] = {}
         self.census_at = (-1, -1)
         self.emitted = False
         self.gpu: Any = None
 
 
 _memory = _Memory()
-_made = Subscriptions()
-"""Of the next output and loss, whatever step they are of."""
+_next_output = Subscriptions()
+"""Subscriptions to the next output and loss after a pulse, on the fast path too."""
 
 
 def install() -> None:
@@ -79,46 +92,46 @@ def install() -> None:
     lifecycle.pulse.subscribe(_pulse, lost=LOST)
     lifecycle.forward_ends.subscribe(_forward_ends, fast_path=False, lost=LOST)
     lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
-    _made[:] = (
-        lifecycle.forward_ends.subscribe(_forward_made, lost=LOST, enabled=False),
-        lifecycle.backward_begins.subscribe(_backward_made, lost=LOST, enabled=False),
+    _next_output[:] = (
+        lifecycle.forward_ends.subscribe(_output_made, lost=LOST, enabled=False),
+        lifecycle.backward_begins.subscribe(_loss_made, lost=LOST, enabled=False),
     )
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     if backward.number % COUNTED == 0 and backward.roots:
-        _watch(backward.roots[0])
+        _count_while_alive(backward.roots[0])
 
 
-def _forward_made(recorder: Recorder, forward: Forward) -> None:
+def _output_made(recorder: Recorder, forward: Forward) -> None:
     if getattr(forward.output, "requires_grad", False):
-        _watch(forward.output)
+        _count_while_alive(forward.output)
 
 
-def _backward_made(recorder: Recorder, backward: Backward) -> None:
+def _loss_made(recorder: Recorder, backward: Backward) -> None:
     if backward.roots:
-        _watch(backward.roots[0])
-    _made.disable()
+        _count_while_alive(backward.roots[0])
+    _next_output.disable()
 
 
-def _watch(tensor: Any) -> None:
-    """Count it as long as it lives: of what every step makes, only what is kept adds up."""
+def _count_while_alive(tensor: Any) -> None:
+    """Keep a weak reference to a tensor that every step makes: only leaked ones accumulate."""
     made = _memory.made
     if len(made) < 4 * SUSPICIOUS_LOSSES or _alive() < 2 * SUSPICIOUS_LOSSES:
         made.append(Reference(tensor))
 
 
 def _alive() -> int:
-    """How many of the tensors that were made are still there."""
+    """Number of the referenced tensors that are still alive."""
     _memory.made[:] = [reference for reference in _memory.made if reference() is not None]
     return len(_memory.made)
 
 
 def _forward_ends(recorder: Recorder, forward: Forward) -> None:
     if forwards.count() % COUNTED == 0:
-        _forward_made(recorder, forward)
-    # Where steps are taken they are the better place: gradients and activations are gone then.
+        _output_made(recorder, forward)
+    # Programs that step are sampled after steps, when activations are freed.
     if recorder.step != _memory.last_step:
         _memory.idle, _memory.last_step = 0, recorder.step
         return
@@ -130,7 +143,7 @@ def _forward_ends(recorder: Recorder, forward: Forward) -> None:
 
 
 def _pulse(recorder: Recorder, step: Step) -> None:
-    _made.enable()
+    _next_output.enable()
     now = time.monotonic()
     if now >= _memory.due:
         _sample(recorder, now)
@@ -174,7 +187,7 @@ def _resident() -> int:
 
 
 def _device() -> tuple[int, int, int]:
-    """What torch's allocator says, without asking the device."""
+    """Allocated, peak and reserved bytes by torch's allocator; does not wait for the device."""
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return 0, 0, 0
@@ -187,14 +200,14 @@ def _device() -> tuple[int, int, int]:
 
 
 def _grows() -> bool:
-    """Whether it looks like growth: enough to look for what grows, not enough to say so."""
+    """Whether the samples suggest growth: reason enough to search, not to report."""
     seen = _memory.samples
     if len(seen) < 12:
         return False
     quarter = len(seen) // 4
     parts = [sorted(seen[i * quarter : (i + 1) * quarter])[quarter // 2] for i in range(4)]
     before, lately = parts[2] - parts[1], parts[3] - parts[2]
-    # What an allocator takes to warm up levels off, and a census takes a tenth of a second.
+    # Require growth that lasts: the warm-up of an allocator levels off, and a census is expensive.
     lasting = lately >= before / 2 and before >= lately / 4
     return parts == sorted(parts) and parts[3] - parts[1] >= SUSPICIOUS_GROWTH and lasting
 
@@ -210,7 +223,7 @@ def _look_for_holder(recorder: Recorder, *, everywhere: bool) -> None:
         _memory.censuses += 1
         now = memory_holders.census()
     else:
-        now = memory_holders.census(memory_holders.at_hand(sys._getframe(1), recorder.sites))
+        now = memory_holders.census(memory_holders.named_objects(sys._getframe(1), recorder.sites))
     before, _memory.census, _memory.census_at = _memory.census, now, progress
     grown = {
         key: more
@@ -228,27 +241,24 @@ def _look_for_holder(recorder: Recorder, *, everywhere: bool) -> None:
 
 
 def _look_for_chain(recorder: Recorder) -> None:
-    """A sum of losses is no container: look at the tensors that the user's code has at hand."""
+    """Search the user's variables for a sum of losses that keeps their graphs: it is a tensor, so
+    a census does not find it."""
     one, length = memory_holders.long_chain(sys._getframe(1), recorder.sites)
     if one is not None and length > _memory.chain > 0:
         grown = length - _memory.chain
-        _emit(recorder, one, memory_holders.Held(length, True, "graph"), grown, grown)
+        _emit(recorder, one, memory_holders.TensorContainer(length, True, "graph"), grown, grown)
     _memory.chain = length
 
 
 def _emit(
     recorder: Recorder,
     one: names_in_frames.NamedObject | None,
-    held: memory_holders.Held,
+    held: memory_holders.TensorContainer,
     grown: int,
     steps: int,
 ) -> None:
     sites = recorder.sites
-    site = (
-        recorder.site()
-        if one is None
-        else sites.place(*memory_holders.place_that_grows(one, sites))
-    )
+    site = recorder.site() if one is None else sites.place(*memory_holders.adding_line(one, sites))
     _memory.emitted = held.graphs
     recorder.emit(
         MemoryHeld(

@@ -1,7 +1,7 @@
-"""Follows a non-finite loss back through the autograd graph: which operation made it, on what.
+"""Which operation made a loss NaN or infinite?
 
-Used once something is wrong, so it may take its time: it reads the tensors that the graph has
-saved for its backward, and changes nothing.
+Follows the loss back through the autograd graph and reads the tensors saved for the backward,
+without changing anything. Used only once a loss is not finite, so it may take its time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ...tensors.digests import finite, memory_freed, readable
 from ...training import autograd_grad
 
 MOST_NODES = 4000
+"""Autograd nodes read: about a second."""
 
 _IN_SOURCE = {
     "div": r"(?<![/\w])[^/\n#]*[^/\s]\s*/\s*[^/=]|\bdiv_?\(",
@@ -27,19 +28,24 @@ _IN_SOURCE = {
     "linalg_vector_norm": r"norm\(",
     "log": r"(?<!math\.)(?<!self\.)(?<!wandb\.)(?<!logger\.)\blog_?\(",
 }
-"""How operations stand in Python where it is not by their name."""
+"""Patterns in Python source for operations that are not only written by their name."""
 
 
 _COMMON = ("div", "mul", "add", "sub", "mean", "sum")
-"""Operations that stand in too many lines to be looked for beyond the model."""
+"""Operations too frequent in source code to be searched for outside of the model."""
 
 
 class Origin:
-    """Where it arose: `operation` as in torch, `parameter` the name of one that feeds it.
-    Or `entered`, the operation that was given it as a constant, which the graph does not know.
-    Where it arose in a derivative that the line `derivative_site` takes, `operation` is what has
-    none that is finite there, empty where that is not known. `number` is torch's of its node, -1
-    where that is not known."""
+    """Where the non-finite value arose.
+
+    Attributes:
+        operation: torch's name of it. If the value arose in a derivative, the operation without a
+            finite derivative. Empty if unknown.
+        parameter: name of a parameter that feeds the operation.
+        entered: the operation that got the value as a constant, which has no graph.
+        derivative_site: line of the `autograd.grad` that takes the derivative, else -1.
+        number: torch's sequence number of the node, -1 if unknown.
+    """
 
     def __init__(
         self,
@@ -61,7 +67,7 @@ class Origin:
 
 
 def value_in(tensor: Any) -> str:
-    """`nan` where what is not finite of a tensor, or of this rank's shard, is so; else `inf`."""
+    """`nan` if a tensor (or this rank's shard of it) contains NaN, else `inf`."""
     import torch
 
     with torch._C.DisableTorchFunctionSubclass():
@@ -69,8 +75,8 @@ def value_in(tensor: Any) -> str:
 
 
 def largest(tensors: Iterable[Any]) -> float:
-    """The largest number, by its size, in those of these tensors that are on the CPU, or in this
-    rank's shards of them; 0 where one of them is not finite."""
+    """Largest absolute value in the tensors (or this rank's shards of them) that are on the CPU; 0
+    if any is not finite."""
     import torch
 
     found = 0.0
@@ -85,46 +91,47 @@ def largest(tensors: Iterable[Any]) -> float:
 
 
 Names = Mapping[int, Sequence[str]]
-"""Of parameters by id: of one that several modules share all it has, in the model's order."""
+"""All names of each parameter, by its id, in the order of the model; shared ones have several."""
 
 
 def trace(root: Any, names: Names) -> Origin:
-    """The operation that first made something non-finite, an empty one where the graph does not
-    tell."""
+    """The operation that first made something non-finite; an empty `Origin` if the graph does not
+    show it."""
     start = getattr(root, "grad_fn", None)
     if start is None:
         return Origin()
     order = _nodes(start)
     hidden: set[Any] = set()
-    wrong = {node: said for node in order if (said := _wrong(node, hidden))}
-    later = _given_to(order, wrong)
+    wrong = {node: found_in for node in order if (found_in := _nonfinite_part(node, hidden))}
+    later = _users_of(order, wrong)
     found = next((n for n in reversed(order) if n in wrong and n not in later), None)
     origin = _maker(found, wrong[found]) if found is not None else start
     if origin is None:
-        parameter, number = _nearest(found, names), node_number(found)
+        parameter, number = _nearest_parameter(found, names), node_number(found)
         return Origin("", parameter, _operation(found), number=number)
-    origin = _behind_harmless(origin)
+    origin = _skip_harmless(origin)
     if hidden and not hidden.isdisjoint(_nodes(origin)):
-        return Origin()  # it may have come from there
+        return Origin()  # an unreadable tensor before it may be the true origin
     site = autograd_grad.site_of(origin)
     if site >= 0:
         return _of_derivative(origin, order, names, site)
-    return Origin(_operation(origin), _nearest(origin, names), number=node_number(origin))
+    return Origin(_operation(origin), _nearest_parameter(origin, names), number=node_number(origin))
 
 
 def _of_derivative(made: Any, order: list[Any], names: Names, site: int) -> Origin:
-    """The derivative's formula is of the result of the operation, or of what that was given."""
+    """The origin of a value that arose in a derivative: the forward operation with a singular
+    derivative, beneath the node or beside it."""
     below = _nodes(made)
     given = set(below)
     beside = (n for n in order if any(child in given for child, _ in n.next_functions))
     for node in (*below, *beside):
         if autograd_grad.site_of(node) < 0 and (operation := autograd_grad.singular(node)):
-            return Origin(operation, _nearest(node, names), derivative_site=site)
+            return Origin(operation, _nearest_parameter(node, names), derivative_site=site)
     return Origin(derivative_site=site)
 
 
 def _nodes(start: Any) -> list[Any]:
-    """The graph, breadth first."""
+    """The nodes of the graph, breadth first, up to `MOST_NODES`."""
     order, seen = [start], {start}
     for node in order:
         if len(order) >= MOST_NODES:
@@ -136,8 +143,8 @@ def _nodes(start: Any) -> list[Any]:
     return order
 
 
-def _given_to(order: list[Any], nodes: Iterable[Any]) -> set[Any]:
-    """Those of a graph that come after any of some nodes, by whatever way."""
+def _users_of(order: list[Any], nodes: Iterable[Any]) -> set[Any]:
+    """All nodes of a graph that use, directly or not, the result of one of `nodes`."""
     users: dict[Any, list[Any]] = {}
     for node in order:
         for child, _ in node.next_functions:
@@ -155,11 +162,11 @@ def _given_to(order: list[Any], nodes: Iterable[Any]) -> set[Any]:
 _HARMLESS = ("view", "unsafe_view", "reshape_alias", "permute", "transpose", "t", "expand", "clone",
              "select", "slice", "squeeze", "unsqueeze", "unbind", "split", "alias", "relu", "tanh",
              "sigmoid", "native_dropout")  # fmt: skip
-"""Operations that give nothing that is not finite, unless they were given it: by one input."""
+"""Operations with one input whose result is finite if the input is."""
 
 
-def _behind_harmless(node: Any) -> Any:
-    """The node that gave it what it only passes on."""
+def _skip_harmless(node: Any) -> Any:
+    """The node whose result reaches `node` through harmless operations only."""
     while _operation(node) in _HARMLESS:
         source = next((c for c, _ in node.next_functions), None)
         if source is None or _is_leaf(source):
@@ -170,17 +177,17 @@ def _behind_harmless(node: Any) -> Any:
 
 _INPUTS = {"_saved_self": 0, "_saved_input": 0, "_saved_mat1": 0, "_saved_other": 1,
            "_saved_mat2": 1, "_saved_weight": 1}  # fmt: skip
-"""Saved inputs by their position among those that may have a gradient to pass on."""
+"""Attributes for saved inputs, by their position in `next_functions`."""
 
 _BEHIND_THE_BIAS = ("_saved_mat1", "_saved_mat2")
 
 
-def _wrong(node: Any, hidden: set[Any]) -> str:
-    """`result` where what the node returned is not finite, the name of what it was given where
-    that is not. Nodes that cannot be read are added to those that are hidden."""
-    said = ""
+def _nonfinite_part(node: Any, hidden: set[Any]) -> str:
+    """`result` if the saved result of a node is not finite, the attribute of a saved input if that
+    is not, else empty. Adds nodes that cannot be read to `hidden`."""
+    found_in = ""
     if _is_leaf(node) and (memory_freed(node.variable) or not finite(node.variable)):
-        hidden.add(node)  # a parameter that nobody could look at, or did
+        hidden.add(node)  # its value cannot be read, or was not finite from the start
     for name in dir(node):
         if not name.startswith("_saved_"):
             continue
@@ -193,12 +200,12 @@ def _wrong(node: Any, hidden: set[Any]) -> str:
             hidden.add(node)
         elif not finite(value):
             result = name in ("_saved_result", "_saved_output", "_saved_out")
-            said = "result" if result else said or name
-    return said or ("result" if _makes_infinity(node) else "")
+            found_in = "result" if result else found_in or name
+    return found_in or ("result" if _makes_infinity(node) else "")
 
 
 def _makes_infinity(node: Any) -> bool:
-    """Operations that keep their finite inputs and give infinity for some of them."""
+    """Whether a node computes infinity from its saved finite inputs: `log(0)`, `x / 0`."""
     kind = _operation(node)
     try:
         if kind in ("log", "log2", "log10"):
@@ -212,13 +219,15 @@ def _makes_infinity(node: Any) -> bool:
     return False
 
 
-def _maker(node: Any, said: str) -> Any:
-    """The node that returned it: the one itself, or the one that gave it its input; None where that
-    was a constant, which has no node."""
-    if said == "result":
+def _maker(node: Any, found_in: str) -> Any:
+    """The node that returned the non-finite value: `node` itself, or the source of its input; None
+    if that input was a constant, which has no node."""
+    if found_in == "result":
         return node
     sources = [c for c, _ in node.next_functions]
-    position = _INPUTS.get(said, -1) + (said in _BEHIND_THE_BIAS and "addmm" in _operation(node))
+    position = _INPUTS.get(found_in, -1) + (
+        found_in in _BEHIND_THE_BIAS and "addmm" in _operation(node)
+    )
     if 0 <= position < len(sources):
         source = sources[position]
         return node if source is not None and _is_leaf(source) else source
@@ -231,14 +240,17 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _operation(node: Any) -> str:
-    """`log` for `LogBackward0`."""
+    """Name of a node's operation: `log` for `LogBackward0`."""
     name = re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _nearest(node: Any, names: Names) -> str:
-    """Of a parameter that is shared, the table that is looked up comes first, and last what is
-    nearest to the loss."""
+def _nearest_parameter(node: Any, names: Names) -> str:
+    """Name of the parameter nearest to a node; empty if there is none.
+
+    A shared parameter has several: the first one if an embedding uses it here, else the last one,
+    which is nearest to the loss.
+    """
     for user, below in _with_users(node):
         variable = getattr(below, "variable", None)
         if variable is not None and (known := names.get(id(variable))):
@@ -247,28 +259,30 @@ def _nearest(node: Any, names: Names) -> str:
 
 
 def _with_users(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The nodes of a graph, breadth first, each after those that it is given to."""
+    """Pairs of a user and a node it uses, breadth first; the first node has no user."""
     yield None, node
     for user in _nodes(node):
         for below, _ in user.next_functions:
             yield user, below
 
 
-_MAKES = {"div": re.compile(_IN_SOURCE["div"].replace("[^/=]", r"(?![\s\d])[^/=]"))}
-"""How they stand there where that is not by their name alone: what is divided by a number in the
-text stays finite."""
+_SOURCE_OF_MAKER = {"div": re.compile(_IN_SOURCE["div"].replace("[^/=]", r"(?![\s\d])[^/=]"))}
+"""Patterns for operations that can make infinity: a division by a literal number cannot."""
 
 _MAKERS = ("log", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "div", "pow", "exp")
 
 
 def line_of_maker(model: Any, name: str) -> tuple[str, int, str] | None:
-    """(file, line, function) of what may have made numbers non-finite that were finite, before the
-    module of that name was called: in the `forward` that calls it or in modules that have nothing
-    to train, or else in a function that this `forward` calls; if in one line only."""
+    """(file, line, function) of an operation before the call of a module that can make finite
+    numbers non-finite; None if there is none or several.
+
+    Searched in the `forward` that calls the module and in untrained modules called before it, then
+    in functions that this `forward` calls.
+    """
     owner, _, last = name.rpartition(".")
     codes = _forwards(model.get_submodule(owner), alone=True)
     first = _first_named(last, codes)
-    patterns = [_MAKES.get(o) or _spelled(o) for o in _MAKERS]
+    patterns = [_SOURCE_OF_MAKER.get(o) or _source_pattern(o) for o in _MAKERS]
     places = {place for code in codes for p in patterns for place in _matches(code, p)}
     found = {place for place in places if place[1] < first}
     untrained = {code for module in _untrained_before(model, name) for code in _forwards(module)}
@@ -281,7 +295,7 @@ def line_of_maker(model: Any, name: str) -> tuple[str, int, str] | None:
 
 
 def _first_named(name: str, codes: Iterable[CodeType]) -> int:
-    """The first line of some functions that names a module; 0 for none."""
+    """First line in the functions that names a module; 0 if there is none."""
     if not name.isidentifier():
         return 0
     named = re.compile(rf"\b{name}\b")
@@ -289,8 +303,8 @@ def _first_named(name: str, codes: Iterable[CodeType]) -> int:
 
 
 def _untrained_before(model: Any, name: str) -> Iterator[Any]:
-    """The modules without parameters to train that are called before the one of that name, by it or
-    by one that it is in: what they return needs no gradient."""
+    """Modules without trainable parameters that are called before the named one, in any of its
+    parents. Their results need no gradient, so they are not in the graph."""
     import torch
 
     path = name.split(".")
@@ -319,29 +333,29 @@ def _forwards(module: Any, *, alone: bool = False) -> set[CodeType]:
     return {code for code in codes if code is not None}
 
 
-_TIMES = r"[\w\])'\"]\s*\*=?\s*[\w(\[.-]|\bmul\w*\("
+_MULTIPLICATION = r"[\w\])'\"]\s*\*=?\s*[\w(\[.-]|\bmul\w*\("
 
 
 def line_after(operation: str, frame: FrameType, root: Any, first: int) -> int:
-    """The line, from that one to the one that is running, of a function that uses an operation: the
-    one that gave the loss its value, or else the only one; -1 where there is none."""
+    """Line between `first` and the running line of a function that uses an operation: the one that
+    assigns the loss, else the only one; -1 if there is none."""
     lines = linecache.getlines(frame.f_code.co_filename)[first - 1 : frame.f_lineno]
-    pattern = re.compile(_TIMES) if operation == "mul" else _spelled(operation)
+    pattern = re.compile(_MULTIPLICATION) if operation == "mul" else _source_pattern(operation)
     found = [n for n, text in enumerate(lines, first) if pattern.search(text.partition("#")[0])]
     given = line_of_loss(frame, root)
     return given if given in found else found[0] if len(found) == 1 else -1
 
 
-def _spelled(operation: str) -> re.Pattern[str]:
+def _source_pattern(operation: str) -> re.Pattern[str]:
     return re.compile(_IN_SOURCE.get(operation, rf"\b{re.escape(operation)}_?\("))
 
 
 def lines_from(operation: str, frame: FrameType, first: int) -> set[tuple[str, int, str]]:
-    """(file, line, function) of what uses an operation in the lines of a function from that one to
-    the one that is running, or in what these call."""
-    if operation in _COMMON and operation not in _MAKES:
+    """(file, line, function) of all uses of an operation between `first` and the running line of a
+    function, and in what these lines call."""
+    if operation in _COMMON and operation not in _SOURCE_OF_MAKER:
         return set()
-    code, pattern = frame.f_code, _MAKES.get(operation) or _spelled(operation)
+    code, pattern = frame.f_code, _SOURCE_OF_MAKER.get(operation) or _source_pattern(operation)
     lines = linecache.getlines(code.co_filename)[first - 1 : frame.f_lineno]
     plain = [text.partition("#")[0] for text in lines]
     found = {
@@ -356,10 +370,13 @@ def lines_from(operation: str, frame: FrameType, first: int) -> set[tuple[str, i
 def line_of_operation(
     operation: str, module: Any, frame: FrameType | None
 ) -> tuple[str, int, str] | None:
-    """(file, line, function) where the user's code uses an operation, if in one place only: in a
-    `forward` of the model, if there is one, or else in what that calls, or in the file that calls
-    backward."""
-    pattern = _spelled(operation)
+    """(file, line, function) of the only use of an operation in the user's code; None if there is
+    none or several.
+
+    Searched in the `forward`s of the model, then in what they call, then in the file of the
+    function that calls backward.
+    """
+    pattern = _source_pattern(operation)
     codes = set() if module is None else _forwards(module)
     found = {place for code in codes for place in _matches(code, pattern)}
     if not found and module is not None and operation not in _COMMON:
@@ -387,7 +404,7 @@ def _matches(code: CodeType, pattern: re.Pattern[str]) -> list[tuple[str, int, s
 
 
 def _in_file(frame: FrameType, pattern: re.Pattern[str]) -> list[tuple[str, int, str]]:
-    """Lines of the functions that are defined in the file of a frame."""
+    """(file, line, "") of all matches in the file of a frame."""
     found = []
     for number, text in enumerate(linecache.getlines(frame.f_code.co_filename), 1):
         if pattern.search(text.partition("#")[0]):
@@ -396,7 +413,7 @@ def _in_file(frame: FrameType, pattern: re.Pattern[str]) -> list[tuple[str, int,
 
 
 def line_of_loss(frame: FrameType, root: Any) -> int:
-    """The line of this function that last gave the loss its value before the backward."""
+    """The last line before the backward that assigns the loss, else the line of the backward."""
     known = variables(frame)
     names = [n for n, value in known.items() if value is root]
     if not names:  # `scaler.scale(loss).backward()`, `(loss / k).backward()`

@@ -1,4 +1,8 @@
-"""The user's line where NaN or infinity arose, as near as it is known."""
+"""At which line of the user did NaN or infinity arise?
+
+Looks for the operation that the graph names in the source of models, of the function that calls the
+backward, and of what these call.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from . import nonfinite_origin
 from .nonfinite_origin import Origin
 
 
-def of(
+def site_of_origin(
     recorder: Recorder,
     origin: Origin,
     live: list[Model],
@@ -21,23 +25,24 @@ def of(
     beyond: bool,
     returned: list[int],
 ) -> int:
-    """-1 where it is not known.
+    """Site of the line where the value arose, -1 if unknown.
 
     Args:
         frame: of the function that calls the backward of `root`.
-        forward_site: the call of the models.
-        beyond: it came in as a constant after that.
-        returned: by model, torch's number for the first node after it, -1 where that is not known.
+        forward_site: line that calls the models.
+        beyond: the value entered the graph as a constant after the forwards.
+        returned: by model, torch's number of the first autograd node after its forward, -1 if
+            unknown.
     """
     if beyond:
-        return _after_the_forward(recorder, origin, forward_site, frame, root)
+        return _site_after_forward(recorder, origin, forward_site, frame, root)
     if origin.entered:
-        return _of_maker(recorder, live, origin.module, forward_site)
+        return _site_of_maker(recorder, live, origin.module, forward_site)
     outside = bool(returned) and all(0 <= number <= origin.number for number in returned)
     if outside and frame is not None and origin.derivative_site < 0:
-        site = _outside(recorder, origin, frame, forward_site)
+        site = _site_outside(recorder, origin, frame, forward_site)
     else:
-        site = _of_operation(recorder, origin, live, frame)
+        site = _site_of_operation(recorder, origin, live, frame)
     if site >= 0 or frame is None or origin.derivative_site >= 0:
         return site if site >= 0 else origin.derivative_site
     within = len(returned) == 1 and 0 <= origin.number < returned[0]
@@ -47,8 +52,8 @@ def of(
 
 
 def module_at(recorder: Recorder, site: int, live: list[Model]) -> str:
-    """The module in whose forward that line is; empty where it is in none, or in the one of several
-    modules, or of a whole model."""
+    """Name of the only module whose `forward` contains the line; empty if there is none, if several
+    modules share the class, or for a whole model."""
     found: dict[CodeType, list[str]] = {}
     for inner in (model.inner() for model in live):
         for name, module in inner.named_modules() if inner is not None else ():
@@ -62,7 +67,7 @@ def module_at(recorder: Recorder, site: int, live: list[Model]) -> str:
     return ""
 
 
-def _of_operation(recorder: Recorder, origin: Origin, live: list[Model], frame: Any) -> int:
+def _site_of_operation(recorder: Recorder, origin: Origin, live: list[Model], frame: Any) -> int:
     operation = origin.operation
     if origin.derivative_site >= 0 and not operation:
         return -1
@@ -78,9 +83,9 @@ def _of_operation(recorder: Recorder, origin: Origin, live: list[Model], frame: 
     return -1
 
 
-def _outside(recorder: Recorder, origin: Origin, frame: Any, forward_site: int) -> int:
-    """The line that made it of what the models returned: after the call of these where the same
-    function makes the backward, or else in its file."""
+def _site_outside(recorder: Recorder, origin: Origin, frame: Any, forward_site: int) -> int:
+    """Site of the operation on what the models returned: after their call, in the function that
+    calls backward, or else in its file."""
     first = recorder.sites.line(forward_site, frame.f_code)
     found = nonfinite_origin.lines_from(origin.operation, frame, first) if first > 0 else set()
     if not found:
@@ -89,10 +94,10 @@ def _outside(recorder: Recorder, origin: Origin, frame: Any, forward_site: int) 
     return recorder.sites.place(*found.pop()) if len(found) == 1 else -1
 
 
-def _after_the_forward(
+def _site_after_forward(
     recorder: Recorder, origin: Origin, forward_site: int, frame: Any, root: Any
 ) -> int:
-    """The line between the forward and the backward, where one function makes both."""
+    """Site between forward and backward, if one function calls both; else -1."""
     first = -1 if frame is None else recorder.sites.line(forward_site, frame.f_code)
     if first < 0:
         return -1
@@ -100,7 +105,7 @@ def _after_the_forward(
     return recorder.sites.number(frame.f_code, line) if line >= 0 else -1
 
 
-def _of_maker(recorder: Recorder, live: list[Model], module: str, otherwise: int) -> int:
+def _site_of_maker(recorder: Recorder, live: list[Model], module: str, otherwise: int) -> int:
     inner = live[0].inner() if len(live) == 1 and module else None
     place = None if inner is None else nonfinite_origin.line_of_maker(inner, module)
     return otherwise if place is None else recorder.sites.place(*place)

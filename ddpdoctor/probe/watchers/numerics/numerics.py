@@ -1,9 +1,9 @@
-"""NaN and infinity: looks at the loss and at a sample of this rank's own gradients.
+"""Is a loss, or a gradient of this rank, NaN or infinite, and does an optimizer apply it?
 
-A loss that is not finite is followed back at once, while its graph is there. It is told only when
-an optimizer then steps on it: what a GradScaler or the user's own test skips is no fault. Of finite
-gradients it is told where they arrived so (see `spared`). On a GPU nothing waits for the device:
-flags are copied to the host and read at a later step.
+Looked at when a backward begins and when gradients arrive, before they are averaged. A loss that is
+not finite is followed back at once, while its graph exists, but recorded only when an optimizer
+steps on it: what a GradScaler or the user's own test skips is no fault. On a GPU nothing waits for
+the device: flags are copied to the host and read at a later step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...training.module_origins import named_roots
 from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
 from . import nonfinite_origin, nonfinite_sites
-from .finite_gradients_of_nan_loss import FiniteGradients, spares
+from .finite_gradients_of_nan_loss import FiniteGradients, leaves_gradients_finite
 from .nonfinite_origin import Origin
 
 LOST = "where NaN and infinity come from"
@@ -40,27 +40,36 @@ LOST = "where NaN and infinity come from"
 MOST_EMITTED = 8
 MOST_INPUTS = 16
 ALWAYS = 128
-"""So many backwards have their own gradients looked at whatever it costs, in many parameters; later
-ones as the budget allows, in one, and one in `WHOLE_EVERY` of these in many."""
+"""First backwards whose gradients are looked at whatever it costs, for many parameters. Later ones
+as the budget allows, for one parameter, and for many in one of `WHOLE_EVERY`."""
 
 WHOLE_EVERY = 16
 
 LASTING, LASTING_PARAMETERS = 16, 4
-"""So many backwards in a row without a step are no overflow of mixed precision: of a NaN loss, and
-of parameters that are not finite."""
+"""Backwards in a row without a step after which the loss is no overflow that a GradScaler can cure:
+for a NaN loss, and for parameters that are not finite."""
 
 
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-"""Of the gradient itself: the others are of its square, which can overflow."""
+"""Optimizer states that average the gradient itself; others average its square, which may overflow
+for finite gradients."""
 
 
 class _Numerics:
     """
     Attributes:
-        returned: by model, of its last forward: torch's number for the first node of the graph
-            after it, what it returned, and what it was given.
-        marked: models with inputs that are not finite, whose loss is still to come; masked: those
-            of which it was finite all the same.
+        suspect: the non-finite loss or gradient of the last backwards, until a step applies it.
+        local: a non-finite gradient of the running backward.
+        spared: NaN losses with finite gradients.
+        lasting: the first of several non-finite losses in a row without a step, and their number.
+        flags: answers of the device about the last backward; `waiting` are those that a step
+            applied before they arrived.
+        plain: `torch.Tensor`.
+        backwards: backwards whose gradients were looked at.
+        returned: by model, for its last forward: torch's number of the first autograd node after
+            it, a reference to the output, and references to the inputs.
+        marked: models with non-finite inputs whose loss is still to come; `masked` are those whose
+            loss was finite (padding, say), so that their inputs are not to blame.
     """
 
     def __init__(self) -> None:
@@ -80,12 +89,12 @@ class _Numerics:
         self.sampled_positions: dict[Model, list[int]] = {}
 
 
-_NOTHING: tuple[int, Any, list[tuple[int | str, Any]]] = (-1, None, [])
+_NO_FORWARD: tuple[int, Any, list[tuple[int | str, Any]]] = (-1, None, [])
 _state = _Numerics()
-_looked = Subscriptions()
-"""Of the end of a backward whose gradients are looked at."""
-_judging = Subscriptions()
-"""Of the step that would apply what is not finite, or that the device has yet to tell of."""
+_at_backward_end = Subscriptions()
+"""Subscription to the end of a backward whose gradients are looked at."""
+_at_next_step = Subscriptions()
+"""Subscription to the next step, while something non-finite, or a pending flag, may be applied."""
 
 
 def install() -> None:
@@ -96,8 +105,10 @@ def install() -> None:
     lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
     lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST)
     lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST)
-    _looked[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),)
-    _judging[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
+    _at_backward_end[:] = (
+        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
+    )
+    _at_next_step[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
     hooks.leaving.subscribe(_leaving, lost=LOST)
 
 
@@ -117,16 +128,17 @@ def _forward_ends(recorder: Recorder, forward: Forward) -> None:
 
 
 def _inputs(forward: Forward) -> list[tuple[int | str, Any]]:
-    """Weak references to the tensors that a forward was given, by name or position."""
+    """Weak references to the input tensors of a forward, with their names or positions."""
     args, kwargs = forward.args, forward.kwargs
     if len(args) == 1 and not kwargs and type(args[0]) is _state.plain:  # as most often
         return [(0, Reference(args[0]))]
     return [*_tensors(enumerate(args)), *_tensors(kwargs.items())]
 
 
-def _beyond(origin: Origin, live: list[Model]) -> str:
-    """As in `NonFinite`: what came into the graph as a constant after all forwards."""
-    known = [_state.returned.get(model, _NOTHING) for model in live]
+def _entered_after_forwards(origin: Origin, live: list[Model]) -> str:
+    """`NonFinite.beyond`: `finite` or `gone` (the outputs of the forwards) if the value entered the
+    graph as a constant after all forwards; empty if not."""
+    known = [_state.returned.get(model, _NO_FORWARD) for model in live]
     if not (origin.entered and known) or not all(0 <= n <= origin.number for n, _, _ in known):
         return ""
     outputs = [None if reference is None else reference() for _, reference, _ in known]
@@ -136,8 +148,7 @@ def _beyond(origin: Origin, live: list[Model]) -> str:
 
 
 def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
-    """Weak references to the tensors among the inputs of a forward, and in their containers; by
-    name or position."""
+    """Weak references to the tensors among named values and in their containers, with names."""
     found: list[tuple[int | str, Any]] = []
     for name, value in named:
         if hasattr(value, "untyped_storage"):
@@ -145,13 +156,13 @@ def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, An
         elif isinstance(value, dict):
             found += _tensors((str(k), v) for k, v in value.items())
         elif isinstance(value, (list, tuple)):
-            found += _tensors((f"{_spelled(name)}[{n}]", v) for n, v in enumerate(value))
+            found += _tensors((f"{_input_name(name)}[{n}]", v) for n, v in enumerate(value))
         if len(found) >= MOST_INPUTS:
             break
     return found
 
 
-def _spelled(name: int | str) -> str:
+def _input_name(name: int | str) -> str:
     return name if isinstance(name, str) else f"argument {name}"
 
 
@@ -175,10 +186,10 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
     elif not (math.isfinite(root.item()) if one_number else finite(root)):
         if not compiling():
             _state.suspect = _remaining(earlier) or _diagnose(recorder, backward, root)
-            _judging.enable()
-            if spares(_state.suspect):
+            _at_next_step.enable()
+            if leaves_gradients_finite(_state.suspect):
                 _watch_gradients(recorder, backward, True)
-            _lasts(recorder, _state.suspect, root)
+            _emit_if_lasting(recorder, _state.suspect, root)
         return
     _state.lasting = None, 0
     if earlier is not None:
@@ -192,14 +203,15 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
 
 
 def _remaining(earlier: NonFinite | None) -> NonFinite | None:
-    """What an earlier backward began with, if it is in the gradients still: they accumulate."""
+    """The suspect of an earlier backward, if accumulated gradients are still not finite."""
     if earlier is None or all(finite(p.grad) for p in optimizers.parameters().values()):
         return None
     return earlier
 
 
-def _lasts(recorder: Recorder, suspect: NonFinite, root: Any) -> None:
-    """No step may be taken on it ever: a GradScaler goes on skipping what no scale can mend."""
+def _emit_if_lasting(recorder: Recorder, suspect: NonFinite, root: Any) -> None:
+    """Record a non-finite loss that persists without a step: a GradScaler keeps skipping steps that
+    no smaller scale makes finite."""
     first, count = _state.lasting
     overflow = suspect.kind != "parameter" and nonfinite_origin.value_in(root) == "inf"
     if overflow or (first is not None and (first.step, first.kind) != (suspect.step, suspect.kind)):
@@ -222,13 +234,13 @@ def _flag_later(recorder: Recorder, backward: Backward, value: Any, kind: str) -
         at=time.monotonic(), kind=kind, step=recorder.step, value="not finite", site=backward.site
     )
     _state.flags.append((Flag(bad), event))
-    _judging.enable()
+    _at_next_step.enable()
 
 
 def _watch_gradients(recorder: Recorder, backward: Backward, whole: bool) -> None:
-    """Look at what arrives at one early parameter of each model, or at many (`whole`), before it is
-    averaged."""
-    look = shielded("numerics.look", partial(_look, recorder, backward, whole), LOST)
+    """Hook the gradients of one parameter of each model, or of many (`whole`), to look at them
+    before DDP averages them."""
+    look = shielded("numerics.look", partial(_look_at_gradient, recorder, backward, whole), LOST)
     for model in wrapped_models.live():
         if not model.pending:
             continue
@@ -240,12 +252,14 @@ def _watch_gradients(recorder: Recorder, backward: Backward, whole: bool) -> Non
             if parameter is None or not parameter.requires_grad:  # frozen for this backward
                 continue
             _state.hooks.add([(parameter, partial(look, model.names[position]))])
-            _looked.enable()
-            if parameter.is_cuda:  # each look has its price there
+            _at_backward_end.enable()
+            if parameter.is_cuda:  # every look launches kernels there: one parameter must do
                 break
 
 
-def _look(recorder: Recorder, backward: Backward, whole: bool, name: str, gradient: Any) -> None:
+def _look_at_gradient(
+    recorder: Recorder, backward: Backward, whole: bool, name: str, gradient: Any
+) -> None:
     if gradient is None or Captures.depth:
         return
     if gradient.is_cuda:
@@ -271,15 +285,15 @@ def _own_gradient(recorder: Recorder, backward: Backward, gradient: Any) -> NonF
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    _looked.disable()
+    _at_backward_end.disable()
     _state.hooks.remove()
     if _state.local is not None and _state.suspect is None:
         _state.suspect = _state.local
-        _judging.enable()
+        _at_next_step.enable()
 
 
-def _names() -> dict[int, list[str]]:
-    """Names of the wrapped models' parameters, by id."""
+def _names_by_id() -> dict[int, list[str]]:
+    """All names of the wrapped models' parameters, by id."""
     found: dict[int, list[str]] = {}
     for model in wrapped_models.live():
         inner = model.inner()
@@ -290,7 +304,7 @@ def _names() -> dict[int, list[str]]:
 
 
 def _diagnose(recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
-    """What was not finite before the loss was: inputs, parameters, buffers, or an operation."""
+    """Find what made the loss non-finite: parameters, inputs, buffers, or else an operation."""
     live = [m for m in wrapped_models.live() if m.pending]
     frame = recorder.sites.user_frame(sys._getframe(1))
     base = NonFinite(
@@ -302,7 +316,7 @@ def _diagnose(recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
         backward=backward.number,
         forward_site=live[0].forward_site if live else -1,
     )
-    for kind, named in _started_from(live):
+    for kind, named in _forward_state(live):
         bad = [(name, t) for name, t in named if not finite(t)]
         if bad:
             return msgspec.structs.replace(
@@ -312,13 +326,13 @@ def _diagnose(recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
                 names=tuple(name for name, _ in bad[:5]),
                 count=len(bad),
                 rows=_rows(bad[0][1]) if kind == "input" else (),
-                gradients=kind == "parameter" and _by_gradients([t for _, t in bad]),
+                gradients=kind == "parameter" and _caused_by_gradients([t for _, t in bad]),
                 origin_site=base.forward_site if kind == "input" else -1,
             )
-    origin = nonfinite_origin.trace(root, _names())
-    beyond = _beyond(origin, live)
-    returned = [_state.returned.get(model, _NOTHING)[0] for model in live]
-    site = nonfinite_sites.of(
+    origin = nonfinite_origin.trace(root, _names_by_id())
+    beyond = _entered_after_forwards(origin, live)
+    returned = [_state.returned.get(model, _NO_FORWARD)[0] for model in live]
+    site = nonfinite_sites.site_of_origin(
         recorder, origin, live, frame, root, base.forward_site, bool(beyond), returned
     )
     return msgspec.structs.replace(
@@ -334,8 +348,8 @@ def _diagnose(recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
     )
 
 
-def _by_gradients(parameters: list[Any]) -> bool:
-    """Whether an optimizer keeps of one of these what only a gradient can have left there."""
+def _caused_by_gradients(parameters: list[Any]) -> bool:
+    """Whether optimizer states of the parameters show that non-finite gradients were applied."""
     states = [o.state.get(p) or {} for o in optimizers.made() for p in parameters]
     return any(
         not finite(kept) and (key in _FIRST_MOMENTS or nonfinite_origin.value_in(kept) == "nan")
@@ -344,14 +358,16 @@ def _by_gradients(parameters: list[Any]) -> bool:
     )
 
 
-def _started_from(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
-    """What the forwards began with, by kind: named, what is to blame before others first."""
+def _forward_state(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
+    """Named tensors that the forwards started from, by kind, in the order to blame them."""
     for model in live:
         inner = model.inner()
         if inner is not None:
             yield "parameter", inner.named_parameters()
-        _, _, given = _NOTHING if model in _state.masked else _state.returned.get(model, _NOTHING)
-        inputs = [(_spelled(name), ref()) for name, ref in given]
+        _, _, given = (
+            _NO_FORWARD if model in _state.masked else _state.returned.get(model, _NO_FORWARD)
+        )
+        inputs = [(_input_name(name), ref()) for name, ref in given]
         yield "input", [(name, tensor) for name, tensor in inputs if tensor is not None]
         if inner is not None:
             yield "buffer", _buffers_read(inner)
@@ -362,7 +378,7 @@ def _started_from(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, 
 
 
 def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
-    """Buffers that the forward may have read: a normalisation in training only writes its own."""
+    """Buffers that the forward may have read; BatchNorm in training mode only writes its own."""
     from torch.nn.modules.batchnorm import _NormBase
 
     for name, part in module.named_modules():
@@ -371,7 +387,7 @@ def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(tensor: Any) -> tuple[int, ...]:
-    """Positions in the batch that are not finite."""
+    """First positions in the batch with non-finite values, ten at most."""
     import torch
 
     if tensor.dim() == 0:
@@ -385,12 +401,12 @@ def _rows(tensor: Any) -> tuple[int, ...]:
 def _step_begins(recorder: Recorder, step: Step) -> None:
     _read_flags(recorder)
     suspect, _state.suspect = _state.suspect, None
-    _judging.enable(bool(_state.waiting or _state.flags))
+    _at_next_step.enable(bool(_state.waiting or _state.flags))
     optimizer = step.optimizer()
     if optimizer is None or _skips_itself(optimizer):
         _state.flags.clear()
         return
-    # A step is being taken on what the device has yet to answer about.
+    # The step is applied before the device has answered.
     _state.waiting += _state.flags
     _state.flags.clear()
     if suspect is None:
@@ -404,8 +420,9 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
             _emit(recorder, first)
     if bad:
         if suspect.kind == "gradient":
-            known = _names()
-            # Else in the order of the forward: the last one is the nearest to where it arose.
+            known = _names_by_id()
+            # Parameters are in the order of the forward, gradients arise in the reverse order: the
+            # last non-finite one is nearest to the origin.
             found = suspect.names or [known[id(p)][0] for p in reversed(bad) if id(p) in known]
             suspect = msgspec.structs.replace(
                 suspect,
@@ -417,7 +434,8 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
 
 
 def _skips_itself(optimizer: Any) -> bool:
-    """Fused optimizers are called by GradScaler in any case and skip the step on the device."""
+    """Whether the optimizer is fused: GradScaler always calls those, and they skip the step on the
+    device."""
     return getattr(optimizer, "found_inf", None) is not None
 
 
@@ -445,5 +463,5 @@ def _leaving(recorder: Recorder, _: None) -> None:
     _read_flags(recorder)
     if (spared := _state.spared.first) is not None and spared.spared > 1:
         recorder.emit(spared)
-    if _state.suspect is not None:  # the program ended over it, or left it out
+    if _state.suspect is not None:  # the program ended before a step, or because of it
         _emit(recorder, msgspec.structs.replace(_state.suspect, applied=False))

@@ -1,4 +1,7 @@
-"""DDP's own timing of its gradient synchronisation, read now and then."""
+"""How long does DDP's gradient synchronisation take, by its own measurement?
+
+Read from DDP's logging data in pulses.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from ...training.records import Step
 LOST = "how long gradients take to be averaged"
 
 FIRST_STEP = 11
-"""DDP times its first ten iterations."""
+"""DDP times its first ten iterations and some later ones; before, there is nothing to read."""
 
 EVERY_S = 20.0
+"""DDP's figures are averages over the run, so they change slowly."""
 
 
 class _Times:
@@ -40,21 +44,21 @@ def _pulse(recorder: Recorder, step: Step) -> None:
     _times.due = now + EVERY_S
     for model in wrapped_models.live():
         wrapper = model.ddp()
-        said = torch_compat.sync_times(wrapper)
-        if said.get("avg_backward_comm_time", 0) > 0:
-            recorder.emit(_event(now, model.number, said))
+        logged = torch_compat.sync_times(wrapper)
+        if logged.get("avg_backward_comm_time", 0) > 0:
+            recorder.emit(_event(now, model.number, logged))
 
 
-def _event(now: float, number: int, said: dict[str, Any]) -> SyncTimes:
-    sizes = str(said.get("rebuilt_bucket_sizes") or said.get("bucket_sizes") or "")
+def _event(now: float, number: int, logged: dict[str, Any]) -> SyncTimes:
+    sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
     return SyncTimes(
         at=now,
         model=number,
-        iterations=int(said.get("iteration", 0)),
-        forward_s=said["avg_forward_compute_time"] / 1e9,
-        backward_s=said["avg_backward_compute_time"] / 1e9,
-        communication_s=said["avg_backward_comm_time"] / 1e9,
-        overlap_s=said["avg_backward_compute_comm_overlap_time"] / 1e9,
+        iterations=int(logged.get("iteration", 0)),
+        forward_s=logged["avg_forward_compute_time"] / 1e9,
+        backward_s=logged["avg_backward_compute_time"] / 1e9,
+        communication_s=logged["avg_backward_comm_time"] / 1e9,
+        overlap_s=logged["avg_backward_compute_comm_overlap_time"] / 1e9,
         bucket_bytes=tuple(int(w) for w in sizes.split(",") if w.strip().isdigit()),
-        bucket_view=bool(said.get("gradient_as_bucket_view")),
+        bucket_view=bool(logged.get("gradient_as_bucket_view")),
     )

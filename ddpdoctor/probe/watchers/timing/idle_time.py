@@ -1,7 +1,7 @@
-"""A rank's own time in each phase of a step, apart from its waiting for the other ranks.
+"""How much time does this rank spend in each phase of a step, without waiting for other ranks?
 
-Ranks that meet in every step all take equally long. Which of them the others wait for shows only
-in the time that each spends outside of collectives.
+Ranks that synchronise in every step all take equally long per step. Which of them the others wait
+for shows only in the time that each spends outside of collectives. Measured in windows of steps.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ...training.records import Backward, Step
 LOST = "how long ranks wait for each other"
 
 WINDOW = 8
-"""Steps that are summed up in one record."""
+"""Steps summarised in one record (by their median, so that one slow step does not count)."""
 
 WINDOWS_IN_FULL = 24
-"""Later windows are looked at more and more rarely."""
+"""First windows that are all measured; later ones more and more rarely."""
 
 SHORTEST_S = 0.005
-"""Shorter steps are not looked at: nothing that matters can be lost in them."""
+"""Shorter steps are not measured: the doctor's own time would be a visible part of them."""
 
 
-class _Before(NamedTuple):
-    """How it stood before a batch was loaded, as in `_Time`."""
+class _BeforeBatch(NamedTuple):
+    """The state of `_StepTimes` before a batch was loaded."""
 
     segment: int
     spent: list[float]
@@ -46,17 +46,25 @@ class _Before(NamedTuple):
     site: int
 
 
-class _Time:
-    """Seconds since the step before, by segment: the phases, then what follows each of them.
+class _StepTimes:
+    """Seconds since the last step, by segment: each phase, then the time that follows each.
 
-    A batch that nothing is trained on (a validation between two steps) is no phase of the step: it
-    belongs to the segment in which it is loaded.
+    A batch that is not trained on (a validation between two steps) is no phase of the step: its
+    time belongs to the segment in which it is loaded.
 
     Attributes:
-        looking: in this window; elsewhere nothing is measured.
-        window_at: when it began.
-        before: the last batch, while nothing has been trained on it; tried: it is one to evaluate.
-        fed: since the last phase, another batch came that is to be trained on.
+        thread: only this thread's moments are measured.
+        looking: the current window is measured.
+        window_at: begin of the window.
+        segment, since: the current segment and when it was last added to `spent`.
+        spent, waited: seconds by segment, and those of them spent waiting for other ranks.
+        sites: line of each phase.
+        leader: the optimizer whose steps are counted; `followers` steps of others since its last.
+        rows: total time, waiting time and own time by segment, of each step in the window.
+        delayed_s: see `_delayed`, at the begin of the window.
+        before: state before the last batch, until it is known what the batch is for.
+        tried: that batch may be one to evaluate.
+        fed: another batch came since the last phase that is to be trained on.
     """
 
     def __init__(self) -> None:
@@ -72,23 +80,27 @@ class _Time:
         self.followers = 0
         self.rows: list[list[float]] = []
         self.delayed_s = 0.0
-        self.before: _Before | None = None
+        self.before: _BeforeBatch | None = None
         self.tried = self.fed = False
 
-    def look(self, now: float) -> None:
-        """A step is over: measure the next one."""
+    def begin_step(self, now: float) -> None:
+        """Start to measure the step that follows."""
         self.segment = 2 * len(PHASES) - 1
         self.since = now
         self.spent = [0.0] * (2 * len(PHASES))
         self.waited = [0.0] * (2 * len(PHASES))
         self.before, self.fed = None, False
 
-    def settle(self, now: float) -> None:
+    def add_elapsed(self, now: float) -> None:
         self.spent[self.segment] += now - self.since
         self.since = now
 
-    def judge(self, *, followed: bool) -> None:
-        """What the last batch was for; `followed`: by another one, before anything is trained."""
+    def attribute_batch(self, *, followed: bool) -> None:
+        """Decide what the last batch was for, and move its time if it was not trained on.
+
+        Args:
+            followed: another batch follows it; otherwise a phase of training does.
+        """
         before, self.before = self.before, None
         if before is None:
             return
@@ -101,14 +113,14 @@ class _Time:
         self.waited[self.segment] += now_waited - sum(self.waited)
 
 
-_time = _Time()
+_times = _StepTimes()
 _measuring = Subscriptions()
 
 
 def install() -> None:
     from torch.nn.parallel.distributed import DistributedDataParallel
 
-    _time.__init__()  # type: ignore[misc]
+    _times.__init__()  # type: ignore[misc]
     call_hooks.waited.subscribe(_waited, lost=LOST)
     _measuring[:] = (
         lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
@@ -116,13 +128,13 @@ def install() -> None:
         *(
             moment.subscribe(callback, lost=LOST, enabled=False)
             for moment, callback in (
-                (lifecycle.loading_begins, _loads),
-                (lifecycle.loading_ends, _leaves),
+                (lifecycle.loading_begins, _loading_begins),
+                (lifecycle.loading_ends, _phase_ends),
                 (lifecycle.forward_begins, _forward_begins),
                 (lifecycle.forward_ends, _forward_ends),
-                (lifecycle.backward_begins, _enters(Phase.BACKWARD)),
-                (lifecycle.backward_ends, _leaves),
-                (lifecycle.step_begins, _enters(Phase.OPTIMIZER)),
+                (lifecycle.backward_begins, _phase_begins(Phase.BACKWARD)),
+                (lifecycle.backward_ends, _phase_ends),
+                (lifecycle.step_begins, _phase_begins(Phase.OPTIMIZER)),
             )
         ),
     )
@@ -130,37 +142,37 @@ def install() -> None:
     around(
         DistributedDataParallel,
         "_sync_buffers",
-        before=_meeting,
-        after=_met,
+        before=_sync_buffers_begins,
+        after=_sync_buffers_ends,
         lost=LOST,
-        only=_time,
+        only=_times,
     )
 
 
-def _enters(phase: Phase) -> Callable[[Recorder, Any], None]:
-    """The rank goes over to another phase."""
+def _phase_begins(phase: Phase) -> Callable[[Recorder, Any], None]:
+    """A callback for the moment when the rank enters a phase."""
     segment = phase - Phase.DATA
 
     def enters(recorder: Recorder, moment: Any) -> None:
-        if get_ident() == _time.thread:
-            _time.settle(time.monotonic())
-            _time.judge(followed=False)
-            _time.fed = False
-            _time.segment = segment
-            _time.sites[segment] = moment.site
+        if get_ident() == _times.thread:
+            _times.add_elapsed(time.monotonic())
+            _times.attribute_batch(followed=False)
+            _times.fed = False
+            _times.segment = segment
+            _times.sites[segment] = moment.site
 
     return enters
 
 
-def _loads(recorder: Recorder, loading: Any) -> None:
-    if get_ident() == _time.thread:
-        _time.settle(time.monotonic())
-        _time.judge(followed=True)
-        _time.before = _Before(
-            _time.segment, _time.spent.copy(), _time.waited.copy(), _time.sites[0]
+def _loading_begins(recorder: Recorder, loading: Any) -> None:
+    if get_ident() == _times.thread:
+        _times.add_elapsed(time.monotonic())
+        _times.attribute_batch(followed=True)
+        _times.before = _BeforeBatch(
+            _times.segment, _times.spent.copy(), _times.waited.copy(), _times.sites[0]
         )
-        _time.tried = _evaluating()
-        _time.segment, _time.sites[0] = 0, loading.site
+        _times.tried = _evaluating()
+        _times.segment, _times.sites[0] = 0, loading.site
 
 
 def _evaluating() -> bool:
@@ -172,125 +184,133 @@ def _evaluating() -> bool:
     return bool(training) and not any(training)
 
 
-_trains = _enters(Phase.FORWARD)
+_training_forward_begins = _phase_begins(Phase.FORWARD)
 
 
 def _forward_begins(recorder: Recorder, forward: Any) -> None:
     if forward.grad_enabled:
-        _trains(recorder, forward)
-    elif get_ident() == _time.thread:
-        _time.tried = True
+        _training_forward_begins(recorder, forward)
+    elif get_ident() == _times.thread:
+        _times.tried = True
 
 
 def _forward_ends(recorder: Recorder, forward: Any) -> None:
     if forward.grad_enabled:
-        _leaves(recorder, forward)
+        _phase_ends(recorder, forward)
 
 
-def _leaves(recorder: Recorder, moment: Any) -> None:
-    if get_ident() == _time.thread:
-        _time.settle(time.monotonic())
-        _time.segment = _time.segment % len(PHASES) + len(PHASES)
+def _phase_ends(recorder: Recorder, moment: Any) -> None:
+    if get_ident() == _times.thread:
+        _times.add_elapsed(time.monotonic())
+        _times.segment = _times.segment % len(PHASES) + len(PHASES)
 
 
 def _waited(recorder: Recorder, seconds: float) -> None:
-    if _time.looking and get_ident() == _time.thread:
-        _time.waited[_time.segment] += seconds
+    if _times.looking and get_ident() == _times.thread:
+        _times.waited[_times.segment] += seconds
 
 
-def _meeting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _sync_buffers_begins(
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float:
     return time.monotonic()
 
 
-def _met(recorder: Recorder, began: Any, result: Any, error: BaseException | None) -> None:
+def _sync_buffers_ends(
+    recorder: Recorder, began: Any, result: Any, error: BaseException | None
+) -> None:
     if began is not None:
         _waited(recorder, time.monotonic() - began)
 
 
-class _Tail:
-    """What is left of the running backward once every gradient has been computed: DDP waits."""
+class _FinalWait:
+    """The end of a backward after all gradients are computed, in which DDP waits for its buckets.
+
+    Attributes:
+        handle: of the hook that runs when the backward starts.
+        began: when all gradients were computed, 0 before.
+    """
 
     handle: Any = None
     began = 0.0
 
 
 def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    _Tail.began = 0.0
+    _FinalWait.began = 0.0
     nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
     if (node := next((n for n in nodes if n is not None), None)) is not None:
-        _Tail.handle = node.register_prehook(shielded("waits", _running, LOST))
+        _FinalWait.handle = node.register_prehook(shielded("waits", _backward_runs, LOST))
 
 
-def _running(gradients: Any) -> None:
-    torch_compat.when_computed(shielded("waits", _computed, LOST))
+def _backward_runs(gradients: Any) -> None:
+    torch_compat.when_computed(shielded("waits", _gradients_computed, LOST))
 
 
-def _computed() -> None:
-    _Tail.began = time.monotonic()
+def _gradients_computed() -> None:
+    _FinalWait.began = time.monotonic()
 
 
 def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    handle, _Tail.handle = _Tail.handle, None
+    handle, _FinalWait.handle = _FinalWait.handle, None
     if handle is not None:
         handle.remove()
-        if _Tail.began:
-            _waited(recorder, time.monotonic() - _Tail.began)
+        if _FinalWait.began:
+            _waited(recorder, time.monotonic() - _FinalWait.began)
 
 
 def _step_ends(recorder: Recorder, step: Step) -> None:
     optimizer = step.known.number
-    if optimizer != _time.leader:
-        _time.followers += 1
-        if _time.leader >= 0 and _time.followers <= WINDOW:
-            return  # several optimizers take turns: one of them counts the steps
-        _time.leader, _time.rows, _time.looking = optimizer, [], False
+    if optimizer != _times.leader:
+        _times.followers += 1
+        if _times.leader >= 0 and _times.followers <= WINDOW:
+            return  # several optimizers take turns: only the leader's steps are counted
+        _times.leader, _times.rows, _times.looking = optimizer, [], False
         _measuring.disable()
-    _time.followers = 0
+    _times.followers = 0
     window, place = divmod(step.number + 1, WINDOW)
-    if not _time.looking and place:
+    if not _times.looking and place:
         return
     now = time.monotonic()
-    if _time.looking:
-        _time.settle(now)
-        own = [max(0.0, s - w) for s, w in zip(_time.spent, _time.waited, strict=True)]
-        _time.rows.append([sum(_time.spent), sum(_time.waited), *own])
-        _time.look(now)
+    if _times.looking:
+        _times.add_elapsed(now)
+        own = [max(0.0, s - w) for s, w in zip(_times.spent, _times.waited, strict=True)]
+        _times.rows.append([sum(_times.spent), sum(_times.waited), *own])
+        _times.begin_step(now)
     if place == 0:
-        if len(_time.rows) == WINDOW:
+        if len(_times.rows) == WINDOW:
             _emit(recorder, step)
-        usual, _time.window_at = (now - _time.window_at) / WINDOW, now
-        _time.rows = []
+        usual, _times.window_at = (now - _times.window_at) / WINDOW, now
+        _times.rows = []
         due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
-        _time.looking = due and usual >= SHORTEST_S
-        _measuring.enable(_time.looking)
-        if _time.looking:
-            _time.thread = get_ident()
-            _time.look(now)
-            _time.delayed_s = _delayed()
+        _times.looking = due and usual >= SHORTEST_S
+        _measuring.enable(_times.looking)
+        if _times.looking:
+            _times.thread = get_ident()
+            _times.begin_step(now)
+            _times.delayed_s = _delayed()
 
 
 def _emit(recorder: Recorder, step: Step) -> None:
     wall, waiting, *own = (
-        round(median_high(column), 6) for column in zip(*_time.rows, strict=True)
+        round(median_high(column), 6) for column in zip(*_times.rows, strict=True)
     )
     recorder.emit(
         Pace(
-            at=_time.since,
+            at=_times.since,
             optimizer=step.known.number,
             step=step.number,
             count=WINDOW,
             wall_s=wall,
             waited_s=waiting,
             own_s=tuple(own),
-            sites=tuple(_time.sites),
-            delayed_s=round(max(0.0, _delayed() - _time.delayed_s) / WINDOW, 6),
+            sites=tuple(_times.sites),
+            delayed_s=round(max(0.0, _delayed() - _times.delayed_s) / WINDOW, 6),
         )
     )
 
 
 def _delayed() -> float:
-    """Seconds for which this thread has waited for a core so far; 0 where the kernel does not
-    say."""
+    """Seconds that this thread has waited for a CPU core so far; 0 if the kernel does not tell."""
     try:
         fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
