@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import msgspec
 
@@ -18,48 +19,54 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, title_of
+from ddpdoctor.run import Rank, Run, counted, title_of
 
 
 class DdpBypassed(Check):
-    """Gradients are computed around DistributedDataParallel
+    """The forward bypasses DistributedDataParallel
 
     ## What it finds
-    Optimizer steps on gradients of a wrapped model that no forward of the wrapper led to:
-    `model.module(x)`, a method of the inner module (`model.module.loss(x)`), the raw model kept
-    under another name, a wrapper that was made and not used. It names the line of that call. Also
-    where no optimizer holds the model and the program itself applies such gradients, again and
-    again.
+    Optimizer steps on gradients of a wrapped model that come from no forward of the wrapper:
+    `model.module(x)`, a method of the inner module (`model.module.loss(x)`), the raw model under
+    another name, a wrapper that is made and not used. The finding names the line of that call. Also
+    if no optimizer holds the model and the program repeatedly applies such gradients itself.
 
     ## How it knows
-    In every backward a few gradients of each wrapped model and the count of its group's collectives
-    are looked at before and after: one that reaches the model although no forward of the wrapper
-    waits for it, and in which the group does not communicate, went around the wrapper. It is told
-    where an optimizer then applies these very gradients, nothing else carried them to the other
-    ranks, and the call around the wrapper was found or the wrapper was not called at all since the
-    step before. Where no optimizer holds the model, three such backwards must have found its
-    parameters changed. The finding is proven.
+    Before and after every backward, some gradients of each wrapped model and the number of its
+    group's collectives are recorded. A backward bypasses the wrapper if it reaches the model
+    although no forward of the wrapper awaits it, and the group does not communicate.
+
+    It is reported if an optimizer then applies these gradients, nothing else carried them to the
+    other ranks, and either the call around the wrapper was found or the wrapper was not called at
+    all since the step before. If no optimizer holds the model, its parameters must have changed
+    before three such backwards. The finding is proven.
 
     ## Why it hurts
-    DDP averages gradients in the backward of its own forward. A forward that goes around it trains
-    every rank on its own data alone, in silence: the models drift apart, and the one that is saved
-    has seen one rank's share of the data.
+    DDP averages gradients in the backward of its own forward. A forward that bypasses it trains
+    each rank on its own data alone, without an error: the replicas diverge, and the model that is
+    saved has seen one rank's share of the data.
 
     ## How to fix it
-    Call the wrapper: `model(x)`. Where another method is needed, let `forward` choose it:
+    Call the wrapper: `model(x)`. If another method is needed, let `forward` select it:
     `model(x, mode="loss")`.
 
     ## When it stays quiet
-    Evaluation, generation and saving through `model.module`; copies (EMA); a regulariser on
-    `model.module.weight` in the backward of a proper forward; micro-batches under `no_sync`;
-    gradients that were cleared, or synchronised by hand, before the step; one process, or ranks
-    that have destroyed their groups.
+    - Evaluation, generation and saving through `model.module`; copies (EMA).
+    - A regulariser on `model.module.weight` in the backward of a forward of the wrapper.
+    - Micro-batches under `no_sync`.
+    - Gradients are cleared, or synchronised manually, before the step.
+    - There is one process, or the ranks have destroyed their process groups.
     """
 
     code = "DDP304"
     name = "ddp-bypassed"
     family = "model"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "wrapper-bypassed": "the forward ran on the inner model, not on the wrapper",
+        "wrapper-discarded": "the program did not keep the wrapper, and trains the model itself",
+        "manual-update": "the program itself applies gradients that bypassed the wrapper",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if models.numbers(run) else models.NO_DDP
@@ -90,20 +97,23 @@ class DdpBypassed(Check):
         wrapper, _ = models.names_in_code(rank, wrapped)
         title = title_of(rank, wrapped)
         return self.finding(
+            rule=_rule(last),
             ranks=tuple(r.rank for r in seen),
             steps=Steps(first.step, last.step, last.count),
             subjects=(title,),
             location=spot,
-            label="goes around the wrapper" if call >= 0 else "backward of a forward around DDP",
+            label="bypasses the wrapper"
+            if call >= 0
+            else "backward of a forward that bypasses DDP",
             related=models.related(rank, ((wrapped.here, wrapped.site), ("backward", first.site))),
-            summary=f"{_applied(title, last)} that went around DistributedDataParallel, "
+            summary=f"{_applied(title, last)} that bypass DistributedDataParallel, "
             f"{models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(title, last),
-            fix="keep what `DistributedDataParallel(...)` returns, and call that; the model it "
-            f"wraps needs a name of its own: no `{wrapper} = {wrapper}.module`"
+            fix="keep the result of `DistributedDataParallel(...)` and call it; give the inner "
+            f"model another name: no `{wrapper} = {wrapper}.module`"
             if last.discarded
-            else f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the model it "
-            "wraps; move other methods behind `forward`",
+            else f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the inner model; "
+            "call other methods from `forward`",
             fix_kind=FixKind.CHECK,
             evidence={
                 "steps without synchronisation": last.count,
@@ -115,7 +125,14 @@ class DdpBypassed(Check):
         )
 
 
+def _rule(last: Bypassed) -> str:
+    if last.discarded:
+        return "wrapper-discarded"
+    return "manual-update" if last.optimizer == UNHELD else "wrapper-bypassed"
+
+
 def _events(rank: Rank, model: int) -> list[Bypassed]:
+    """Records of steps on gradients that bypassed the wrapper, while the rank was not alone."""
     wrapped = models.wrap_of(rank, model)
     if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
         return []
@@ -124,14 +141,15 @@ def _events(rank: Rank, model: int) -> list[Bypassed]:
 
 
 def _left_for_good(rank: Rank) -> float:
-    """When a rank destroyed all its groups and formed none again: from there on it is alone."""
+    """When a rank destroyed all its process groups for good: it is alone from then on."""
     left = max((e.at for e in rank.of(GroupDestroyed) if not e.name), default=math.inf)
     return math.inf if any(e.at > left for e in rank.of(GroupReady)) else left
 
 
 def _to_its_end(rank: Rank, last: Bypassed) -> Bypassed:
-    """The last such step. They are recorded at powers of two and when the rank leaves: of one that
-    was stopped, those after the last record are the steps whose gradients came about alike."""
+    """The last record, extended to the rank's last such step. They are recorded at powers of two
+    and when the rank exits; if it was stopped, the steps after the last record count as long as
+    their gradients were synchronised no differently."""
     if rank.of(RankExiting):
         return last
     mine = (last.model, last.optimizer)
@@ -150,17 +168,17 @@ def _to_its_end(rank: Rank, last: Bypassed) -> Bypassed:
 
 def _applied(kind: str, last: Bypassed) -> str:
     if last.optimizer == UNHELD:
-        return f"the program itself applied, {last.count} times at least, gradients of {kind}"
-    return f"the optimizer stepped {last.count} times on gradients of {kind}"
+        return f"the program itself applies gradients of {kind} at least {last.count} times"
+    return f"the optimizer takes {counted(last.count, 'step')} on gradients of {kind}"
 
 
 def _cause(kind: str, last: Bypassed) -> str:
     if last.discarded:
         return (
-            f"the wrapper around {kind} was not kept, and the model itself is trained: nothing "
-            "averages its gradients"
+            f"the program did not keep the wrapper of {kind} and trains the model itself, so "
+            "nothing averages its gradients"
         )
     return (
-        f"DDP arms its synchronisation in its own forward; this forward ran on {kind} itself, so "
-        "each rank applied its own gradients"
+        f"DDP synchronises gradients only after its own forward. This forward ran on {kind} "
+        "itself, so each rank applied its own gradients"
     )

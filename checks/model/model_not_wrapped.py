@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
+from typing import ClassVar
 
 import msgspec
 
@@ -16,6 +17,7 @@ from ddpdoctor.analysis.manual_sync import (
     unused_allreduce,
 )
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.replicas import manual_edits
 from ddpdoctor.events import (
     GroupReady,
     OptimizerSeen,
@@ -25,68 +27,92 @@ from ddpdoctor.events import (
     UnwrappedState,
 )
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, ranks_text
+from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
 
 GROUP = "gradients of a group"
 HOOKS = "in backward"
+"""Values of `UnwrappedState.exchanged`: gradients synchronised within a smaller group, and by hooks
+in the backward."""
+
+EDITED = (manual_edits.EDIT_ON_SOME, manual_edits.UNEQUAL_EDITS, manual_edits.INEXACT_RESTORE)
+"""Rules of other checks: ranks modify parameters or gradients manually."""
+
 ENOUGH = 0.5
-"""Numbers exchanged per step and parameter that may be gradients."""
+"""Numbers exchanged per step and parameter from which on gradients may be among them."""
 
 
 class ModelNotWrapped(Check):
-    """A model is trained that nothing synchronises
+    """A model is trained without synchronised gradients
 
     ## What it finds
-    Several ranks with a process group step an optimizer on parameters that no wrapper was given,
-    whose gradients differ between the ranks when they are applied, and that no collective carried
-    since the first step, or only after they were applied, or only copies of them, what comes of
-    which is not written back: each rank trains a model of its own. Of an optimizer that keeps some
-    parameters equal in its own step, and of hooks that exchange gradients in the backward, those
-    are named that part. That one rank gave its parameters
-    to the others before it makes them equal once, and does not keep them so. Also such models
-    beside tensor or sequence parallelism, and on ranks beside a group of others that average
-    theirs.
+    Several ranks of a process group step an optimizer on parameters of no wrapper. The gradients
+    differ between the ranks when they are applied, so each rank trains its own model. Since the
+    first step, no collective carried the gradients; or only after they were applied; or only copies
+    of them, whose result is not written back. If one rank broadcast its parameters before the first
+    step, that makes them equal once only.
+
+    Also the parameters that an optimizer's own synchronisation leaves out, or that miss the hooks
+    which all-reduce the others; such models beside tensor or sequence parallelism; and ranks
+    outside of a group that averages gradients of the same model.
 
     ## How it knows
-    Parameters without a wrapper are listed at an optimizer's first step; before steps 0, 1, 2, 4, 8
-    and so on they and their gradients are digested, and of every collective it is noted what memory
-    it carries, and how much. The digests of a step are compared between the ranks: proven is what
-    differs at each of these steps and was carried by nothing; or by those collectives in the
-    backward that carry as many numbers as the gradients have that are equal. It is a note, and
-    suspected, where the ranks begin with other values, as the members of an ensemble do, that no
-    rank gave to the others, beside no wrapped model and no sampler that deals out the data. It is
-    suspected beside tensor
-    parallelism, where the parameters were sent over a group before the first step and that group
-    exchanges next to nothing afterwards (losses); beside all_to_all in forward and backward
-    (sequence parallelism), where all parameters begin alike on all ranks, each gets another
-    gradient on each rank, and nothing is exchanged before a step; and on ranks that begin like
-    those that average in a group without them.
+    Parameters without a wrapper are listed at an optimizer's first step. Before steps 0, 1, 2, 4, 8
+    and so on they and their gradients are digested; for every collective, it is recorded which
+    memory it carries, and how much. The digests of a step are compared between the ranks.
+
+    The finding is proven if gradients differ at each of these steps and no collective carried them;
+    or, with hooks, if the collectives in the backward carry as many numbers as only those gradients
+    have that are equal.
+
+    It is suspected
+
+    - and a note, if the ranks start with different values that no rank broadcast (an ensemble),
+      with no wrapped model and no sampler that shards the data
+    - beside tensor parallelism, if the parameters were sent over a group before the first step and
+      that group exchanges little afterwards (losses)
+    - beside all_to_all in forward and backward (sequence parallelism), if all parameters start
+      equal, all gradients differ, and nothing is exchanged before a step
+    - for ranks that start equal to those that average in a group without them
 
     ## Why it hurts
-    The run looks distributed and is N separate runs, each on its share of the data. The model that
+    The run looks distributed but is N separate runs, each on its share of the data. The model that
     rank 0 saves has seen 1/N of it.
 
     ## How to fix it
     `model = DistributedDataParallel(model)` before the optimizer is built, and call that.
 
     ## When it stays quiet
-    Gradients or parameters that are exchanged by hand (each alone, in flat buffers, in hooks, in
-    the optimizer's own step, averaged now and then, or what they changed by); FSDP and tensor
-    parallelism; pipelines; training on one rank only; ranks that hold different models; searches
-    without such a sampler, in which the models that one line makes differ in shape between the
-    ranks, or are trained with other options (learning rate, weight decay) from the first step on;
-    models of a line that makes three or more beside a wrapped one (adapted for a few steps);
-    what an exchange by hand leaves out of a model that it carries otherwise, of which
-    `parameter-drift` tells; copies of what DDP averages (flat, or in another precision). Where
-    ranks agree bit for bit and exchange no gradients (same data, same seed) it is a note; none
-    where no backward makes the gradients and something else is exchanged (evolution strategies),
-    or objects that are large enough to hold them, in half of the steps.
+    - Gradients or parameters are synchronised manually: one by one, in flat buffers, in hooks, in
+      the optimizer's step, only in some steps, or as updates.
+    - FSDP, tensor parallelism, pipelines; training on one rank only; ranks with different models.
+    - Hyperparameter searches: without a sampler that shards the data, the models of one line differ
+      in shape between ranks, or are trained with other options from the first step on.
+    - A line makes three or more such models beside a wrapped one (test-time adaptation).
+    - A manual synchronisation leaves out some parameters of a model (see `parameter-drift`).
+    - Copies of what DDP averages, flat or in another precision.
+
+    Only a note: the ranks stay bit-identical and exchange no gradients (same data, same seed). Not
+    even that if no backward computes the gradients and something is exchanged (evolution
+    strategies), or if objects large enough to hold them are exchanged in half of the steps.
     """
 
     code = "DDP305"
     name = "model-not-wrapped"
     family = "model"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "never-wrapped": "no collective carries the gradients, and they differ",
+        "synced-after-step": "collectives carry the gradients only after the optimizer's step",
+        "allreduce-result-unused": "copies of the gradients are all-reduced and not written back",
+        "parameters-without-hook": "hooks all-reduce other parameters of the model in the backward",
+        "left-out-by-optimizer": "the optimizer's step synchronises other parameters of the model",
+        "other-optimizer-synced": "the parameters of another optimizer of the model stay equal",
+        "independent-models": "the ranks may be meant to train different models",
+        "ranks-outside-group": "other ranks average the gradients of this model in their group",
+        "data-parallel-group": "beside model parallelism, a group of replicas averages nothing",
+        "sequence-parallel": "the ranks work on parts of one batch, and do not sum their gradients",
+        "equal-replicas": "nothing is synchronised, but the ranks stay equal",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if run.world_size < 2:
@@ -94,7 +120,7 @@ class ModelNotWrapped(Check):
         if not run.any(GroupReady):
             return "no process group was formed"
         if any(e.late for r in run.ranks.values() for e in r.of(TorchLoaded)):
-            return "torch was found only after it was used: what was wrapped before is not known"
+            return "torch was already in use when the doctor started: earlier wraps are unknown"
         if run.any(Unwrapped):
             return None
         if not run.training_ranks():
@@ -106,23 +132,20 @@ class ModelNotWrapped(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
-        together: dict[object, list[Finding]] = {}
+        together: dict[object, list[tuple[str, Finding]]] = {}
         for optimizer in sorted(optimizers):
-            for alike in _alike(run, optimizer):
-                for finding in self._judge(run, optimizer, alike):
+            for replicas in _replicas(run, optimizer):
+                event = next(iter(replicas.values()))
+                for finding in self._judge(run, optimizer, replicas):
                     place = finding.location or optimizer
-                    key = (place, finding.cause, finding.ranks, finding.subjects)
-                    together.setdefault(key, []).append(finding)
+                    key = (place, finding.rule, _kind(event), finding.ranks, finding.subjects)
+                    together.setdefault(key, []).append((_title(event), finding))
             if found := model_parallel.apart(run, optimizer):
-                together.setdefault(("of a group", optimizer), []).append(
-                    self._of_group(run, found)
-                )
+                yield self._of_group(run, found)
             if copies := sequence_parallel.apart(run, optimizer):
-                together.setdefault(("in parts", optimizer), []).append(
-                    self._of_parts(run, *copies)
-                )
-        for first, *others in together.values():
-            yield _with(first, others)
+                yield self._of_sequence(run, *copies)
+        for found_together in together.values():
+            yield _with_others(found_together)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         if mine.severity is not Severity.ERROR or other.check not in (
@@ -131,59 +154,68 @@ class ModelNotWrapped(Check):
             return False
         if not other.optimizers or not set(mine.optimizers).isdisjoint(other.optimizers):
             return True
-        # What is stepped apart from it differs with it only by what every rank does to it.
-        return other.evidence.get("edited_by_hand_on") == sorted(mine.ranks)
+        # Parameters of other optimizers follow only if all these ranks modify them manually.
+        return other.rule in EDITED and set(other.ranks) == set(mine.ranks)
 
-    def _judge(self, run: Run, optimizer: int, alike: dict[Rank, Unwrapped]) -> Iterator[Finding]:
-        states = {r: {s.step: s for s in _states(r, optimizer)} for r in alike}
-        means = {rank: _exchanged(rank, event) for rank, event in alike.items()}
+    def _judge(
+        self, run: Run, optimizer: int, replicas: dict[Rank, Unwrapped]
+    ) -> Iterator[Finding]:
+        states = {r: {s.step: s for s in _states(r, optimizer)} for r in replicas}
+        means = {rank: _exchanged(rank, event) for rank, event in replicas.items()}
         common = sorted(set.intersection(*(set(rows) for rows in states.values())))
-        lone = {rank: event for rank, event in alike.items() if not means[rank]}
+        lone = {rank: event for rank, event in replicas.items() if not means[rank]}
+        where = models.on_ranks(run, (r.rank for r in replicas))
         if unused_allreduce.found(run, states):
-            plain = self._report(run, alike, Severity.ERROR, common, common[1:])
-            yield unused_allreduce.reported(
-                plain, alike, models.on_ranks(run, (r.rank for r in alike))
-            )
+            found = self._report(run, replicas, "allreduce-result-unused", common, common[1:])
+            yield unused_allreduce.reported(found, replicas, where)
             return
         if not lone and {m for found in means.values() for m in found} == {HOOKS}:
-            reported = self._report(run, alike, Severity.ERROR, common, common[1:])
-            where = models.on_ranks(run, (r.rank for r in alike))
-            if missed := partly_synced.without_hooks(reported, alike, where):
+            found = self._report(run, replicas, "parameters-without-hook", common, common[1:])
+            if missed := partly_synced.without_hooks(found, replicas, where):
                 yield missed
             return
-        if len(lone) < len(alike):
-            others = [rank for rank in alike if rank not in lone]
+        if len(lone) < len(replicas):
+            others = [rank for rank in replicas if rank not in lone]
             if lone and {m for rank in others for m in means[rank]} == {GROUP}:
-                yield from self._beside(run, lone, others, states, common)
+                yield from self._outside_group(run, lone, others, states, common)
             return
-        apart = [n for n in common if len({rows[n].gradients for rows in states.values()}) > 1]
+        differ = [n for n in common if len({rows[n].gradients for rows in states.values()}) > 1]
         moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
         if any(n > moved[0] and n not in moved for n in common if moved):
             return  # equal again: synchronised by means that were not seen
-        if len(common) > 1 and apart and not moved:
-            return  # equal although gradients differ: exchanged inside the optimizer's own step
+        if len(common) > 1 and differ and not moved:
+            return  # equal although gradients differ: synchronised in the optimizer's own step
         if (
             common
             and common[0] not in moved
-            and all(_shared_beside(r, e) for r, e in alike.items())
+            and all(_synced_beside(r, e) for r, e in replicas.items())
         ):
-            return  # parameter-drift tells what the exchange leaves out
-        if common and len(apart) == len(common):
-            reported = self._report(run, alike, Severity.ERROR, common, moved)
-            if any(s.late for r in states for s in _states(r, optimizer)):
-                yield reported
-                return
-            where = models.on_ranks(run, (r.rank for r in alike))
-            if part := partly_synced.left_out(reported, alike, where) or partly_synced.named(
-                reported, alike, where
-            ):
-                yield part
-            elif not independent_models.searched(alike) and not independent_models.adapted(alike):
-                yield independent_models.doubted(reported, alike)
-        elif len(common) > 1 and not apart and not moved and not _talk(alike):
-            yield self._report(run, alike, Severity.NOTE, common, moved)
+            return  # `parameter-drift` reports what a manual synchronisation leaves out
+        if common and len(differ) == len(common):
+            yield from self._differing(run, replicas, common, moved)
+        elif len(common) > 1 and not differ and not moved and not _may_synchronise(replicas):
+            yield self._report(run, replicas, "equal-replicas", common, moved)
 
-    def _beside(
+    def _differing(
+        self, run: Run, replicas: dict[Rank, Unwrapped], common: list[int], moved: list[int]
+    ) -> Iterator[Finding]:
+        """The finding where gradients differ at every compared step, and no collective carried them
+        before it. What explains this for some of the parameters comes first."""
+        if any(s.late for r, e in replicas.items() for s in _states(r, e.optimizer)):
+            yield self._report(run, replicas, "synced-after-step", common, moved)
+            return
+        found = self._report(run, replicas, "never-wrapped", common, moved)
+        where = models.on_ranks(run, (r.rank for r in replicas))
+        if (part := partly_synced.left_out(found, replicas, where)) is not None:
+            yield msgspec.structs.replace(part, rule="left-out-by-optimizer")
+        elif (part := partly_synced.named(found, replicas, where)) is not None:
+            yield msgspec.structs.replace(part, rule="other-optimizer-synced")
+        elif not independent_models.searched(replicas) and not independent_models.adapted(replicas):
+            doubted = independent_models.doubted(found, replicas)
+            rule = found.rule if doubted is found else "independent-models"
+            yield msgspec.structs.replace(doubted, rule=rule)
+
+    def _outside_group(
         self,
         run: Run,
         lone: dict[Rank, Unwrapped],
@@ -191,34 +223,34 @@ class ModelNotWrapped(Check):
         states: dict[Rank, dict[int, UnwrappedState]],
         common: list[int],
     ) -> Iterator[Finding]:
-        """Ranks that begin with the values of the others, and are in no group that averages."""
+        """Ranks that start with the parameters of the others, but are outside of the group in which
+        those average their gradients."""
         moved = [n for n in common if len({rows[n].parameters for rows in states.values()}) > 1]
         if len(common) > 2 and common[0] == 0 and moved == common[1:]:
-            found = self._report(run, lone, Severity.WARNING, common, moved)
-            apart = f"; {ranks_text(r.rank for r in others)} average theirs in a group of their own"
+            found = self._report(run, lone, "ranks-outside-group", common, moved)
             yield msgspec.structs.replace(
                 found,
-                confidence=Confidence.SUSPECTED,
-                cause=found.cause + apart,
-                fix="make the group of all ranks that train this model, or use the default one",
+                cause=f"{found.cause}; {ranks_do((r.rank for r in others), 'average')} theirs in a "
+                "group of their own",
+                fix="create the group with all ranks that train this model, or use the default "
+                "group",
             )
 
     def _of_group(self, run: Run, found: list[model_parallel.ModelParallel]) -> Finding:
-        """Copies that are exchanged in no group of those that begin alike."""
+        """Replicas within groups, beside model parallelism, that average nothing there."""
         every = [pair for each in found for pair in each.alike.items()]
-        alike = dict(sorted(every, key=lambda pair: pair[0].rank))
+        replicas = dict(sorted(every, key=lambda pair: pair[0].rank))
         steps = found[0].steps
-        reported = self._report(run, alike, Severity.WARNING, steps, steps[1:])
+        reported = self._report(run, replicas, "data-parallel-group", steps, steps[1:])
         groups = [sorted(r.rank for r in each.alike) for each in found]
         ranks = " and ".join(ranks_text(group) for group in groups)
         return msgspec.structs.replace(
             reported,
-            confidence=Confidence.SUSPECTED,
-            cause=f"{ranks} begin with the same parameters, which were sent over their group, and "
-            "apply gradients of their own: all they exchange afterwards is less than the "
-            "parameters are once; what other groups compute together does not make these equal",
+            cause=f"{ranks} start with the same parameters, which were sent over their group, but "
+            "each rank applies its own gradients: afterwards the group exchanges fewer numbers "
+            "than the parameters have, and what other groups exchange does not make them equal",
             fix="average the gradients over that group before the step: `dist.all_reduce(p.grad, "
-            "group=data_parallel_group)` for every parameter, divided by its size",
+            "group=data_parallel_group)` for every parameter, then divide by the group's size",
             evidence=reported.evidence
             | {
                 "groups": [{"ranks": group} for group in groups],
@@ -226,88 +258,116 @@ class ModelNotWrapped(Check):
             },
         )
 
-    def _of_parts(self, run: Run, alike: dict[Rank, Unwrapped], steps: list[int]) -> Finding:
-        """Copies that work on one batch together, each with the gradients of its part."""
-        reported = self._report(run, alike, Severity.WARNING, steps, steps[1:])
+    def _of_sequence(self, run: Run, replicas: dict[Rank, Unwrapped], steps: list[int]) -> Finding:
+        """Replicas that work on one batch together, each with the gradients of its part."""
+        reported = self._report(run, replicas, "sequence-parallel", steps, steps[1:])
         return msgspec.structs.replace(
             reported,
-            confidence=Confidence.SUSPECTED,
-            cause="the ranks begin with the same parameters, and each applies gradients of its "
-            "own: the all_to_all in forward and backward exchange what the model computes, not the "
-            "gradients of its parameters, and between backward and step nothing is exchanged",
-            fix="add up the gradients of the ranks' parts before the step: `for p in "
-            "model.parameters(): dist.all_reduce(p.grad)` (divided by their number where each rank "
-            "takes the mean of its part)",
+            cause="the ranks start with the same parameters, but each applies its own gradients: "
+            "the all_to_all in forward and backward exchanges activations, not gradients of "
+            "parameters, and nothing is exchanged between backward and step",
+            fix="sum the gradients of all parts before the step: `for p in model.parameters(): "
+            "dist.all_reduce(p.grad)` (divide by the number of ranks if each takes the mean of its "
+            "part)",
         )
 
     def _report(
         self,
         run: Run,
-        alike: dict[Rank, Unwrapped],
-        severity: Severity,
+        replicas: dict[Rank, Unwrapped],
+        rule: str,
         common: list[int],
         moved: list[int],
     ) -> Finding:
-        rank, event = next(iter(alike.items()))
-        kind = event.kind or _loose(len(event.parameters))
-        title = f"{event.name} ({kind})" if event.name else kind
-        bad = severity is not Severity.NOTE
-        late = max(s.late for r, e in alike.items() for s in _states(r, e.optimizer))
+        """The finding of a rule; some rules replace a part of the texts.
+
+        Args:
+            replicas: the ranks that train the model.
+            rule: one of `rules`.
+            common: the steps that were compared.
+            moved: those at which parameters differ.
+        """
+        rank, event = next(iter(replicas.items()))
+        equal, late = rule == "equal-replicas", rule == "synced-after-step"
+        kind, title = _kind(event), _title(event)
         spot = rank.location(event.site) or rank.location(_made(rank, event.optimizer))
         stepped = rank.location(event.step_site)
-        steps = max(r.steps_of(e.optimizer) for r, e in alike.items())
-        where = models.on_ranks(run, (r.rank for r in alike))
-        numbers = 0 if bad else max(_last(r, e).elements for r, e in alike.items())
-        beside = "" if bad else other_exchanges.reported(alike, numbers)
-        agree = "exchanges its gradients: ranks agree" if beside else "is exchanged: ranks agree"
+        steps = max(r.steps_of(e.optimizer) for r, e in replicas.items())
+        where = models.on_ranks(run, (r.rank for r in replicas))
+        numbers = max(_last(r, e).elements for r, e in replicas.items()) if equal else 0
+        beside = other_exchanges.reported(replicas, numbers) if equal else ""
         return self.finding(
-            severity=severity,
-            ranks=tuple(r.rank for r in alike),
+            rule=rule,
+            severity=SEVERITIES.get(rule, Severity.ERROR),
+            confidence=Confidence.SUSPECTED if rule in SUSPECTED else Confidence.PROVEN,
+            ranks=tuple(r.rank for r in replicas),
             steps=Steps(0, max(steps - 1, 0), max(steps, 1)),
             subjects=_names(event),
-            optimizers=tuple(sorted({e.optimizer for e in alike.values()})),
+            optimizers=tuple(sorted({e.optimizer for e in replicas.values()})),
             location=stepped if late and stepped else spot or stepped,
-            label="before the gradients are exchanged" if late else "never wrapped",
+            label="steps before the gradients are synchronised" if late else "never wrapped",
             related=models.related(rank, (("stepped here", event.step_site),) if not late else ()),
-            summary=f"{title} is trained {where}, and nothing "
-            + ("synchronises its gradients" if bad else agree)
-            + (": they differ" if bad and not late else " before it applies them" if bad else ""),
-            cause=_cause(kind, event, bad, late, beside),
-            fix=_fix(title, event, bad, late, spot),
+            summary=f"{title} is trained {where}, but "
+            + (
+                f"{'none of its gradients are' if beside else 'nothing is'} exchanged: the ranks "
+                "stay equal"
+                if equal
+                else "its gradients are synchronised only after each rank has applied its own"
+                if late
+                else "nothing synchronises its gradients, which differ"
+            ),
+            cause=_cause(kind, event, rule, beside),
+            fix=_fix(title, event, rule, spot),
             fix_kind=FixKind.CHECK,
-            evidence={"model": title, **_evidence(rank, event, common, moved, bad)},
+            evidence={"model": title, **_evidence(rank, event, common, moved, equal=equal)},
             at=rank.wall(event.at),
         )
 
 
-def _with(first: Finding, others: list[Finding]) -> Finding:
-    """Models that one line makes, one after the other, are told together."""
+SUSPECTED = ("ranks-outside-group", "data-parallel-group", "sequence-parallel")
+"""Rules that judge by what the ranks have in common, not by digests of gradients alone."""
+
+SEVERITIES = {**dict.fromkeys(SUSPECTED, Severity.WARNING), "equal-replicas": Severity.NOTE}
+"""Severities other than the check's own."""
+
+
+def _with_others(found: list[tuple[str, Finding]]) -> Finding:
+    """One finding of the models (by title) that one line makes, one after the other."""
+    (_, first), *others = found
     if not others:
         return first
-    numbers = {n for f in (first, *others) for n in f.optimizers}
-    named = [f.evidence["model"] for f in (first, *others)]
-    apart = len(set(named)) == len(named)
+    numbers = {n for _, f in found for n in f.optimizers}
+    titles = [title for title, _ in found]
+    distinct = len(set(titles)) == len(titles)
     return msgspec.structs.replace(
         first,
         optimizers=tuple(sorted(numbers)),
-        summary=f"{first.summary}; and so with {len(others)} more that this line makes",
-        evidence=first.evidence | {"models": named if apart else len(named)},
+        summary=f"{first.summary}; this line makes {counted(len(others), 'more such model')}",
+        evidence=first.evidence | {"models": titles if distinct else len(titles)},
     )
 
 
-def _loose(count: int) -> str:
-    """Parameters that stand in no module."""
-    return "a parameter of no module" if count == 1 else f"a set of {count} parameters"
+def _kind(event: Unwrapped) -> str:
+    """The model's class, or words for parameters of no module."""
+    count = len(event.parameters)
+    loose = "a parameter outside of modules" if count == 1 else f"a set of {count} parameters"
+    return event.kind or loose
+
+
+def _title(event: Unwrapped) -> str:
+    """`net (Net)`, where its name is known."""
+    return f"{event.name} ({_kind(event)})" if event.name else _kind(event)
 
 
 def _names(event: Unwrapped) -> tuple[str, ...]:
-    """Of its parameters; one that stands in no module may have a name in the program."""
+    """Names of the parameters; one outside of modules may have a name in the program."""
     loose = event.name and not event.kind
     return (event.name,) if loose else tuple(p.name for p in event.parameters)
 
 
-def _alike(run: Run, optimizer: int) -> Iterator[dict[Rank, Unwrapped]]:
-    """Ranks that train equal lists of parameters under that number; two at least."""
+def _replicas(run: Run, optimizer: int) -> Iterator[dict[Rank, Unwrapped]]:
+    """Two or more ranks that train equal lists of parameters with the optimizer of that number, if
+    no rank trains another list with it."""
     kinds: dict[tuple[object, ...], dict[Rank, Unwrapped]] = {}
     for rank in run.ranks.values():
         for event in rank.of(Unwrapped):
@@ -315,14 +375,14 @@ def _alike(run: Run, optimizer: int) -> Iterator[dict[Rank, Unwrapped]]:
                 key = tuple((p.shape, p.dtype) for p in event.parameters)
                 kinds.setdefault(key, {})[rank] = event
     training = sum(len(k) for k in kinds.values())
-    for alike in kinds.values():
-        if len(alike) > 1 and len(alike) == training:
-            yield alike
+    for replicas in kinds.values():
+        if len(replicas) > 1 and len(replicas) == training:
+            yield replicas
 
 
 def _states(rank: Rank, optimizer: int) -> list[UnwrappedState]:
-    """What was seen at its steps. A look before a step that raised proves nothing: what would have
-    been exchanged in it was not."""
+    """What was examined before the optimizer's steps. A step that raised is left out: what it would
+    have exchanged is missing."""
     found = [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer]
     if rank.exception is None:
         return found
@@ -332,16 +392,17 @@ def _states(rank: Rank, optimizer: int) -> list[UnwrappedState]:
 
 
 def _exchanged(rank: Rank, event: Unwrapped) -> set[str]:
-    """How these parameters were exchanged since the first step, be it under an optimizer that was
-    made anew for them (for each round of averaging, say)."""
+    """How these parameters were exchanged since the first step, also under another optimizer that
+    was made for them (for each round of averaging, say): values of `UnwrappedState.exchanged`."""
     model = event.kind, event.parameters
     same = {e.optimizer for e in rank.of(Unwrapped) if (e.kind, e.parameters) == model}
     states = (s for s in rank.of(UnwrappedState) if s.optimizer in same)
     return {s.exchanged for s in states if s.exchanged}
 
 
-def _shared_beside(rank: Rank, event: Unwrapped) -> bool:
-    """Whether the gradients of another optimizer of the same model are exchanged in every step."""
+def _synced_beside(rank: Rank, event: Unwrapped) -> bool:
+    """Whether the gradients of another optimizer of the same model are synchronised manually in
+    every step."""
     beside = {
         e.optimizer
         for e in rank.of(Unwrapped)
@@ -354,12 +415,12 @@ def _shared_beside(rank: Rank, event: Unwrapped) -> bool:
     )
 
 
-def _talk(alike: dict[Rank, Unwrapped]) -> bool:
-    """Whether so much is exchanged in the steps that gradients may be among it, be it as objects;
-    or something, and no backward makes the gradients (evolution strategies: they come of the
-    rewards of all ranks); or DDP averages those of a wrapped model, of which these may be copies.
-    """
-    for rank, event in alike.items():
+def _may_synchronise(replicas: dict[Rank, Unwrapped]) -> bool:
+    """Whether equal gradients may come from communication: enough numbers (or objects) are
+    exchanged per step; or anything is, and no backward computes the gradients (evolution strategies
+    compute them from the rewards of all ranks); or DDP averages a wrapped model, of which these
+    parameters may be copies."""
+    for rank, event in replicas.items():
         size = sum(prod(p.shape) for p in event.parameters)
         last = _last(rank, event)
         steps = max(1, last.step)
@@ -376,45 +437,47 @@ def _talk(alike: dict[Rank, Unwrapped]) -> bool:
 
 
 def _last(rank: Rank, event: Unwrapped) -> UnwrappedState:
+    """What was examined before the last examined step."""
     return max(_states(rank, event.optimizer), key=lambda s: s.step)
 
 
 def _made(rank: Rank, optimizer: int) -> int:
+    """Site of the line that made the optimizer, -1 where unknown."""
     seen = (o for o in rank.of(OptimizerSeen) if o.optimizer == optimizer)
     return next((o.site for o in seen), -1)
 
 
-def _cause(kind: str, event: Unwrapped, bad: bool, late: int, beside: str) -> str:
-    if not bad:
-        also = f", or on {beside} that they exchange beside it" if beside else ""
+def _cause(kind: str, event: Unwrapped, rule: str, beside: str) -> str:
+    if rule == "equal-replicas":
+        also = f", or on {beside} that they exchange otherwise" if beside else ""
         return (
-            f"{kind} was not given to a wrapper; the ranks hold equal parameters and gradients in "
-            f"every step looked at, so they all do the same work on the same data{also}"
+            f"{kind} is not wrapped in DDP; the ranks have equal parameters and gradients in every "
+            f"examined step, so they all do the same work on the same data{also}"
         )
-    if late:
+    if rule == "synced-after-step":
         return (
-            f"the gradients of {kind} are handed to collectives after the step, when every rank "
-            "has applied its own"
+            f"the gradients of {kind} are passed to collectives after the step, when each rank has "
+            "already applied its own"
         )
-    beside = " (another model was)" if event.wrapped else ""
+    other = " (another model is)" if event.wrapped else ""
     return (
-        f"{kind} was given to no wrapper{beside} and its gradients to no collective, so every rank "
-        "applies its own"
+        f"{kind} is not wrapped in DDP{other}, and no collective carries its gradients, so each "
+        "rank applies its own"
     )
 
 
-def _fix(title: str, event: Unwrapped, bad: bool, late: int, spot: Location | None) -> str:
-    if not bad:
+def _fix(title: str, event: Unwrapped, rule: str, spot: Location | None) -> str:
+    if rule == "equal-replicas":
         return (
-            "if each rank is to have its share of the data: shard it, and wrap the model in "
-            "DistributedDataParallel"
+            "if each rank should train on its share of the data, shard the data and wrap the model "
+            "in DistributedDataParallel"
         )
-    if late:
-        return "exchange them between `loss.backward()` and `optimizer.step()`"
+    if rule == "synced-after-step":
+        return "all-reduce them between `loss.backward()` and `optimizer.step()`"
     if event.wrapped and not event.kind and len(event.parameters) == 1:
         return (
-            "make it a parameter of the module that is wrapped, used in its forward, or average it "
-            "before the step: `dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`"
+            "make it a parameter of the wrapped module and use it in its forward, or average its "
+            "gradient before the step: `dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`"
         )
     name = spot.named(event.kind)[0] if spot and event.kind else ""
     wrap = f"`{name} = DistributedDataParallel({name})`" if name else (
@@ -424,13 +487,13 @@ def _fix(title: str, event: Unwrapped, bad: bool, late: int, spot: Location | No
 
 
 def _evidence(
-    rank: Rank, event: Unwrapped, common: list[int], moved: list[int], bad: bool
+    rank: Rank, event: Unwrapped, common: list[int], moved: list[int], *, equal: bool
 ) -> Evidence:
     begun = any(s.averaged for s in _states(rank, event.optimizer))
     return {
         "parameters": len(event.parameters),
         "steps compared": common,
-        "gradients differ at": common if bad else [],
+        "gradients differ at": [] if equal else common,
         "parameters differ at": moved,
         "collectives that carried them": "only before the first step" if begun else 0,
     }

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import SearchCost, SyncPattern
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, title_of
+from ddpdoctor.run import Rank, Run, counted, plural, title_of
 
 ENOUGH = 5
-"""Backwards to look at before the option is called needless."""
+"""Examined backwards that suffice to call the option needless."""
 
 STATIC = (
-    "; where something else asks for it (re-entrant checkpointing, a parameter that no step uses), "
-    "`static_graph=True` does without the search, as long as the graph never changes"
+    "; if something else requires it (re-entrant checkpointing, a parameter that no step uses), "
+    "`static_graph=True` avoids the search, as long as the graph never changes"
 )
 
 
@@ -26,24 +26,25 @@ class NeedlessFindUnusedParameters(Check):
     every synchronising backward that was examined, on every rank.
 
     ## How it knows
-    In the first eight synchronising backwards of a model, and then in one of 8 (after 128 of them
-    in one of 16; in a large model in one of half as many as it has parameters), hooks on all
-    parameters show which of them get a gradient; DDP's search is timed in every synchronising
-    forward. Five backwards must have been looked at on every rank, and the finding says how many
-    these are, of how many: it is proven where they are all, else suspected.
+    In the first eight synchronising backwards of a model, and then in every 8th (every 16th after
+    128; in a large model, one in half as many as it has parameters), hooks on all parameters show
+    which of them get a gradient. DDP's search is timed in every synchronising forward. At least
+    five backwards must have been examined on every rank. The finding says how many were examined,
+    of how many: it is proven if all were, otherwise suspected.
 
     ## Why it hurts
-    With the option DDP walks the whole autograd graph after each forward, and exchanges a map of
-    the parameters used in each backward. The finding says how long that took in this run.
+    With this option, DDP traverses the whole autograd graph after each forward, and exchanges a map
+    of the used parameters in each backward. The finding says how long that took in this run.
 
     ## How to fix it
-    Wrap without it. Where parameters are unused, but the same ones in every step,
-    `static_graph=True` is cheaper; it is proposed unless some forwards ran under `no_sync`, which
-    a static graph does not go with at the start of a run.
+    Wrap without the option. If parameters are unused, but the same ones in every step,
+    `static_graph=True` is cheaper; it is proposed unless some forwards ran under `no_sync`, which a
+    static graph does not support at the start of a run.
 
     ## When it stays quiet
-    Any rank left a parameter out in any backward examined; fewer than five were examined; a run
-    that ended badly, perhaps in the first backward that leaves one out.
+    - Some rank did not use a parameter in an examined backward.
+    - Fewer than five backwards were examined.
+    - The run failed, perhaps in the first backward that leaves a parameter out.
     """
 
     code = "DDP303"
@@ -83,12 +84,13 @@ class NeedlessFindUnusedParameters(Check):
             summary=f"find_unused_parameters=True, but all {len(wrapped.parameters)} parameters of "
             f"{title_of(rank, wrapped)} were used in each of {use.examined} backwards examined"
             + (f" of {use.backwards}" if unseen > 0 else ""),
-            cause="DDP searches the autograd graph in every step for parameters that are not used, "
-            "and there were none in those examined; the graph was the same in each of these",
-            fix="leave the option out"
+            cause="DDP searches the autograd graph for unused parameters in every step. There were "
+            "none in the examined steps, and the graph was the same in each of them",
+            fix="remove the option"
             + (
-                ", if no batch can skip a part of the model, on any rank: "
-                f"{unseen} backwards were not looked at, and one such batch would end the run"
+                ", if no batch can skip a part of the model on any rank: "
+                f"{counted(unseen, 'backward')} {plural(unseen, 'was', 'were')} not examined, and "
+                "one such batch would end the run"
                 if unseen > 0
                 else ""
             )
@@ -104,11 +106,12 @@ class NeedlessFindUnusedParameters(Check):
 
 
 def _cost(rank: Rank, model: int) -> Evidence:
+    """How long DDP's search took, as evidence."""
     costs = [c for c in rank.of(SearchCost) if c.model == model]
     if not costs or not costs[-1].searches:
-        return {"cost of the search": "not measured"}
+        return {"time of the search": "not measured"}
     last = costs[-1]
     return {
-        "search_ms_per_step": round(1000 * last.seconds / last.searches, 3),
-        "search_s_in_all": round(last.seconds, 3),
+        "search ms per step": round(1000 * last.seconds / last.searches, 3),
+        "search s in all": round(last.seconds, 3),
     }

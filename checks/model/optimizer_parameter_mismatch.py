@@ -3,65 +3,83 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
+from typing import ClassVar
 
 import msgspec
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, some, title_of
+from ddpdoctor.run import Rank, Run, counted, plural, some, title_of
 
 MOST = 0.5
-"""Where more than this share is left out, the rest may be meant to stay as it is."""
+"""If the optimizer leaves out more than this share of the trained parameters, the program may mean
+to train only the rest. A group that was forgotten leaves out less."""
 
 LITTLE = 0.1
-"""Where the optimizer holds no more than this share of a model's numbers, what it holds may be
-adapters or a prompt."""
+"""If the optimizer holds at most this share of a model's numbers, it may hold adapters or a prompt
+on purpose."""
 
 
 class OptimizerParameterMismatch(Check):
     """The optimizer does not hold the parameters that are trained
 
     ## What it finds
-    Parameters of a wrapped model, or of one that `fully_shard` was applied to, that get gradients,
-    that are in no optimizer and that nothing changes; and beside them parameters in an optimizer
-    that are not trained. The usual ways: the optimizer was built before the model was copied or
-    sharded, a layer re-created or adapters put in, it was kept from an earlier model of the run
-    (another fold of a cross-validation), it was given the parameters of another model, or the
-    parameter groups forgot a part. (Of a sharded model it is told only where the optimizer holds
-    parameters that are in no module any more.)
+    Parameters of a model in DDP or `fully_shard` that get gradients, but are in no optimizer and
+    never change; and parameters in an optimizer that are not trained. Common reasons:
+
+    - the optimizer was built before the model was copied or sharded, a layer re-created, or
+      adapters added
+    - it was kept from an earlier model of the run (another fold of a cross-validation)
+    - it got the parameters of another model
+    - its parameter groups do not cover the model
+
+    For a model in `fully_shard`, only if the optimizer holds parameters that are in no module.
 
     ## How it knows
-    Before steps 0, 1, 2, 4, 8 and so on from the model's first backward, or from the first step of
-    an optimizer that is made later, and after the run's first one, the parameters of the model that
-    have gradients are compared with those that all optimizers hold. Of those in none a digest and
-    torch's count of writes are taken; they are told where both are still what they were at the look
-    before and after the first backward, and forgiven where an optimizer holds them in the end. The
-    finding is proven for the steps that were looked at.
+    Before steps 0, 1, 2, 4, 8 and so on from the model's first backward (or from the first step of
+    an optimizer that is made later), and after the run's first step, the parameters of the model
+    that have gradients are compared with those that all optimizers hold. Parameters in no optimizer
+    are digested, and torch's count of writes to them is recorded. They are reported if both are
+    unchanged since the look before and the first backward, unless an optimizer holds them at the
+    end. The finding is proven for the examined steps.
 
     ## Why it hurts
-    The layer stays as it was initialised, or the optimizer polishes a layer that is not used. The
-    loss may still go down, by the rest.
+    The layer stays as it was initialised, or the optimizer updates a layer that is not used. The
+    loss may still decrease, by the other layers.
 
     ## How to fix it
-    Build the optimizer last, from `model.parameters()`, or let the groups cover all of it. What is
-    to stay as it is: `requires_grad_(False)` before the wrap, which also saves its gradients.
+    Build the optimizer last, from `model.parameters()`, or cover the whole model with the groups.
+    Freeze what should not be trained with `requires_grad_(False)` before the wrap, which also saves
+    its gradients.
 
     ## When it stays quiet
-    Frozen parameters; several optimizers that together hold all, be it on several ranks;
-    parameters that are updated by hand; an optimizer or group that is added later. It is a note
-    where most of a model is left out and the rest looks chosen: it is what is nearest to the loss
-    (only a head is trained), or no more than a tenth of the model (adapters, a prompt). That does
-    not count where a parameter group is empty, what the optimizer holds is mostly frozen, or what
-    it leaves out was frozen at an earlier wrap of the model and is not now.
+    - Frozen parameters.
+    - Several optimizers hold all parameters together, also across ranks.
+    - Parameters are updated manually, or an optimizer or group is added later.
+
+    Only a note: most of a model is left out and the rest may be intended, as it is nearest to the
+    loss (only a head is trained) or at most a tenth of the model (adapters, a prompt). Not so if a
+    parameter group is empty, if the optimizer holds mostly frozen parameters, or if what it leaves
+    out was frozen at an earlier wrap of the model and is trained now.
     """
 
     code = "DDP307"
     name = "optimizer-parameter-mismatch"
     family = "model"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "other-model": "the optimizer holds the parameters of another model",
+        "unfrozen-later": "the parameters were frozen when the optimizer was built",
+        "earlier-model": "the optimizer was built for an earlier model of the run",
+        "built-before-sharding": "the optimizer was built before `fully_shard`",
+        "stale-parameters": "the optimizer holds parameters that left the model after it was built",
+        "mostly-frozen": "most parameters that the optimizer holds are frozen",
+        "empty-group": "a parameter group of the optimizer is empty",
+        "not-covered": "the optimizer's parameter groups do not cover the model",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not models.numbers(run) and not run.any(Ownership):
@@ -80,20 +98,20 @@ class OptimizerParameterMismatch(Check):
         wrapped = models.wrap_of(rank, model)
         kind = title_of(rank, wrapped) if wrapped else event.module
         wrap_site = wrapped.site if wrapped else -1
-        chosen = _chosen(wrapped, event)
-        old = _before_they_were_made(event)
+        chosen = _may_be_intended(wrapped, event)
         earlier = _earlier(rank, event)
-        thawed = chosen and _unfrozen(rank, wrapped, event)
-        before, lasted = _in_place_of_another(rank, event)
+        before, lasted = _successors(rank, event)
         begin = before + max(event.begun, event.since if earlier else 0, 0)
         whose = models.wrap_of(rank, event.whose)
         owner = title_of(rank, whose) if whose else ""
         last = max(before + lasted, *(models.steps_of(r, model) for r in seen)) - 1
         spot = rank.location(event.site)
+        unfrozen = chosen and _unfrozen(rank, wrapped, event)
+        rule = _rule(event, owner=bool(whose), unfrozen=unfrozen, earlier=earlier)
+        certain = event.stale or _mostly_frozen(event) or whose or unfrozen
         return self.finding(
-            severity=Severity.ERROR
-            if event.stale or old or owner or thawed or not chosen
-            else Severity.NOTE,
+            rule=rule,
+            severity=Severity.ERROR if certain or not chosen else Severity.NOTE,
             ranks=tuple(r.rank for r in seen),
             steps=Steps(begin, last, last + 1 - begin) if last >= begin else None,
             subjects=event.missing,
@@ -102,45 +120,31 @@ class OptimizerParameterMismatch(Check):
             related=models.related(
                 rank,
                 (
-                    ("holds them too", event.other),
+                    ("also holds them", event.other),
                     ("made here", event.made),
                     (wrapped.here if wrapped else "", wrap_site),
                 ),
             ),
             summary=f"{_summary(event, kind)} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=f"{event.kind} was built while they were frozen: they were unfrozen before "
-            f"{kind} was wrapped again, and no optimizer was given them"
-            if thawed
-            else _cause(event, kind, earlier, owner),
-            fix=f"build it from `{models.names_in_code(rank, wrapped)[0]}.parameters()`"
-            if owner and wrapped
-            else "give the optimizer what is unfrozen: `optimizer.add_param_group({'params': "
-            "unfrozen})`, or build it anew then"
-            if thawed
-            else "make the optimizer anew for every model, from its `model.parameters()`"
-            if earlier
-            else "build the optimizer last, from `model.parameters()`"
-            + ("" if wrapped else ", after `fully_shard`")
-            if event.stale or old
-            else "give the optimizer the rest of the parameters; what is to stay as it is: "
-            "`requires_grad_(False)` before the wrap",
+            cause=_cause(event, kind, rule, owner),
+            fix=_fix(rule, models.names_in_code(rank, wrapped)[0] if wrapped else "model"),
             fix_kind=FixKind.CHECK,
             evidence={
                 "in no optimizer": len(event.missing),
                 "parameters with gradients": event.trained,
                 "held by the optimizer": event.held,
-                "of these not trained": len(event.stale),
-                "of these frozen": event.frozen,
+                "held but not trained": len(event.stale),
+                "held but frozen": event.frozen,
                 "empty groups": event.empty,
-                "their shapes": list(event.stale[:8]),
+                "shapes of those not trained": list(event.stale[:8]),
             },
             at=rank.wall(event.at),
         )
 
 
 def _latest(run: Run, rank: Rank, model: int) -> Ownership | None:
-    """What holds at the end, without what the optimizer of another rank of the group holds: it is
-    sharded, and `parameter-drift` tells what does not come back."""
+    """The rank's last record, without parameters that an optimizer on another rank of the group
+    holds (a sharded optimizer, which is up to `parameter-drift`); None where none are missing."""
     reported = [e for e in rank.of(Ownership) if e.model == model]
     if not reported:
         return None
@@ -150,7 +154,7 @@ def _latest(run: Run, rank: Rank, model: int) -> Ownership | None:
 
 
 def _earlier(rank: Rank, event: Ownership) -> bool:
-    """Whether the optimizer had stepped before, for one that the same line wrapped then."""
+    """Whether the optimizer had already stepped for an earlier model that the same line wrapped."""
     if event.since <= 0:
         return False
     mine = models.wrap_of(rank, event.model)
@@ -165,8 +169,8 @@ def _earlier(rank: Rank, event: Ownership) -> bool:
 
 
 def _unfrozen(rank: Rank, wrapped: Wrapped | None, event: Ownership) -> bool:
-    """Whether an earlier wrap of the model found frozen all that the optimizer, which stepped
-    before this one, leaves out."""
+    """Whether all parameters that the optimizer leaves out were frozen at an earlier wrap of the
+    model, and the optimizer stepped before the last one."""
     if wrapped is None:
         return False
     made = [o.at for o in rank.of(OptimizerSeen) if o.site == event.site >= 0]
@@ -183,9 +187,9 @@ def _unfrozen(rank: Rank, wrapped: Wrapped | None, event: Ownership) -> bool:
     )
 
 
-def _in_place_of_another(rank: Rank, event: Ownership) -> tuple[int, int]:
-    """The steps that other optimizers took of the model, one after the other, before the one that
-    is named began and left the parameters out, and the steps of that; (0, 0) where none did."""
+def _successors(rank: Rank, event: Ownership) -> tuple[int, int]:
+    """Steps of the model by earlier optimizers, which the named one replaced, and steps of that
+    one; (0, 0) where there are none, or where these left the parameters out, too."""
     seen = list(rank.of(OptimizerSeen))
     named = next((o for o in reversed(seen) if o.site == event.site >= 0), None)
     if named is None:
@@ -200,12 +204,12 @@ def _in_place_of_another(rank: Rank, event: Ownership) -> tuple[int, int]:
     return sum(e.count for e in steps), rank.steps_of(named.optimizer) if steps else 0
 
 
-def _before_they_were_made(event: Ownership) -> bool:
-    """Whether it holds hardly anything but what was frozen since, as where adapters came later."""
+def _mostly_frozen(event: Ownership) -> bool:
+    """Whether most parameters of the optimizer are frozen, as where adapters were added later."""
     return 2 * event.frozen > event.held
 
 
-def _chosen(wrapped: Wrapped | None, event: Ownership) -> bool:
+def _may_be_intended(wrapped: Wrapped | None, event: Ownership) -> bool:
     """Whether what the optimizer holds may be all that the program means to train."""
     if event.empty or not MOST * event.trained < len(event.missing) < event.trained:
         return False
@@ -216,52 +220,76 @@ def _chosen(wrapped: Wrapped | None, event: Ownership) -> bool:
     return event.outer or rest <= LITTLE * sum(sizes.values())
 
 
+def _rule(event: Ownership, *, owner: bool, unfrozen: bool, earlier: bool) -> str:
+    """What is certain about the parameters that it holds comes before what may be a choice."""
+    if owner:
+        return "other-model"
+    if unfrozen:
+        return "unfrozen-later"
+    if earlier:
+        return "earlier-model"
+    if event.stale:
+        return "built-before-sharding" if event.model < 0 else "stale-parameters"
+    if _mostly_frozen(event):
+        return "mostly-frozen"
+    return "empty-group" if event.empty else "not-covered"
+
+
 def _label(event: Ownership) -> str:
     if event.stale:
         count = len(event.stale)
-        return f"holds {count} parameter{'s' * (count > 1)} that {_are(count)} not trained"
-    return f"leaves out {len(event.missing)} parameter{'s' * (len(event.missing) > 1)}"
-
-
-def _are(count: int) -> str:
-    return "are" if count > 1 else "is"
+        return f"holds {counted(count, 'parameter')} that {plural(count, 'is', 'are')} not trained"
+    return f"leaves out {counted(len(event.missing), 'parameter')}"
 
 
 def _summary(event: Ownership, kind: str) -> str:
-    names = f"{some(event.missing)} of {kind}"
-    text = f"{names} got gradients in every step looked at and never changed: no optimizer holds"
-    return f"{text} {'them' if len(event.missing) > 1 else 'it'},"
+    count = len(event.missing)
+    return (
+        f"{some(event.missing)} of {kind} {plural(count, 'gets', 'get')} gradients but never "
+        f"{plural(count, 'changes', 'change')} in the examined steps: no optimizer holds "
+        f"{plural(count, 'it', 'them')},"
+    )
 
 
-def _cause(event: Ownership, kind: str, earlier: bool, owner: str) -> str:
-    if owner:
-        return (
-            f"{event.kind} was built from the parameters of {owner}, which another optimizer holds "
-            f"too, and of {kind} it holds none"
-        )
-    if earlier:
-        return (
-            f"{event.kind} was made for an earlier {kind}, whose parameters it still holds; this "
-            "one was made later, and no optimizer with it"
-        )
-    if event.stale and event.model < 0:
-        return (
-            f"{event.kind} was built before `fully_shard`, which put sharded parameters into "
-            f"{kind} in the place of those that the optimizer holds"
-        )
-    if event.stale:
-        return (
-            f"{event.kind} was built from parameters that are no longer those of {kind}: the model "
-            "was copied, or a layer re-created, after the optimizer was made"
-        )
-    if _before_they_were_made(event):
-        return (
-            f"{event.kind} holds {event.frozen} parameters that are frozen, and not those that are "
-            "trained in their place: it was built before these were made, or these frozen"
-        )
-    if event.empty:
-        return (
-            f"{event.empty} of the parameter groups of {event.kind} {_are(event.empty)} empty: "
-            f"nothing in {kind} is what the group was to pick, such as by its name"
-        )
-    return f"the parameter groups of {event.kind} do not cover {kind}"
+def _cause(event: Ownership, kind: str, rule: str, owner: str) -> str:
+    empty = (
+        f"{event.empty} of the parameter groups of {event.kind} {plural(event.empty, 'is', 'are')}"
+    )
+    return {
+        "other-model": f"{event.kind} was built from the parameters of {owner}, which another "
+        f"optimizer holds too, and holds none of {kind}",
+        "unfrozen-later": f"{event.kind} was built while they were frozen. They were unfrozen "
+        f"before {kind} was wrapped again, but not added to an optimizer",
+        "earlier-model": f"{event.kind} was built for an earlier {kind} and still holds its "
+        "parameters; this model was made later, without a new optimizer",
+        "built-before-sharding": f"{event.kind} was built before `fully_shard`, which replaced the "
+        f"parameters of {kind} that the optimizer holds",
+        "stale-parameters": f"{event.kind} holds parameters that {kind} no longer has: the model "
+        "was copied, or a layer re-created, after the optimizer was built",
+        "mostly-frozen": f"{event.kind} holds {event.frozen} parameters that are frozen, but not "
+        "those that are trained: it was built before these were added, or before the others were "
+        "frozen",
+        "empty-group": f"{empty} empty: no parameter of {kind} matches what the group selects (by "
+        "name, say)",
+        "not-covered": f"the parameter groups of {event.kind} do not cover {kind}",
+    }[rule]
+
+
+def _fix(rule: str, wrapper: str) -> str:
+    """What to change; `wrapper` is what the program calls the model."""
+    add = (
+        "add the other parameters to the optimizer; freeze what should not be trained "
+        "(`requires_grad_(False)`) before the wrap"
+    )
+    return {
+        "other-model": f"build it from `{wrapper}.parameters()`",
+        "unfrozen-later": "add them to the optimizer when they are unfrozen "
+        "(`optimizer.add_param_group({'params': unfrozen})`), or build a new one",
+        "earlier-model": "build a new optimizer for every model, from its `model.parameters()`",
+        "built-before-sharding": "build the optimizer last, from `model.parameters()`, after "
+        "`fully_shard`",
+        "stale-parameters": "build the optimizer last, from `model.parameters()`",
+        "mostly-frozen": "build the optimizer last, from `model.parameters()`",
+        "empty-group": add,
+        "not-covered": add,
+    }[rule]

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Loaded, ParametersChanged, Replica, StepDone, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, some, title_of
+from ddpdoctor.run import Rank, Run, plural, some, title_of
 
-DONE = {
-    "added": ("was added after the wrap", "the wrapper does not know what was added, and never "
-              "averages its gradients"),
-    "replaced": ("was replaced after the wrap", "the wrapper holds the parameter that was there "
-                 "before, and never averages the gradients of the new one"),
-    "unfrozen": ("was unfrozen after the wrap", "the wrapper left it out because it needed no "
-                 "gradient then, and never averages its gradients"),
-    "converted": ("was cast or moved after the wrap", "that gave it a new place for its gradient, "
-                  "without the hook by which DDP averages it"),
-    "frozen": ("was frozen after the wrap", "the wrapper still waits for its gradient, and leaves "
-               "those that share its bucket as each rank computed them"),
-    "tied": ("was tied to another parameter after the wrap", "the wrapper still waits for the "
-             "gradient of the parameter that was there before"),
-    "removed": ("was removed after the wrap", "the wrapper still waits for its gradient"),
-}  # fmt: skip
+
+class Change(NamedTuple):
+    """A kind of change after the wrap: what was done to parameters, and what DDP does then."""
+
+    done: str
+    effect: str
+
+
+CHANGES = {
+    "added": Change("added", "never averages gradients of parameters that are added later"),
+    "replaced": Change(
+        "replaced", "still holds the old parameters, and never averages gradients of the new ones"
+    ),
+    "unfrozen": Change(
+        "unfrozen", "skips parameters that are frozen then, and never averages their gradients"
+    ),
+    "converted": Change(
+        "cast or moved",
+        "loses the hooks through which it averages gradients when parameters are cast or moved",
+    ),
+    "frozen": Change(
+        "frozen",
+        "still waits for gradients of parameters that are frozen later, and does not average those "
+        "in the same bucket",
+    ),
+    "tied": Change(
+        "tied to others", "still waits for gradients of the parameters that were there before"
+    ),
+    "removed": Change("removed", "still waits for gradients of parameters that are removed later"),
+}
+"""By `ParametersChanged.kind`, which is also the rule."""
 
 WAITED_FOR = ("frozen", "tied", "removed")
-"""No harm where DDP was told to look for parameters without a gradient."""
+"""Changes that are harmless with `find_unused_parameters=True`."""
 
 
 class ParametersChangedAfterWrap(Check):
@@ -35,34 +52,39 @@ class ParametersChangedAfterWrap(Check):
     ## What it finds
     Parameters that were added, replaced (a new head, an adapter), tied to others, removed, cast or
     moved (`.double()`, `.cpu()`), frozen or unfrozen after `DistributedDataParallel(model)`, once a
-    backward has shown that they are trained (or, if frozen, tied or removed, waited for).
+    backward shows that they are trained (or, if frozen, tied or removed, that DDP waits for them).
 
     ## How it knows
-    Casts and moves are seen as they are made. Before synchronising forwards the model's parameters
-    and their `requires_grad` are compared with what DDP was given: whenever some module has
+    Casts and moves are recorded when they are made. Before synchronising forwards, the model's
+    parameters and their `requires_grad` are compared with those that DDP got: whenever a module has
     registered a parameter since, in the first forwards (128, or 3 in a model of more than 100
-    parameters), and then in one of four, or of more in larger models. A change is told after the
-    first backward in which what was changed has a gradient, or in which DDP waits for one that does
-    not come. The finding is proven.
+    parameters), and then in every fourth, or fewer in larger models. A change is reported after the
+    first backward in which the changed parameter has a gradient, or in which DDP waits for one that
+    does not come. The finding is proven.
 
     ## Why it hurts
-    DDP looks at the model once, in its constructor. What it does not know then is trained by each
-    rank on its own, in silence; what is frozen later stops the averaging of its neighbours.
+    DDP inspects the model once, in its constructor. What is added later, each rank trains on its
+    own, without an error; what is frozen later keeps other gradients from being averaged.
 
     ## How to fix it
-    Change the model first, wrap it then. Where layers are unfrozen during training, wrap again at
-    that point: `model = DDP(model.module)`.
+    Change the model first, then wrap it. If layers are unfrozen during training, wrap again at that
+    point: `model = DDP(model.module)`.
 
     ## When it stays quiet
-    `requires_grad` that is back before the next forward; a move to where the model already is; an
-    optimizer built before the wrap; parameters that DDP was told to ignore; with
-    `find_unused_parameters=True`, parameters that are frozen, tied or removed later.
+    - `requires_grad` is restored before the next forward.
+    - The model is moved to where it already is.
+    - The optimizer is built before the wrap.
+    - DDP ignores the parameters (`_ddp_params_and_buffers_to_ignore`).
+    - With `find_unused_parameters=True`: parameters that are frozen, tied or removed later.
     """
 
     code = "DDP306"
     name = "parameters-changed-after-wrap"
     family = "model"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        kind: f"parameters were {change.done} after the wrap" for kind, change in CHANGES.items()
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if models.numbers(run) else models.NO_DDP
@@ -88,47 +110,48 @@ class ParametersChangedAfterWrap(Check):
         rank, event = min(seen.items(), key=lambda item: item[1].at)
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
-        done, why = DONE[kind]
+        change = CHANGES[kind]
         wrapper, _ = models.names_in_code(rank, wrapped)
         title = title_of(rank, wrapped)
         every = _events(rank, model, kind)
         names = tuple(dict.fromkeys(name for e in every for name in e.names))
         spot = rank.location(_assigned(rank, event)) or rank.location(event.site)
         return self.finding(
+            rule=kind,
             ranks=tuple(r.rank for r in seen),
             steps=_extent(seen),
             subjects=names,
             location=spot or rank.location(event.forward_site),
-            label=done if spot else "first forward after the change",
+            label=f"{change.done} after the wrap" if spot else "first forward after the change",
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
-            summary=f"{some(names)} of {title} {_were(done, names)} "
-            f"{models.on_ranks(run, (r.rank for r in seen))}",
-            cause=f"DDP registered the parameters of {title} when it was wrapped: {why}",
-            fix="change the model before it is wrapped, or wrap it again after the change: "
+            summary=f"{some(names)} of {title} {plural(len(names), 'was', 'were')} {change.done} "
+            f"after the wrap {models.on_ranks(run, (r.rank for r in seen))}",
+            cause=f"DDP registers the parameters of {title} when it is wrapped; it {change.effect}",
+            fix="change the model before the wrap, or wrap it again after the change: "
             f"`{wrapper} = DistributedDataParallel({wrapper}.module)`",
             fix_kind=FixKind.CHECK,
             evidence={
                 "change": kind,
                 "parameters": len(names),
-                "of them with a gradient": max(e.trained for e in every),
+                "with a gradient": max(e.trained for e in every),
                 "the group communicated in that backward": event.communicated,
                 "step": _step(rank, event),
-                **({"more at step": later} if (later := _later(rank, every)) else {}),
+                **({"more changes at step": later} if (later := _later(rank, every)) else {}),
             },
             at=rank.wall(event.at),
         )
 
 
 def _assigned(rank: Rank, event: ParametersChanged) -> int:
-    """The line of the load that put other parameters in the place of the model's, -1 for none."""
+    """Site of `load_state_dict(assign=True)` that replaced the model's parameters, -1 for none."""
     loads = [e for e in rank.of(Loaded) if e.assigned and e.model == event.model]
     before = [e.site for e in loads if e.at <= event.at]
     return before[-1] if before and event.kind == "replaced" else -1
 
 
 def _step(rank: Rank, event: ParametersChanged) -> int:
-    """Steps of the model before it, also by optimizers whose place others have taken since: the
-    event knows of living ones only."""
+    """Steps of the model before the change. The event counts those of existing optimizers; this
+    adds the steps of optimizers that others have replaced."""
     taken: dict[int, list[StepDone]] = {}
     mine = {e.optimizer for e in rank.of(Replica) if e.model == event.model}
     for done in rank.of(StepDone):
@@ -138,8 +161,9 @@ def _step(rank: Rank, event: ParametersChanged) -> int:
     for number, steps in taken.items():
         count = max((s.step + 1 for s in steps if s.at < event.at), default=0)
         others = [o for n, o in taken.items() if n != number]
-        apart = all(o[0].at > steps[-1].at or o[-1].at < steps[0].at for o in others)
-        if apart and steps[-1].step > 0:  # of two that step together each may step once only
+        separate = all(o[0].at > steps[-1].at or o[-1].at < steps[0].at for o in others)
+        # Of two that step together, each may have taken one step only: then they look separate.
+        if separate and steps[-1].step > 0:
             in_turn += count
         else:
             together = max(together, count)
@@ -147,8 +171,8 @@ def _step(rank: Rank, event: ParametersChanged) -> int:
 
 
 def _extent(seen: dict[Rank, ParametersChanged]) -> Steps | None:
-    """What is lost stays lost, unless something is wrapped again. Steps of several optimizers are
-    counted apart, and those that follow cannot be told from one number."""
+    """The steps with wrong gradients: all from the change on, unless a model is wrapped again. With
+    several optimizers, which count their steps separately, only the first is known."""
     steps = {_step(rank, event) for rank, event in seen.items()}
     for rank, event in seen.items():
         done = rank.of(StepDone)
@@ -158,12 +182,8 @@ def _extent(seen: dict[Rank, ParametersChanged]) -> Steps | None:
     return Steps.of(steps)
 
 
-def _were(done: str, names: tuple[str, ...]) -> str:
-    return done.replace("was ", "were ", 1) if len(names) > 1 else done
-
-
 def _later(rank: Rank, every: list[ParametersChanged]) -> list[int]:
-    """Steps before which more were changed."""
+    """Steps before which more parameters were changed in the same way."""
     reported, found = set(every[0].names), []
     for event in every[1:]:
         if not reported.issuperset(event.names):
@@ -173,11 +193,12 @@ def _later(rank: Rank, every: list[ParametersChanged]) -> list[int]:
 
 
 def _event(rank: Rank, model: int, kind: str) -> ParametersChanged | None:
-    """The first."""
+    """The first change of a kind."""
     return next(iter(_events(rank, model, kind)), None)
 
 
 def _events(rank: Rank, model: int, kind: str) -> list[ParametersChanged]:
+    """The changes of a kind that affect DDP."""
     wrapped = models.wrap_of(rank, model)
     if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
         return []

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Location, Rank, Run, equal_ranks, ranks_text, some, title_of
+from ddpdoctor.run import Location, Rank, Run, equal_ranks, plural, ranks_text, some, title_of
 
 
 class RankDependentGraph(Check):
     """Ranks use different parameters in the same step
 
     ## What it finds
-    A backward in which some ranks produced gradients for parameters that others left out: a branch
-    on the rank, on a random number, or on what the batch holds (no boxes in this image, text only).
+    A backward in which some ranks computed gradients of parameters that others did not use: a
+    branch on the rank, on a random number, or on the batch (an image without boxes, text only).
 
     ## How it knows
     Each rank records which parameters get no gradient in the first eight synchronising backwards of
-    a model, and then in one of 8 (after 128 of them in one of 16; in a large model in one of half
-    as many as it has parameters), the same ones on every rank, and what torch itself says where it
-    refuses the next forward. A rank that has all gradients writes that down before DDP can make it
-    wait, and of its first three forwards each rank notes the modules that it did not call: so the
-    sets can be compared, backward by backward, also where the run then hangs or aborts. The finding
-    is proven.
+    a model, and then in every 8th (every 16th after 128; in a large model, one in half as many as
+    it has parameters). These are the same backwards on every rank. If torch rejects the next
+    forward, its own list is recorded.
+
+    A rank with all gradients records that before DDP makes it wait, and for its first three
+    forwards each rank records the modules that it did not call. So the sets can be compared,
+    backward by backward, even if the run then hangs or aborts. The finding is proven.
 
     ## Why it hurts
-    The ranks that have all gradients wait in `backward` for those that do not: the run hangs, or
-    ends with `Connection closed by peer` on the ranks that did nothing wrong.
+    The ranks with all gradients wait in `backward` for the others: the run hangs, or ends with
+    `Connection closed by peer` on the ranks that are not at fault.
 
     ## How to fix it
-    Let every rank use the same modules, if need be with weight zero
+    Use the same modules on every rank, if need be with weight zero
     (`loss + 0.0 * sum(p.sum() for p in branch.parameters())`), or wrap with
     `find_unused_parameters=True`.
 
     ## When it stays quiet
-    Ranks that agree in every step. With `find_unused_parameters=True`, or a static graph whose
-    sets stay as they are, training is right and this is a note.
+    - The ranks use the same parameters in every step.
+
+    Only a note: with `find_unused_parameters=True`, or a static graph whose sets do not change,
+    training is correct.
     """
 
     code = "DDP302"
     name = "rank-dependent-graph"
     family = "model"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "unused-on-some-ranks": "some ranks did not use parameters that the others used",
+        "different-on-each-rank": "every rank left out parameters that others used",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if models.numbers(run) else models.NO_DDP
@@ -86,11 +94,12 @@ class RankDependentGraph(Check):
         idle = [_name(wrapped, part) for part in models.parts_of(wrapped, common)]
         without = [r for r, missing in left.items() if missing - common]
         allowed = event.find_unused or event.static_graph
-        ranks = without if len(without) < len(left) else list(left)
+        some_ranks = len(without) < len(left)
         spot, label = _spot(run, wrapped, parts[0], left)
         yield self.finding(
+            rule="unused-on-some-ranks" if some_ranks else "different-on-each-rank",
             severity=Severity.NOTE if allowed else Severity.ERROR,
-            ranks=tuple(ranks),
+            ranks=tuple(without if some_ranks else left),
             steps=graphs.steps_seen(((run.ranks[r], ()) for r in without), model),
             subjects=names,
             location=spot,
@@ -102,7 +111,7 @@ class RankDependentGraph(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "use": [_row(wrapped, part, left) for part in parts],
-                **({"unused_on_all_ranks": some(idle, 4)} if idle else {}),
+                **({"unused on all ranks": some(idle, 4)} if idle else {}),
                 "backward": event.backward,
                 **graphs.seen_by(rank, model, event),
                 "find_unused_parameters": event.find_unused,
@@ -121,9 +130,10 @@ def _summary(
     names: tuple[str, ...],
 ) -> str:
     if len(without) < len(left):
+        count = len(names)
         return (
-            f"{some(names)} of {title} got no gradient at step {step} "
-            f"{models.on_ranks(run, without)}, but did on the others"
+            f"{some(names)} of {title} {plural(count, 'gets', 'get')} no gradient at step {step} "
+            f"{models.on_ranks(run, without)}, but {plural(count, 'does', 'do')} on the others"
         )
     common = set.intersection(*left.values())
     groups = equal_ranks({r: tuple(sorted(missing - common)) for r, missing in left.items()})
@@ -131,15 +141,16 @@ def _summary(
         f"{some(models.names_of(wrapped, sorted(left[g[0]] - common)))} on {ranks_text(g)}"
         for g in groups
     ]
-    more = f"; and so on, {len(own)} different sets" if len(own) > 3 else ""
+    more = f"; {len(own)} different sets in all" if len(own) > 3 else ""
     return (
-        f"the ranks used different parameters of {title} at step {step}, none of them all: "
-        f"no gradient came to {'; '.join(own[:3])}{more}"
+        f"each rank leaves out other parameters of {title} at step {step}: no gradient for "
+        f"{'; '.join(own[:3])}{more}"
     )
 
 
 def _parts(wrapped: Wrapped, disputed: list[int], left: dict[int, set[int]]) -> list[models.Part]:
-    """What the same ranks left out, in the order of the model."""
+    """The parameters in question by module, those that the same ranks left out together, in the
+    order of the model."""
     fates: dict[tuple[int, ...], list[int]] = {}
     for i in disputed:
         fates.setdefault(tuple(r for r, missing in left.items() if i in missing), []).append(i)
@@ -150,14 +161,14 @@ def _parts(wrapped: Wrapped, disputed: list[int], left: dict[int, set[int]]) -> 
 def _spot(
     run: Run, wrapped: Wrapped, part: models.Part, left: dict[int, set[int]]
 ) -> tuple[Location | None, str]:
-    """The branch that skips the part, where it was found; else the line that made the part."""
+    """The line of the branch that skips a part, else the one that made it, and a label."""
     without = sorted(r for r, missing in left.items() if missing.issuperset(part.positions))
     rank = run.ranks[without[0]]
     for event in models.sets_of(rank, wrapped.model):
         if (spot := rank.location(models.branch_of(event, part))) is not None:
-            return spot, f"goes another way on {ranks_text(without)}"
+            return spot, f"takes another branch on {ranks_text(without)}"
     spot = models.made_at(rank, wrapped, part)
-    return spot, f"takes no part in the loss on {ranks_text(without)}"
+    return spot, f"not used in the loss on {ranks_text(without)}"
 
 
 def _name(wrapped: Wrapped, part: models.Part) -> str:
@@ -167,7 +178,7 @@ def _name(wrapped: Wrapped, part: models.Part) -> str:
 
 
 def _row(wrapped: Wrapped, part: models.Part, left: dict[int, set[int]]) -> dict[str, str]:
-    """Used or unused, rank by rank."""
+    """A row of evidence: a part, and on each rank `used` or `unused`."""
     row = {"parameters": _name(wrapped, part), "class": part.kind}
     for rank, missing in sorted(left.items()):
         row[f"rank {rank}"] = "unused" if set(part.positions) & missing else "used"
@@ -175,23 +186,23 @@ def _row(wrapped: Wrapped, part: models.Part, left: dict[int, set[int]]) -> dict
 
 
 def _cause(wrapped: Wrapped, title: str, parts: list[models.Part], allowed: bool) -> str:
-    text = f"the forward of {title} depends on the rank or on its data: "
+    text = f"the forward of {title} depends on the rank or its data: "
     first = parts[0]
     title = first.title if first.whole else _name(wrapped, first)
-    text += f"{title} takes part in the loss on some ranks only"
+    text += f"the loss depends on {title} on some ranks only"
     if allowed:
-        return f"{text}; DDP was told to expect that, so training is right"
-    return f"{text}; those that use it wait for its gradients from those that do not"
+        return f"{text}. The options of DDP allow that, so training is correct"
+    return f"{text}. Ranks that use it wait for its gradients from those that do not"
 
 
 def _fix(parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str) -> str:
     if allowed:
-        return "nothing to change, as long as that is meant"
+        return "nothing, if this is intended"
     alone = len({part.module for part in parts}) == 1 and not idle
     also = f" (also {some(idle)}, which no rank used)" if idle else ""
-    what, where = ("it", "it is") if alone else ("them all", "they are")
+    what, where = ("it", "it is") if alone else ("all of them", "they are")
     return (
-        f"use {what} on every rank{also}, with weight zero where {where} not wanted: "
+        f"use {what} on every rank{also}, with weight zero where {where} not needed: "
         "`loss = loss + 0.0 * sum(p.sum() for p in "
         f"{parts[0].code(f'{wrapper}.module') if alone else wrapper}.parameters())`; "
         "or `DDP(..., find_unused_parameters=True)`"

@@ -2,55 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import ReadyTwice as Record
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, some, title_of
 
-CHECKPOINT = "re-entrant checkpoint"
-SECOND = "second backward"
-SEVERAL = "several forwards before one backward"
-OUTSIDE = "used beside the forward"
-SHARED = "used more than once"
+LABELS = {
+    "reentrant-checkpoint": "re-entrant checkpoint",
+    "second-backward": "second backward over one forward",
+    "several-forwards": "several forwards before one backward",
+    "used-outside-forward": "parameter used outside of the wrapper's forward",
+    "used-more-than-once": "parameter used more than once",
+}
+"""By rule."""
 
 WATCHED = 3
-"""First forwards of a model of which it is known what they called."""
+"""The first forwards of a model, for which the called modules are known."""
 
 
 class ReadyTwice(Check):
     """torch: "Expected to mark a variable ready only once"
 
     ## What it finds
-    The backward that torch refused with that error, and why: backwards inside the backward
-    (re-entrant checkpointing), a backward over a forward that already had one,
-    `find_unused_parameters=True` with several forwards before one backward that use different
-    parameters, or with one that the loss reaches on another way than through the wrapper's output,
-    or else a parameter that DDP counts more than once.
+    The backward that torch rejected with that error, and why:
+
+    - backwards inside the backward (re-entrant checkpointing)
+    - a second backward over one forward
+    - `find_unused_parameters=True`, with several forwards before one backward that use different
+      parameters
+    - `find_unused_parameters=True`, with a parameter that the loss uses outside of the wrapper's
+      forward
+    - otherwise a parameter that DDP counts more than once
 
     ## How it knows
-    torch's error is recorded as it comes out of the backward, with the parameter that it names. In
-    every backward the backwards inside it are counted, the forwards that it is for, and the
-    backwards that these had before; of the first three forwards it is known which modules each
-    called. Where none of this explains the error, the wrapper's options tell which of the other two
-    reasons it is. The finding is proven.
+    torch's error is recorded when the backward raises it, with the parameter that it names. In
+    every backward, the backwards inside it are counted, the forwards that it belongs to, and the
+    earlier backwards over these. For the first three forwards it is known which modules each of
+    them called. If none of this explains the error, the wrapper's options decide between the last
+    two reasons. The finding is proven.
 
     ## Why it hurts
-    The run ends there. The message lists causes without saying which one it is.
+    The run ends there. torch's message lists possible causes but not the one that applies.
 
     ## How to fix it
-    `checkpoint(..., use_reentrant=False)`; one backward over the sum of the losses; leave out
-    `find_unused_parameters=True`, or `static_graph=True` where the graph never changes.
+    `checkpoint(..., use_reentrant=False)`; one backward over the sum of the losses; remove
+    `find_unused_parameters=True`; or use `static_graph=True` if the graph never changes.
 
     ## When it stays quiet
-    Re-entrant checkpointing and shared layers in runs that work.
+    - Re-entrant checkpointing and shared layers in runs without that error.
     """
 
     code = "DDP310"
     name = "ready-twice"
     family = "model"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "reentrant-checkpoint": "the backward ran further backwards inside it",
+        "second-backward": "the forward already had a backward",
+        "several-forwards": "with find_unused_parameters, forwards of one backward use different "
+        "parameters",
+        "used-outside-forward": "with find_unused_parameters, the loss uses a parameter outside of "
+        "the wrapper's forward",
+        "used-more-than-once": "none of the other reasons: DDP counts the parameter more than once",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if models.numbers(run) else models.NO_DDP
@@ -65,37 +82,38 @@ class ReadyTwice(Check):
         if other.check == "first-failure":
             text = str(other.evidence)
             return "ready only once" in text or "onnection" in text
-        if other.check == "unused-parameter":  # by the first of the backwards over one forward
-            again = bool(mine.evidence["backwards over them before"])
-            return again and _first(mine) == _first(other) and _wrap(mine) == _wrap(other)
+        if other.check == "unused-parameter":  # of the first backward over the same forward
+            again = mine.rule == "second-backward" and _first_step(mine) == _first_step(other)
+            return again and not _wraps(mine).isdisjoint(r.location for r in other.related)
         return other.check in ("rank-missing", "stall", "rank-exited-early")
 
     def _report(self, run: Run, model: int, seen: dict[Rank, Record]) -> Finding:
         rank, event = next(iter(seen.items()))
         wrapped = models.wrap_of(rank, model)
         assert wrapped is not None
-        why = _why(rank, event)
+        rule = _rule(rank, event)
         name = event.parameter or some(event.twice, 1)
         return self.finding(
+            rule=rule,
             ranks=tuple(r.rank for r in seen),
             steps=Steps.of(e.step for e in seen.values()),
             subjects=tuple(dict.fromkeys([*([name] if name else []), *event.twice])),
-            location=_spot(rank, event, why),
-            label=why,
+            location=_spot(rank, event, rule),
+            label=LABELS[rule],
             related=models.related(
-                rank, (("backward that torch refused", event.site), (wrapped.here, wrapped.site))
+                rank, (("backward that torch rejected", event.site), (wrapped.here, wrapped.site))
             ),
-            summary=f"torch refused the backward at step {event.step}: {name or 'a parameter'} of "
-            f"{title_of(rank, wrapped)} was marked ready twice",
-            cause=_cause(event, why),
-            fix=_fix(why),
+            summary=f"torch rejects the backward at step {event.step}: {name or 'a parameter'} of "
+            f"{title_of(rank, wrapped)} is marked ready twice",
+            cause=_cause(event, rule),
+            fix=FIXES[rule],
             fix_kind=FixKind.CHECK,
             evidence={
                 "parameter": event.parameter,
                 "ready more than once": list(event.twice[:20]),
-                "backwards inside that backward": event.nested,
-                "forwards it was for": event.forwards,
-                "backwards over them before": event.backwards,
+                "backwards inside it": event.nested,
+                "forwards it belongs to": event.forwards,
+                "earlier backwards over these": event.backwards,
                 "find_unused_parameters": event.find_unused,
                 "static_graph": event.static_graph,
             },
@@ -103,27 +121,29 @@ class ReadyTwice(Check):
         )
 
 
-def _first(finding: Finding) -> int:
+def _first_step(finding: Finding) -> int:
     return finding.steps.first if finding.steps else -1
 
 
-def _wrap(finding: Finding) -> Location | None:
-    return next((r.location for r in finding.related if "wrapped" in r.label), None)
+def _wraps(finding: Finding) -> set[Location]:
+    """The line of the wrap: of the related lines, the one that is not the backward itself."""
+    return {r.location for r in finding.related if r.location != finding.location}
 
 
-def _why(rank: Rank, event: Record) -> str:
+def _rule(rank: Rank, event: Record) -> str:
+    """What was counted in the backward comes first: the other reasons are told by exclusion."""
     if event.nested:
-        return CHECKPOINT
+        return "reentrant-checkpoint"
     if event.backwards:
-        return SECOND
+        return "second-backward"
     if not event.find_unused:
-        return SHARED
-    return SEVERAL if _used_before(rank, event) else OUTSIDE
+        return "used-more-than-once"
+    return "several-forwards" if _used_before(rank, event) else "used-outside-forward"
 
 
 def _used_before(rank: Rank, event: Record) -> bool:
-    """Whether an earlier forward of that backward called the module of the parameter, and a later
-    one did not; or other modules, where not all of the forwards were looked at."""
+    """Whether an earlier forward of that backward called the parameter's module and the last one
+    did not; or called other modules, if not all of the forwards were recorded."""
     known = [
         set(e.names) for e in models.skipped_of(rank, event.model) if e.backward == event.backward
     ]
@@ -131,41 +151,47 @@ def _used_before(rank: Rank, event: Record) -> bool:
     return event.parameter.rpartition(".")[0] in missed or bool(missed and event.forwards > WATCHED)
 
 
-def _spot(rank: Rank, event: Record, why: str) -> Location | None:
-    sites = {CHECKPOINT: event.checkpoint_site, SEVERAL: event.forward_site}
-    return rank.location(sites.get(why, -1)) or rank.location(event.site)
+def _spot(rank: Rank, event: Record, rule: str) -> Location | None:
+    sites = {
+        "reentrant-checkpoint": event.checkpoint_site,
+        "several-forwards": event.forward_site,
+    }
+    return rank.location(sites.get(rule, -1)) or rank.location(event.site)
 
 
-def _cause(event: Record, why: str) -> str:
+def _cause(event: Record, rule: str) -> str:
     return {
-        CHECKPOINT: "re-entrant checkpointing runs a backward per checkpointed part, and DDP "
+        "reentrant-checkpoint": "re-entrant checkpointing runs a separate backward for each "
+        "checkpointed part, and DDP "
         + (
-            "with find_unused_parameters=True has marked its parameters as unused before"
+            "with find_unused_parameters=True has already marked its parameters as unused"
             if event.find_unused
-            else "sees a parameter that several parts share once for each"
+            else "sees a parameter that several parts share once for each part"
         ),
-        SECOND: "a second backward ran over a forward that had one already, before all gradients "
-        "of the first had arrived",
-        SEVERAL: "one backward is for several forwards that use different parameters; with "
-        "find_unused_parameters=True each forward searches anew, and the last one takes what only "
-        "the others use as unused and marks it ready at once, before its gradient comes",
-        OUTSIDE: "with find_unused_parameters=True DDP takes every parameter that the wrapper's "
-        "output does not depend on as unused and marks it ready at once; the loss then reached it "
-        "on another way ("
+        "second-backward": "a second backward ran over the same forward before all gradients of "
+        "the first one had arrived",
+        "several-forwards": "one backward belongs to several forwards that use different "
+        "parameters. With find_unused_parameters=True each forward searches again, and the last "
+        "one marks parameters that only the others use as unused, hence ready, before their "
+        "gradients arrive",
+        "used-outside-forward": "with find_unused_parameters=True, DDP marks every parameter that "
+        "the wrapper's output does not depend on as unused, hence ready. The loss then used it in "
+        "another way ("
         + ("an earlier forward of the wrapper, " if event.forwards > 1 else "")
         + "a regulariser on the weights, the inner module)",
-        SHARED: "the parameter took part more than once in a way that DDP counts separately",
-    }[why]
+        "used-more-than-once": "the parameter was used more than once, in a way that DDP counts "
+        "separately",
+    }[rule]
 
 
-def _fix(why: str) -> str:
-    return {
-        CHECKPOINT: "`checkpoint(..., use_reentrant=False)`; or `DDP(..., static_graph=True)` "
-        "where the graph is the same in every step",
-        SECOND: "add the losses and run one backward: `(first + second).backward()`",
-        SEVERAL: "leave out `find_unused_parameters=True` where the forwards together use every "
-        "parameter, or let one forward of the wrapper return all that the loss needs",
-        OUTSIDE: "leave out `find_unused_parameters=True`, or return what the loss needs from the "
-        "wrapper's forward",
-        SHARED: "use the layer once per forward, or `DDP(..., static_graph=True)`",
-    }[why]
+FIXES = {
+    "reentrant-checkpoint": "`checkpoint(..., use_reentrant=False)`; or "
+    "`DDP(..., static_graph=True)` if the graph is the same in every step",
+    "second-backward": "add the losses and run one backward: `(first + second).backward()`",
+    "several-forwards": "remove `find_unused_parameters=True` if the forwards together use every "
+    "parameter, or let one forward of the wrapper return all that the loss needs",
+    "used-outside-forward": "remove `find_unused_parameters=True`, or return what the loss needs "
+    "from the wrapper's forward",
+    "used-more-than-once": "use the layer once per forward, or `DDP(..., static_graph=True)`",
+}
+"""By rule."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import enum
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import msgspec
 
@@ -12,46 +14,85 @@ from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrapped_models import Part
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run, some, title_of
+from ddpdoctor.run import Rank, Run, plural, some, title_of
+
+
+class Called(enum.Enum):
+    """Whether forwards called a module; the value is the word in the evidence."""
+
+    YES = "yes"
+    NO = "no"
+    NO_GRAD = "under no_grad"
+    SOMETIMES = "in some steps"
+    UNKNOWN = "not observed"
+
+
+LABELS = {
+    "never-called": "never called",
+    "frozen-after-wrap": "frozen after the wrap",
+    "output-not-in-loss": "called, but its output is not used in the loss",
+    "called-under-no-grad": "called under no_grad only",
+    "one-parameter": "not used in the loss, unlike the rest of its module",
+    "not-in-loss": "gets no gradient",
+    "used-in-some-steps": "used in some steps only",
+    "output-in-some-steps": "called, but its output is not used in the loss in some steps",
+}
+"""By rule."""
+
+SOME_STEPS = ("used-in-some-steps", "output-in-some-steps")
+"""Rules for parameters that get a gradient in other steps."""
 
 
 class UnusedParameter(Check):
-    """Parameters take no part in the loss
+    """Parameters are not used in the loss
 
     ## What it finds
-    Parameters that DistributedDataParallel was told to synchronise but that got no gradient in a
-    backward that should have synchronised them: a layer that is defined and not used, an output
-    that does not reach the loss, a branch that is not taken.
+    Parameters that DistributedDataParallel synchronises but that got no gradient in a synchronised
+    backward: a layer that is defined but not used, an output that is not used in the loss, a branch
+    that is not taken.
 
     ## How it knows
-    In the first eight synchronising backwards of a model, and then in one of 8 (after 128 of them
-    in one of 16; in a large model in one of half as many as it has parameters), hooks on all
-    parameters show which of them get a gradient, before the optimizer steps. Others are looked at
-    where they average nothing at all; and where torch refuses the next forward, its own list is
-    taken. Which modules are called is noted in the first three forwards, and again when the set
-    changes. The finding is proven.
+    In the first eight synchronising backwards of a model, and then in every 8th (every 16th after
+    128; in a large model, one in half as many as it has parameters), hooks on all parameters show
+    which of them get a gradient, before the optimizer steps. Other backwards are examined if they
+    average nothing at all; if torch rejects the next forward, its own list is used. The called
+    modules are recorded in the first three forwards, and again when the set changes. The finding is
+    proven.
 
     ## Why it hurts
-    DDP waits for every parameter's gradient. Where one never comes, the gradients that share its
-    bucket are not averaged either: the optimizer applies each rank's own gradients, the models
-    drift apart, and torch raises only at the next forward - or never, if that was the last step.
+    DDP waits for every parameter's gradient. If one never comes, the gradients in the same bucket
+    are not averaged either: the optimizer applies each rank's own gradients, the replicas diverge,
+    and torch raises only in the next forward, or never if that was the last step.
 
     ## How to fix it
-    Use the layer, remove it, or freeze it with `requires_grad_(False)` *before* the wrap. Where the
+    Use the layer, remove it, or freeze it with `requires_grad_(False)` *before* the wrap. If the
     set changes from step to step by design, wrap with `find_unused_parameters=True`.
 
     ## When it stays quiet
-    Frozen parameters; parameters that DDP was told to ignore; micro-batches under `no_sync`; a
-    model whose backward is still to come; several backwards over one forward that bring all
-    gradients together, each parameter's in one of them; parameters that some ranks use and others
-    do not (`rank-dependent-graph`). With `find_unused_parameters=True`, or a static graph, the run
-    is right and this is a note with the names.
+    - Frozen parameters, and those that DDP ignores (`_ddp_params_and_buffers_to_ignore`).
+    - Micro-batches under `no_sync`, and models without a backward so far.
+    - Several backwards over one forward that together compute all gradients, each parameter's in
+      one of them.
+    - Parameters that only some ranks use (see `rank-dependent-graph`).
+
+    Only a note: with `find_unused_parameters=True`, or a static graph, the run is correct.
     """
 
     code = "DDP301"
     name = "unused-parameter"
     family = "model"
     severity = Severity.ERROR
+    rules: ClassVar[Mapping[str, str]] = {
+        "never-called": "the forward never called the module",
+        "frozen-after-wrap": "the parameters were frozen after the wrap",
+        "output-not-in-loss": "the module was called, but the loss does not use its output",
+        "called-under-no-grad": "the module was called under `no_grad` only",
+        "one-parameter": "the loss does not depend on a parameter whose module it uses",
+        "not-in-loss": "nothing is known but that the parameters get no gradient",
+        "used-in-some-steps": "the parameters get a gradient in other steps",
+        "output-in-some-steps": "the module was called, and the loss uses its output in other "
+        "steps",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if models.numbers(run) else models.NO_DDP
@@ -80,15 +121,17 @@ class UnusedParameter(Check):
         if wrapped is None:
             return
         allowed = event.find_unused or event.static_graph
-        # Others in their stead, later: torch raises before that where it is not told to expect it.
+        # Later, others may be unused instead: without these options, torch raises before that.
         later = _later(rank, model, event) if allowed else []
         names = models.names_of(wrapped, [i for e in (event, *later) for i in e.indices])
         parts = models.parts_of(wrapped, event.indices)
         when = _when(rank, model, event, bool(later))
-        share = _share(rank, model, event)
-        reasons = {p: _why(event, p, share) for p in parts}
-        why = reasons[parts[0]]
+        left_out, examined = _share(rank, model, event)
+        share = f"{left_out} of {examined} backwards examined"
+        rules = {p: _rule(event, p, always=left_out == examined) for p in parts}
+        rule = rules[parts[0]]
         yield self.finding(
+            rule=rule,
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(r.rank for r in seen),
             steps=graphs.steps_seen(
@@ -96,15 +139,16 @@ class UnusedParameter(Check):
             ),
             subjects=names,
             location=models.made_at(rank, wrapped, parts[0]),
-            label=why,
+            label=LABELS[rule],
             related=_related(rank, wrapped, event, parts[0]),
-            summary=f"{some(names)} of {title_of(rank, wrapped)} got no gradient "
+            summary=f"{some(names)} of {title_of(rank, wrapped)} "
+            f"{plural(len(names), 'gets', 'get')} no gradient "
             + (f"in some steps, {len(event.indices)} of them " if later else "")
             + f"{when} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(reasons, allowed),
+            cause=_cause(rules, allowed),
             fix=_fix(
                 parts,
-                why,
+                rule,
                 allowed,
                 _called(event, parts[0]),
                 _freeze(rank, wrapped, parts),
@@ -116,7 +160,7 @@ class UnusedParameter(Check):
                     {
                         "module": p.module or "(root)",
                         "class": p.kind,
-                        "called": _called_so_far(rank, e, p),
+                        "called": _called_so_far(rank, e, p).value,
                     }
                     for e in (event, *later)
                     for p in models.parts_of(wrapped, e.indices)
@@ -132,7 +176,7 @@ class UnusedParameter(Check):
 
 
 def _later(rank: Rank, model: int, event: UnusedParameters) -> list[UnusedParameters]:
-    """Records that tell of more than this one and those before, and of that only."""
+    """Later records with parameters that neither this one nor one before has, reduced to these."""
     found, reported = [], set(event.indices)
     for other in models.sets_of(rank, model):
         if more := tuple(i for i in other.indices if i not in reported):
@@ -141,61 +185,54 @@ def _later(rank: Rank, model: int, event: UnusedParameters) -> list[UnusedParame
     return found
 
 
-NEVER = "never called"
-FROZEN = "frozen after the wrap"
-OUTPUT = "called, but its output does not reach the loss"
-BLIND = "called under no_grad only"
-BESIDE = "takes no part in the loss, though the rest of its module does"
-PLAIN = "gets no gradient"
-SOMETIMES = "used in some steps only"
-LEFT_OUT = "called, but its output is left out of the loss in some steps"
-
-
-def _called(event: UnusedParameters, part: Part) -> str:
+def _called(event: UnusedParameters, part: Part) -> Called:
+    """Whether the forward of that backward called the module."""
     if event.called is None:
-        return "yes" if set(part.positions) <= set(event.unspent) else "not observed"
+        unspent = set(part.positions) <= set(event.unspent)
+        return Called.YES if unspent else Called.UNKNOWN
     inside = {c for c in event.called if c == part.module or c.startswith(f"{part.module}.")}
     if not inside:
-        return "no"
-    return "under no_grad" if inside <= set(event.blind) else "yes"
+        return Called.NO
+    return Called.NO_GRAD if inside <= set(event.blind) else Called.YES
 
 
-def _called_so_far(rank: Rank, event: UnusedParameters, part: Part) -> str:
-    """As in that backward; not "no" where others brought its gradients."""
+def _called_so_far(rank: Rank, event: UnusedParameters, part: Part) -> Called:
+    """Whether forwards until then called the module: also if other backwards had its gradients."""
     called, use = _called(event, part), models.use_of(rank, event.model)
     left_out = max((use.unused.get(i, 0) for i in part.positions), default=0) if use else 0
-    return "in some steps" if called == "no" and use and left_out < use.examined else called
+    sometimes = called is Called.NO and use and left_out < use.examined
+    return Called.SOMETIMES if sometimes else called
 
 
-def _share(rank: Rank, model: int, event: UnusedParameters) -> str:
-    """`4 of 20 backwards`, for the parameter that was unused first."""
+def _share(rank: Rank, model: int, event: UnusedParameters) -> tuple[int, int]:
+    """In how many backwards the first unused parameter got no gradient, and of how many."""
     use = models.use_of(rank, model)
-    if use is None:
-        return "1 of 1 backwards"
-    return f"{use.unused.get(event.indices[0], 1)} of {use.examined} backwards examined"
+    return (1, 1) if use is None else (use.unused.get(event.indices[0], 1), use.examined)
 
 
 def _when(rank: Rank, model: int, event: UnusedParameters, others: bool) -> str:
-    """Of one step, where it is not known to be so in all."""
+    """The step, unless the same parameters were unused in all examined backwards."""
     use = models.use_of(rank, model)
     always = use is not None and all(use.unused.get(i) == use.examined for i in event.indices)
     if use is None or use.examined < 2 or others or not always:
         return f"at step {event.step}"
-    return f"in any of {use.examined} backwards examined"
+    return f"in all {use.examined} backwards examined"
 
 
-def _why(event: UnusedParameters, part: Part, share: str) -> str:
-    words = share.split()
+def _rule(event: UnusedParameters, part: Part, *, always: bool) -> str:
+    """Why a part has no gradient. What was done to it comes before what the forward did with it."""
+    unspent = set(part.positions) <= set(event.unspent)
     if set(part.positions) <= set(event.frozen):
-        return FROZEN
-    if words[0] != words[2]:
-        return LEFT_OUT if set(part.positions) <= set(event.unspent) else SOMETIMES
+        return "frozen-after-wrap"
+    if not always:
+        return "output-in-some-steps" if unspent else "used-in-some-steps"
     called = _called(event, part)
-    if called == "no":
-        return NEVER
+    if called is Called.NO:
+        return "never-called"
     if not part.whole or not part.module:
-        return BESIDE
-    return {"yes": OUTPUT, "under no_grad": BLIND}.get(called, PLAIN)
+        return "one-parameter"
+    rules = {Called.YES: "output-not-in-loss", Called.NO_GRAD: "called-under-no-grad"}
+    return rules.get(called, "not-in-loss")
 
 
 def _related(
@@ -203,47 +240,50 @@ def _related(
 ) -> tuple[Related, ...]:
     places = [(wrapped.here, wrapped.site), ("backward without it", event.site)]
     branch = models.branch_of(event, part)
-    if branch >= 0 and _called(event, part) not in ("yes", "under no_grad"):
-        places.insert(0, ("it is left out here", branch))
+    if branch >= 0 and _called(event, part) not in (Called.YES, Called.NO_GRAD):
+        places.insert(0, ("skipped here", branch))
     return models.related(rank, places)
 
 
-def _cause(reasons: dict[Part, str], allowed: bool) -> str:
-    alike = {why: [p for p in reasons if reasons[p] == why] for why in reasons.values()}
-    text = "; ".join(_of_parts(parts, why) for why, parts in alike.items())
+def _cause(rules: dict[Part, str], allowed: bool) -> str:
+    by_rule = {rule: [p for p in rules if rules[p] == rule] for rule in rules.values()}
+    text = "; ".join(_of_parts(parts, rule) for rule, parts in by_rule.items())
     if allowed:
-        return f"{text}; DDP was told to expect that, so training is right"
-    whose = "them" if len(reasons) > 1 else "it"
-    return f"{text}; gradients that share a bucket with {whose} are applied without being averaged"
+        return f"{text}. The options of DDP allow that, so training is correct"
+    whose = "them" if len(rules) > 1 else "it"
+    return f"{text}. Gradients in the same bucket as {whose} are applied without being averaged"
 
 
-def _of_parts(parts: list[Part], why: str) -> str:
-    """Why the first gets no gradient, and that it is the same with others."""
+def _of_parts(parts: list[Part], rule: str) -> str:
+    """Why the first of these modules gets no gradient, and that the others have the same reason."""
     part, *others = parts
-    more = f", and so it is with {some(p.title for p in others)}" if others else ""
+    more = f" (also {some(p.title for p in others)})" if others else ""
     return {
-        NEVER: f"{part.title} was never called in the forward",
-        OUTPUT: f"{part.title} was called, but no gradient comes back through what it returned: "
-        "that does not reach the loss, or only detached",
-        BLIND: f"{part.title} was called under `no_grad` only, so that no gradient can reach it",
-        SOMETIMES: f"{part.title} takes part in some steps and not in others",
-        LEFT_OUT: f"{part.title} was called, and the forward made something of what it returned, "
-        "but in these steps the loss does not depend on that; in others it does",
-        FROZEN: f"{part.title} was frozen after the wrap, and DDP still waits for its gradients",
-        BESIDE: f"the loss does not depend on a parameter of {part.title}: the forward does not "
-        "use it, or what it adds drops out (as a bias does of a loss of derivatives)",
-        PLAIN: f"{part.title} took no part in the loss",
-    }[why] + more
+        "never-called": f"the forward never called {part.title}{more}",
+        "output-not-in-loss": f"{part.title} was called{more}, but no gradient comes back through "
+        "its output: the loss does not use it, or uses it only detached",
+        "called-under-no-grad": f"{part.title} was called under `no_grad` only{more}, so no "
+        "gradient can reach it",
+        "used-in-some-steps": f"{part.title} is used in some steps and not in others{more}",
+        "output-in-some-steps": f"{part.title} was called and the forward used its output{more}, "
+        "but in these steps the loss does not depend on it; in others it does",
+        "frozen-after-wrap": f"{part.title} was frozen after the wrap{more}, and DDP still waits "
+        "for its gradients",
+        "one-parameter": f"the loss does not depend on a parameter of {part.title}{more}: the "
+        "forward does not use it, or its contribution cancels out (a bias, in a loss of "
+        "derivatives)",
+        "not-in-loss": f"{part.title} was not used in the loss{more}",
+    }[rule]
 
 
 def _freeze(rank: Rank, wrapped: Wrapped, parts: list[Part]) -> str:
-    """Code that freezes them."""
+    """Code that freezes the parts."""
     inner = models.names_in_code(rank, wrapped)[1]
     return some(dict.fromkeys(_freezing(wrapped, p, inner) for p in parts), 3)
 
 
 def _freezing(wrapped: Wrapped, part: Part, inner: str) -> str:
-    """The module where all of it is unused, else the parameter."""
+    """Code that freezes a module if all of it is unused, else the parameter."""
     names = models.names_of(wrapped, part.positions)
     if part.whole and part.module:
         return f"`{part.code(inner)}.requires_grad_(False)`"
@@ -252,30 +292,32 @@ def _freezing(wrapped: Wrapped, part: Part, inner: str) -> str:
     return f"`{replace(part, module=names[0]).code(inner)}.requires_grad_(False)`"
 
 
-def _fix(parts: list[Part], why: str, allowed: bool, called: str, freeze: str, wrapper: str) -> str:
-    if allowed and why not in (SOMETIMES, LEFT_OUT):
+def _fix(
+    parts: list[Part], rule: str, allowed: bool, called: Called, freeze: str, wrapper: str
+) -> str:
+    if allowed and rule not in SOME_STEPS:
         return f"if it is never used, remove it or freeze it before the wrap: {freeze}"
     if allowed:
-        return "nothing to change; `find_unused_parameters=True` is needed for this model"
-    if why == LEFT_OUT or (why == SOMETIMES and called == "yes"):
+        return "nothing: this model needs `find_unused_parameters=True`"
+    if rule == "output-in-some-steps" or (rule == "used-in-some-steps" and called is Called.YES):
         first = parts[0].code(f"{wrapper}.module")
-        others = f" (and so {some(p.title for p in parts[1:])})" if parts[1:] else ""
+        others = f" (also {some(p.title for p in parts[1:])})" if parts[1:] else ""
         return (
-            "let it take part with weight zero in the steps that leave it out: `loss + 0.0 * "
+            "use it with weight zero in the steps that leave it out: `loss + 0.0 * "
             f"sum(p.sum() for p in {first}.parameters())`{others}; "
-            "`find_unused_parameters=True` does not help where the wrapper's output depends on it"
+            "`find_unused_parameters=True` does not help if the wrapper's output depends on it"
         )
     return {
-        NEVER: f"call it, remove it, or freeze it before the wrap: {freeze}; if it is used in some "
-        "steps only: `DDP(..., find_unused_parameters=True)`",
-        OUTPUT: "let its output take part in the loss, or remove it; to keep it unused, freeze it "
-        f"before the wrap: {freeze}",
-        BLIND: f"what is not to be trained is frozen before the wrap: {freeze}; if it is to be "
-        "trained, call it outside of `no_grad`",
-        SOMETIMES: "`DDP(..., find_unused_parameters=True)`, or let it take part with weight "
-        "zero in the steps that skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
-        FROZEN: f"freeze it before the wrap ({freeze}), or wrap again after freezing",
-        BESIDE: "use the parameter in `forward`, remove it (`bias=False`), or freeze it before the "
-        "wrap",
-        PLAIN: f"use it, remove it, or freeze it before the wrap: {freeze}",
-    }[why]
+        "never-called": f"call it, remove it, or freeze it before the wrap: {freeze}; if it is "
+        "used in some steps only: `DDP(..., find_unused_parameters=True)`",
+        "output-not-in-loss": "use its output in the loss, or remove it; to keep it unused, freeze "
+        f"it before the wrap: {freeze}",
+        "called-under-no-grad": f"if it should not be trained, freeze it before the wrap: {freeze};"
+        " if it should, call it outside of `no_grad`",
+        "used-in-some-steps": "`DDP(..., find_unused_parameters=True)`, or use it with weight zero "
+        "in the steps that skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
+        "frozen-after-wrap": f"freeze it before the wrap ({freeze}), or wrap again after freezing",
+        "one-parameter": "use the parameter in `forward`, remove it (`bias=False`), or freeze it "
+        "before the wrap",
+        "not-in-loss": f"use it, remove it, or freeze it before the wrap: {freeze}",
+    }[rule]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Wrapped, ZeroGradients
@@ -10,43 +11,57 @@ from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, some, title_of
 
 SAMPLES = 4
+"""Examined steps that suffice: fewer may be a warm-up."""
+
+
+class Explanation(NamedTuple):
+    """Why a gradient is always zero, and what to change."""
+
+    rule: str
+    cause: str
+    fix: str
 
 
 class ZeroGradient(Check):
     """A gradient is exactly zero in every step, and the weights change
 
     ## What it finds
-    Parameters that take part in the loss with a gradient of exactly zero at every step looked at,
-    which the optimizer changes all the same: by its weight decay, or by the momentum of gradients
-    from before.
+    Parameters whose gradient is exactly zero in every examined step, and that the optimizer changes
+    nevertheless, by weight decay or by the momentum of earlier gradients.
 
     ## How it knows
-    Before steps 0, 1, 2 and 4 each rank looks whether a gradient has any value but zero, from the
-    second time on only where all were zero before; then before each step up to 128, ever more
-    rarely after that, and when the program ends. All looks must agree. At steps that are powers of
-    two it sees whether the step changes the parameter. The finding is proven for the steps looked
-    at.
+    Before steps 0, 1, 2 and 4, each rank checks whether a gradient has any value other than zero,
+    from the second time on only where all were zero before; then before each step up to 128, less
+    often after that, and at the end of the program. The gradient must be zero each time. At steps
+    that are powers of two it also checks whether the step changes the parameter. The finding is
+    proven for the examined steps.
 
     ## Why it hurts
-    Nothing is learnt there, and what was there is lost: a pretrained layer that is cut off fades.
-    The usual ways are a dead activation, a loss weight of zero, a product with a mask that is
-    always zero. Of a bias whose weight has a gradient nothing is lost: the loss does not depend on
-    it, as where only the difference of two outputs counts.
+    The layer does not learn, and loses what it had learned: a pretrained layer decays. Common
+    reasons are a dead activation, a loss weight of zero, or a mask that is always zero. A bias
+    whose weight has a gradient is harmless: the loss does not depend on it, because only the
+    difference of two outputs counts, for example.
 
     ## How to fix it
-    Find what multiplies by zero on the way from the layer to the loss; or freeze the layer. A bias
-    that cancels out is left out with `bias=False`.
+    Find what multiplies by zero between the layer and the loss, or freeze the layer. Remove a bias
+    that cancels out with `bias=False`.
 
     ## When it stays quiet
-    Embeddings; a gradient that is not zero in one of the steps, as after a warm-up of the loss's
-    weight; parameters that the steps leave as they are; fewer than four steps looked at; models of
-    more than 2000 parameters; gradients on a GPU, since looking would make it wait.
+    - Embeddings.
+    - The gradient is not zero in one of the steps, as after a warm-up of the loss weight.
+    - The steps do not change the parameters.
+    - Fewer than four steps were examined.
+    - Models of more than 2000 parameters; gradients on a GPU, as reading them would block it.
     """
 
     code = "DDP308"
     name = "zero-gradient"
     family = "model"
     severity = Severity.NOTE
+    rules: ClassVar[Mapping[str, str]] = {
+        "zero-factor": "the parameters reach the loss only through a factor of zero",
+        "bias-cancels": "a bias cancels out, while the weight of its module has a gradient",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not models.numbers(run):
@@ -57,14 +72,14 @@ class ZeroGradient(Check):
         keys = {(e.model, e.optimizer) for r in run.ranks.values() for e in r.of(ZeroGradients)}
         every = [_seen(run, model, optimizer) for model, optimizer in sorted(keys)]
         reported: set[tuple[int, int]] = set()
-        # One inside another, as of a sharded optimizer, tells of a part of that, on a part of them.
+        # An optimizer within another one (a sharded one) covers some of its parameters and ranks.
         for seen in sorted(every, key=len, reverse=True):
             for rank, event in list(seen.items())[:1]:
                 wrapped = models.wrap_of(rank, event.model)
                 if wrapped is None or not (event.weight_decay or event.moved):
                     continue
-                worth = _worth_telling(wrapped, event)
-                left = [i for i in worth if (event.model, i) not in reported]
+                candidates = _without_embeddings(wrapped, event)
+                left = [i for i in candidates if (event.model, i) not in reported]
                 reported.update((event.model, i) for i in left)
                 cancelled = [i for i in left if _cancels(wrapped, event, i)]
                 for part in ([i for i in left if i not in cancelled], cancelled):
@@ -85,24 +100,25 @@ class ZeroGradient(Check):
         names = models.names_of(wrapped, left)
         part = models.parts_of(wrapped, left)[0]
         title = title_of(rank, wrapped)
-        cause, fix = _why(wrapped, event, left, part)
+        why = _explain(wrapped, event, left, part)
         return self.finding(
+            rule=why.rule,
             ranks=ranks,
             subjects=names,
             location=models.made_at(rank, wrapped, part),
             label="its gradient is always zero",
-            summary=f"the gradient of {some(names)} of {title} was exactly "
-            f"zero at all {event.samples} steps looked at {models.on_ranks(run, ranks)}",
-            cause=f"{cause}; "
+            summary=f"the gradient of {some(names)} of {title} is exactly zero at all "
+            f"{event.samples} examined steps {models.on_ranks(run, ranks)}",
+            cause=f"{why.cause}; "
             + (
-                "the momentum of gradients from before still moves it"
+                "the momentum of earlier gradients still changes it"
                 if set(left) <= set(event.moved)
                 else f"weight decay {event.weight_decay:g} still shrinks it"
             ),
-            fix=f"{fix}; or freeze it before the wrap",
+            fix=f"{why.fix}; or freeze it before the wrap",
             fix_kind=FixKind.CHECK,
             evidence={
-                "steps looked at": event.samples,
+                "steps examined": event.samples,
                 "last of them": event.step,
                 "parameters": len(left),
                 "weight decay": event.weight_decay,
@@ -112,7 +128,7 @@ class ZeroGradient(Check):
 
 
 def _seen(run: Run, model: int, optimizer: int) -> dict[Rank, ZeroGradients]:
-    """The last record of each rank, after enough steps."""
+    """The last record of each rank that has examined enough steps."""
     last = {
         r: reported[-1] for r in run.ranks.values() if (reported := _events(r, model, optimizer))
     }
@@ -124,35 +140,38 @@ def _events(rank: Rank, model: int, optimizer: int) -> list[ZeroGradients]:
 
 
 def _cancels(wrapped: Wrapped, event: ZeroGradients, position: int) -> bool:
-    """Whether it is the bias of a module whose weight has a gradient: what comes back to the module
-    is not zero, and sums up to nothing."""
+    """Whether a parameter is the bias of a module whose weight has a gradient: the gradient of the
+    module's output is not zero, but sums to zero."""
     owner, _, word = wrapped.parameters[position].name.rpartition(".")
     weight = f"{owner}.weight".lstrip(".")
     return word == "bias" and weight in models.names_of(wrapped, event.beside)
 
 
-def _why(
+def _explain(
     wrapped: Wrapped, event: ZeroGradients, left: list[int], part: models.Part
-) -> tuple[str, str]:
-    """Cause and fix, of parameters that share them."""
+) -> Explanation:
+    """Why the gradients of these parameters (`left`, by position) are zero; all have one reason."""
     names = some(models.names_of(wrapped, left))
     if _cancels(wrapped, event, left[0]):
         weight = f"{part.module}.weight".lstrip(".")
-        return (
+        return Explanation(
+            "bias-cancels",
             f"the gradient of {weight} is not zero, so {part.module or 'the model'} does reach the "
-            f"loss: what {names} adds cancels out on the way there, as in the difference of two "
+            f"loss, but what {names} adds cancels out on the way, as in the difference of two "
             "outputs, or before a norm or a softmax",
-            "leave it out (`bias=False`), the loss does not depend on it",
+            "remove it (`bias=False`), as the loss does not depend on it",
         )
     alive = {wrapped.parameters[i].name.rpartition(".")[0] for i in event.beside}
     who = names if part.module in alive else part.title
-    return (
-        f"{who} reaches the loss only through something that is zero",
-        "look for a loss weight, a mask or an activation that is zero on its way to the loss",
+    return Explanation(
+        "zero-factor",
+        f"{who} reaches the loss only through a factor of zero",
+        "look for a loss weight, a mask or an activation that is zero on the way to the loss",
     )
 
 
-def _worth_telling(wrapped: Wrapped, event: ZeroGradients) -> list[int]:
+def _without_embeddings(wrapped: Wrapped, event: ZeroGradients) -> list[int]:
+    """Positions of the parameters except embeddings, whose unused rows get no gradient."""
     kinds = {m.name: m.kind for m in wrapped.modules}
     owners = {i: wrapped.parameters[i].name.rpartition(".")[0] for i in event.indices}
     return [i for i, owner in owners.items() if "Embedding" not in kinds.get(owner, "")]

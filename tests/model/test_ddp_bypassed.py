@@ -87,6 +87,7 @@ def test_a_rank_that_goes_on_alone_after_the_wrapper_is_gone():
 def test_a_wrapper_that_nobody_kept():
     run = make_run({r: rank(bypassed(discarded=True)) for r in (0, 1)})
     (found,) = CHECK.examine(run)
+    assert found.rule == "wrapper-discarded"
 
 
 def test_nothing_recorded():
@@ -137,6 +138,7 @@ def test_gradients_that_the_program_itself_applies():
         RankExiting(at=0, how="return"),
     )
     (found,) = CHECK.examine(make_run({r: rank(*told) for r in (0, 1)}))
+    assert found.rule == "manual-update"
 
 
 def test_parameters_that_move_though_no_optimizer_holds_them(monkeypatch):

@@ -37,19 +37,22 @@ def test_other_shapes():
 
 def test_frozen_here_and_trained_there():
     (found,) = find(wrap(), wrap(listed=parameters(frozen=("body",))))
+    assert found.rule == "frozen-on-some-ranks"
 
 
 def test_another_dtype():
     double = tuple(msgspec.structs.replace(p, dtype="float64") for p in parameters())
     (found,) = find(wrap(), wrap(listed=double))
+    assert found.rule == "different-dtypes"
 
 
 @pytest.mark.parametrize(
-    ("layers", "fix"),
-    [(("body", "aux", "head"), "sorted(names)"), (("body", "head"), "branches")],
+    ("layers", "rule"),
+    [(("body", "aux", "head"), "parameter-order"), (("body", "head"), "different-names")],
 )
-def test_the_help_fits_what_differs(layers, fix):
+def test_the_help_fits_what_differs(layers, rule):
     (found,) = find(wrap(), wrap(layers))
+    assert found.rule == rule
 
 
 def test_gloo_aborts_of_what_does_not_fit():
@@ -91,7 +94,7 @@ def test_gradients_that_are_reduced_by_hand():
     orders = ("body", "head"), ("head", "body")
     mixed = make_run({r: by_hand(o, "gradients") for r, o in enumerate(orders)})
     (found,) = CHECK.examine(mixed)
-    assert (found.severity.value, "DDP" in found.cause) == ("error", False)
+    assert (found.severity.value, found.rule) == ("error", "parameter-order")
     stages = make_run({r: by_hand(o, "point-to-point") for r, o in enumerate(orders)})
     assert codes(stages, CHECK) == []
     grown = [*by_hand(("head",), "gradients"), *by_hand(("head", "body"), "gradients")]
@@ -135,15 +138,16 @@ def test_models_wrapped_in_another_order():
     (found,) = in_orders(("actor", "judge", "critic"), ("actor", "critic", "judge"))
     assert (found.location.file, found.location.line, found.ranks) == ("train.py", 70, (0, 1))
     assert [r.location.line for r in found.related] == [62, 61]
+    assert found.rule == "wrap-order"
 
 
 @pytest.mark.parametrize(
-    ("comprehension", "line", "cause", "fix"),
-    [(True, 70, "another order on each rank", "sorted"), (False, 60, "branches", "branches")],
+    ("comprehension", "line", "rule"),
+    [(True, 70, "wrap-loop"), (False, 60, "different-branches")],
 )
-def test_other_models_of_which_nothing_more_is_seen(comprehension, line, cause, fix):
+def test_other_models_of_which_nothing_more_is_seen(comprehension, line, rule):
     (found,) = in_orders(("critic",), ("actor",), comprehension=comprehension)
-    assert found.location.line == line
+    assert (found.location.line, found.rule) == (line, rule)
 
 
 def test_models_of_equal_shapes_in_another_order_are_mixed_in_silence():
@@ -161,6 +165,7 @@ def test_models_of_equal_shapes_in_another_order_are_mixed_in_silence():
 def test_one_line_makes_all_models():
     """Of a size counted from data nothing else can be told."""
     (found,) = find(wrap(), wrap(listed=parameters()[:2]))
+    assert found.rule == "different-names"
 
 
 def test_models_of_equal_shapes_wrapped_for_groups_of_their_own():

@@ -47,19 +47,21 @@ def test_ranks_that_apply_their_own_gradients():
 
 
 @pytest.mark.parametrize(
-    ("line", "advice"),
+    ("line", "code"),
     [
-        ("arc_loss = Net(10)", "`arc_loss = DistributedDataParallel(arc_loss)` before"),
-        ("self.net = nets.Net(", "`self.net = DistributedDataParallel(self.net)` before"),
-        ("return Net()", "wrap Net in DistributedDataParallel before"),
-        ("trainer = Trainer(Net())", "wrap Net in DistributedDataParallel before"),
-        ("a, b = Net(), Net()", "wrap Net in DistributedDataParallel before"),
+        ("arc_loss = Net(10)", "`arc_loss = DistributedDataParallel(arc_loss)`"),
+        ("self.net = nets.Net(", "`self.net = DistributedDataParallel(self.net)`"),
+        ("return Net()", ""),
+        ("trainer = Trainer(Net())", ""),
+        ("a, b = Net(), Net()", ""),
     ],
 )
-def test_the_advice_names_what_the_program_does(line, advice):
+def test_the_advice_names_what_the_program_does(line, code):
     here = site(1, "train.py", 3, f"    {line}")
     run = make_run({r: [here, *loose(state(0, 10 + r, 7))[1:]] for r in (0, 1)})
     (found,) = CHECK.examine(run)
+    assert found.rule == "never-wrapped"
+    assert found.fix.startswith(code) if code else "`" not in found.fix
 
 
 def test_only_its_own_steps_count():
@@ -137,11 +139,8 @@ def test_another_optimizer_that_keeps_the_rest_of_the_model_equal(kept):
         return [*both, made, OptimizerSeen(at=0, optimizer=0, kind="AdamW", site=2)]
 
     found, *_ = CHECK.examine(make_run({r: events(r) for r in (0, 1)}))
-    few, every = len(parameters(("head",))), len(parameters(("body", "head")))
-    if kept:
-        assert found.location.line == 5
-    else:
-        assert found.location.line == 3 and "DistributedDataParallel" in found.fix
+    rule, line = ("other-optimizer-synced", 5) if kept else ("never-wrapped", 3)
+    assert (found.rule, found.location.line) == (rule, line)
 
 
 def in_its_own_step(elements, looks=(0, 1, 2, 4), equal=(0, 1, 2)):
@@ -239,7 +238,9 @@ def agreeing(elements, **fields):
 
 def test_what_ranks_that_agree_exchange_is_said():
     (alone,) = CHECK.examine(agreeing(0))
+    assert alone.rule == "equal-replicas"
     (logged,) = CHECK.examine(agreeing(2))
+    assert logged.rule == "equal-replicas"
 
 
 def test_gradients_that_no_backward_makes_come_of_what_is_exchanged():
@@ -282,6 +283,7 @@ def test_what_else_ranks_that_agree_exchange_is_said():
     (found,) = CHECK.examine(exchanging("all_gather_object", entries=4, backwards=1))
     (found,) = CHECK.examine(exchanging("all_reduce", numel=1, backwards=1))
     (found,) = CHECK.examine(exchanging("barrier", backwards=1))
+    assert found.rule == "equal-replicas"
 
 
 def test_copies_of_what_a_wrapper_averages_are_not_told_of():
@@ -367,6 +369,7 @@ def test_a_parameter_beside_the_wrapped_model_belongs_into_it():
         return [made, group_, lone, *rest]
 
     (found,) = CHECK.examine(make_run({r: beside(r) for r in (0, 1)}))
+    assert found.rule == "never-wrapped"
 
 
 def test_models_that_one_line_makes_are_one_finding():

@@ -17,7 +17,7 @@ def test_needless_and_what_it_cost():
     cost = SearchCost(at=0, model=0, searches=10, seconds=0.02)
     run = make_run({r: rank(unused([], **ASKED), use(10), cost) for r in (0, 1)})
     (found,) = CHECK.examine(run)
-    assert found.evidence["search_ms_per_step"] == 2.0
+    assert found.evidence["search ms per step"] == 2.0
     assert found.location.line == 5
 
 
@@ -54,6 +54,7 @@ def test_a_static_graph_is_proposed_where_it_would_work(unsynced):
     pattern = SyncPattern(at=0, model=0, optimizer=0, step=0, synced=1, unsynced=unsynced)
     run = make_run({r: rank(unused([], **ASKED), use(10), pattern) for r in (0, 1)})
     (found,) = CHECK.examine(run)
+    assert found.rule == "needless-find-unused-parameters"
 
 
 def test_a_run_that_ended_badly_perhaps_where_one_was_left_out():

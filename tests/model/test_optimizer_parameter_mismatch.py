@@ -89,6 +89,8 @@ def test_most_is_left_out_since_it_was_unfrozen(frozen, stepped, found):
     run = make_run({r: rank(*events, wrapped=first) for r in (0, 1)})
     assert codes(run, CHECK) == [found]
     (finding,) = CHECK.examine(run)
+    severe = finding.severity is Severity.ERROR
+    assert finding.rule == ("unfrozen-later" if severe else "not-covered")
 
 
 def test_most_is_left_out_and_the_rest_is_a_small_part_of_the_model():
@@ -101,6 +103,7 @@ def test_most_is_left_out_and_the_rest_is_a_small_part_of_the_model():
 
 def test_a_parameter_group_that_is_empty():
     (found,) = CHECK.examine(both(owned(MOST, outer=True, empty=1)))
+    assert found.rule == "empty-group"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_what_is_missing_is_farther_from_the_loss(monkeypatch, arrived, missing,
 def test_adapters_that_were_put_in_after_the_optimizer_was_built():
     event = owned([f"{n}.lora.weight" for n in range(5)], held=21, frozen=19)
     (found,) = CHECK.examine(both(event))
-    assert found.severity is Severity.ERROR and "holds 19 parameters that are frozen" in found.cause
+    assert (found.severity, found.rule) == (Severity.ERROR, "mostly-frozen")
 
 
 def test_a_wrapped_model_that_no_optimizer_holds():
@@ -170,6 +173,7 @@ def test_an_optimizer_that_is_kept_for_the_model_of_the_next_fold():
 @pytest.mark.parametrize("run", [kept(since=0), kept(since=2, line=61)])
 def test_an_optimizer_of_a_model_that_was_wrapped_beside_it(run):
     (found,) = CHECK.examine(run)
+    assert found.rule == "not-covered"
 
 
 @pytest.mark.parametrize("begun", [-1, 0, 2])
@@ -184,7 +188,7 @@ def test_an_optimizer_of_the_parameters_of_another_model():
     events = second, wrap(model=1, kind="Critic"), owned(names, whose=1, other=61, site=60)
     (found,) = CHECK.examine(both(*events))
     assert (found.severity, found.location.line) == (Severity.ERROR, 6)
-    assert "holds them too" in [r.label for r in found.related if r.location.line == 5]
+    assert "also holds them" in [r.label for r in found.related if r.location.line == 5]
 
 
 @pytest.mark.parametrize("case", ["same", "trained by itself", "idle", "some of its own"])
@@ -244,7 +248,7 @@ def train_with(monkeypatch, net, choose, count=40, every=10):
             mine = list(choose(number // every))
             optimizer = torch.optim.SGD(mine, lr=0.1)
             held = {id(p): p for p in mine}
-        monkeypatch.setattr(optimizers, "held", lambda held=held: held)
+        monkeypatch.setattr(optimizers, "parameters", lambda held=held: held)
         monkeypatch.setattr(optimizers, "made", lambda optimizer=optimizer: [optimizer])
         recorder = SimpleNamespace(step=number)
         net.zero_grad()
@@ -315,7 +319,7 @@ def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     told = []
     monkeypatch.setattr(optimizer_coverage, "_emit", lambda *args: told.append(args[3]))
     monkeypatch.setattr(optimizer_coverage, "_watches", {})
-    monkeypatch.setattr(optimizers, "held", dict)
+    monkeypatch.setattr(optimizers, "parameters", dict)
     recorder = SimpleNamespace(step=0)
     module, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)

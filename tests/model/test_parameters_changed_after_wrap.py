@@ -42,7 +42,7 @@ def test_what_is_changed_later_in_the_same_way_is_told_too():
     (found,) = CHECK.examine(make_run({r: rank(*events) for r in (0, 1)}))
     assert found.subjects == both
     assert (found.steps.first, found.evidence["parameters"]) == (3, 3)
-    assert found.evidence["more at step"] == [6]
+    assert found.evidence["more changes at step"] == [6]
 
 
 def test_the_steps_that_follow_are_concerned_too():

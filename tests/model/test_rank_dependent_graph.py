@@ -85,13 +85,13 @@ def test_one_module_of_which_each_rank_uses_its_own_parameters():
         {"parameters": "lora.a", "class": "ParameterDict", "rank 0": "unused", "rank 1": "used"},
         {"parameters": "lora.b", "class": "ParameterDict", "rank 0": "used", "rank 1": "unused"},
     ]
-    assert (found.location.line, found.label) == (10, "takes no part in the loss on rank 0")
+    assert (found.location.line, found.label) == (10, "not used in the loss on rank 0")
 
 
 def test_what_no_rank_used_needs_the_same():
     (found,) = find({0: rank(unused([2, 3])), 1: rank(unused([2, 3, 4, 5]))})
     assert found.subjects == ("aux.weight", "aux.bias")
-    assert found.evidence["unused_on_all_ranks"] == "head"
+    assert found.evidence["unused on all ranks"] == "head"
 
 
 def test_with_the_option_it_is_a_note():
@@ -184,4 +184,4 @@ def test_the_last_step_that_was_looked_at_before_it(first, before):
     events = [unused([]), late, *steps(30), use(14, {4: 3, 5: 3})]
     used = rank(unused([]), *steps(30), use(14))
     (found,) = find({0: used, 1: rank(*events)})
-    assert found.evidence.get("last step looked at before") == before
+    assert found.evidence.get("last step examined before") == before

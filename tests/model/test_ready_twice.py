@@ -17,19 +17,19 @@ def twice(**more):
 
 
 @pytest.mark.parametrize(
-    ("facts", "label", "line"),
+    ("facts", "rule", "line"),
     [
-        ({"nested": 3, "find_unused": True, "checkpoint_site": 60}, "re-entrant checkpoint", 30),
-        ({"nested": 3}, "re-entrant checkpoint", 8),
-        ({"backwards": 1}, "second backward", 8),
-        ({"find_unused": True}, "used beside the forward", 8),
-        ({}, "used more than once", 8),
+        ({"nested": 3, "find_unused": True, "checkpoint_site": 60}, "reentrant-checkpoint", 30),
+        ({"nested": 3}, "reentrant-checkpoint", 8),
+        ({"backwards": 1}, "second-backward", 8),
+        ({"find_unused": True}, "used-outside-forward", 8),
+        ({}, "used-more-than-once", 8),
     ],
 )
-def test_the_cause(facts, label, line):
+def test_the_cause(facts, rule, line):
     made = site(60, "net.py", 30, "x = checkpoint(block, x, use_reentrant=True)")
     (found,) = CHECK.examine(make_run({r: rank(made, twice(**facts)) for r in (0, 1)}))
-    assert found.location.line == line
+    assert (found.rule, found.location.line) == (rule, line)
     assert found.subjects[0] == "head.bias"
 
 

@@ -44,12 +44,15 @@ def test_under_reentrant_checkpointing_the_other_option_alone_would_fail():
     event = broken("silent", silent=1, nested=3, checkpoint_site=51)
     (found,) = CHECK.examine(make_run({r: rank(event) for r in (0, 1)}))
     assert "checkpoints a part of it" in [r.label for r in found.related]
+    assert found.rule == "graph-changes"
     first = broken("asserted", unsynced=3, nested=3)
     (found,) = CHECK.examine(make_run({r: rank(first) for r in (0, 1)}))
+    assert found.rule == "no-sync-first"
 
 
 def test_accumulation_is_named_as_the_cause():
     (found,) = CHECK.examine(make_run({r: rank(broken("asserted", unsynced=3)) for r in (0, 1)}))
+    assert found.rule == "no-sync-first"
 
 
 def test_an_output_that_never_reaches_the_loss():

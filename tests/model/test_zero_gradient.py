@@ -125,6 +125,7 @@ def test_a_bias_whose_weight_has_a_gradient_cancels_out():
 
 def test_a_weight_beside_a_bias_with_a_gradient_is_not_the_whole_module():
     (found,) = CHECK.examine(both(zeros(indices=(4,), beside=(5,))))
+    assert found.rule == "zero-factor"
 
 
 def test_without_decay_nothing_is_lost():
@@ -134,6 +135,8 @@ def test_without_decay_nothing_is_lost():
 def test_the_cause_is_what_changes_them():
     moved = msgspec.structs.replace(zeros(decay=0.0), moved=(4, 5))
     (decayed,), (moved_by,) = CHECK.examine(both(zeros())), CHECK.examine(both(moved))
+    assert decayed.rule == "zero-factor"
+    assert moved_by.rule == "zero-factor"
 
 
 def test_too_few_steps():

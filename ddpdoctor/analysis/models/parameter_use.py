@@ -1,4 +1,4 @@
-"""Which parameters each rank used in which backward."""
+"""Which parameters each rank used in which backward, and where ranks differ."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from .wrapped_models import sets_of, skipped_of, steps_of, steps_taken, use_of, 
 
 
 def first_unused(rank: Rank, model: int) -> UnusedParameters | None:
+    """The first record of a backward with unused parameters."""
     return next((e for e in sets_of(rank, model) if e.indices), None)
 
 
 def state_at(rank: Rank, model: int, backward: int) -> UnusedParameters | None:
-    """The set that held at a backward, as far as the rank recorded it."""
+    """The set of unused parameters that applied at a backward: it is recorded when it changes."""
     known = [e for e in sets_of(rank, model) if e.backward <= backward]
     return known[-1] if known else None
 
 
 def used_all(rank: Rank, model: int, event: UnusedParameters) -> bool:
-    """Whether a rank certainly used every parameter in the backward of another rank's event."""
+    """Whether a rank is known to have used every parameter in the backward of another rank's
+    record `event`."""
     state = state_at(rank, model, event.backward)
     if state is None:
-        # It may hang in its first backward, of which the forward at least is on record.
+        # It may hang in its first backward, but its forward is on record.
         forward = [s for s in skipped_of(rank, model) if s.backward <= event.backward]
         return bool(forward) and not forward[-1].names and not sets_of(rank, model)
     if state.indices:
@@ -35,17 +37,20 @@ def used_all(rank: Rank, model: int, event: UnusedParameters) -> bool:
     use = use_of(rank, model)
     total = event.total if event.total >= 0 else event.step
     if use is not None and use.backwards >= event.backward:
-        # Which of the later ones are examined is the same on every rank: this one found nothing
-        # unused in any.
+        # Every rank examines the same backwards, and this one found nothing unused in any.
         never = not use.unused and not event.by_torch
         return never or event.backward <= ALWAYS_EXAMINED or steps_taken(rank) <= total
-    # It never came out of that backward, and DDP waits only where all gradients are ready.
+    # It never left that backward: DDP waits for other ranks only once all gradients are ready.
     return steps_taken(rank) <= total
 
 
 def differing(run: Run, model: int) -> tuple[Rank, UnusedParameters, dict[int, set[int]]] | None:
-    """The first backward in which ranks used different parameters: a rank that left some out, its
-    record, and what every rank that can be told left out."""
+    """The first backward in which ranks used different parameters, None where there is none.
+
+    Returns:
+        A rank with unused parameters, its record, and by rank the positions of unused parameters
+        (only ranks of which that is known).
+    """
     events = sorted(
         ((e.backward, r.rank, r, e) for r in run.ranks.values() for e in sets_of(r, model)),
         key=lambda row: row[:2],
@@ -68,8 +73,12 @@ def differing(run: Run, model: int) -> tuple[Rank, UnusedParameters, dict[int, s
 
 
 def steps_seen(unused: Iterable[tuple[Rank, Iterable[int]]], model: int) -> Steps | None:
-    """The steps in which ranks were seen to leave parameters of the model out, these among them if
-    given; and how many were looked at since the first of them, where not all were."""
+    """The examined steps in which ranks did not use some parameters of the model.
+
+    Args:
+        unused: ranks, each with the positions that have to be among the unused ones.
+        model: number of the model.
+    """
     looks = [look for rank, wanted in unused for look in _looks(rank, model, set(wanted))]
     found = Steps.of(step for step, left_out in looks if left_out)
     if found is None:
@@ -80,16 +89,16 @@ def steps_seen(unused: Iterable[tuple[Rank, Iterable[int]]], model: int) -> Step
 
 
 def seen_by(rank: Rank, model: int, event: UnusedParameters) -> dict[str, int]:
-    """The last step looked at before a record, as evidence: where steps lie between, the set may
-    have changed in one of them."""
+    """The last examined step before a record, as evidence, if others lie between: the set may have
+    changed in one of these."""
     before = [step for step, _ in _looks(rank, model, set()) if step < event.step]
     gap = bool(before) and before[-1] < event.step - 1
-    return {"last step looked at before": before[-1]} if gap else {}
+    return {"last step examined before": before[-1]} if gap else {}
 
 
 def _looks(rank: Rank, model: int, wanted: set[int]) -> Iterator[tuple[int, bool]]:
-    """The steps that were looked at since a set was recorded, and whether it has all of `wanted`
-    and is not empty (the set is recorded when it changes)."""
+    """The examined steps, and whether the set of unused parameters then had all of `wanted` and was
+    not empty."""
     changes, wrapped = sets_of(rank, model), wrap_of(rank, model)
     expected = [p for p in wrapped.parameters if p.trainable and not p.ignored] if wrapped else []
     last = max([steps_of(rank, model) - 1, *(c.step for c in changes)])

@@ -1,4 +1,4 @@
-"""Models that ranks wrap at one number, and that come from different lines."""
+"""Models that ranks wrap in the same position for one group, but that different lines made."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from ...run import Location, Rank
 from . import wrapped_models as models
 
 COMPREHENSION = re.compile(r"\S\s+for\b.+\bin\b")
+"""A line of source with a comprehension, which has no `for` statement around it."""
+
 FIX_ORDER = (
     "wrap the models in the same order on every rank: `for name in sorted(names)`, not over a "
     "`set` or a directory listing"
 )
 FIX_CHOICE = (
-    "let the same branches choose on every rank which model is built and wrapped next: what "
-    "decides on it must not be a rank's own"
+    "take the same branches on every rank when the model is built and wrapped: the condition must "
+    "not depend on the rank or its data"
 )
+
+SET_ORDER = "a `set` of strings has another order in each process"
 
 
 @dataclass(frozen=True)
 class WrapOrder:
-    """Two ranks' models of one number, made at different lines.
+    """Two ranks' models in the same position, made at different lines.
 
     Attributes:
-        permuted: each rank wraps the other's model later on.
-        loop: the line of the one loop in which both were wrapped, where there is one.
+        made: the lines that made them.
+        permuted: each rank wraps the other's model later.
+        loop: the line of the loop in which both were wrapped; None where there is none.
     """
 
     made: tuple[Location, Location]
@@ -35,21 +40,28 @@ class WrapOrder:
 
     @property
     def reordered(self) -> bool:
+        """Whether the order of wraps differs, for certain or most likely."""
         return self.permuted or self.loop is not None
+
+    @property
+    def rule(self) -> str:
+        """The rule of `model-mismatch`."""
+        if self.permuted:
+            return "wrap-order"
+        return "wrap-loop" if self.loop else "different-branches"
 
     @property
     def cause(self) -> str:
         if self.permuted:
             return (
-                "the same models are wrapped in another order (a `set` of strings has another one "
-                "in each process), and DDP knows them by their number alone: it sends and averages "
-                "one model into the other"
+                f"the ranks wrap the same models in another order ({SET_ORDER}), and DDP matches "
+                "models by position only, so it broadcasts and averages one into the other"
             )
         if self.loop:
             return (
-                "these are different models, made at different lines and wrapped in one loop: most "
-                "likely it goes through them in another order on each rank (a `set` of strings has "
-                "another one in each process), or what it builds depends on the rank"
+                "these are different models, made at different lines and wrapped in one loop. Most "
+                f"likely the loop has another order on each rank ({SET_ORDER}), or what it builds "
+                "depends on the rank"
             )
         return "these are different models, made at different lines: the ranks took other branches"
 
@@ -58,11 +70,13 @@ class WrapOrder:
         return FIX_ORDER if self.reordered else FIX_CHOICE
 
 
-def apart(one: tuple[Rank, Wrapped], other: tuple[Rank, Wrapped]) -> WrapOrder | None:
+def wrap_order(one: tuple[Rank, Wrapped], other: tuple[Rank, Wrapped]) -> WrapOrder | None:
+    """How two ranks' wraps in the same position differ; None where the same line made both models,
+    or a line is unknown."""
     here, there = _made(*one), _made(*other)
     if here is None or there is None or (here.file, here.line) == (there.file, there.line):
         return None
-    permuted = _look(*one) in _later(*other) and _look(*other) in _later(*one)
+    permuted = _identity(*one) in _later(*other) and _identity(*other) in _later(*one)
     ours, theirs = _loop(*one), _loop(*other)
     return WrapOrder((here, there), permuted, ours if ours == theirs else None)
 
@@ -72,24 +86,26 @@ def _made(rank: Rank, wrapped: Wrapped) -> Location | None:
     return rank.location(next((m.site for m in wrapped.modules if not m.name), -1))
 
 
-def _look(rank: Rank, wrapped: Wrapped) -> object:
+def _identity(rank: Rank, wrapped: Wrapped) -> object:
+    """What identifies a model across ranks: class, line and parameters."""
     made = _made(rank, wrapped)
     parameters = tuple(p.look for p in wrapped.parameters)
     return made and (wrapped.kind, made.file, made.line, parameters)
 
 
 def _later(rank: Rank, wrapped: Wrapped) -> list[object]:
-    """What the rank wrapped for the same group after that."""
+    """What identifies the models that the rank wrapped for the same group after this one."""
     group = models.members(rank, wrapped)
     return [
-        _look(rank, w)
+        _identity(rank, w)
         for w in rank.of(Wrapped)
         if w.model > wrapped.model and models.members(rank, w) == group
     ]
 
 
 def _loop(rank: Rank, wrapped: Wrapped) -> Location | None:
-    """The line that wraps, or the nearest that called it, which is in a loop over something."""
+    """The line that wraps the model, or the nearest caller, that is within a `for` loop; None where
+    there is none."""
     calls = [c for c in rank.of(CallSite) if c.line == wrapped.site >= 0]
     for place in calls[0].places if calls else ():
         spot = rank.location(place.site)

@@ -1,4 +1,4 @@
-"""What the checks of this family ask of wrapped models."""
+"""Wrapped models of a run: their parameters, the modules these belong to, and who holds them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from ...events import (
 from ...events.drift import UNHELD
 from ...events.pack import unpack
 from ...report.findings import Related
-from ...run import Location, Rank, Run, fold_ranks
+from ...run import Location, Rank, Run, whom
 
 NO_DDP = "no model was wrapped in DistributedDataParallel"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module with parameters that share a fate, and their positions in `Wrapped.parameters`.
+    """A module and those of its parameters that a finding is about.
 
     Attributes:
-        whole: none of the module's trainable parameters is left out.
+        module: its name, empty for the model itself; `kind` is its class.
+        positions: of the parameters, in `Wrapped.parameters`.
+        whole: these are all trainable parameters of the module.
     """
 
     module: str
@@ -39,6 +41,7 @@ class Part:
 
     @property
     def title(self) -> str:
+        """`body.head (Linear)`."""
         return f"{self.module or 'the model'} ({self.kind})" if self.kind else self.module
 
     def code(self, model: str) -> str:
@@ -48,7 +51,8 @@ class Part:
 
 
 def numbers(run: Run) -> list[int]:
-    """The models of a run; ranks number theirs alike where they wrap alike."""
+    """Numbers of the wrapped models of a run. A model has the same number on all ranks that wrap
+    models in the same order."""
     return sorted({w.model for r in run.ranks.values() for w in r.of(Wrapped)})
 
 
@@ -57,7 +61,8 @@ def wrap_of(rank: Rank, model: int) -> Wrapped | None:
 
 
 def names_in_code(rank: Rank, wrapped: Wrapped) -> tuple[str, str]:
-    """What the program calls the wrapper, and what it was given; else both are `model`."""
+    """Names in the program of the wrapper and of the model that it wraps; `model` where one is
+    unknown."""
     wrapper, inner = rank.names_of(wrapped)
     return wrapper or "model", inner or "model"
 
@@ -69,21 +74,23 @@ def members(rank: Rank, wrapped: Wrapped) -> tuple[str, tuple[int, ...]]:
 
 
 def sets_of(rank: Rank, model: int) -> list[UnusedParameters]:
-    """One for a backward: another one over the same forward may have brought what it left out."""
+    """Records of unused parameters, the last one of each backward: several backwards over one
+    forward may each bring a part of the gradients."""
     return list({e.backward: e for e in rank.of(UnusedParameters) if e.model == model}.values())
 
 
 def use_of(rank: Rank, model: int) -> ParameterUse | None:
+    """The last summary of which parameters the rank used."""
     return next((e for e in reversed(rank.of(ParameterUse)) if e.model == model), None)
 
 
 def skipped_of(rank: Rank, model: int) -> list[ModulesSkipped]:
+    """Records of modules that a forward did not call."""
     return [e for e in rank.of(ModulesSkipped) if e.model == model]
 
 
 def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
-    """Names of parameters that optimizers of other ranks of the model's group hold, and not only
-    held for a while."""
+    """Names of parameters that optimizers on other ranks of the model's group hold at the end."""
     return {
         name
         for other in run.ranks.values()
@@ -96,26 +103,26 @@ def held_by_others(run: Run, rank: Rank, model: int) -> set[str]:
 
 
 def _in_none(rank: Rank, model: int) -> set[str]:
-    """Names of parameters that no optimizer of a rank holds in the end."""
+    """Names of parameters that no optimizer of a rank holds at the end."""
     reported = [e for e in rank.of(Ownership) if e.model == model]
     return set(reported[-1].missing) if reported else set()
 
 
 def steps_of(rank: Rank, model: int) -> int:
-    """Steps of the optimizer of a model that took the most, or of any where none is known to hold
-    its parameters."""
+    """Steps of the model's optimizer, of the one with the most steps if there are several; of the
+    rank's busiest optimizer if none is known to hold the model's parameters."""
     own = (o.optimizer for o in rank.of(OptimizerSeen) if model in o.models)
     return max(map(rank.steps_of, own), default=0) or rank.steps
 
 
 def steps_taken(rank: Rank) -> int:
-    """Optimizer steps of all optimizers together."""
+    """Steps of all optimizers of a rank together."""
     return sum(e.count for e in rank.of(StepDone))
 
 
 def parts_of(wrapped: Wrapped, positions: Iterable[int]) -> list[Part]:
-    """The largest modules that hold nothing else than these parameters; a parameter that lies
-    beside used ones goes under the module that owns it."""
+    """The parameters at these positions by module: the largest modules that hold nothing else, and
+    for the rest the modules that own them."""
     chosen = set(positions)
     kinds = {m.name: m.kind for m in wrapped.modules}
     below: dict[str, set[int]] = {}
@@ -135,13 +142,14 @@ def parts_of(wrapped: Wrapped, positions: Iterable[int]) -> list[Part]:
 
 
 def _owners(parameter: str) -> list[str]:
-    """`a.b` and all above it for `a.b.weight`, outermost (the empty name) first."""
+    """Names of the modules around a parameter, outermost first: ``, `a` and `a.b` for
+    `a.b.weight`."""
     words = parameter.split(".")[:-1]
     return [".".join(words[:n]) for n in range(len(words) + 1)]
 
 
 def made_at(rank: Rank, wrapped: Wrapped, part: Part) -> Location | None:
-    """The line that made a part, or the nearest thing around it with a known line."""
+    """The line that made a part, or else the nearest module around it with a known line."""
     if not part.whole:
         for i in part.positions:
             if (spot := rank.location(wrapped.parameters[i].site)) is not None:
@@ -156,7 +164,7 @@ def made_at(rank: Rank, wrapped: Wrapped, part: Part) -> Location | None:
 
 
 def branch_of(event: UnusedParameters, part: Part) -> int:
-    """The `if` in the user's forward that leaves a part out, -1 where none was found."""
+    """Site of the `if` in the user's forward that skips a part, -1 where none was found."""
     for name, site in event.branches.items():
         around, inside = f"{part.module}.".startswith(f"{name}."), name.startswith(part.module)
         if around or inside:
@@ -165,18 +173,17 @@ def branch_of(event: UnusedParameters, part: Part) -> int:
 
 
 def names_of(wrapped: Wrapped, positions: Iterable[int]) -> tuple[str, ...]:
+    """Names of the parameters at these positions."""
     return tuple(wrapped.parameters[i].name for i in positions if i < len(wrapped.parameters))
 
 
 def on_ranks(run: Run, ranks: Iterable[int]) -> str:
     """`on all 4 ranks`, `on rank 1`, `on ranks 0-2`."""
-    listed = sorted(set(ranks))
-    if len(listed) == run.world_size:
-        return f"on all {len(listed)} ranks"
-    return f"on rank{'s' if len(listed) > 1 else ''} {fold_ranks(listed)}"
+    return f"on {whom(ranks, run.world_size)}"
 
 
 def related(rank: Rank, places: Iterable[tuple[str, int]]) -> tuple[Related, ...]:
+    """Related lines from pairs of label and site, without those of unknown lines."""
     return tuple(_known(rank, places))
 
 
