@@ -112,7 +112,7 @@ class GradientDrift(Check):
 def _brought(mine: Finding, other: Finding) -> bool:
     """Whether NaN or infinity came with gradients that the same ranks modified, and only these
     ranks have it: DDP's average would have spread it to all."""
-    if other.evidence.get("brought by a gradient of step", "") == "" or other.steps is None:
+    if other.rule != "gradient-of-earlier-step" or other.steps is None:
         return False
     ranks = mine.evidence.get(MODIFIED_ON)
     within = mine.steps is None or mine.steps.first <= other.steps.first <= mine.steps.last

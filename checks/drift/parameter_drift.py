@@ -156,8 +156,7 @@ class ParameterDrift(Check):
         if other.check == "hyperparameter-skew" and with_it:
             return state_loading.of_the_same(mine, other)
         if other.check == "sampler-seed-skew":  # the epoch was loaded with the weights
-            some_load = mine.rule == state_loading.LOAD_ON_SOME
-            return some_load and bool(other.evidence.get("each rank set its epoch"))
+            return (mine.rule, other.rule) == (state_loading.LOAD_ON_SOME, "different-epochs")
         return other.check in ("buffer-drift", "optimizer-state-drift") and other.at >= mine.at
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
@@ -198,7 +197,7 @@ class ParameterDrift(Check):
         if taken:
             summary = (
                 f"{who} took {taken[ranks[0]]} optimizer steps of {kind} in {least} synchronised "
-                f"backwards, the other ranks {max(taken.values())}"
+                f"backwards, the other ranks took {max(taken.values())}"
             )
         else:
             summary = (

@@ -20,7 +20,7 @@ UNEVEN_JOIN = "uneven-join"
 UNKNOWN_RULES = {UNKNOWN: "the copies differ, and nothing that was recorded explains it"}
 """For the `rules` of a check that reports causes of `unknown`."""
 
-SAME_EVERYWHERE = "do it on every rank with the same values, or on none"
+SAME_EVERYWHERE = "make the same modification on every rank, or on none"
 
 EXAMINE_EVERY_STEP = (
     "rerun with `--every 1`: every step is then examined, and on the CPU a manual modification is "

@@ -168,9 +168,9 @@ def _under_way(group: Replicas, number: int, event: Loaded) -> bool:
 
 def _fix(what: str, under_way: bool, beside: bool = False) -> str:
     if what == "weights":
-        fix = "load on every rank, or "
+        fix = "load the same weights on every rank, or "
         if under_way:
-            fix += "into a copy of the model if only one rank needs the weights (to evaluate)"
+            fix += "into a copy of the model if only one rank needs them (to evaluate)"
         else:
             fix += "before `DistributedDataParallel(...)`, which broadcasts rank 0's parameters"
         return fix + "; load the optimizer's state on every rank: DDP never copies it" * beside
