@@ -1,14 +1,13 @@
-"""Inside a rank: sees what the training program does and records it.
+"""The probe: runs inside every rank, wraps torch and records events.
 
-Imported by the shim, or by the decorator.
-
-Nothing here may change the run: no collective, no random number, no device synchronisation,
-nothing attached to the user's objects, and every failure is caught where it happens.
+Imported by the import shim that the launcher installs, or by the decorator. Nothing here may change
+the run: no collective, no random number, no device synchronisation, nothing attached to the user's
+objects, and every failure of the probe is caught where it happens.
 """
 
 from __future__ import annotations
 
-from .recording import startup_cost  # first: it takes the time of what follows
+from .recording import startup_cost  # first: its clock starts on import and times the rest
 
 # isort: split
 from .bootstrap.activation import (

@@ -1,4 +1,7 @@
-"""When this process becomes a rank, and what is then watched."""
+"""When a process becomes a rank: opens its record and has torch wrapped.
+
+A launcher's environment, `init_process_group`, or the first optimizer step can make it one.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,10 @@ from . import install
 from .install import Missing
 
 Place = tuple[Path, dict[str, Any]]
-"""The run folder and what was asked of the probe."""
+"""The run folder, and the options of the probe."""
 
 Opener = Callable[[int, int], "Place | None"]
-"""(rank, world size) to the place to record in; -1 where unknown."""
+"""Called with (rank, world size), -1 if unknown; returns where to record, None for nowhere."""
 
 
 class _State:
@@ -42,26 +45,27 @@ class _State:
     opener: Opener | None = None
     missing: list[Missing] = []
     becoming = threading.RLock()
-    """Held while this process becomes a rank: threads that are ranks come at once."""
+    """Locked while this process becomes a rank: with threads as ranks several arrive at once."""
 
 
 _state = _State()
 
 
 def _forked() -> None:
-    _state.becoming = threading.RLock()  # another thread of the parent's may hold that one
+    # A thread of the parent may have owned the lock at the fork: in the child nobody releases it.
+    _state.becoming = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def rank_started() -> None:
-    """This process was started by a launcher as a rank (its environment says so)."""
+    """Start recording in a process that a launcher started as a rank (RANK is set)."""
     _become(number_in_environment("RANK"), number_in_environment("WORLD_SIZE"))
 
 
 def torch_loaded() -> None:
-    """torch was imported, here or before: wrap what the probe looks at."""
+    """Wrap torch, once; call it as soon as torch has been imported."""
     if _state.patched:
         return
     _state.patched = True
@@ -77,13 +81,15 @@ def torch_loaded() -> None:
 
 
 def wait_for_torch() -> Finder:
-    """Have torch watched once it is imported, whatever way; the finder that waits for it."""
+    """Wrap torch when the program imports it; returns the import finder that waits for it."""
     return wait_for("torch", lambda _: torch_loaded(), lambda _: torch_found())
 
 
 def torch_found() -> None:
-    """torch was imported without our knowledge: names of it may have been copied, and groups and
-    models may exist."""
+    """Wrap torch after the program has begun to use it.
+
+    Other modules may hold copies of its functions; process groups and models may exist.
+    """
     if _state.patched:
         return
     dist: Any = sys.modules.get("torch.distributed")
@@ -96,21 +102,19 @@ def torch_found() -> None:
 
 
 def watch_here(opener: Opener) -> None:
-    """Watch this process from now on, without a launcher of ours around it.
-
-    torch is imported already, and names of it may have been copied into other modules.
+    """Watch this process from now on, without `ddpdoctor run` around it.
 
     Args:
-        opener: asked for the place to record in once this process is known to be a rank.
+        opener: asked where to record once this process is known to be a rank.
     """
     _state.opener = opener
     if not _state.patched:
         torch_loaded()
-        patching.replace_copies()
+        patching.replace_copies()  # torch is imported already: `from torch import x` made copies
 
 
 def become_rank(rank: int, world_size: int) -> None:
-    """Start to record, if this process does not yet; groups and models may exist already."""
+    """Start recording unless this process does already; groups and models may exist."""
     if current_recorder() is not None:
         return
     ensure_rank(rank, world_size, None)
@@ -118,7 +122,7 @@ def become_rank(rank: int, world_size: int) -> None:
 
 
 def _adopt() -> None:
-    """Take up the groups and models that were made before they were watched."""
+    """Record the process groups and models made before torch was wrapped."""
     from ..collectives import process_groups
     from ..training import forwards
 
@@ -127,14 +131,14 @@ def _adopt() -> None:
 
 
 def become_rank_by_training() -> None:
-    """Start to record, as the only rank, at an optimizer step that comes before a group does."""
+    """Start recording as the only rank if an optimizer steps before a process group exists."""
     from ..training import optimizers
 
     optimizers.at_first_step(lambda: become_rank(0, 1))
 
 
 def leave(error: BaseException | None, trace: TracebackType | None) -> None:
-    """Say that this rank is done, or what ended it, and record no more."""
+    """Record that this rank is done, or the error that ended it, and stop recording."""
     if isinstance(error, SystemExit):
         exits.note_exit(error, trace)
     elif error is not None:
@@ -144,7 +148,7 @@ def leave(error: BaseException | None, trace: TracebackType | None) -> None:
 
 
 def uninstall() -> None:
-    """Take every patch back and stop recording."""
+    """Restore torch and stop recording."""
     patching.restore()
     _state.patched, _state.opener = False, None
     exits.uninstall()
@@ -152,7 +156,12 @@ def uninstall() -> None:
 
 
 def ensure_rank(rank: int, world_size: int, init_method: str | None) -> None:
-    """`init_process_group` was entered: whoever calls it is a rank."""
+    """Start recording in a process that calls `init_process_group`: that makes it a rank.
+
+    Args:
+        rank, world_size: -1 if not passed; then taken from the query of `init_method`
+            (`tcp://host:port?rank=0&world_size=2`), or from the environment.
+    """
     if current_recorder() is not None:
         return
     query = parse_qs(urlsplit(init_method or "").query)
@@ -199,7 +208,7 @@ def _begin_record(rank: int, world_size: int, place: Place) -> None:
     stem = rank_stem(max(rank, 0), world_size)
     try:
         writer = EventWriter(directory / f"{stem}.jsonl", directory / f"{stem}.log")
-    except FileExistsError:  # another process claims this rank: keep both stories
+    except FileExistsError:  # another process claims this rank: keep the records of both
         stem = f"{stem}.pid-{os.getpid()}"
         writer = EventWriter(directory / f"{stem}.jsonl", directory / f"{stem}.log")
     new = Recorder(writer, directory, stem, options)
@@ -228,7 +237,7 @@ def _begin_record(rank: int, world_size: int, place: Place) -> None:
 
 
 def _emit_missing(recorder: Recorder) -> None:
-    """Parts of the probe that could not be put in place, maybe before this was a rank."""
+    """Record the parts that failed to install: that may have been before there was a recorder."""
     for part, error, lost in _state.missing:
         recorder.trouble(part, error, lost)
 

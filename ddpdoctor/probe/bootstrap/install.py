@@ -1,4 +1,4 @@
-"""Puts every watcher in place. Each watches one thing and lives in a module of its own."""
+"""The list of all modules that wrap torch, and the order in which they are installed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ..recording import hooks
 
 Activate = Callable[[int, int, str | None], None]
-"""(rank, world size, init method) as given to `init_process_group`, -1 where left out."""
+"""Called with (rank, world size, init method) of `init_process_group`; -1 for what is left out."""
 
 Missing = tuple[str, Exception, str]
-"""A part that could not be put in place, why, and what is not observed without it."""
+"""A module that failed to install, the error, and what is not observed without it."""
 
 PARTS = (
-    # What brackets training, before those that subscribe to it: a hook calls its subscribers in
-    # the order in which they came.
+    # Modules that fire the hooks of training come before the watchers that subscribe to these:
+    # a hook calls its subscribers in the order of subscription.
     "collectives.process_groups",
     "training.optimizer_models",  # fills `Step.holdings`, which the watchers of a step read
     "training.module_origins",
@@ -36,7 +36,8 @@ PARTS = (
     "recording.debug_level",
     "watchers.timing.ddp_timing",
     "watchers.graph.unused_parameters",
-    # Calls are recorded from here on: what the above ask of torch is none of the program's.
+    # Calls are recorded from here on: collectives that torch makes for the modules above are not
+    # calls of the program.
     "collectives.collectives",
     "training.ddp_collectives",
     "watchers.timing.idle_time",
@@ -44,11 +45,11 @@ PARTS = (
     "watchers.graph.unused_search_cost",
     "watchers.process.program_info",
     "watchers.process.no_process_group",
-    # Digests come before the watchers that compare with them.
+    # Digests of a step are taken before the watchers that compare with them run.
     "watchers.gradients.replica_digests",
     "watchers.graph.late_buffers",
     "watchers.gradients.evaluation",
-    # Whether gradients were synchronised, before those that ask `gradient_sync` about it.
+    # `gradient_sync` decides whether gradients were synchronised; those below ask it.
     "watchers.gradients.gradient_sync",
     "watchers.gradients.manual_edits",
     "watchers.gradients.edits_after_wrap",
@@ -59,7 +60,7 @@ PARTS = (
     "watchers.gradients.step_in_backward",
     "watchers.graph.fsdp_no_sync",
     "watchers.gradients.hyperparameters",
-    # What the program exchanges itself, before those that ask `exchanges` about it.
+    # `exchanges` records what the program exchanges itself; those below ask it.
     "watchers.manual_sync.exchanges",
     "watchers.manual_sync.unused_allreduce",
     "watchers.manual_sync.pending_works",
@@ -76,8 +77,8 @@ PARTS = (
     "watchers.process.sent_signals",
     "watchers.gradients.zero_gradients",
 )
-"""The modules that wrap torch, in order; each has `install()` and `LOST`, what is not observed
-without it. A new watcher is a line here."""
+"""The modules that wrap torch, in order. Each has `install()` and `LOST`, which says what is not
+observed if it fails. A new watcher is a line here."""
 
 
 def _part(name: str) -> Any:
@@ -85,7 +86,14 @@ def _part(name: str) -> Any:
 
 
 def install(activate: Activate) -> list[Missing]:
-    """Wrap torch; call once, right after torch was imported. What could not be put in place."""
+    """Wrap torch; call once, right after torch was imported.
+
+    Args:
+        activate: called at the start of `init_process_group`, before it can block.
+
+    Returns:
+        The modules that failed to install.
+    """
     hooks.forget()
     _part("training.steady_state").forget()
     missing: list[Missing] = []
@@ -93,7 +101,7 @@ def install(activate: Activate) -> list[Missing]:
         part = _part(name)
         try:
             part.install()
-        except Exception as error:  # this torch lacks something: the other parts still work
+        except Exception as error:  # this version of torch lacks something: go on without
             missing.append((part.__name__, error, part.LOST))
     _part("watchers.process.exits").listen()
     for name in (

@@ -1,4 +1,5 @@
-"""Which line of the user's code is executing."""
+"""Which line of the user's code is executing: tells the user's files from those of libraries, and
+numbers their lines (*sites*)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ OWN, LIBRARY, USER = "own", "library", "user"
 
 
 def classify(file: str) -> str:
-    """`own` (the doctor, torch, the standard library), `library` (installed by pip) or `user`."""
+    """Which of `OWN` (doctor, torch, standard library), `LIBRARY` (pip) or `USER` a file is."""
     if file.startswith("<"):
         return OWN
     path = os.path.abspath(os.path.join(_START, file))
@@ -43,7 +44,7 @@ def classify(file: str) -> str:
 
 
 def _installed(path: str) -> bool:
-    """Whether pip put it into a folder of `PYTHONPATH` (`pip install --target`)."""
+    """Whether pip installed a file into a folder of `PYTHONPATH` (`pip install --target`)."""
     for folder in sys.path[1:]:
         inside = os.path.join(folder, "")
         if folder and path.startswith(inside) and folder != _START:
@@ -53,7 +54,7 @@ def _installed(path: str) -> bool:
 
 @cache
 def _packages(folder: str) -> frozenset[str]:
-    """What pip has installed into a folder, by its own records."""
+    """Top-level names that pip installed into a folder, by the RECORD files there."""
     found: set[str] = set()
     for record in glob.iglob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
         with contextlib.suppress(OSError, ValueError), open(record, encoding="utf-8") as file:
@@ -62,32 +63,33 @@ def _packages(folder: str) -> frozenset[str]:
 
 
 class Sites:
-    """Numbers for lines of code; a line is recorded when it is met first.
+    """Numbers lines of code (*sites*); emits a `Site` the first time a line is met.
 
     Attributes:
-        kinds: what sort of code a file has, as far as it was asked.
+        kinds: `classify` of the files that were met, by name.
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self._emit = emit
-        # By strings: their hashes are kept, those of code objects are computed each time.
+        # Keyed by strings, which cache their hashes: code objects compute theirs each time.
         self.kinds: dict[str, str] = {}
         self._numbers: dict[tuple[str, int, str], int] = {}
-        # By identity and instruction: to find out the line takes longer than all else. The code
-        # objects are kept, so that an identity means one of them.
+        # Keyed by id(code) and instruction, since `f_lineno` costs more than all the rest. The
+        # code objects are kept alive, so that an id is not reused.
         self._instructions: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self._by_place: dict[tuple[str, int, str], int] = {}
         self._callers: dict[str, tuple[int, CodeType, int, int]] = {}
 
     def here(self) -> int:
-        """The innermost line of the user's; failing that, of a library that is not torch."""
+        """The site of the innermost line of the user's code, or else of a library's."""
         return self.of(sys._getframe(1))
 
     def caller(self, hook: str) -> tuple[FrameType | None, int]:
-        """The user's frame that is in a hook, as `user_frame` finds it, and the number of its line.
+        """The frame of the user's code that called into a hook (None if there is none), and its
+        site.
 
-        Most often it is as far away as the last time that this hook asked, at the same instruction:
-        then no frame between is looked at.
+        Usually it is at the depth and instruction of the last call for this hook; then the frames
+        in between are not looked at.
         """
         known = self._callers.get(hook)
         if known is not None:
@@ -109,10 +111,11 @@ class Sites:
         return found, number
 
     def of(self, frame: FrameType | None) -> int:
+        """The site of the innermost line of the user's code at or above a frame."""
         return self.at(self.user_frame(frame))
 
     def at(self, frame: FrameType | None) -> int:
-        """The number of the line that a frame is executing, -1 for None."""
+        """The site of the line that a frame is executing, -1 for None."""
         if frame is None:
             return -1
         code = frame.f_code
@@ -123,7 +126,7 @@ class Sites:
         return known[0]
 
     def user_frame(self, frame: FrameType | None) -> FrameType | None:
-        """The innermost frame of the user's at or above `frame`, or else of a library."""
+        """The innermost frame of the user's code at or above `frame`, or else of a library."""
         library = None
         kinds = self.kinds
         while frame is not None:
@@ -136,7 +139,8 @@ class Sites:
         return library
 
     def callers(self, most: int = 3) -> tuple[int, ...]:
-        """The user's lines that led to the innermost one, the nearest first."""
+        """Sites of up to `most` lines of the user's that called the innermost one, nearest
+        first."""
         found: list[int] = []
         frame = self.user_frame(sys._getframe(1))
         while frame is not None and (frame := frame.f_back) is not None and len(found) < most:
@@ -145,11 +149,11 @@ class Sites:
         return tuple(found)
 
     def kind(self, code: CodeType) -> str:
-        """What sort of code this is (see `classify`)."""
+        """`classify` of the file that a code object comes from, cached."""
         return self.kind_of(code.co_filename)
 
     def kind_of(self, file: str) -> str:
-        """What sort of code a file has."""
+        """`classify` of a file, cached."""
         try:
             return self.kinds[file]
         except KeyError:
@@ -157,6 +161,7 @@ class Sites:
             return kind
 
     def number(self, code: CodeType, line: int) -> int:
+        """The site of a line of a function."""
         key = (code.co_filename, line, code.co_name)
         try:
             return self._numbers[key]
@@ -165,14 +170,14 @@ class Sites:
             return number
 
     def line(self, number: int, code: CodeType) -> int:
-        """The line of a number, -1 where it is none of a function."""
+        """The line of a site; -1 if the site is not in that function."""
         path = os.path.abspath(os.path.join(_START, code.co_filename))
         found = (p for p, n in self._by_place.items() if n == number)
         file, line, function = next(found, ("", -1, ""))
         return line if (file, function) == (path, code.co_name) else -1
 
     def place(self, file: str, line: int, function: str) -> int:
-        """The number of a line given by name."""
+        """The site of a line; emits it the first time."""
         path = os.path.abspath(os.path.join(_START, file))
         key = (path, line, function)
         if key not in self._by_place:
@@ -191,10 +196,11 @@ class Sites:
 
 
 MOST_FILES = 300
+"""Files of the program that are searched for a line: they are read from disk, in the run's time."""
 
 
 def own_files() -> list[str]:
-    """The user's own modules that are loaded."""
+    """The files of the loaded modules that are the user's, `MOST_FILES` at most."""
     libraries = (sys.base_prefix + os.sep + "lib", sys.prefix + os.sep + "lib")
     found: list[str] = []
     for module in list(sys.modules.values()):

@@ -1,5 +1,8 @@
-"""The debug level that the doctor sets is for torch's collectives and errors: torch's own Python
-code (FSDP) would print lines in every backward at it, which nobody asked for."""
+"""Hides the debug level that the doctor sets (TORCH_DISTRIBUTED_DEBUG=INFO) from torch's Python code.
+
+The level is for better errors from C++. FSDP would print lines in every backward at it, which the
+user did not ask for.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from .recorder import Recorder, current
 LOST = "what torch prints at the debug level that the doctor sets is not held back"
 
 PRINTS = ("torch.distributed.fsdp.", "torch.distributed.optim.")
-"""Packages that print and warn at the level INFO."""
+"""Packages of torch that print at the level INFO."""
 
 
 class _State:
     chosen = False
-    """The program has set a level."""
+    """The program has set a level itself: then torch may print."""
 
 
 _state = _State()

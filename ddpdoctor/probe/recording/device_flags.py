@@ -1,4 +1,4 @@
-"""Answers of a device that nobody waits for."""
+"""A boolean on a CUDA device, read without waiting for the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any
 
 
 class Flag:
-    """An answer that the device will give later."""
+    """A copy of a boolean tensor on its way from a device.
+
+    Args:
+        bad: a boolean tensor without dimensions, on a CUDA device.
+    """
 
     def __init__(self, bad: Any) -> None:
         import torch
@@ -17,4 +21,5 @@ class Flag:
         self._event.record(torch.cuda.current_stream(bad.device))
 
     def answer(self) -> bool | None:
+        """The value; None as long as the device has not computed it."""
         return bool(self._host.item()) if self._event.query() else None

@@ -1,4 +1,5 @@
-"""What of the environment and the command line may be recorded: what matters, without secrets."""
+"""The environment variables and the command line of a rank, as they are recorded: only what
+distributed training depends on, with secrets hidden."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launchers_environment() -> dict[str, str]:
-    """The environment, with who is which rank as the launcher said it, whatever the script has
-    made of that since. A forked process was told by its parent."""
+    """The environment, with RANK and the like as the launcher set them, even if the script has
+    changed them since."""
     now = dict(os.environ)
     if multiprocessing.parent_process() is not None:
-        return now
+        return now  # the launcher of a spawned process is its parent: what that set is in `now`
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         pairs = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0"))
         now |= {name: value for name, _, value in pairs if name in _LAUNCHERS}
@@ -36,7 +37,8 @@ def launchers_environment() -> dict[str, str]:
 
 
 def interesting_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that distributed training depends on; values of secrets are hidden."""
+    """The variables that distributed training depends on; secrets are hidden, values cut at 500
+    characters."""
     return {
         name: HIDDEN if _SECRET.search(name) else _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", value)[:500]
         for name, value in sorted(environment.items())
@@ -45,7 +47,7 @@ def interesting_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def visible_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
-    """A command line with the values of options that look secret hidden."""
+    """A command line, with the values of options that look like secrets hidden."""
     shown: list[str] = []
     hide_next = False
     for argument in arguments:
@@ -63,6 +65,7 @@ def visible_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def number_in_environment(name: str, default: int = -1) -> int:
+    """An environment variable as a number; the default if it is unset or no number."""
     try:
         return int(os.environ.get(name, ""))
     except ValueError:
@@ -73,11 +76,11 @@ _at_start: dict[str, str] = {}
 
 
 def note_environment() -> None:
-    """This process becomes a rank: remember what its environment says now."""
+    """Remember the environment of this process, which becomes a rank now."""
     _at_start.clear()
     _at_start.update(interesting_environment(launchers_environment()))
 
 
 def environment_at_start() -> dict[str, str]:
-    """What `RankStarted.environment` says."""
+    """The environment when this process became a rank, as in `RankStarted.environment`."""
     return dict(_at_start)

@@ -1,5 +1,5 @@
-"""Frames of the user's: wrappers are kept out of what is seen of a call (tracebacks, the places of
-warnings), and to look at variables leaves nothing behind."""
+"""Python frames: keeps the probe's wrappers out of tracebacks and warnings, and reads the variables
+of the user's frames without leaving anything on them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _disguised: dict[CodeType, CodeType] = {}
 
 
 def unframe(error: BaseException) -> None:
-    """Take the caller, a wrapper that is about to re-raise `error`, out of its traceback.
+    """Remove the caller, a wrapper about to re-raise `error`, from the traceback.
 
-    Python 3.10 re-raises with the traceback that it had, and the wrapper stays.
+    Has no effect on Python 3.10, which restores the traceback when it re-raises.
     """
     trace = error.__traceback__
     if trace is not None and trace.tb_frame is sys._getframe(1):
-        # Not by assignment: the user's class may be frozen.
+        # Not `error.__traceback__ = ...`: the user's class may be a frozen data class.
         BaseException.with_traceback(error, trace.tb_next)
 
 
 def disguise(wrapper: Any, original: Any) -> Any:
-    """Have `warnings` pass over a wrapper, so that `stacklevel` still means the user's line; it is
-    pickled, printed and inspected as the original.
+    """Make a wrapper look like the original to `pickle`, `inspect` and `warnings`; returns it.
 
-    Warnings pass over the frames of the import system, which they know by the names of their files.
+    `warnings` skips the frames of the import system, which it knows by the names of their files, so
+    the wrapper's code gets such a name: `stacklevel=2` in torch then still means the user's line.
     """
     wrapper.__annotations__ = {}
     functools.update_wrapper(wrapper, original)
-    with contextlib.suppress(TypeError, ValueError):  # what C++ has made may have none
+    with contextlib.suppress(TypeError, ValueError):  # functions from C++ may have none
         wrapper.__signature__ = inspect.signature(original)
     code = wrapper.__code__
     if code not in _disguised:
@@ -45,10 +45,11 @@ def disguise(wrapper: Any, original: Any) -> Any:
 
 
 def named(original: Any, name: str) -> Any:
-    """A method of a C++ class, for a wrapper to call.
+    """A method of a C++ class as a Python function of that name, for a wrapper to call.
 
-    Where a class of the user's derives from that class without a method of that name, C++ takes
-    the wrapper for one and calls it, unless the call comes from a method of that name.
+    pybind11 looks for a Python override in classes derived from the C++ class, takes the wrapper
+    for one, and would call it again without end. It does not if the calling function has the
+    method's name.
     """
 
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -63,8 +64,11 @@ def named(original: Any, name: str) -> Any:
 
 
 def out_of_reach(code: CodeType) -> bool:
-    """Whether the function calls `locals()`: before Python 3.13 that is the dictionary which its
-    frame keeps, and looking at it changes it under the program's hands."""
+    """Whether a function calls `locals()`, so that its variables must not be read.
+
+    Before Python 3.13 `locals()` returns the one dictionary that its frame keeps, and reading
+    `f_locals` updates it while the program uses it.
+    """
     if sys.version_info >= (3, 13) or "locals" not in code.co_names:
         return False
     return any(
@@ -74,25 +78,22 @@ def out_of_reach(code: CodeType) -> bool:
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a running frame; none where they are out of reach.
-
-    Before Python 3.13 a frame keeps the dictionary that is made of them, and with it whatever they
-    were.
-    """
+    """The variables of a running frame; empty if they are `out_of_reach`."""
     code = frame.f_code
     if sys.version_info >= (3, 13) or not code.co_flags & CO_OPTIMIZED:
         return dict(frame.f_locals)
     if out_of_reach(code):
         return {}
+    # Before Python 3.13 the frame keeps this dictionary, and would keep alive what is in it.
     kept = frame.f_locals
     found = dict(kept)
-    if sys.gettrace() is None:  # else it is written back after the tracing function
+    if sys.gettrace() is None:  # after a trace function the dictionary is written back to the frame
         kept.clear()
     return found
 
 
 def updates_statistics() -> bool:
-    """Whether torch's `update_bn` is running in this thread."""
+    """Whether `torch.optim.swa_utils.update_bn` is running in this thread."""
     module = sys.modules.get("torch.optim.swa_utils")
     code = inspect.unwrap(module.update_bn).__code__ if module is not None else None
     frame: FrameType | None = sys._getframe(1)

@@ -1,6 +1,6 @@
-"""Hooks: moments of a run that several watchers care about, and the callbacks for each.
+"""Hooks: moments of a run that watchers subscribe to.
 
-A watcher whose callback fails is counted and switched off on its own.
+The failure of one callback is recorded and, if it keeps failing, switches off that callback alone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _every: list[Hook[Any]] = []
 
 
 class Subscription(Generic[M]):
-    """A callback of a moment. One that waits for nothing now can rest: it then costs nothing.
+    """One callback of a hook. While disabled it costs nothing.
 
     Attributes:
-        part: how its failures are told; `lost` is what they lose.
-        fast_path: it is told of fast_path steps too (see `fast_path`).
-        given_up: it failed too often, and rests for ever.
+        part: its name in records of failures; `lost` is what is not observed if it fails.
+        fast_path: it is also called in steps that take the fast path (see `SteadyState`).
+        given_up: it failed too often and cannot be enabled again.
     """
 
     __slots__ = ("_hook", "callback", "enabled", "fast_path", "given_up", "lost", "part")
@@ -39,33 +39,34 @@ class Subscription(Generic[M]):
         self.enabled = enabled
         self.given_up = False
 
-    def enable(self, enabled: bool = True) -> None:
-        """Have the callback called from the next such moment on."""
-        if self.enabled is not enabled and not self.given_up:
-            self.enabled = enabled
+    def enable(self, on: bool = True) -> None:
+        """Have the callback called from the next firing of the hook on."""
+        if self.enabled is not on and not self.given_up:
+            self.enabled = on
             self._hook.update()
 
     def disable(self) -> None:
-        """Have it called no more, until it is woken."""
+        """Stop calling the callback until it is enabled again."""
         self.enable(False)
 
 
 class Subscriptions(list[Subscription[Any]]):
-    """Some that wake and rest together."""
+    """Subscriptions that are enabled and disabled together."""
 
-    def enable(self, enabled: bool = True) -> None:
+    def enable(self, on: bool = True) -> None:
         for one in self:
-            one.enable(enabled)
+            one.enable(on)
 
     def disable(self) -> None:
         self.enable(False)
 
 
 class Hook(Generic[M]):
-    """A kind of moment: callbacks, called in the order they subscribed.
+    """A moment of a run; calls its callbacks in the order of subscription.
 
     Attributes:
-        on_fast_path: those to be told of it in a fast_path step.
+        on_fast_path: the enabled subscriptions that are also called in a step on the fast path.
+            Callers test whether it is empty before they do anything for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,19 +84,26 @@ class Hook(Generic[M]):
         lost: str = "",
         enabled: bool = True,
     ) -> Subscription[M]:
-        """Have `callback(recorder, moment)` called, in fast_path steps only if `fast_path`; `lost`
-        says what its failure loses."""
+        """Have `callback(recorder, moment)` called when the hook fires.
+
+        Args:
+            fast_path: call it also in steps that take the fast path.
+            lost: what is not observed if it fails, for the report.
+            enabled: call it from now on; else once `enable` was called.
+        """
         new = Subscription(self, callback, fast_path, lost, enabled)
         self._every.append(new)
         self.update()
         return new
 
     def update(self) -> None:
-        """Some of the subscriptions went to rest or woke up."""
-        self._enabled = [one for one in self._every if one.enabled]  # a new list: `happens` may run
+        """Collect the enabled subscriptions again after one was enabled or disabled."""
+        # New lists: `fire` may be iterating over the old ones.
+        self._enabled = [one for one in self._every if one.enabled]
         self.on_fast_path = [one for one in self._enabled if one.fast_path]
 
     def fire(self, recorder: Recorder, moment: M) -> None:
+        """Call every enabled callback."""
         for one in self._enabled:
             try:
                 one.callback(recorder, moment)
@@ -103,7 +111,7 @@ class Hook(Generic[M]):
                 self._failed(recorder, one, error)
 
     def fire_fast(self, recorder: Recorder, moment: M) -> None:
-        """It happens in a fast_path step."""
+        """Call the enabled callbacks that also want steps on the fast path."""
         for one in self.on_fast_path:
             try:
                 one.callback(recorder, moment)
@@ -121,13 +129,13 @@ class Hook(Generic[M]):
 
 
 handled: Hook[BaseException] = Hook("handled")
-"""A handler of the user's logs or prints what it caught."""
+"""An exception handler of the program logs or prints the exception that it caught."""
 
 leaving: Hook[None] = Hook("leaving")
-"""The interpreter is about to leave; the last chance to record."""
+"""The interpreter is about to exit: the last chance to record."""
 
 
 def forget() -> None:
-    """Drop every subscription."""
+    """Remove every subscription of every hook."""
     for moment in _every:
         moment.clear()

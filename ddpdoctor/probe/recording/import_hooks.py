@@ -1,9 +1,8 @@
-"""Modules that are to be watched if the program imports them at all.
+"""Calls functions of the probe once the program imports a module, without importing it itself.
 
-To be asked for a module is not to import it (`importlib.util.find_spec("torch")` only asks), so a
-module is awaited until its code has run, however often it is asked for, and in whatever thread.
-Another finder, put before this one, may import it unasked: that is noticed at the next question
-about any other module.
+A module that is looked up need not be imported (`importlib.util.find_spec("torch")`), so a module
+is awaited until its code has run, however often it is looked up, and in whatever thread. If another
+finder, put before ours, imports it, that is noticed when the next module is looked up.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ Work = Callable[[Any], None]
 
 
 class Awaited(NamedTuple):
-    """What to do once a module has been imported. Neither may raise.
+    """What to call once a module has been imported. Neither may raise.
 
     Attributes:
-        work: called in the import, before the program has seen the module.
-        late: called instead where the program may have used the module already.
+        work: called with the module within the import, before the program has it.
+        late: called instead if the program may have used the module already.
     """
 
     work: Work
@@ -35,7 +34,12 @@ class Awaited(NamedTuple):
 
 
 class Finder:
-    """Finds nothing itself; wraps the loader of what the other finders find."""
+    """An import finder that finds nothing itself: it wraps the loaders that other finders find.
+
+    Attributes:
+        awaited: what to call, by name of the module.
+        running: modules whose code is running.
+    """
 
     def __init__(self) -> None:
         self.awaited: dict[str, Awaited] = {}
@@ -43,11 +47,12 @@ class Finder:
         self._asked = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        # What fails in us must not fail in the program's import; what fails in others must.
+        """See `importlib.abc.MetaPathFinder`."""
+        # Our own failures must not break the program's import; those of other finders must.
         try:
             asking = self._asking
             self._catch_up()
-            if name not in self.awaited or name in asking:  # that thread asks on our behalf
+            if name not in self.awaited or name in asking:  # this look-up is our own, see below
                 return None
             asking.add(name)
         except Exception as error:
@@ -68,7 +73,7 @@ class Finder:
 
     @property
     def _asking(self) -> set[str]:
-        """The modules that this thread asks the other finders for."""
+        """The modules that this finder is looking up itself in this thread."""
         try:
             return self._asked.names
         except AttributeError:
@@ -76,8 +81,8 @@ class Finder:
             return self._asked.names
 
     def _wrap(self, name: str, loader: Any) -> None:
-        """Have the module's code run by us. Where a loader cannot be changed, or is a class that
-        loads other modules too, the module is noticed later."""
+        """Replace the loader's `exec_module`, unless the loader is a class, which loads other
+        modules too, or cannot be changed: then `_catch_up` notices the module later."""
         run = getattr(loader, "exec_module", None)
         if run is None or isinstance(loader, type) or isinstance(run, _Execution):
             return
@@ -87,25 +92,25 @@ class Finder:
             return
 
     def imported(self, name: str, module: Any, *, late: bool = False) -> None:
-        """A module's code has run."""
+        """Call what waits for a module whose code has run."""
         if (awaited := self.awaited.pop(name, None)) is not None:
             (awaited.late if late else awaited.work)(module)
 
     def _catch_up(self) -> None:
-        """Look for modules that were imported without our knowledge."""
+        """Find awaited modules that were imported past this finder."""
         for name in list(self.awaited):
             if name in sys.modules and name not in self.running and is_loaded(name):
                 self.imported(name, sys.modules[name], late=True)
 
 
 class _Execution:
-    """`exec_module` of one module's loader; a loader that serves several modules keeps it."""
+    """Replaces `exec_module` of a loader, which may be used for other modules too."""
 
     def __init__(self, finder: Finder, name: str, run: Callable[[Any], None]) -> None:
         self._finder, self._name, self._run = finder, name, run
 
     def __call__(self, module: Any) -> None:
-        # `vars`: to ask a lazy module for an attribute would be to import it.
+        # `vars`, since access to an attribute would import a lazy module.
         spec = vars(module).get("__spec__")
         if getattr(spec, "name", "") != self._name:
             self._run(module)
@@ -126,8 +131,7 @@ class _Execution:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether a module's code has run to its end; never by asking a lazy module, which would then
-    be imported."""
+    """Whether a module's code has run to its end. Does not import lazy modules."""
     module: Any = sys.modules.get(name)
     if not isinstance(module, ModuleType) or is_lazy(module):
         return False
@@ -138,10 +142,10 @@ _finder = Finder()
 
 
 def when_imported(name: str, work: Work, *, lost: str) -> None:
-    """Call `work(module)` right after that module is imported, or now where it has been.
+    """Call `work(module)` right after that module is imported, or now if it was.
 
     Args:
-        lost: what is not observed when `work` fails.
+        lost: what is not observed if `work` fails, for the report.
     """
     if is_loaded(name):
         work(sys.modules[name])
@@ -154,27 +158,29 @@ def when_imported(name: str, work: Work, *, lost: str) -> None:
 
 
 def wait_for(name: str, work: Work, late: Work) -> Finder:
-    """Call `work(module)` once that module is imported, also before this process is a rank; what
-    fails is left where the report finds it. The finder that waits.
+    """Call `work(module)` once that module is imported, even before this process is a rank; returns
+    the finder. Errors go to a file in the run folder.
 
     Args:
-        late: called instead where the program may have used the module already.
+        late: called instead if the program may have used the module already.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(_place(), _finder)
     if name not in _finder.awaited:
         on_restore(lambda: _forget(name))
-    _finder.awaited[name] = Awaited(_complaining(work), _complaining(late))
+    _finder.awaited[name] = Awaited(_with_errors_written(work), _with_errors_written(late))
     return _finder
 
 
 def _place() -> int:
-    """Before the finders of Python itself. Programs put one of theirs in front for a while, and
-    take away the first one, which must be theirs."""
+    """The position in `sys.meta_path` for our finder: just before Python's own finders.
+
+    Not the first: programs insert a finder in front and later `pop(0)` it.
+    """
     return sys.meta_path.index(BuiltinImporter) if BuiltinImporter in sys.meta_path else 0
 
 
-def _complaining(work: Work) -> Work:
+def _with_errors_written(work: Work) -> Work:
     def careful(module: Any) -> None:
         try:
             work(module)

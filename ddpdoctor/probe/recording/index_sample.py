@@ -1,4 +1,7 @@
-"""A bounded sample of a growing set of indices, the same on every rank."""
+"""A bounded sample of a growing set of indices, chosen in the same way on every rank.
+
+Kept are the indices whose hash begins with so many zero bits; one more bit halves the share.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ SCATTER = 2654435761
 
 
 def halvings(count: int, limit: int) -> int:
-    """How often the share that is kept was halved after `count`: 0 up to the limit."""
+    """How often the share must be halved to keep at most about `limit` of `count` indices."""
     return (count // limit).bit_length()
 
 
 def kept(index: int, halved: int) -> bool:
-    """Whether an index belongs to the subset of one in `2 ** halved`."""
+    """Whether an index belongs to the sample of one in `2 ** halved`."""
     return (index * SCATTER & 0xFFFFFFFF) >> (32 - halved) == 0 if halved else True
 
 
 def key(index: Any) -> int | None:
-    """What a sampler yielded as a number; None where it is no index (iterable data sets)."""
+    """What a sampler yielded, as a number: an index itself, a hash of anything else; None for
+    None, which stands for the samples of an iterable data set."""
     if index is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What the running code of the user calls an object."""
+"""Which name the user's running code has for an object: `trainer.losses`, `self.net[0].weight`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from .frames import variables
 
 
 class NamedObject(NamedTuple):
-    """Something that the user's running code can name: where, as what, and of which class it is an
-    attribute."""
+    """An object and an expression for it in the user's running code.
+
+    Attributes:
+        frame: where the expression holds.
+        owner: the class of the object that it is an attribute of, None for a variable.
+    """
 
     name: str
     value: Any
@@ -22,9 +26,11 @@ class NamedObject(NamedTuple):
 
 
 def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[NamedObject]:
-    """What the user's running code has names for, and so far down what that holds by name; the
-    frame's own first, and of these what is nearest. The program's own modules are as near as the
-    model that they are parts of."""
+    """The objects that the user's running code has names for: variables of each frame, then their
+    attributes and items, down to `depth`; the innermost frame first, shorter expressions first.
+
+    Submodules of classes that the program defines count as near as the model that they are in.
+    """
     met: dict[int, int] = {}
     while frame is not None:
         if sites.kind(frame.f_code) == "user":
@@ -47,23 +53,27 @@ def named(frame: FrameType | None, sites: Sites, depth: int = 1) -> Iterator[Nam
 def name_of(
     target: int, frame: FrameType | None, sites: Sites, depth: int = 1
 ) -> NamedObject | None:
-    """What the user's running code calls an object."""
+    """The first name in `named` for the object whose id is `target`."""
     return next((one for one in named(frame, sites, depth) if id(one.value) == target), None)
 
 
 MOST_NAMED, DEEPEST_NAME = 64, 3
-"""Larger dictionaries hold no single sums; how far down from a name what grows is looked for, as in
-`trainer.meters["loss"].sum`."""
+"""A dictionary with more entries than that is data, and its entries have no names; and how many
+steps from a variable a growing object is searched for: three, as in `trainer.meters["loss"].sum`.
+"""
 
 MOST_MODULES = 256
-"""Modules that are gone through at most, from the top, in search of the program's own."""
+"""Submodules of a model that are searched, from the top, for those of the program's classes: the
+search is a walk over the whole model, within a training step."""
 
 _IN_PYTHON = 1 << 9
-"""Flag of types that a class statement makes; others' objects have nothing to look into."""
+"""Py_TPFLAGS_HEAPTYPE: set for classes made by a class statement; other objects have no
+attributes of interest."""
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """What an object holds by name, without calling any of its code."""
+    """The attributes stored in an object, read without calling any of its code (`__getattr__`,
+    properties)."""
     made = type(thing)
     if not made.__flags__ & _IN_PYTHON or issubclass(made, type):
         return {}
@@ -83,23 +93,23 @@ def _inside(one: NamedObject) -> list[NamedObject]:
             for k, v in list(dict.items(held))
             if type(k) in (str, int)
         ]
-    if _is_torchs(made):  # nothing of the program's
+    if _is_torchs(made):  # its attributes are torch's own
         return []
     found = list(attributes(held).items())
     if issubclass(made, sys.modules["torch"].nn.Module):
-        found = [(k, v) for k, v in found if not k.startswith("_")]  # the others are torch's
+        found = [(k, v) for k, v in found if not k.startswith("_")]  # `_modules` etc. are torch's
     return [NamedObject(f"{one.name}.{k}", v, one.frame, made) for k, v in found]
 
 
 def _own_modules(level: list[NamedObject], met: dict[int, int]) -> list[NamedObject]:
-    """The modules below models that are of a class of the program's and were not met yet."""
+    """The submodules, not met yet, that are of a class of the program rather than of torch."""
     module_type = sys.modules["torch"].nn.Module
     attributes_of = vars(module_type)["__dict__"].__get__
     below = [one for one in level if issubclass(type(one.value), module_type)]
     count = len(below)
     for module in below:
         children = attributes_of(module.value).get("_modules")
-        if not issubclass(type(children), dict):  # TorchScript has its own way
+        if not issubclass(type(children), dict):  # TorchScript keeps them elsewhere
             continue
         for key, child in list(children.items()):
             fresh = id(child) not in met and issubclass(type(child), module_type)

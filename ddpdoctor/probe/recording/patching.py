@@ -1,4 +1,7 @@
-"""Wraps functions of torch from outside, fail-open, and can take everything back."""
+"""Wraps functions of torch (`around`), and restores them all (`restore`).
+
+If a wrapper of ours fails, the original is called as if it were not there.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,23 @@ from .torch_compat import compiler_in_use, scripted_as, skip_frames, uncompiled
 
 Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Recorder, Any, Any, BaseException | None], None]
-"""(recorder, what `before` returned, the result, the exception or None)."""
+"""`Before` is called with (recorder, args, kwargs); `After` with (recorder, what `before` returned,
+the result, the exception or None)."""
 
 
 class Gate(Protocol):
-    """Says whether something is being looked at now."""
+    """Says whether a wrapper calls its hooks now (`looking`)."""
 
     looking: bool
 
 
 class FastPathHooks(Protocol):
-    """Looks at a call of a routine step (see `routine`). Neither of these raises.
+    """The hooks of a call in a step on the fast path (see `SteadyState`). Neither may raise.
 
     Attributes:
-        begins: (recorder, args, kwargs) what `after` is given should the call fail; None where this
-            is not the call that a routine step has next.
-        ends: (recorder, what `begins` returned, result).
+        begins: called with (recorder, args, kwargs); returns None if this is not the call that
+            comes next on the fast path, else a token for `ends`, or for `after` if the call fails.
+        ends: called with (recorder, the token, the result).
     """
 
     begins: Callable[..., Any]
@@ -39,7 +43,7 @@ _undo: list[tuple[Any, str, Any]] = []
 
 
 def replace(owner: Any, name: str, new: Any) -> None:
-    """Set an attribute and remember the old one for `restore`."""
+    """Set an attribute and keep the old value for `restore`."""
     namespace = vars(owner)
     old = namespace.get(name, getattr(owner, name))
     _undo.append((owner, name, old))
@@ -61,23 +65,25 @@ def around(
 ) -> None:
     """Call `before` and `after` around every call of `owner.name` in a rank.
 
-    The original is called exactly once, outside of any guard, with the same arguments; its
-    exceptions pass. What fails in `before` or `after` is counted and never reaches the user; where
-    `before` could not read arguments that torch refuses too, nothing was lost.
+    The original is called exactly once, with the same arguments, and its exceptions pass through.
+    Failures in `before` or `after` are recorded and never reach the user. A failure of `before` is
+    not recorded if the call itself raises over its arguments: then nothing was lost.
 
     Args:
-        owners: the class or module that holds the function, or several that share it.
-        lost: what is not observed when the hook fails, for the report.
+        owners: the class or module that has the function, or a tuple of those that share it.
+        lost: what is not observed if a hook fails, for the report.
         traced: torch.compile traces callers of this function: it must see the original, and
             compile neither the wrapper nor the hooks. Needs torch._dynamo to be imported.
-        only: says whether to look at the call at all; no function, for it would stand unguarded.
-        fast_path: looks at it in place of `before` and `after` in a routine step.
+        only: no hook is called while its `looking` is False. An attribute rather than a function,
+            which could raise outside of any guard.
+        fast_path: called in place of `before` and `after` in a step on the fast path.
     """
     holders = owners if isinstance(owners, tuple) else (owners,)
     original = vars(holders[0]).get(name) or getattr(holders[0], name)
     foreign = isinstance(holders[0], type) and not isinstance(original, FunctionType)
     call = named(original, name) if foreign else original
     part = f"{holders[0].__name__}.{name}"
+    # What this wraps for torch.compile costs microseconds: used only while a compiler is active.
     hidden, compiler = (uncompiled(run_hook), compiler_in_use) if traced else (run_hook, None)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -137,21 +143,22 @@ def around(
 
 def hide_hooks() -> None:
     """Keep torch.compile from tracing the wrappers; call it once torch._dynamo is imported."""
+    # One wrapper stands for all: torch skips by code object, and they share theirs.
     if _wrappers:
         skip_frames(run_hook, unframe, _wrappers[0])
 
 
 _wrappers: list[Any] = []
-"""The first wrapper; all share its code."""
+"""The first wrapper that was made."""
 
 
 def refused(error: BaseException) -> bool:
-    """Whether torch raised this over the arguments that it was given."""
+    """Whether an exception is of a kind that torch raises over wrong arguments."""
     return isinstance(error, (TypeError, ValueError, AttributeError))
 
 
 def replace_copies() -> None:
-    """Replace also what other modules imported by name before (`from torch import ...`)."""
+    """Replace the copies of wrapped functions in modules that did `from torch import ...`."""
     new = {id(old): getattr(owner, name) for owner, name, old in _undo if name and callable(old)}
     for path, module in list(sys.modules.items()):
         if path.partition(".")[0] in ("torch", "ddpdoctor") or not isinstance(module, ModuleType):
@@ -164,18 +171,18 @@ def replace_copies() -> None:
 
 
 def is_lazy(module: ModuleType) -> bool:
-    """Whether a module is imported only once it is asked for an attribute (`LazyLoader`): to look
-    at it would be to import it."""
+    """Whether a module is imported on first access to an attribute (`importlib.util.LazyLoader`),
+    so that looking at it would import it."""
     return type(module).__getattribute__ is not ModuleType.__getattribute__
 
 
 def on_restore(undo: Callable[[], None]) -> None:
-    """Have `undo` called by `restore` (for hooks that torch keeps in a registry)."""
+    """Have `restore` call `undo`, which takes back what `replace` did not do."""
     _undo.append((undo, "", None))
 
 
 def restore() -> None:
-    """Take back every change, newest first."""
+    """Undo every change, newest first: a function may be wrapped more than once."""
     while _undo:
         owner, name, old = _undo.pop()
         if name:

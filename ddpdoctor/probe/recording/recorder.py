@@ -1,4 +1,8 @@
-"""The recorder of this process, if it is a rank: writes events, measures its own cost."""
+"""The recorder of this process, if it is a rank: writes events and measures what the doctor costs.
+
+All code of the probe that torch or the program calls goes through `run_hook`, `guarded` or
+`shielded`, so that no failure of the doctor reaches the user.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +24,30 @@ from .torch_compat import interposed, pause_compiler, resume_compiler, without_m
 T = TypeVar("T")
 
 TROUBLE_LIMIT = 10
-"""A hook that failed this often is left alone for the rest of the run."""
+"""Failures after which a hook is switched off: enough that a passing error does not silence it, few
+enough that a broken hook costs nothing in a long run."""
 
 COST_EVERY_S = 5.0
 COST_FIRST_S = 0.25
-"""Then after twice as long each time: a run may be killed in its first second."""
+"""Seconds between two `ProbeCost`: short at first, since a run may be killed in its first second,
+then doubled each time up to `COST_EVERY_S`."""
 
 
 class Recorder:
-    """Everything that hooks share in one rank.
+    """Writes the events of one rank; everything that hooks share.
 
     Attributes:
-        own_ns: nanoseconds spent in the doctor's own code since `started`; `start_ns`: what it took
-            to start, most of it before that. What may be afforded is reckoned without.
-        step: optimizer steps taken so far, by any optimizer; `moves` backwards begun and steps.
-        options: what the launcher asked for (`budget`, ...); `every` of it: look at one step in so
-            many, 0 where the doctor chooses.
-        off: the parts that failed too often, and are left alone.
-        lock: held while records are written, and by those who have some to join.
-        before_events: writes what waits to be written, before anything else is.
-        after_events: looks after what the program may have taken away.
+        own_ns: nanoseconds spent in the doctor's own code since `started`.
+        start_ns: nanoseconds the doctor took to start, most of it before `started`; not part of
+            the budget.
+        step: optimizer steps taken so far, by any optimizer.
+        moves: backwards begun, plus optimizer steps.
+        options: what the launcher asked for (`budget`, ...).
+        every: the option of this name: sample one step in so many; 0 if the doctor chooses.
+        off: the parts that failed too often and are switched off.
+        lock: taken to write an event, and to change records that wait to be merged into one.
+        before_events: called before an event is written, to write those that still wait.
+        after_events: called after an event, to reopen files whose descriptors the program closed.
         call_log: the `CallLog`, None until the first call; `call_log_failed`: its file could not be
             made.
     """
@@ -67,7 +75,7 @@ class Recorder:
         self.call_log: Any = None
         self.call_log_failed = False
         self._troubles: dict[str, int] = {}
-        self._said: set[tuple[str, str]] = set()
+        self._not_observed: set[tuple[str, str]] = set()
         self._began = startup_cost.before(self.started, self.start_ns)
         self._cost_emitted = self.started
         self._cost_every = COST_FIRST_S
@@ -75,7 +83,7 @@ class Recorder:
         self.lock = threading.RLock()
 
     def emit(self, event: Event, *, vital: bool = False) -> None:
-        """Append an event. Safe from any thread."""
+        """Append an event; `vital` ones are written even when the record is full. Thread-safe."""
         with self.lock:
             if self.before_events is not None:
                 self.before_events(self)
@@ -85,17 +93,21 @@ class Recorder:
                 self.after_events()
 
     def site(self) -> int:
-        """The number of the user's line that is executing."""
+        """The number of the line of the user's code that is executing."""
         return self.sites.here()
 
     def trouble(self, part: str, error: BaseException, lost: str = "") -> None:
-        """A hook failed: count it, say so once, and switch it off when it keeps failing."""
+        """Count a failure of a hook, record it once, and switch the hook off if it keeps failing.
+
+        Args:
+            lost: what is not observed because of it, for the report.
+        """
         count = self._troubles[part] = self._troubles.get(part, 0) + 1
         if count >= TROUBLE_LIMIT:
             self.off.add(part)
         if count not in (1, TROUBLE_LIMIT):
             return
-        with contextlib.suppress(Exception):  # the last line: nothing may get out of here
+        with contextlib.suppress(Exception):  # the last resort: nobody is left to catch this
             self.emit(
                 ProbeTrouble(
                     at=time.monotonic(),
@@ -111,18 +123,18 @@ class Recorder:
         return part in self.off
 
     def not_observed(self, check: str, reason: str) -> None:
-        """Say once that a check (or family) cannot be served, and why."""
-        if (check, reason) not in self._said:
-            self._said.add((check, reason))
+        """Record, once, that a check (or family) lacks its facts, and why."""
+        if (check, reason) not in self._not_observed:
+            self._not_observed.add((check, reason))
             self.emit(NotObserved(at=time.monotonic(), check=check, reason=reason))
 
     def affordable(self) -> bool:
-        """Whether the doctor is within its budget, so that it may look more closely now."""
+        """Whether the doctor is within its budget and may do something costly now."""
         elapsed_ns = (time.monotonic() - self.started) * 1e9
         return self.own_ns < elapsed_ns * self.budget_percent / 100
 
     def emit_cost(self, *, anyway: bool = False) -> None:
-        """Record the doctor's own time now and then."""
+        """Record the doctor's own time, if the last `ProbeCost` is old enough or `anyway`."""
         now = time.monotonic()
         if anyway or now - self._cost_emitted > self._cost_every:
             self._cost_emitted = now
@@ -147,11 +159,11 @@ class _Current:
 
 
 current = _Current()
-"""For what runs in every step; others ask `current_recorder`."""
+"""Read directly by what runs in every step, to save a call; others ask `current_recorder`."""
 
 
 def current_recorder() -> Recorder | None:
-    """The recorder of this process, or None where it is no rank."""
+    """The recorder of this process; None if it is not a rank."""
     return current.recorder
 
 
@@ -160,7 +172,7 @@ def set_recorder(new: Recorder | None) -> None:
 
 
 def forget_after_fork() -> None:
-    """In a forked child: it is not the rank, and the parent's file is not its own."""
+    """Stop recording in a forked child: it is not the rank, and must not write to its file."""
     current.recorder = None
 
 
@@ -168,17 +180,22 @@ os.register_at_fork(after_in_child=forget_after_fork)
 
 
 class Failure:
-    """What a hook came to, where it raised."""
+    """Returned by `run_hook` in place of a result if the hook raised."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error.with_traceback(None)  # which would keep the user's tensors alive
+        self.error = error.with_traceback(None)  # its frames would keep the user's tensors alive
 
 
 def run_hook(
     recorder: Recorder, part: str, lost: str | None, hook: Callable[..., Any], *args: Any
 ) -> Any:
-    """What `hook(recorder, *args)` returns, on the doctor's own account. Where it fails: counted,
-    or a `Failure` where `lost` is None."""
+    """Call `hook(recorder, *args)`: no exception gets out, its time counts as the doctor's, and
+    torch.compile and the user's modes do not see it.
+
+    Returns:
+        What the hook returns. If it raised: None, and the failure is recorded; or a `Failure`, and
+        nothing is recorded, if `lost` is None.
+    """
     if part in recorder.off:
         return None
     began = time.perf_counter_ns()
@@ -202,13 +219,16 @@ def run_hook(
 
 
 def guarded(part: str, work: Callable[[Recorder], T], lost: str = "") -> T | None:
-    """What `work` returns, given the recorder; None where it failed or there is none."""
+    """Call `work(recorder)` as `run_hook` does; None if it failed or this process is no rank."""
     recorder = current.recorder
     return None if recorder is None else run_hook(recorder, part, lost, work)
 
 
 def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callable[..., None]:
-    """A callback for torch to call: what fails in it is counted and never reaches the user."""
+    """Wrap a callback for torch to call: its failures are recorded and never reach the user.
+
+    Its time is not measured: these run in the autograd engine, for every parameter.
+    """
 
     def call(*args: Any) -> None:
         try:
@@ -225,11 +245,11 @@ def shielded(part: str, callback: Callable[..., None], lost: str = "") -> Callab
 
 
 def write_probe_error(error: BaseException) -> None:
-    """The probe could not even start: leave the reason in the run folder for the report."""
+    """Write an error to a file in the run folder, for failures that no recorder can record."""
     try:
         path = os.path.join(os.environ["DDPDOCTOR_DIR"], f"probe-errors-{os.getpid()}.txt")
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
             traceback.print_exception(error, file=file)
-    except (OSError, KeyError):  # nowhere to leave it
+    except (OSError, KeyError):  # there is no run folder to write to
         pass

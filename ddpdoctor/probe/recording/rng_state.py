@@ -1,4 +1,5 @@
-"""The global random generators: read, never advanced."""
+"""The states of the global random generators of torch (CPU), numpy and Python: whether two are
+equal, and how much was drawn. They are read and never advanced."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any, NamedTuple
 NAMES = ("torch", "numpy", "random")
 
 WORDS = 624
-"""Numbers in the state of a Mersenne twister; all three generators are one."""
+"""Words in the state of a Mersenne twister, which all three generators are."""
 
 
 class Position(NamedTuple):
-    """Where a generator stands: a digest of its state, and how much of that it has used up."""
+    """The position of a generator: a digest of its words, and how many of them are used up."""
 
     words: int
     used: int
@@ -25,23 +26,23 @@ UNKNOWN = Position(0, 0)
 
 
 def positions() -> tuple[Position, Position, Position]:
-    """Of torch's generator for the CPU, numpy's and Python's."""
+    """The positions of the generators of torch (CPU), numpy and Python."""
     return _torch(), _numpy(), _python()
 
 
 def digests(found: tuple[Position, ...]) -> tuple[int, int, int]:
-    """One number each: equal where the generators would go on alike."""
+    """One number per generator, equal for generators that would draw the same numbers next."""
     torch, numpy, python = (p.words ^ (p.used * 2654435761 & 0xFFFFFFFF) for p in found)
     return torch, numpy, python
 
 
 def drawn(before: tuple[Position, ...], after: tuple[Position, ...]) -> int:
-    """How many numbers were drawn in between, at least."""
+    """A lower bound of the numbers drawn between two lists of positions."""
     total = 0
     for old, new in zip(before, after, strict=True):
         if old.words == new.words:
             total += max(0, new.used - old.used)
-        else:  # the state was renewed, once at least
+        else:  # the words were generated anew, at least once
             total += max(1, new.used + WORDS - old.used)
     return total
 
@@ -52,7 +53,8 @@ def _torch() -> Position:
     state = torch.default_generator.get_state()
     if state.numel() < 24 + 8 * WORDS:
         return UNKNOWN
-    # seed (8 bytes), left (4), seeded (4), next (8), 624 words of 8 bytes
+    # Layout of torch's legacy CPU state: seed (8 bytes), left (4), seeded (4), next (8), 624 words
+    # of 8 bytes. Read from memory: to slice and convert the tensor would run torch operations.
     content = ctypes.string_at(state.data_ptr(), 24 + 8 * WORDS)
     left = int.from_bytes(content[8:12], sys.byteorder)
     return Position(zlib.crc32(content[24:]), WORDS - left)

@@ -1,4 +1,5 @@
-"""How often, and how many tensors: as much as the budget allows, chosen alike on every rank."""
+"""Which steps are sampled, and which share of the tensors: what the budget allows, chosen so that
+all ranks have samples in common."""
 
 from __future__ import annotations
 
@@ -9,36 +10,48 @@ from .recorder import Recorder
 
 SHARE = 0.4
 LEAST = 0.1
-"""Part of the doctor's budget that digests may take: as much as the rest of the doctor leaves, and
-the least of it where the rest is over the budget already."""
+"""Share of the doctor's budget for digests: up to `SHARE` of it, as far as the rest of the doctor
+leaves it; at least `LEAST` of it even if the rest exceeds the budget, or drift would go unseen."""
 
 FIXED_NS = 25_000
-"""What a sampled step costs beside its tensors, to begin with."""
+"""Nanoseconds that a sampled step costs in addition to its tensors (measured on CPU)."""
 
 TENSOR_NS = 3_500.0
+"""First estimate of the nanoseconds that one digest costs; then it is measured."""
+
 SPARSE_AFTER = 1000
-"""Steps after which only every second one is looked at, and at each doubling half as many: the
-record stays small however long the run."""
+"""Steps after which at most every second one is sampled, and half as many after each doubling: the
+record then grows with the logarithm of the run's length."""
 
 FIRST_STEPS = 128
 FIRST_NS = 120_000
-"""So many first steps are all looked at, at about this cost each: a short run has no budget to
-speak of, and nobody minds some hundredths of a second."""
+"""The first steps are all sampled, at about this cost each: in a short run one per cent of the time
+buys nothing, and 128 * 0.12 ms is too short to notice."""
 
 PER_DOUBLING = 8
-"""Looks, at least, while the number of steps doubles: a drift cannot hide for long in a long run
-that leaves no budget."""
+"""Samples, at least, while the number of steps doubles, whatever the budget: a long run may not
+hide drift for long."""
 
 CHOSEN_ANEW = 16
-"""The choice is made in the first steps, and then once in so many."""
+"""Steps between two choices of stride and interval, after as many first steps that choose each
+time: a power of two, so that the steps that choose are also sampled at every interval up to it."""
 
 WIDEST = 128
-"""Tensors of a kind per row, once the first hundred steps are over."""
+"""Tensors of a kind per sampled step, at most, after the first steps: bounds the record of models
+with thousands of parameters."""
 
 
 class Pace:
-    """The choice for one optimizer and model. Shares are powers of two and depend on the step's
-    number alone, so that ranks with different choices still have steps and tensors in common."""
+    """Chooses the steps and tensors that are sampled for one optimizer and model.
+
+    Strides and intervals are powers of two and counted from step 0, so that ranks that choose
+    different ones still have steps and tensors in common.
+
+    Attributes:
+        stride: one tensor in so many is sampled; one step in `2 ** thin`.
+        step_ns: running average of the nanoseconds of a step; `others_ns` of what the rest of the
+            doctor takes in it; `tensor_ns` of one digest.
+    """
 
     def __init__(self, recorder: Recorder, tensors: int) -> None:
         self.tensors = max(1, tensors)
@@ -58,18 +71,23 @@ class Pace:
         self._most = 1 << (self.tensors.bit_length() - 1)
 
     def skips(self, step: int) -> bool:
-        """Whether nothing is looked at in this step for sure; cheaper than `stride_at`."""
-        # Beyond the first steps, those that `full` names end in 99.
+        """Whether this step is certainly not sampled; cheaper than `stride_at`."""
+        # After the first steps, those that `full` chooses end in 99.
         return step & self._between != 0 and step > FIRST_STEPS and (step + 1) % 100 != 0
 
     def next_after(self, step: int) -> int:
-        """The next step in which something may be looked at."""
+        """The next step that may be sampled."""
         return next(n for n in range(step + 1, step + 2 + CHOSEN_ANEW) if not self.skips(n))
 
     def stride_at(self, step: int, kinds: int, sharers: int) -> int:
-        """One tensor in how many is looked at in this step; 0 for none."""
+        """One tensor in how many is sampled in this step; 0 for none.
+
+        Args:
+            kinds: how many tensors are digested per parameter (the parameter, its gradient, ...).
+            sharers: how many `Pace` share the budget.
+        """
         self._measure_steps(step)
-        if self.every > 0:  # `_between` stays 0: no step is passed over
+        if self.every > 0:  # the user's choice; `_between` stays 0, so that `skips` never holds
             return 1 if step % self.every == 0 else 0
         if step in EARLY:
             return 1
@@ -87,18 +105,19 @@ class Pace:
         return max(self.stride, 1 << max(0, (self.tensors - 1) // WIDEST).bit_length())
 
     def spent(self, nanoseconds: int, tensors: int) -> None:
-        """What a sampled step cost."""
+        """Learn what a sampled step cost."""
         self._spent += nanoseconds
         if tensors:
+            # 500 ns: never believe a digest to be free because the clock was coarse.
             each = max(500.0, (nanoseconds - FIXED_NS) / tensors)
             self.tensor_ns += (each - self.tensor_ns) * 0.2
 
     def _measure_steps(self, step: int) -> None:
-        """What a step has taken since the last one that was not passed over."""
+        """Update the average time of a step, over the steps since the last call."""
         now, count = time.perf_counter_ns(), max(1, step - self._last_step)
         if self._last:
             took = (now - self._last) / count
-            # Pauses (evaluation, a checkpoint) are no steps: follow upwards slowly.
+            # Pauses (evaluation, a checkpoint) are not steps: follow upwards slowly.
             capped = min(took, 4 * self.step_ns) if self.step_ns else took
             weight = 1 - 0.9**count
             self.step_ns += (capped - self.step_ns) * (weight if self.step_ns else 1.0)
@@ -108,6 +127,7 @@ class Pace:
         self._last_step = step
 
     def _allowed(self, sharers: int) -> float:
+        """Nanoseconds per step that this `Pace` may take."""
         budget = self.step_ns * self.percent / 100
         left = min(budget * SHARE, budget - self.others_ns)
         return max(budget * LEAST, left) / max(1, sharers)
@@ -116,6 +136,7 @@ class Pace:
         return FIXED_NS + self.tensor_ns * self.tensors * kinds
 
     def _choose(self, kinds: int, sharers: int) -> None:
+        """Choose the smallest stride and interval within the budget; a wider stride first."""
         allowed = self._allowed(sharers)
         stride = self._stride_for(allowed, kinds)
         thin = 0
@@ -124,7 +145,11 @@ class Pace:
         self.stride, self.thin = stride, thin
 
     def _stride_for(self, allowed: float, kinds: int, *, nominal: bool = False) -> int:
-        """The smallest that costs no more; `nominal`: the same on every rank."""
+        """The smallest stride that costs no more than `allowed` nanoseconds.
+
+        Args:
+            nominal: by the first estimate, equal on every rank, instead of what was measured.
+        """
         each = TENSOR_NS if nominal else self.tensor_ns
         stride = 1
         while stride < self._most and self._cost(stride, kinds, each) > allowed:

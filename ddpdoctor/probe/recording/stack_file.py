@@ -1,12 +1,12 @@
-"""The file that stacks go to, when the monitor asks, on SIGTERM and in a crash.
+"""The file that stacks are written to: when the monitor asks, on SIGTERM, and in a crash.
 
-A thread that answers the monitor (see `answers`) writes those of all threads, since while it runs
-none of them does. Where it does not get to that, the monitor sends a signal, and faulthandler
-writes that of the main thread alone: reading the stack of a thread that runs may crash the process.
+The thread that answers the monitor (`stack_server`) writes the stacks of all threads: while it has
+the GIL none of them runs. If it cannot run, the monitor sends a signal, and faulthandler writes the
+stack of the main thread alone: to read the stack of a running thread may crash the process.
 
-faulthandler knows the number of a descriptor and writes to whatever the program has put there by
-then, so that its file is looked after whenever something is recorded or opened. (The monitor asks
-for no stacks unless the file is open.)
+faulthandler writes to the number of a descriptor, and the program may have closed that and opened
+another file under the same number. So `keep` checks it whenever an event is recorded. (The monitor
+asks for stacks only while the file is open.)
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ...storage.safe_fd import HeldFile, nowhere
 from .recorder import Recorder
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
-"""Real-time, since SIGUSR1 and SIGUSR2 belong to schedulers and users."""
+"""A real-time signal, since SIGUSR1 and SIGUSR2 are used by schedulers and programs."""
 
 _HEAD, _DEPTH = "Thread 0x{:016x} (most recent call first):\n", 100
-"""As faulthandler writes it, and so many frames of one thread."""
+"""The head of a stack as faulthandler writes it, and its limit of frames."""
 
 
 class _Number:
-    """As a file for faulthandler, which keeps it until it is given another."""
+    """A descriptor as the file object that faulthandler wants and keeps alive."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -44,11 +44,14 @@ class _Number:
 
 
 class _Stacks:
-    """Where faulthandler writes now.
+    """Where faulthandler writes.
 
     Attributes:
-        signals: on which it does, each with whether the signal then does what it did before.
-        crashes: what it has for crashes; dead once the program has chosen another file for them.
+        number: the descriptor that it has.
+        signals: the signals on which it writes, each with whether the previous handler runs then.
+        crashes: the file object it has for crashes. A dead reference means that the program has
+            called `faulthandler.enable` with a file of its own, which is left alone.
+        busy: `keep` is running.
     """
 
     def __init__(self, file: HeldFile | None = None) -> None:
@@ -79,7 +82,7 @@ _stacks = _Stacks()
 
 
 def watch(recorder: Recorder) -> None:
-    """Open the file, and have stacks written there."""
+    """Open the file and have stacks written there; from the main thread only, as signals need."""
     global _stacks
     if threading.current_thread() is not threading.main_thread():
         return
@@ -96,7 +99,7 @@ def watch(recorder: Recorder) -> None:
 
 
 def keep() -> None:
-    """See to it that the number is still the file's."""
+    """Make sure that faulthandler's descriptor is our file; reopen it if the program closed it."""
     stacks = _stacks
     if stacks.file is None or stacks.busy:
         return
@@ -113,14 +116,14 @@ def keep() -> None:
 
 
 def dump() -> None:
-    """Write where every thread but this one is, the main one last."""
+    """Write the stacks of all threads but this one, the main thread's last."""
     if (file := _stacks.file) is None:
         return
     main, own = threading.main_thread().ident, threading.get_ident()
     frames = sys._current_frames()
     order = sorted(frames.keys() - {own}, key=lambda thread: thread == main)
     text = "".join(f"{_HEAD.format(n)}{_listed(frames[n])}\n" for n in order)
-    del frames  # they keep what is in them
+    del frames  # they would keep their variables alive
     file.write(text.encode(errors="replace"))
 
 
@@ -134,7 +137,7 @@ def _listed(frame: FrameType | None) -> str:
 
 
 def drop() -> None:
-    """Have no more stacks written. The signals stay as they are: unhandled, they would kill."""
+    """Write no more stacks. The handlers stay: an unhandled signal would kill the process."""
     stacks = _stacks
     file, stacks.file = stacks.file, None
     if file is not None:
@@ -143,7 +146,7 @@ def drop() -> None:
 
 
 def _forked() -> None:
-    """A child is not the rank; what it opens is its own."""
+    """In a forked child, which is not the rank: write no stacks there."""
     _stacks.file = None
     if _stacks.signals:
         _stacks.send_nowhere()

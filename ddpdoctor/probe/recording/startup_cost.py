@@ -1,6 +1,7 @@
-"""What it takes the doctor to start in this process: its own imports, and the wrapping of torch.
+"""The time that the doctor takes to start in this process: its imports, and the wrapping of torch.
 
-Most of it comes before the process is known to be a rank, and has a recorder.
+Most of it passes before the process is known to be a rank, so it is kept here until there is a
+recorder.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from collections.abc import Iterator
 
 class _Startup:
     since: int | None = time.perf_counter_ns()
-    """When what is going on began: here the imports of the probe. None where nothing is."""
+    """When the current stretch of start-up began, first the imports of the probe; None if none."""
     spent_ns = 0
     emitted = False
-    """Whether the time since the process began is accounted for."""
+    """A record has taken the time since the process began into account."""
 
 
 _startup = _Startup()
 
 
 def imported() -> None:
-    """The probe is imported."""
+    """End the first stretch: the probe is imported."""
     _count()
     _startup.since = None
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Count what is done inside as part of the start."""
+    """Count the time spent inside as part of the start."""
     _startup.since = time.perf_counter_ns()
     try:
         yield
@@ -40,15 +41,15 @@ def counted() -> Iterator[None]:
 
 
 def take_ns() -> int:
-    """Nanoseconds spent since this was asked last."""
+    """Nanoseconds spent on the start since the last call."""
     _count()
     spent, _startup.spent_ns = _startup.spent_ns, 0
     return spent
 
 
 def before(now: float, spent_ns: int) -> float:
-    """When the time began of which a record that begins now tells the doctor's share: with the
-    process, or later in it with what the doctor did just before. Monotonic seconds."""
+    """The begin of the time span in which a new record counts the doctor's share, in monotonic
+    seconds: the start of the process; for later records, the start of `spent_ns` before `now`."""
     spent_s = spent_ns / 1e9
     age_s = 0.0 if _startup.emitted else _age_s()
     _startup.emitted = True
@@ -56,7 +57,7 @@ def before(now: float, spent_ns: int) -> float:
 
 
 def _age_s() -> float:
-    """Seconds since this process was started, 0 where the system does not say."""
+    """Seconds since this process was started, 0 if the system does not say."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])

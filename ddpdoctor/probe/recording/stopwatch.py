@@ -1,10 +1,10 @@
-"""Time that adds up on one floor of the probe and is asked for on another."""
+"""Time that one module of the probe adds up and another one reads, without importing it."""
 
 from __future__ import annotations
 
 
 class Stopwatch:
-    """Nanoseconds since somebody last asked."""
+    """Adds up nanoseconds until they are read."""
 
     __slots__ = ("ns",)
 
@@ -18,4 +18,4 @@ class Stopwatch:
 
 
 loading = Stopwatch()
-"""Spent waiting for batches."""
+"""Time that the program waited for batches; added by the loaders' watcher, read at each step."""

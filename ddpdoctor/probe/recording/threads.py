@@ -1,5 +1,5 @@
-"""Who started a thread. One of torch's own, as `async_save` has, makes calls like any other, and no
-line of the user's is in it."""
+"""Which line of the user's code started a thread. A thread of torch (of `async_save`, say) makes
+collectives too, with no line of the user's code on its stack."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _starting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def current() -> threading.Thread | None:
-    """This thread; None for the main one, and those that Python did not start, as autograd's."""
+    """The current thread; None for the main one and those that Python did not start (autograd's)."""
+    # Not `threading.current_thread()`: it would register a dummy for threads from C++.
     own = threading.get_ident()
     found = next((t for t in threading.enumerate() if t.ident == own), None)
     foreign = isinstance(found, threading._DummyThread)
@@ -34,6 +35,7 @@ def current() -> threading.Thread | None:
 
 
 def started_at() -> int:
-    """The user's line that started this thread, or the thread that did; -1 where unknown."""
+    """The site of the user's line that started this thread, or the thread that started this one;
+    -1 if unknown."""
     own = current()
     return -1 if own is None else _started.get(own, -1)

@@ -1,7 +1,7 @@
-"""References to the user's objects: nothing is kept alive by them, or from being swapped.
+"""Weak references to the user's objects that do not get in the way of `torch.utils.swap_tensors`.
 
-`torch.utils.swap_tensors` refuses tensors that somebody refers to weakly. The probe wants what an
-object is by then, so its own references do not count.
+That function refuses tensors with weak references. The probe wants whatever the object has become,
+so its own references are hidden from torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOST = "nothing, but tensors that the probe knows cannot be swapped"
 
 
 class Reference(weakref.ref[Any]):
-    """Of the probe's own, never one that others share."""
+    """A weak reference of the probe. A class of its own, as Python shares plain ones."""
 
     __slots__ = ()
 
@@ -26,10 +26,10 @@ W = TypeVar("W")
 
 
 class WeakIdentityMap(MutableMapping[Any, V]):
-    """From the user's objects, which it does not keep alive, to what is known of them.
+    """Maps the user's objects, which it does not keep alive, to what is known of them.
 
-    Unlike `WeakKeyDictionary` it goes by identity: a class of the user's may have no `__hash__` (a
-    data class), one that needs what its constructor has yet to set, or one that changes.
+    Goes by identity, unlike `WeakKeyDictionary`: a class of the user's may have no `__hash__` (a
+    data class), one that fails before the constructor has run, or one that changes.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class WeakIdentityMap(MutableMapping[Any, V]):
         del self._entries[id(key)]
 
     def __iter__(self) -> Iterator[Any]:
-        """The objects that are alive, in the order in which they came."""
+        """The objects that are alive, in the order in which they were added."""
         for reference, _ in list(self._entries.values()):
             if (key := reference()) is not None:
                 yield key
@@ -57,7 +57,7 @@ class WeakIdentityMap(MutableMapping[Any, V]):
         return len(self._entries)
 
     def get(self, key: Any, default: W = None) -> V | W:  # type: ignore[assignment]
-        entry = self._entries.get(id(key))  # without the exception of the inherited one
+        entry = self._entries.get(id(key))  # the inherited one raises and catches: slow
         return entry[1] if entry is not None and entry[0]() is key else default
 
 
@@ -69,8 +69,8 @@ def _remover(entries: dict[int, tuple[Reference, V]], number: int) -> Callable[[
     return remove
 
 
-class _Others:
-    """The module `weakref` without the probe's references."""
+class _WeakrefModule:
+    """Stands in for the module `weakref` in torch: `getweakrefs` omits the probe's references."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(weakref, name)
@@ -84,4 +84,4 @@ def install() -> None:
     import torch.utils
 
     if vars(torch.utils).get("weakref") is weakref:
-        replace(torch.utils, "weakref", _Others())
+        replace(torch.utils, "weakref", _WeakrefModule())
