@@ -160,7 +160,7 @@ class FirstFailure(Check):
             cause=(f"{missing.cause}; " if missing else "") + _cause(run, first, ranks, others),
             fix=missing.fix
             if missing
-            else _fix(run, first, ranks, same_text=not _in_other_words(same)),
+            else _fix(run, first, ranks, same_text=_other_text(same) is None),
             fix_kind=FixKind.CHECK,
             evidence={
                 "message": message[:2000],
@@ -269,9 +269,14 @@ def _caught(first: Failure) -> str:
     return f", caught it and exited with status {first.status}"
 
 
+def _other_text(same: list[Failure]) -> Failure | None:
+    """A rank that raised the same exception on the same line with another text; None for none."""
+    return next((f for f in same if _words(f) != _words(same[0])), None)
+
+
 def _in_other_words(same: list[Failure]) -> str:
-    """The message of a rank that raised the same exception on the same line with another text."""
-    other = next((f for f in same if _words(f) != _words(same[0])), None)
+    """The text of such a rank, as a clause; empty for none."""
+    other = _other_text(same)
     if other is None:
         return ""
     text, first = (" ".join(f.message.split()) for f in (other, same[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpdoctor.analysis.divergence.mismatch_report import never_created
@@ -52,6 +53,22 @@ TERMINATED = (
 )
 TIME_OVER = 124
 """The exit status of `timeout` when the time limit of its command is reached."""
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """Processes that `torch.multiprocessing.spawn` started: how many, and how many became ranks."""
+
+    spawned: int
+    seen: int
+
+    @property
+    def cause(self) -> str:
+        return (
+            f"terminated, most likely by `torch.multiprocessing.spawn`: it started {self.spawned} "
+            f"processes, of which {self.seen} became {'ranks' if self.seen > 1 else 'a rank'}, and "
+            "terminates all of them as soon as one fails, even one without a record here"
+        )
 
 
 class RankDied(Check):
@@ -132,8 +149,7 @@ class RankDied(Check):
         if stacks_left:
             unnamed = f"{'was' if len(ranks) == 1 else 'were'} {unnamed}"
         how = f"died of {name}" if name else unnamed
-        memory = _memory(run, rank)
-        starved = bool(memory.get("oom_kills"))
+        memory, starved = _memory(run, rank)
         sender, sent = signal_sent(run, rank, [rank.ended.signal if rank.ended else None])
         crashed = crash_line(run, rank)
         over = all(f.rank.of(RankExiting) for f in died)
@@ -141,15 +157,15 @@ class RankDied(Check):
         step = step_of(first)
         there = bool(crashed) or inside_call(rank)
         placed = "sent at" if sent else "in" if there else "last seen at"
-        unseen = _spawned_unseen(run, died)
+        siblings = _unrecorded_siblings(run, died)
         now = snapshot_of(run)
         rest = [s for s in now.by_rank.values() if s.rank.rank not in ranks and s.blocked]
-        rule = _rule(name, starved=starved, sent=sender is not None, spawned=bool(unseen))
+        rule = _rule(name, starved=starved, sent=sender is not None, spawned=siblings is not None)
         return self.finding(
             rule=rule,
             ranks=ranks,
             steps=None if step is None else Steps.of([step]),
-            confidence=Confidence.PROVEN if name and not unseen else Confidence.SUSPECTED,
+            confidence=Confidence.PROVEN if name and siblings is None else Confidence.SUSPECTED,
             subjects=(name,) if name else (),
             location=where,
             label=f"{ranks_text([sender.rank])} sends the signal here"
@@ -160,17 +176,8 @@ class RankDied(Check):
             + ("" if step is None else f" at step {step}")
             + (" while exiting, after the program had ended" if over else "")
             + (f", {placed} {where}" if where else ""),
-            cause="the kernel killed it because memory ran out: its counter of such kills went up"
-            if starved
-            else _own_signal(rank, sender)
-            if sender
-            else unseen or (TERMINATED if stacks_left and not name else _meaning(name, rank)),
-            fix=f"see why {ranks_text([sender.rank])} reaches the line above"
-            if sender
-            else "look at the end of the output, where `torch.multiprocessing.spawn` names the "
-            "process that ended first, and its error"
-            if unseen
-            else _fix(name, starved, rank, bool(crashed)),
+            cause=_cause(rule, rank, sender, siblings, stacks_left=stacks_left),
+            fix=_fix(rule, rank, sender, crashed=bool(crashed)),
             fix_kind=FixKind.CHECK,
             evidence={**({"signal": name} if name else {}), **memory, **victims(now, rest)},
             at=first.at,
@@ -230,27 +237,24 @@ def _time_over(run: Run) -> list[Failure]:
     return ended if max(ends) - min(ends) < CLEAN_UP_S else []
 
 
-def _spawned_unseen(run: Run, died: list[Failure]) -> str:
-    """Who may have terminated ranks that were spawned together with processes without a record;
-    empty where there are none, or where spawn says which process ended first."""
+def _unrecorded_siblings(run: Run, died: list[Failure]) -> Siblings | None:
+    """The processes among which ranks were spawned that may have terminated them: some have no
+    record, and spawn does not say which process ended first. None where there are none."""
     rank = died[0].rank
     spawned = rank.started.spawned if rank.started else 0
     seen = sum(1 for r in run.ranks.values() if r.node == rank.node and r.started)
     known = {e.pid for node in run.nodes.values() for e in node.of(SpawnEnded)}
     if spawned <= seen or any(f.rank.signal != "SIGTERM" for f in died):
-        return ""
+        return None
     if rank.ended is not None and rank.ended.pid in known:
-        return ""
-    return (
-        f"terminated, most likely by `torch.multiprocessing.spawn`: it started {spawned} "
-        f"processes, of which {seen} became {'ranks' if seen > 1 else 'a rank'}, and terminates "
-        "all of them as soon as one fails, even one without a record here"
-    )
+        return None
+    return Siblings(spawned, seen)
 
 
-def _memory(run: Run, rank: Rank) -> Evidence:
-    """How the memory of a rank grew, in GiB, and how often the kernel killed for lack of it."""
+def _memory(run: Run, rank: Rank) -> tuple[Evidence, bool]:
+    """How the memory of a rank grew, in GiB, and whether the kernel killed for lack of it."""
     found: Evidence = {}
+    starved = False
     for node in run.nodes.values():
         samples = [s for s in node.of(RankSample) if s.rank == rank.rank]
         if samples:
@@ -262,7 +266,20 @@ def _memory(run: Run, rank: Rank) -> Evidence:
         kills = [m.oom_kills for m in node.of(MemoryLimit) if m.oom_kills is not None]
         if samples and kills and kills[-1] > kills[0]:
             found["oom_kills"] = kills[-1] - kills[0]
-    return found
+            starved = True
+    return found, starved
+
+
+def _cause(
+    rule: str, rank: Rank, sender: Rank | None, siblings: Siblings | None, *, stacks_left: bool
+) -> str:
+    if rule == "out-of-memory":
+        return "the kernel killed it because memory ran out: its counter of such kills went up"
+    if sender is not None:
+        return _own_signal(rank, sender)
+    if siblings is not None:
+        return siblings.cause
+    return TERMINATED if stacks_left and not rank.signal else _meaning(rank.signal, rank)
 
 
 def _own_signal(died: Rank, sender: Rank) -> str:
@@ -280,25 +297,33 @@ def _meaning(name: str | None, rank: Rank) -> str:
     return known
 
 
-def _fix(name: str | None, starved: bool, rank: Rank, crashed: bool) -> str:
-    if starved:
-        return (
-            "use less host memory on that rank: fewer DataLoader workers, data sets loaded once or "
-            "memory-mapped, checkpoints with `torch.load(..., mmap=True)`"
-        )
-    if name is None:
-        return (
-            "see what the launcher printed about the end of this rank, and `dmesg`, which lists "
-            "crashes and out-of-memory kills"
-        )
-    if name == "SIGKILL":
-        return "see `dmesg` and the log of the scheduler for the sender; watch the memory figures"
-    if name in NATIVE:
-        if not crashed:
+def _fix(rule: str, rank: Rank, sender: Rank | None, *, crashed: bool) -> str:
+    match rule:
+        case "sent-by-rank" if sender:
+            return f"see why {ranks_text([sender.rank])} reaches the line above"
+        case "maybe-spawn":
+            return (
+                "look at the end of the output, where `torch.multiprocessing.spawn` names the "
+                "process that ended first, and its error"
+            )
+        case "out-of-memory":
+            return (
+                "use less host memory on that rank: fewer DataLoader workers, data sets loaded "
+                "once or memory-mapped, checkpoints with `torch.load(..., mmap=True)`"
+            )
+        case "unknown-end":
+            return (
+                "see what the launcher printed about the end of this rank, and `dmesg`, which "
+                "lists crashes and out-of-memory kills"
+            )
+        case "native-crash" if crashed:
+            stem = rank.path.stem if rank.path else f"rank-{rank.rank}"
+            return f"run the line above alone; {stem}.stacks.txt has the Python stack of the crash"
+        case "native-crash":
             return (
                 "look for `Fatal Python error` and the stack below it in its output, or run it "
                 "with `python -X faulthandler`"
             )
-        stem = rank.path.stem if rank.path else f"rank-{rank.rank}"
-        return f"run the line above alone; {stem}.stacks.txt has the Python stack of the crash"
+    if rank.signal == "SIGKILL":
+        return "see `dmesg` and the log of the scheduler for the sender; watch the memory figures"
     return "find out who sent the signal: a time limit, a scheduler, another program"

@@ -1,1 +1,1 @@
-"""The collectives of every rank, group by group, and how ranks failed in them."""
+"""The collectives of every rank, group by group."""

@@ -74,7 +74,7 @@ class CallRecord:
         return self.location_at(self.helpers) if self.helpers else None
 
     @property
-    def handed(self) -> int:
+    def arguments_depth(self) -> int:
         """How many callers up the line is from which the arguments come: lines below only pass them
         on."""
         places = self.site.places if self.site else ()

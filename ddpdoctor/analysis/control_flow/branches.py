@@ -162,8 +162,8 @@ def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
     if depth == len(x) or depth == len(y):
         return None
     heads = (x[-1 - depth], y[-1 - depth])
-    apart = heads[0].line != heads[1].line and opener(heads[0]) == opener(heads[1])
-    return heads if apart and any(h.text.startswith(_ARMS) for h in heads) else None
+    two_branches = heads[0].line != heads[1].line and opener(heads[0]) == opener(heads[1])
+    return heads if two_branches and any(h.text.startswith(_ARMS) for h in heads) else None
 
 
 def opener(head: Statement) -> str:

@@ -120,8 +120,8 @@ def _heads(made: CallRecord) -> Iterator[Location]:
 
 
 def _leads_to(out: ExceptionExit) -> bool:
-    """Whether it is that exception which led there: where it is not known what it came out of, any
-    leads to a `finally`."""
+    """Whether an exception led to its `finally` or handler; one of unknown origin may lead to any
+    `finally`, but to no handler."""
     tried = out.rank.location(out.event.tried)
     if tried is None:
         return out.head.source.startswith("finally")
@@ -132,7 +132,7 @@ def _leads_to(out: ExceptionExit) -> bool:
 _PLACE = {
     "forward": "in the forward of",
     "backward": "in the backward of",
-    "data": "where it loads the batch for",
+    "data": "while loading the batch of",
     "handler": "in",
 }
 

@@ -113,13 +113,13 @@ class CallDivergence:
         For a helper that passes on the arguments in which they differ: the line they come from.
         """
         depth = self.depth or called_apart(self.call, self.calls.values())
-        return self.call.location_at(depth or self.handed)
+        return self.call.location_at(depth or self.arguments_depth)
 
     @property
-    def handed(self) -> int:
+    def arguments_depth(self) -> int:
         """How many callers up the arguments come from, where all ranks are on the same lines."""
         one = self.same_call and len({made.text for made in self.calls.values()}) == 1
-        return self.call.handed if one else 0
+        return self.call.arguments_depth if one else 0
 
     @property
     def same_call(self) -> bool:
@@ -170,9 +170,9 @@ def judge(
         return None
     swapped = bool(differs) and shift is None and _swapped(a, b)
     place, culprits = _fault(known, logs, index, a, b, one, other, shift, made)
-    apart = bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None
+    elsewhere = bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None
     earlier = 0
-    if apart and shift is None and (missed := left_out(known, logs, index, made)):
+    if elsewhere and shift is None and (missed := left_out(known, logs, index, made)):
         place, culprits, earlier = missed
     return CallDivergence(
         key=key,
@@ -181,7 +181,7 @@ def judge(
         differs=() if swapped else differs,
         shifted=shift is not None or swapped,
         extra=shift is not None and shift.only_one_side,
-        elsewhere=apart,
+        elsewhere=elsewhere,
         left_out=earlier,
         culprits=culprits,
         call=place,
@@ -345,7 +345,8 @@ def _tokens(a: list[CallRecord], b: list[CallRecord]) -> tuple[list[object], lis
 def _harmless(a: list[CallRecord], b: list[CallRecord], shift: Shift, end: int) -> bool:
     """Whether only barriers are shifted, which carry no data that could get mixed up.
 
-    Not where later calls differ because one side is behind by as many: then the barriers are extra.
+    Not where later calls differ because one side is behind by the same number of calls: then the
+    barriers are extra.
 
     Args:
         end: after how many calls more than the lines differs.
@@ -392,16 +393,16 @@ def _fault(
         if new[0] != new[1]:
             return (x, tuple(sorted(one))) if new[0] else (y, tuple(sorted(other)))
         return x, tuple(sorted(made))
-    odd_x, odd_y = (
-        _oddness(x, y, logs[other[0]], known, index),
-        _oddness(y, x, logs[one[0]], known, index),
+    suspicion_x, suspicion_y = (
+        _suspicion(x, y, logs[other[0]], known, index),
+        _suspicion(y, x, logs[one[0]], known, index),
     )
-    if odd_x == odd_y and len(one) == len(other):
+    if suspicion_x == suspicion_y and len(one) == len(other):
         often_x, often_y = (_often(m, logs, one + other, known, index) for m in (x, y))
         if max(often_x, often_y) < 2 * min(often_x, often_y) or often_x == often_y:
             return x, tuple(sorted(made))
-        odd_y += often_y < often_x
-    if odd_y > odd_x:
+        suspicion_y += often_y < often_x
+    if suspicion_y > suspicion_x:
         return y, _minority(other, one, y, known)
     return x, _minority(one, other, x, known)
 
@@ -416,7 +417,7 @@ def _new(made: CallRecord, logs: dict[int, GroupCalls], known: CallLogs, index: 
     )
 
 
-def _oddness(
+def _suspicion(
     made: CallRecord, other: CallRecord, others: GroupCalls, known: CallLogs, index: int
 ) -> int:
     """How much a call looks like the one that should not be there.

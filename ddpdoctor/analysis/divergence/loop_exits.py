@@ -120,7 +120,7 @@ class LoopExit:
 
     @property
     def _or_skipped(self) -> bool:
-        """Whether they may as well have skipped a round."""
+        """Whether those who left the loop may have skipped a round of it instead."""
         return self.how is LoopExitKind.UNKNOWN and bool(self.ways)
 
     @property

@@ -142,7 +142,7 @@ def related(
     for side, made in sides:
         who, op = ranks_text(side), made.signature.op
         here = f"{ranks_do(side, 'call')} {op} here"
-        if divergence.handed:
+        if divergence.arguments_depth:
             here = f"the arguments of {op} on {who} come from here"
         spots = [(here, made.location_at(divergence.depth))]
         if not divergence.depth:

@@ -47,7 +47,7 @@ def reordered(
     culprits = tuple(sorted(r for r in made if len(other) == len(most) or r not in most))
     place = made[other[0]]
     before = tuple(m for r in made if (m := known.recorded(logs[r], index - 1)) is not None)
-    depth = place.handed if place.key else 0  # the loop
+    depth = place.arguments_depth if place.key else 0  # the loop
     return CallDivergence(
         key, index, made, (), True, False, culprits, place, depth, before=before, width=width
     )

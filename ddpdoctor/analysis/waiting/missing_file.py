@@ -76,16 +76,16 @@ def _differing_folders(path: str, other: str) -> list[tuple[str, str]] | None:
         theirs = theirs[-len(ours) :]
     if len(ours) != len(theirs) or ours[-1] != theirs[-1]:
         return None
-    apart = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
-    return apart if len(apart) <= _DIFFERING else None
+    folders = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
+    return folders if len(folders) <= _DIFFERING else None
 
 
-def _built_by_each_rank(other: MissingFile, first: Failure, apart: list[tuple[str, str]]) -> bool:
+def _built_by_each_rank(other: MissingFile, first: Failure, folders: list[tuple[str, str]]) -> bool:
     """Whether the folders are named by the clock or at random; or the other rank read its own file
     on the line on which this one failed, and the folders are not numbered (by rank, say)."""
-    if all(_of_the_moment(a, b) for a, b in apart):
+    if all(_of_the_moment(a, b) for a, b in folders):
         return True
-    numbered = any(_COUNT.sub("", a) == _COUNT.sub("", b) for a, b in apart)
+    numbered = any(_COUNT.sub("", a) == _COUNT.sub("", b) for a, b in folders)
     return not numbered and any(
         event.path == other.event.path and _same_line(other.rank.location(event.site), first)
         for event in other.rank.of(FileRead)
