@@ -61,8 +61,8 @@ class ModelNotWrapped(Check):
     memory it carries, and how much. The digests of a step are compared between the ranks.
 
     The finding is proven if gradients differ at each of these steps and no collective carried them;
-    or, with hooks, if the collectives in the backward carry as many numbers as only those gradients
-    have that are equal.
+    or, with hooks, if the collectives in the backward carry exactly as many numbers as the equal
+    gradients have.
 
     It is suspected
 

@@ -131,7 +131,7 @@ def _wraps(finding: Finding) -> set[Location]:
 
 
 def _rule(rank: Rank, event: Record) -> str:
-    """What was counted in the backward comes first: the other reasons are told by exclusion."""
+    """What was counted in the backward comes first: the other reasons are found by exclusion."""
     if event.nested:
         return "reentrant-checkpoint"
     if event.backwards:

@@ -172,8 +172,8 @@ def by_chance(audit: Audit) -> bool:
 def _deals_repeats(audit: Audit) -> bool:
     """Whether the sampler repeats a part of the data instead of reading all of it once: each of
     these samples equally often, on other ranks each time (repeated augmentation)."""
-    handed = sum(e.samples for e in audit.epochs.values())
-    if not audit.complete or handed > audit.length or audit.again_within or not audit.total:
+    delivered = sum(e.samples for e in audit.epochs.values())
+    if not audit.complete or delivered > audit.length or audit.again_within or not audit.total:
         return False
     (times, most), *_ = Counter(audit.total.values()).most_common(1)
     cut_at_the_end = len(audit.total) - most

@@ -102,9 +102,9 @@ def _indexed(
         return _mismatch(loader, readers, made[0], differing)
     others = [other for other in loaders(run) if other is not loader]
     if differing and loader.trains and (leak := leaking(readers, made, others)) is not None:
-        sharing = [r for r in readers if r.rank.rank in leak.held]
+        sharing = [r for r in readers if r.rank.rank in leak.held_out]
         fault = _mismatch(loader, sharing, leak.audits[0], differing)
-        return replace(fault, beneath=leak.audits, held_out=leak.held)
+        return replace(fault, beneath=leak.audits, held_out=leak.held_out)
     if loader.trains and (over := overlapping(readers, made)) is not None:
         return LoaderFault(
             "data-overlap",

@@ -90,12 +90,12 @@ class Leak(NamedTuple):
     """Splits of one dataset that each rank made for itself.
 
     Attributes:
-        held: by rank, how many of the samples that it holds out another rank trains on, and how
+        held_out: by rank, how many of the samples that it holds out another rank trains on, and how
             many it holds out.
         audits: of what was read, by its index in that dataset.
     """
 
-    held: dict[int, tuple[int, int]]
+    held_out: dict[int, tuple[int, int]]
     audits: tuple[Audit, ...]
 
 
@@ -109,18 +109,18 @@ def leaking(
         return None
     parts = _selected(readers, depth, _have_samples_in_common)
     trained = {p.reader.rank.rank: set(p.places) for p in parts}
-    held: dict[int, tuple[int, int]] = {}
+    held_out: dict[int, tuple[int, int]] = {}
     for part in parts:
         rank = part.reader.rank.rank
-        kept = _held_out(part.reader.seen.layers[depth].data, rank, others)
+        kept = _evaluated(part.reader.seen.layers[depth].data, rank, others)
         elsewhere = set().union(*(places for r, places in trained.items() if r != rank))
         leaked = len(kept & elsewhere)
         if not kept & trained[rank] and leaked >= max(FEWEST, MATERIAL * len(kept)):
-            held[rank] = leaked, len(kept)
-    if len(held) < max(2, len(parts)):
+            held_out[rank] = leaked, len(kept)
+    if len(held_out) < max(2, len(parts)):
         return None
     length = readers[0].seen.layers[depth].length
-    return Leak(held, tuple(_placed(a, parts, length) for m in made if (a := m.of(held))))
+    return Leak(held_out, tuple(_placed(a, parts, length) for m in made if (a := m.of(held_out))))
 
 
 def divided(readers: list[Reader]) -> int:
@@ -131,11 +131,11 @@ def divided(readers: list[Reader]) -> int:
         return 0
     places = [_through(r.seen.layers[:depth]) for r in readers]
     together, length = set().union(*places), readers[0].seen.layers[depth].length
-    apart = all(places) and len(together) == sum(map(len, places))
-    return len(together) if apart and len(together) >= NEARLY_ALL * length else 0
+    disjoint = all(places) and len(together) == sum(map(len, places))
+    return len(together) if disjoint and len(together) >= NEARLY_ALL * length else 0
 
 
-def _held_out(data: int, rank: int, others: Iterable[Loader]) -> set[int]:
+def _evaluated(data: int, rank: int, others: Iterable[Loader]) -> set[int]:
     """Indices of one dataset (a number of `Layer.data`) that a rank evaluates."""
     found: set[int] = set()
     for loader in others:

@@ -92,10 +92,10 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
     (size,) = replicas
     place = {r.rank.rank: r.seen.sampler_rank for r in readers}
     # Groups that exchange nothing need no common sharding of the data.
-    apart = all(e.ended.collectives == 0 for r in readers for e in r.epochs if e.ended) or (
+    independent = all(e.ended.collectives == 0 for r in readers for e in r.epochs if e.ended) or (
         all(r.trains and only_reports_beyond(r.rank, ranks) for r in readers)
     )
-    limit = len(ranks) if apart else size
+    limit = len(ranks) if independent else size
     return all(
         any(_divides(g, place, size) for g in (ranks, *groups_of(reader.rank)) if len(g) <= limit)
         or any(
@@ -131,8 +131,8 @@ def _divided(readers: list[Reader]) -> list[frozenset[int]]:
     if any(_wrap_group(r.rank) or sums_over_all(r.rank) for r in readers):
         return []
     found = {g for groups in of.values() for g in groups if _divides(g, place, size)}
-    apart = sum(map(len, found)) == len(place) and set().union(*found) == place.keys()
-    return sorted(found, key=sorted) if apart else []
+    disjoint = sum(map(len, found)) == len(place) and set().union(*found) == place.keys()
+    return sorted(found, key=sorted) if disjoint else []
 
 
 def groups_of(rank: Rank) -> list[frozenset[int]]:
