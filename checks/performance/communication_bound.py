@@ -1,4 +1,4 @@
-"""DDP703."""
+"""DDP703: gradient synchronisation takes much of each step."""
 
 from __future__ import annotations
 
@@ -6,58 +6,74 @@ import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ddpdoctor.events import Pace, StepDone, SyncPattern, SyncTimes, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, counted
 
 SHARE = 0.25
 """Of the whole step, the optimizer and loading included."""
+
 NOTICEABLE_S = 0.020
-"""Below this much per step it is not worth a change, whatever its share."""
+"""Less per step is not worth a change, whatever its share."""
 
 MIB = 1 << 20
 SMALLEST = MIB
-"""Less goes around in no time: whoever waits for it waits for another rank."""
+"""Fewer gradients are averaged at once: a rank that waits for them waits for another rank."""
+
 SMALL_BUCKET = 4 * MIB
 MANY_BUCKETS = 6
+"""That many buckets, even the largest of them small, suggest a larger `bucket_cap_mb`."""
+
+EVERY_BACKWARD = "every-backward-synchronised"
+ACCUMULATING = "already-accumulating"
+ONE_BACKWARD = "one-backward-per-step"
 
 
 class CommunicationBound(Check):
-    """Steps wait for gradients to be averaged
+    """Gradient synchronisation takes much of each step
 
     ## What it finds
-    DDP models whose gradient synchronisation takes much of each step beyond what is hidden behind
-    the backward. A step is the optimizer's, with all the batches that it accumulates.
+    DDP models whose gradient all-reduce takes much of each optimizer step without overlapping with
+    the backward. All batches that a step accumulates count.
 
     ## How it knows
-    DDP itself times its first ten iterations, and one in a hundred after that; its averages are
-    read after the twelfth step, then every 20 s at most. What is not hidden is taken from the rank
-    that waits least, so that waiting for a slow peer does not count, and by as much less as the
-    median step is shorter than the timed ones: it must be 20 ms and a quarter of the median step.
-    So must what is left of it without the time for which the ranks of a node, one after the other,
-    had no core: where they take turns, all of them wait for each other. The finding is proven.
+    DDP itself times its first ten iterations and then one in a hundred; its averages are read after
+    the twelfth step, then at most every 20 s. The exposed time (communication that does not overlap
+    with computation) is that of the rank with the shortest, so that waiting for a slow rank does
+    not count. It is reduced by as much as the median step is shorter than the timed ones.
+
+    The exposed time must be 20 ms and a quarter of the median step. It must still be so without the
+    time in which the ranks of a node, added up, had no CPU core: ranks that take turns on a core
+    wait for each other. The finding is proven.
 
     ## Why it hurts
-    That part of every step computes nothing, and grows with the number of ranks.
+    The devices are idle in this part of every step, and it grows with the number of ranks.
 
     ## How to fix it
-    Send less often (gradient accumulation with `no_sync()`, or more of it), less
-    (`fp16_compress_hook`), or
-    earlier (`bucket_cap_mb`, `gradient_as_bucket_view=True`, `static_graph=True`); a larger batch
-    per rank makes the rest of the step longer. The note gives sizes and times.
+    Synchronise less often (gradient accumulation with `no_sync()`), less data
+    (`fp16_compress_hook`), or earlier (`bucket_cap_mb`, `gradient_as_bucket_view=True`,
+    `static_graph=True`). A larger batch per rank makes the rest of the step longer. The note gives
+    sizes and times.
 
     ## When it stays quiet
-    Synchronisation that the backward hides; a few milliseconds; ranks that only wait for a
-    slower one, or for each other's turn on a core; less than a megabyte of gradients.
+    - synchronisation that overlaps with the backward, or takes a few milliseconds
+    - ranks that only wait for a slower one, or for each other's turn on a core
+    - less than a megabyte of gradients
     """
 
     code = "DDP703"
     name = "communication-bound"
     family = "performance"
     severity = Severity.NOTE
+    rules: ClassVar[Mapping[str, str]] = {
+        EVERY_BACKWARD: "several backwards of a step are synchronised, where the last would do",
+        ACCUMULATING: "gradients are accumulated without synchronisation already",
+        ONE_BACKWARD: "each step has one backward, which is synchronised",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(SyncTimes) else "no DDP model trained for more than ten steps"
@@ -83,32 +99,34 @@ class CommunicationBound(Check):
         name = (rank.names_of(wrapped)[0] if wrapped else "") or "ddp"
         size = sum(times.bucket_bytes)
         return self.finding(
+            rule=step.rule,
             ranks=tuple(r.rank for r in seen),
             subjects=(wrapped.kind,) if wrapped else (),
             location=rank.location(wrapped.site) if wrapped else None,
-            label=f"{step.exposed_s * 1e3:.0f} ms of each step",
+            label=f"waits {step.exposed_s * 1e3:.0f} ms for gradients in each step",
             summary=(
-                f"averaging gradients takes {step.exposed_s * 1e3:.0f} ms of a step of "
-                f"{step.wall_s * 1e3:.0f} ms beyond what the backward hides "
-                f"({step.exposed_s / step.wall_s:.0%})"
+                f"gradient all-reduce takes {step.exposed_s * 1e3:.0f} of {step.wall_s * 1e3:.0f} "
+                f"ms of each step ({step.exposed_s / step.wall_s:.0%}) without overlap with the "
+                "backward"
             ),
             cause=(
-                f"{size / MIB:.3g} MB of gradients in {_count(times)} go around "
-                f"in {times.communication_s * 1e3:.0f} ms"
+                f"the all-reduce of {size / MIB:.3g} MB of gradients in "
+                f"{counted(len(times.bucket_bytes), 'bucket')} takes "
+                f"{times.communication_s * 1e3:.0f} ms"
                 + (f", {step.averaging} times a step" if step.averaging > 1 else "")
             ),
             fix=_fix(times, step, name),
             fix_kind=FixKind.CHECK,
             evidence={
-                "backwards in a step": step.backwards,
-                "of them averaging": step.averaging,
-                "each averaging one": [
+                "backwards per step": step.backwards,
+                "synchronised backwards per step": step.averaging,
+                "each synchronised backward": [
                     {
                         "rank": r.rank,
                         "forward ms": round(e.forward_s * 1e3, 1),
                         "backward ms": round(e.backward_s * 1e3, 1),
                         "communication ms": round(e.communication_s * 1e3, 1),
-                        "hidden ms": round(e.overlap_s * 1e3, 1),
+                        "overlap ms": round(e.overlap_s * 1e3, 1),
                     }
                     for r, e in seen.items()
                 ],
@@ -120,11 +138,13 @@ class CommunicationBound(Check):
 
 @dataclass(frozen=True)
 class _Step:
-    """A usual step of the optimizer.
+    """A typical step of the optimizer.
 
     Attributes:
-        averaging: how many of its backwards average.
-        exposed_s: of all these, how long communication is not hidden.
+        wall_s: its duration.
+        backwards: how many backwards it has.
+        averaging: how many of these all-reduce gradients.
+        exposed_s: in all of these, the communication that does not overlap with computation.
     """
 
     wall_s: float
@@ -132,8 +152,15 @@ class _Step:
     averaging: int
     exposed_s: float
 
+    @property
+    def rule(self) -> str:
+        if self.averaging > 1:
+            return EVERY_BACKWARD
+        return ACCUMULATING if self.backwards > 1 else ONE_BACKWARD
+
 
 def _step(rank: Rank, times: SyncTimes) -> _Step:
+    """The typical step of the optimizer of a model."""
     patterns = [e for e in rank.of(SyncPattern) if e.model == times.model]
     optimizer = patterns[0].optimizer if patterns else 0
     steps = [e for e in rank.of(StepDone) if e.optimizer == optimizer]
@@ -146,8 +173,8 @@ def _step(rank: Rank, times: SyncTimes) -> _Step:
 
 
 def _without_a_core(run: Run, ranks: Iterable[Rank]) -> float:
-    """Of a step, for how long the ranks of a node had no core, if one after the other; without end
-    where that was not measured and there are fewer cores than ranks."""
+    """For how many seconds of a step the ranks of a node had no CPU core, added up, of the node
+    where it is most; infinite where it was not measured and a node has fewer cores than ranks."""
     held: dict[str, float] = defaultdict(float)
     for rank in ranks:
         paces = rank.of(Pace)
@@ -160,8 +187,8 @@ def _without_a_core(run: Run, ranks: Iterable[Rank]) -> float:
 
 
 def _usual(patterns: list[SyncPattern], steps: list[StepDone]) -> tuple[int, int]:
-    """Backwards of most steps that average and that do not: the last step of an epoch often has
-    fewer."""
+    """How many backwards of a step all-reduce gradients and how many do not, in most steps: the
+    last step of an epoch often has fewer."""
     held: Counter[tuple[int, int]] = Counter()
     ends = [e.step for e in patterns[1:]] + [steps[-1].step + 1 if steps else 0]
     for one, end in zip(patterns, ends, strict=False):
@@ -175,37 +202,34 @@ def _latest(rank: Rank, model: int) -> SyncTimes | None:
 
 
 def _exposed(times: SyncTimes) -> float:
+    """Seconds of communication in a backward that do not overlap with computation."""
     return max(0.0, times.communication_s - times.overlap_s)
-
-
-def _count(times: SyncTimes) -> str:
-    count = len(times.bucket_bytes)
-    return f"{count} bucket{'s' if count > 1 else ''}"
 
 
 def _fix(times: SyncTimes, step: _Step, name: str) -> str:
     ideas = [_accumulation(step, name)]
     small = times.bucket_bytes and max(times.bucket_bytes) < SMALL_BUCKET
     if small and len(times.bucket_bytes) >= MANY_BUCKETS:
-        ideas.append("try `bucket_cap_mb=25` or more: the buckets are small")
+        ideas.append("try `bucket_cap_mb=25` or more, since the buckets are small")
     if not times.bucket_view:
-        ideas.append("`gradient_as_bucket_view=True` saves a copy")
+        ideas.append("set `gradient_as_bucket_view=True`, which saves a copy")
     if sum(times.bucket_bytes) >= MIB:
         ideas.append(
-            f"`{name}.register_comm_hook(None, default_hooks.fp16_compress_hook)` sends half as "
-            "much (`bf16_compress_hook` with NCCL)"
+            f"call `{name}.register_comm_hook(None, default_hooks.fp16_compress_hook)`, which "
+            "halves the data (`bf16_compress_hook` with NCCL)"
         )
     return "; ".join(ideas)
 
 
 def _accumulation(step: _Step, name: str) -> str:
-    if step.averaging > 1:
+    if step.rule == EVERY_BACKWARD:
         return (
-            f"all but the last of the {step.backwards} backwards of a step under `{name}.no_sync()`"
+            f"run all but the last of the {step.backwards} backwards of a step under "
+            f"`{name}.no_sync()`"
         )
-    if step.backwards > 1:
+    if step.rule == ACCUMULATING:
         return (
-            f"accumulate gradients over more batches: `no_sync` covers {step.backwards - 1} of "
-            f"the {step.backwards} of a step now"
+            f"accumulate gradients over more batches: now `no_sync` covers {step.backwards - 1} of "
+            f"{step.backwards} per step"
         )
     return f"accumulate gradients over several batches under `{name}.no_sync()`"

@@ -1,54 +1,70 @@
-"""DDP702."""
+"""DDP702: steps wait for the DataLoader."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble, StepDone
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, ranks_text
+from ddpdoctor.run import Location, Rank, Run, counted, ranks_text
 
 WARM_UP = 3
+"""Steps that are left out: workers start in the first ones."""
+
 FEWEST = 8
 SHARE = 0.4
+"""Of the median step: with less, better loading would save less than a noisy machine costs."""
+
 MANY_WORKERS = 4
 NOTICEABLE_S = 0.010
-"""Below this much per step waiting is not worth a change, whatever its share."""
+"""Shorter waits per step are not worth a change, whatever their share."""
+
+NO_WORKERS = "no-workers"
+FEW_WORKERS = "too-few-workers"
+NO_CORES = "no-spare-cores"
 
 
 class DataBound(Check):
     """Steps wait for data
 
     ## What it finds
-    Training in which a step spends much of its time in the loader's `next`, waiting for a batch:
-    in four of five steps, the first ones left out.
+    Training in which most steps spend much of their time waiting for the next batch of the
+    DataLoader.
 
     ## How it knows
-    Each rank measures how long every step takes, and how much of that it waits in its loaders'
-    `next`. The first three steps are left out, eight or more must follow; with workers, as many
-    steps as there are of these (four at most) are taken together, since they deliver in turn. Four
-    of five must wait 10 ms and two fifths of the median step. The finding is proven.
+    Each rank measures the time of every step, and how much of it is spent in the `next` of its
+    loaders. The first three steps are left out; at least eight must follow. With workers, as many
+    steps as there are workers (at most four) are taken together, since workers deliver in turn.
+    Four of five must wait at least 10 ms and two fifths of the median step. The finding is proven.
 
     ## Why it hurts
-    The devices stand idle while data is read. With several ranks the slowest loader sets the pace
-    of all.
+    The devices are idle while data is loaded. With several ranks the slowest loader sets the pace
+    for all.
 
     ## How to fix it
-    Load in the background: `DataLoader(..., num_workers=4, persistent_workers=True)`, more workers
-    or a larger `prefetch_factor` where there are some, as many as there are cores for; decode and
-    transform less per sample, or once, beforehand.
+    Load in the background: `DataLoader(..., num_workers=4, persistent_workers=True)`. With workers
+    already, use more of them, as many as there are cores for, or a larger `prefetch_factor`. Decode
+    and transform less per sample, or once beforehand.
 
     ## When it stays quiet
-    Warm-up; waits of a few milliseconds; waits in evaluation; single slow batches, as at the
-    beginning of an epoch; workers that keep up in much of the run and are held up in the rest, as
-    by other programs on the same cores.
+    - warm-up, and waits of a few milliseconds
+    - waits in evaluation
+    - single slow batches, as at the beginning of an epoch
+    - workers that keep up in much of the run and are slowed down in the rest, as by other programs
+      on the same cores
     """
 
     code = "DDP702"
     name = "data-bound"
     family = "performance"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        NO_WORKERS: "batches are loaded in the training process, and there are cores for workers",
+        FEW_WORKERS: "workers are too slow, and there are cores for more",
+        NO_CORES: "loading is too slow, and there are no cores for more workers",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if not run.any(LoaderSeen):
@@ -68,20 +84,24 @@ class DataBound(Check):
         loader = _training_loader(rank)
         steps = _steps(rank)
         workers = loader.workers if loader else 0
+        share, spare = _cores(run, rank, workers)
+        rule = NO_CORES if workers >= spare else FEW_WORKERS if workers else NO_WORKERS
         yield self.finding(
+            rule=rule,
             ranks=tuple(waiting),
             steps=Steps.of(e.step for e in steps),
             subjects=(loader.dataset,) if loader else (),
-            location=_spot(rank, loader),
+            location=_line(rank, loader),
             label=f"num_workers={workers}",
-            summary=f"steps wait for data: {wait * 1e3:.0f} of {step * 1e3:.0f} ms on rank "
-            f"{rank.rank} ({wait / step:.0%}; {ranks_text(waiting)})",
-            cause="every batch is loaded in the training process itself, while nothing else runs"
+            summary=f"steps on {ranks_text(waiting)} wait for data: {wait * 1e3:.0f} of "
+            f"{step * 1e3:.0f} ms ({wait / step:.0%})"
+            + (f" on rank {rank.rank}, which waits longest" if len(waiting) > 1 else ""),
+            cause="every batch is loaded in the training process, while nothing else runs"
             if not workers
-            else f"{workers} workers do not load as fast as the steps consume",
-            fix=_fix(run, rank, workers),
+            else f"{counted(workers, 'worker')} cannot load batches as fast as the steps use them",
+            fix=_fix(rule, rank, workers, share, spare),
             evidence={
-                "usual wait and median step, ms": {
+                "typical wait and median step, ms": {
                     r: [round(a * 1e3, 1), round(b * 1e3, 1)] for r, (a, b) in waiting.items()
                 },
                 "steps": len(steps),
@@ -91,38 +111,47 @@ class DataBound(Check):
         )
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        loading = other.check == "straggler" and other.evidence.get("phase") == "loading"
+        loading = other.check == "straggler" and other.rule == "slow-loading"
         return loading and set(other.ranks) < set(mine.ranks)
 
 
-def _fix(run: Run, rank: Rank, workers: int) -> str:
-    """Workers on cores that nobody else needs; one of a rank's own is for the rank itself."""
+def _cores(run: Run, rank: Rank, workers: int) -> tuple[float, int]:
+    """The cores of a rank's node per rank, and for how many workers of each rank these suffice: one
+    core is for the rank itself. Where cores are not known, there is room for more workers."""
     cores = run.cores(rank.node)
     share = cores / sum(r.node == rank.node for r in run.ranks.values())
-    spare = int(share) - 1 if cores else workers + MANY_WORKERS
-    if not workers and spare > 0:
+    return share, max(int(share) - 1, 0) if cores else workers + MANY_WORKERS
+
+
+def _fix(rule: str, rank: Rank, workers: int, share: float, spare: int) -> str:
+    if rule == NO_WORKERS:
         wanted = min(spare, MANY_WORKERS)
         return f"`DataLoader(..., num_workers={wanted}, persistent_workers=True)`"
-    if workers < spare:
-        return f"more than {workers} workers, a larger `prefetch_factor`, or less work per sample"
+    if rule == FEW_WORKERS:
+        return (
+            f"use more than {counted(workers, 'worker')}, a larger `prefetch_factor`, or less work "
+            "per sample"
+        )
+    cores = f"{share:g} core{'' if share == 1 else 's'}"
+    more = f"more than {workers} workers" if workers else "`num_workers=1`"
     return (
-        "less work per sample: decode, tokenise or transform once, beforehand, and store that; "
-        f"each rank has {share:g} core{'' if share == 1 else 's'} on {rank.node} for itself and "
-        + (f"its workers, so more than {workers}" if workers else "a worker, so `num_workers=1`")
-        + " would hide only its waiting for a disk, a network or a GPU"
+        "reduce the work per sample: decode, tokenise or transform once beforehand and store the "
+        f"result. A rank and its workers have {cores} on {rank.node}, so {more} would only hide "
+        "waits for a disk, a network or a GPU"
     )
 
 
 def _steps(rank: Rank) -> list[StepDone]:
+    """A rank's steps after the warm-up."""
     return rank.of(StepDone)[WARM_UP:]
 
 
 def _wait(rank: Rank) -> tuple[float, float] | None:
-    """Usual wait and usual step in seconds, where waiting is much of it.
+    """The typical wait and the median step in seconds; None where the wait is not much of the step.
 
-    Four fifths of the run wait at least that long: on a machine that is merely busy, some batches
-    are late, but others are there at once. Workers deliver in turn, one long wait and then as many
-    short ones, so the wait is that of as many steps as there are workers.
+    The wait is the first quintile: four of five steps wait at least that long. On a machine that is
+    merely busy, some batches are late, but others are ready at once. Workers deliver in turn, one
+    long wait and then short ones, so waits are averaged over as many steps as there are workers.
     """
     steps = _steps(rank)
     if len(steps) < FEWEST:
@@ -137,6 +166,8 @@ def _wait(rank: Rank) -> tuple[float, float] | None:
 
 
 def _training_loader(rank: Rank) -> LoaderSeen | None:
+    """The loader of the training loop: that with most batches in an epoch with backwards; any where
+    no epoch has ended."""
     trained = [e for e in rank.of(EpochEnded) if e.backwards]
     seen = {e.loader: e for e in rank.of(LoaderSeen)}
     if not trained:
@@ -144,7 +175,8 @@ def _training_loader(rank: Rank) -> LoaderSeen | None:
     return seen.get(max(trained, key=lambda e: e.batches).loader)
 
 
-def _spot(rank: Rank, loader: LoaderSeen | None) -> Location | None:
+def _line(rank: Rank, loader: LoaderSeen | None) -> Location | None:
+    """The line that creates the loader, else the loop over it."""
     if loader is None:
         return None
     return rank.location(loader.site) or rank.location(loader.loop_site)

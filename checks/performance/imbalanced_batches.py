@@ -1,10 +1,11 @@
-"""DDP704."""
+"""DDP704: batches of different size on the ranks within a step."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.events import (
     BatchSeen,
@@ -19,46 +20,64 @@ from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
 FEWEST, LATER = 8, 4
-"""Forwards to compare: of the whole run, or from one of them to the last."""
-EXCESS = 0.25
-"""By how much the largest batch of a step exceeds the average one, before it is told."""
-STEADY = 0.9
-"""Share of the steps in which the same rank has the largest batch, before it is told alone."""
+"""Forwards to compare, at least: of the whole run, or from one of them to the last."""
 
-BUCKETS = "sort samples into buckets of like length, the same bucket on all ranks in a step"
+EXCESS = 0.25
+"""By how much the largest batch of a step must exceed the mean of the ranks: less costs less than
+a fifth of the step."""
+
+STEADY = 0.9
+"""The share of steps in which one rank must have the largest batch to be named alone."""
+
+ONE_RANK_MORE = "one-rank-more-samples"
+ONE_RANK_LONGER = "one-rank-longer-samples"
+UNCOORDINATED = "uncoordinated-batches"
+
+_BUCKETS = (
+    "sort samples into buckets of similar length, and use the same bucket on all ranks in a step"
+)
 
 
 class ImbalancedBatches(Check):
-    """Ranks work on batches of different size within a step
+    """Batch sizes differ between ranks within a step
 
     ## What it finds
-    Inputs of a wrapped model whose size (tokens, pixels, samples) differs between the ranks within
-    most of the steps that were looked at, or within all of them from one step on.
+    Inputs of a wrapped model whose size (tokens, pixels, samples) differs between the ranks in most
+    of the examined steps, or in all of them from some step on.
 
     ## How it knows
-    At the first 16 forwards of a model, then at every eighth and ever fewer, the same on every
-    rank, each rank records how many numbers and rows its inputs hold. The largest is compared with
-    the mean over the ranks: it must exceed that by a quarter in half of the forwards compared,
-    eight at least, or in all of them from one on, four at least. The finding is proven for these.
+    Each rank records how many elements and rows its inputs have, at the first 16 forwards of a
+    model, then at every eighth and later fewer, the same on all ranks. The largest input is
+    compared with the mean of the ranks. It must exceed the mean by a quarter in half of at least
+    eight forwards, or in all of at least four forwards from some forward on. The finding is proven
+    for these forwards.
 
     ## Why it hurts
-    Every step lasts as long as its largest batch; the ranks with less wait. The average over ranks
-    also gives each sample of a small batch more weight than one of a large batch.
+    Every step takes as long as its largest batch; the other ranks wait. The average over ranks also
+    gives a sample of a small batch more weight than one of a large batch.
 
     ## How to fix it
-    Give all ranks the same batch size; batch sequences by length, or by a number of tokens, in
-    such a way that the batches of one step are alike on all ranks.
+    Use the same batch size on all ranks. Batch sequences by length or by number of tokens such that
+    the batches of one step have about the same size on all ranks.
 
     ## When it stays quiet
-    Equal batches; differences of less than a quarter; single batches, as the last of an epoch;
-    training inside `Join`. Where the loss is weighted so that each sample counts alike on all
-    ranks, the sizes are meant, and it is a note.
+    - differences of less than a quarter
+    - single batches, as the last of an epoch
+    - training inside `Join`
+
+    If the loss is weighted by the batch size, so that each sample has the same weight on all ranks,
+    the sizes are intended: a note.
     """
 
     code = "DDP704"
     name = "imbalanced-batches"
     family = "performance"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        ONE_RANK_MORE: "one rank nearly always has the largest batch",
+        ONE_RANK_LONGER: "one rank nearly always has the longest samples, all have as many",
+        UNCOORDINATED: "the rank with the largest batch changes from step to step",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(ForwardInput) else "no forward of a wrapped model seen"
@@ -79,7 +98,7 @@ class ImbalancedBatches(Check):
         begin = 0
         excess = [_excess([f[n].numbers for f in given.values()]) for n in common]
         if statistics.median(excess) < EXCESS:
-            # All of the first forwards were looked at, and few of the later ones.
+            # Few of the later forwards were recorded, so the median is that of the first ones.
             begin = next((i for i, more in enumerate(excess) if more >= EXCESS), len(common))
             common, excess = common[begin:], excess[begin:]
             if len(common) < LATER or common[-1] - common[0] < FEWEST or min(excess) < EXCESS:
@@ -95,26 +114,30 @@ class ImbalancedBatches(Check):
             for n in common
         )
         steady = leads >= STEADY * len(common)
-        alike = all(len({f[n].rows for f in given.values()}) == 1 for n in common)
+        equal_rows = all(len({f[n].rows for f in given.values()}) == 1 for n in common)
+        rule = UNCOORDINATED
+        if steady:
+            rule = ONE_RANK_LONGER if equal_rows else ONE_RANK_MORE
         meant = _weighted(run, model)
         unequal = [n for n, more in zip(common, excess, strict=True) if more >= EXCESS]
         yield self.finding(
+            rule=rule,
             severity=Severity.NOTE if meant else self.severity,
             ranks=(largest,) if steady else tuple(given),
             steps=_steps(rank, model, [[given[largest][n] for n in f] for f in (unequal, common)]),
             subjects=(f"inputs of {next(w.kind for w in rank.of(Wrapped) if w.model == model)}",),
             location=rank.location(first.site),
-            label="not equally large on all ranks",
-            summary=f"the largest batch of a step is on average {typical:.0%} larger than the "
-            "mean over ranks"
+            label="size differs between ranks",
+            summary=f"the largest batch of a step is on average {typical:.0%} above the mean of "
+            "the ranks"
             + (f", mostly on rank {largest}" if steady else "")
             + (", though not from the beginning" if begin else ""),
-            cause=_cause(largest if steady else None, alike),
-            fix=f"the same batch size on all ranks; where samples differ in size: {BUCKETS}"
-            if steady and not alike
-            else BUCKETS,
+            cause=_cause(rule, largest, equal_rows),
+            fix=f"use the same batch size on all ranks; if samples differ in size, {_BUCKETS}"
+            if rule == ONE_RANK_MORE
+            else _BUCKETS,
             evidence={
-                "numbers per input, mean": {r: round(m) for r, m in means.items()},
+                "elements per input, mean": {r: round(m) for r, m in means.items()},
                 "rows per input, mean": {r: round(m, 1) for r, m in rows.items()},
                 "forwards compared": len(common),
                 "time lost, at most": f"{typical / (1 + typical):.0%}",
@@ -127,12 +150,13 @@ class ImbalancedBatches(Check):
 
 
 def _excess(sizes: list[int]) -> float:
-    """By how much the largest exceeds the mean, as a share of that."""
+    """By how much the largest size exceeds the mean, as a share of the mean."""
     return max(sizes) / statistics.mean(sizes) - 1
 
 
 def _steps(rank: Rank, model: int, forwards: list[list[ForwardInput]]) -> Steps | None:
-    """The steps of the first of these forwards, among those of the second that were compared."""
+    """The steps of the first list of forwards, counted among those of the second; None where no
+    step of the model's optimizer is on record."""
     own = {o.optimizer for o in rank.of(OptimizerSeen) if model in o.models}
     done = [(e.at, e.step + 1) for e in rank.of(StepDone) if e.optimizer in own]
     if not done:
@@ -144,19 +168,20 @@ def _steps(rank: Rank, model: int, forwards: list[list[ForwardInput]]) -> Steps 
     return Steps(min(concerned), max(concerned), len(concerned), len(compared))
 
 
-def _cause(larger: int | None, alike: bool) -> str:
-    """`larger`: the rank that nearly always has the most; `alike`: all have as many rows."""
-    if larger is None:
-        return "each rank batches its samples by itself, so that sizes differ within a step" + (
-            ": as many rows on all ranks, of other lengths" * alike
-        )
-    if alike:
-        return f"rank {larger} gets the longer samples in nearly all steps, and as many of them"
-    return f"rank {larger} gets more samples, or larger ones, in nearly all steps"
+def _cause(rule: str, larger: int, equal_rows: bool) -> str:
+    """`larger`: the rank with most on average; `equal_rows`: batches have equally many samples."""
+    if rule == ONE_RANK_LONGER:
+        return f"rank {larger} gets longer samples in nearly all steps, but equally many"
+    if rule == ONE_RANK_MORE:
+        return f"rank {larger} gets more samples, or larger ones, in nearly all steps"
+    return "each rank batches its samples independently, so sizes differ within a step" + (
+        ": equally many samples on all ranks, but of different length" * equal_rows
+    )
 
 
 def _weighted(run: Run, model: int) -> bool:
-    """Whether the loss makes up for batches of unequal size: a sum, or a mean times the size."""
+    """Whether the loss gives each sample the same weight in spite of unequal batches, as a sum
+    does, or a mean times the batch size."""
     tables = [
         {e.forward: e for e in r.of(BatchSeen) if e.model == model} for r in run.ranks.values()
     ]
@@ -173,7 +198,7 @@ def _weighted(run: Run, model: int) -> bool:
 
 
 def _by_model(run: Run) -> dict[int, dict[int, dict[int, ForwardInput]]]:
-    """Model to rank to number of the forward, for models that all ranks share."""
+    """Inputs by model, rank and number of the forward, for models that all ranks share."""
     found: dict[int, dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
     for rank in run.ranks.values():
         whole = {g.group for g in rank.of(GroupReady) if len(g.ranks) == run.world_size}

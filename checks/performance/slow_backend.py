@@ -1,4 +1,4 @@
-"""DDP705."""
+"""DDP705: gloo averages the gradients of GPU models."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from ddpdoctor.run import Rank, Run
 
 
 class SlowBackend(Check):
-    """gloo carries the gradients of GPUs
+    """gloo averages the gradients of GPU models
 
     ## What it finds
-    A model on GPUs, each rank on its own, whose gradients are averaged over a gloo group while
-    this torch has NCCL.
+    A model on GPUs, one per rank, whose gradients are averaged by gloo although this torch has
+    NCCL.
 
     ## How it knows
-    At the wrap each rank records the device of the model, the identity (UUID) of its GPU, which
-    tells whether ranks share one, and the backend of its group; as torch is imported, whether it
-    has NCCL. The finding is proven.
+    When the model is wrapped each rank records its device, the UUID of its GPU and the backend of
+    its process group; when torch is imported, whether it has NCCL. The UUIDs show whether ranks
+    share a GPU. The finding is proven.
 
     ## Why it hurts
-    gloo copies every gradient to the host, sends it over sockets and copies it back: the averaging
-    takes ten to a hundred times as long as NCCL between the GPUs.
+    gloo copies every gradient to the host, sends it over sockets and copies it back. This takes ten
+    to a hundred times as long as NCCL between the GPUs.
 
     ## How to fix it
-    `init_process_group("nccl")`, or without an argument, which takes NCCL for GPU tensors and gloo
-    for the others.
+    `init_process_group("nccl")`, or no backend: then NCCL serves GPU tensors and gloo the others.
 
     ## When it stays quiet
-    Models on the CPU; ranks that share a GPU, which NCCL does not allow; a torch without NCCL; a
-    group that has both backends.
+    - models on the CPU
+    - ranks that share a GPU, which NCCL does not support
+    - a torch without NCCL
+    - a group with both backends
     """
 
     code = "DDP705"
@@ -54,9 +55,10 @@ class SlowBackend(Check):
             ranks=tuple(r.rank for r, _, _ in slow),
             subjects=(wrapped.kind,),
             location=rank.location(group.site),
-            label="gloo",
-            summary=f"gradients of {wrapped.kind} on {wrapped.device} are averaged through gloo",
-            cause="the process group was made for gloo, which moves GPU tensors through the host",
+            label="created with gloo",
+            summary=f"gloo averages the gradients of {wrapped.kind} on {wrapped.device}, although "
+            "NCCL is available",
+            cause="the process group uses gloo, which copies GPU tensors through the host",
             fix='`init_process_group("nccl")`',
             fix_kind=FixKind.SAFE,
             evidence={"backend": group.backend, "device": wrapped.device, "NCCL": loaded.nccl},

@@ -1,4 +1,4 @@
-"""DDP701."""
+"""DDP701: all ranks wait for the slowest one."""
 
 from __future__ import annotations
 
@@ -6,79 +6,102 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ddpdoctor.events import LoaderSeen, Pace
 from ddpdoctor.events.pace import PHASES
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, fold_ranks
+from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text
 
 FEWEST = 4
-"""Records of a few steps each; fewer say nothing."""
+"""Windows of a few steps each, at least: fewer may be slow by chance."""
+
 NOTICEABLE_S = 0.010
 SHARE = 0.2
-"""Of a step that is lost to the slow rank, before it is told."""
+"""By how much a rank must be slower: seconds, and share of a step. Less is within the noise of a
+machine, and not worth a change."""
+
 STEADY = 0.8
+"""The share of windows, from one on to the end, in which the rank must be slow."""
+
 LASTING = 3
-"""It must be the same rank for at least a third of the run; for less it is a note."""
+"""The rank must be slow for at least one third (1 / `LASTING`) of the run, else it is a note."""
+
 PASSING, PASSING_LEAST = 8, 6
-"""Of a rank that was slow for a while only: without a break for an eighth of the run, at least, and
-for so many stretches."""
+"""A rank that was slow for a while only must be so without a break for one eighth (1 / `PASSING`)
+of the run, and for that many windows."""
+
 AGREED = 0.5
-"""Of its lag, the least that the others must be seen to wait."""
+"""The share of its lag for which the other ranks must be seen to wait, which confirms it."""
+
 SHOWN_S = 0.001
+"""Shorter times are not listed in the evidence."""
 
 Window = Mapping[int, Pace]
-"""The records of all ranks of the same steps."""
+"""The records of all ranks for the same steps, by rank."""
 
 
 class Straggler(Check):
-    """The others wait for one rank in every step
+    """The other ranks wait for one slow rank
 
     ## What it finds
-    Ranks that need longer than the others for their own part of a step, while the others are seen
-    to wait. It says which phase the time goes to (loading, forward, backward, optimizer, or the
-    code after one of them), since which step, and what it costs.
+    Ranks that need longer than the others for their own part of a step, while the others wait. The
+    finding names the phase in which the time is lost (loading, forward, backward, optimizer, or the
+    code between them), the step since which it is so, and what it costs.
 
     ## How it knows
-    In stretches of eight steps (the second to the 24th, then every second one and ever fewer; none
-    where steps take less than 5 ms) each rank measures its time in every phase, without that in
-    collectives and in DDP's waiting for others. A rank is slow in a stretch where its own time,
-    less that for which it had no core, exceeds the median rank's by 10 ms and a fifth of a step,
-    while the others wait at least half of that longer than it does. It must be so from one stretch
-    on to the end, in four of five, over four at least and a third of all. A rank that was slow for
-    a while only is told where that is an eighth of the run, six stretches at least, without a
-    break: a note, or a warning from a third on. Stretches in which it was behind, but for no longer
-    than it may have lacked a core, are neither: the finding gives their number, and takes none for
-    a beginning or an end. The finding is proven.
+    Each rank measures its time in every phase, without collectives and without DDP's waits, over
+    windows of eight steps (the second to the 24th window, then every second one and later fewer;
+    none where steps take less than 5 ms). A rank is slow in a window if
+
+    - its own time, without that in which it had no CPU core, exceeds that of the median rank by
+      10 ms and a fifth of a step
+    - the other ranks wait longer than this rank, by at least half of that
+
+    It must be slow from some window to the end of the run, in four of five windows, at least four
+    windows and a third of all. A rank that was slow for a while only is reported if this lasted for
+    an eighth of the run and six windows without a break: a note, or a warning from a third of the
+    run on. Windows in which the rank was behind, but perhaps only because it had no core, count
+    neither way; the finding gives their number. The finding is proven.
 
     ## Why it hurts
-    Every step lasts as long as the slowest rank's. The others' steps look equally long, with a long
-    backward: they are the ones that wait.
+    Every step takes as long as on the slowest rank. The steps of the other ranks look equally long,
+    with a long backward, but these ranks wait.
 
     ## How to fix it
-    Look at what this rank does in that phase and the others do not: work that only rank 0 does
-    (logging, images, checkpoints) belongs in a thread or in fewer steps; a slow disk or longer
-    samples show in the loading; a hot or shared device in all phases alike.
+    Look for what this rank does in that phase and the others do not. Work that only rank 0 does
+    (logging, images, checkpoints) belongs in a thread or in fewer steps. A slow disk or longer
+    samples show in loading; a throttled or shared device shows in all phases.
 
     ## When it stays quiet
-    Warm-up; a rank that is late now and then (evaluation, checkpoints, garbage collection); slow
-    steps on a different rank each time, or for a while on one and then on another; less than a
-    fifth of a step, or 10 ms; time for which a rank had no core because of other programs (of a
-    loader's workers that time is not known: no loading is judged then); ranks that do not wait for
-    each other; short runs.
-    Waiting on the GPU (NCCL) or inside of re-entrant checkpointing is not seen, and not judged.
+    - warm-up and short runs
+    - a rank that is late now and then (evaluation, checkpoints, garbage collection)
+    - slow steps on changing ranks
+    - less than a fifth of a step, or less than 10 ms
+    - time in which a rank had no core because of other programs (for the workers of a loader that
+      time is not known, so loading is not judged then)
+    - ranks that do not wait for each other
+
+    Waits on the GPU (NCCL) and inside reentrant checkpointing are not seen and not judged.
     """
 
     code = "DDP701"
     name = "straggler"
     family = "performance"
     severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        "slow-loading": "the time is lost while a batch is loaded",
+        "slow-forward": "the time is lost in the forward",
+        "slow-backward": "the time is lost in the backward",
+        "slow-optimizer": "the time is lost in the optimizer step",
+        "slow-between-phases": "the time is lost in the program's code between the phases",
+    }
 
     def unobserved(self, run: Run) -> str | None:
         if any(rank.waits_on_gpu for rank in run.ranks.values()):
-            return "ranks wait for each other on the GPU, where the host does not see it"
+            return "ranks wait for each other on the GPU, which the host does not see"
         if len(_windows(run)) < FEWEST:
-            return "too few stretches of eight steps of 5 ms or more of one optimizer on all ranks"
+            return "too few windows of eight steps (5 ms or longer, of one optimizer, on all ranks)"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
@@ -99,49 +122,56 @@ class Straggler(Check):
         pace = worst.windows[-1][worst.rank]
         first = worst.windows[0][worst.rank]
         phase, words = _PHASES[segment]
+        between = segment >= len(PHASES)
         begun = first.step - first.count + 1
         others = [r for r in worst.windows[0] if r not in ranks]
         waits_s = statistics.median(worst.waiting(r) for r in others) - worst.waiting(worst.rank)
         each = f"each of steps {begun}-{pace.step}" if worst.over else "each step"
         span = "a step" if worst.doubts else each
         return self.finding(
+            rule="slow-between-phases" if between else f"slow-{phase}",
             severity=Severity.NOTE if all(s.passing for s in slow) else Severity.WARNING,
             ranks=ranks,
             steps=worst.steps,
             subjects=(phase,),
             location=rank.location(pace.sites[segment % len(PHASES)]),
             label=f"{worst.excess_s[segment] * 1e3:.0f} ms a step longer "
-            + ("here" if segment < len(PHASES) else "after this line")
-            + f" than on {_ranks(others)}",
+            + ("after this line" if between else "here")
+            + f" than on {ranks_text(others)}",
             related=_related(rank, pace, segment),
-            summary=f"{_ranks(others)} {'waits' if len(others) == 1 else 'wait'} "
-            f"{waits_s * 1e3:.0f} of {worst.whole(worst.rank) * 1e3:.0f} ms in {span} for "
-            f"{_ranks(ranks)}, which {'needs' if len(ranks) == 1 else 'need'} longer {words}",
+            summary=f"{ranks_do(others, 'wait')} {waits_s * 1e3:.0f} of "
+            f"{worst.whole(worst.rank) * 1e3:.0f} ms in {span} for {ranks_text(ranks)}, which "
+            f"{'is' if len(ranks) == 1 else 'are'} slower {words}",
             cause=_cause(worst, segment, words),
-            fix=_FIXES[phase],
+            fix=_MOVE_WORK if between else _FIXES[phase],
             evidence={
                 "phase": phase,
                 "a step, ms": [
                     {"rank": r, **{name: round(s * 1e3, 1) for name, s in parts.items()}}
                     for r, parts in _parts(worst).items()
                 ],
-                "stretches of steps looked at": worst.end - worst.first,
-                "of them slow on this rank": len(worst.slow),
-                **({"of them not to be told": worst.doubts} if worst.doubts else {}),
-                "each other rank lost, seconds": round(waits_s * worst.lasted, 1),
+                "windows examined": worst.end - worst.first,
+                "windows in which this rank is slow": len(worst.slow),
+                **({"windows in doubt (no CPU core)": worst.doubts} if worst.doubts else {}),
+                "seconds lost by each other rank": round(waits_s * worst.lasted, 1),
             },
             at=rank.wall(first.at),
         )
 
     def explains(self, mine: Finding, other: Finding) -> bool:
-        loading = mine.evidence.get("phase") == "loading"
+        loading = mine.rule == "slow-loading"
         return loading and other.check == "data-bound" and set(other.ranks) <= set(mine.ranks)
 
 
 @dataclass(frozen=True)
 class _Slow:
-    """A rank, and the stretches of steps of the run, with the lags of all: from the stretch
-    `first` on, until before `end`, it was slow, or that is not to be told."""
+    """A slow rank and the windows of the run in which it is slow or in doubt.
+
+    Attributes:
+        every: all windows of the run.
+        every_lag: for each of these, the slow ranks and by how many seconds a step they are slower.
+        first, end: the windows `every[first:end]` in which the rank is slow or in doubt.
+    """
 
     rank: int
     every: Sequence[Window]
@@ -150,7 +180,7 @@ class _Slow:
     end: int
 
     def as_far_as_known(self) -> _Slow:
-        """Beyond stretches that are in doubt, until one in which it was not slow."""
+        """Extended over neighbouring windows in doubt, up to one in which the rank was not slow."""
         lags = enumerate(self.every_lag)
         known = [n for n, lag in lags if self.rank not in lag and not self._doubtful(n)]
         first = max((n + 1 for n in known if n < self.first), default=0)
@@ -158,31 +188,33 @@ class _Slow:
         return replace(self, first=first, end=end)
 
     def _doubtful(self, place: int) -> bool:
-        """Whether it was behind there, but perhaps only for want of a core."""
+        """Whether the rank was behind in a window, but perhaps only because it had no core."""
         behind = self.rank in _lags(self.every[place], alone=False)
         return behind and self.rank not in self.every_lag[place]
 
     @property
     def places(self) -> list[int]:
-        """Of the stretches that are not in doubt."""
+        """Indices of its windows that are not in doubt."""
         return [n for n in range(self.first, self.end) if not self._doubtful(n)]
 
     @property
     def windows(self) -> Sequence[Window]:
+        """Its windows that are not in doubt."""
         return [self.every[n] for n in self.places]
 
     @property
     def slow(self) -> list[int]:
-        """Of the stretches in which it was slow."""
+        """Indices of the windows in which it was slow."""
         return [n for n in range(self.first, self.end) if self.rank in self.every_lag[n]]
 
     @property
     def doubts(self) -> int:
+        """How many of its windows are in doubt."""
         return self.end - self.first - len(self.places)
 
     @property
     def steps(self) -> Steps:
-        """Those in which it was slow, among those that could be judged."""
+        """The steps in which it was slow, and how many could be judged."""
         seen = [w[self.rank] for w in self.windows]
         slow = sum(self.every[n][self.rank].count for n in self.slow)
         first, judged = seen[0].step - seen[0].count + 1, sum(e.count for e in seen)
@@ -191,39 +223,45 @@ class _Slow:
 
     @property
     def lasted(self) -> float:
-        """For about so many steps it was slow; those that were not looked at are counted alike."""
+        """For about how many steps it was slow, if those between the windows were similar."""
         steps = self.steps
         return (steps.last + 1 - steps.first) * len(self.slow) / (self.end - self.first)
 
     @property
     def over(self) -> bool:
-        """It has not been slow any more since."""
+        """Whether it became normal again before the end of the run."""
         return self.end < len(self.every)
 
     @property
     def passing(self) -> bool:
-        """It was slow for less than a third of the run."""
+        """Whether it was slow for less than a third of the run."""
         return len(self.slow) < len(self.every) // LASTING
 
     @property
     def lag_s(self) -> float:
+        """By how many seconds a step it is slower than the median rank, not counting the time
+        in which it had no core."""
         return statistics.median(self.every_lag[n][self.rank] for n in self.slow)
 
     def whole(self, rank: int) -> float:
+        """A rank's median step, seconds."""
         return statistics.median(w[rank].wall_s for w in self.windows)
 
     def delayed(self, rank: int) -> float:
+        """For how many seconds of its median step a rank had no CPU core."""
         return statistics.median(w[rank].delayed_s for w in self.windows)
 
     def usual(self, rank: int, segment: int) -> float:
+        """A rank's median time in a segment of the step, seconds."""
         return statistics.median(w[rank].own_s[segment] for w in self.windows)
 
     def waiting(self, rank: int) -> float:
+        """For how many seconds of its median step a rank waits for others."""
         return statistics.median(w[rank].waited_s for w in self.windows)
 
     @property
     def excess_s(self) -> list[float]:
-        """By segment: how much longer than usual among the ranks."""
+        """By segment, how many seconds longer it takes than the median rank."""
         ranks = self.windows[0]
         return [
             self.usual(self.rank, i) - statistics.median_low(self.usual(r, i) for r in ranks)
@@ -231,11 +269,12 @@ class _Slow:
         ]
 
     def excess_in(self, window: Window, segment: int) -> float:
+        """How many seconds longer it takes than the median rank in a segment of one window."""
         usual = statistics.median_low(e.own_s[segment] for e in window.values())
         return window[self.rank].own_s[segment] - usual
 
     def since_its_phase(self) -> _Slow:
-        """Without the first stretches that were slow for another reason, if enough are left."""
+        """Without the first windows, in which it was slow in other phases, if enough are left."""
         whole, least = self.excess_s[self.segment], 0.5 * self.excess_s[self.segment]
         late = [self.excess_in(window, self.segment) >= least for window in self.windows]
         if whole <= 0 or True not in late or len(late) - late.index(True) < FEWEST:
@@ -245,12 +284,13 @@ class _Slow:
 
     @property
     def segment(self) -> int:
+        """The segment of the step in which it loses most time; an index of `_PHASES`."""
         return max(range(len(_PHASES)), key=lambda i: self.excess_s[i])
 
 
 def _starved(rank: Rank, slow: _Slow) -> bool:
-    """Whether it waits for processes of its loader, which have no core for an unknown time where
-    the ranks themselves lack cores."""
+    """Whether a slow rank waits for the workers of its loader while the ranks lack cores: then the
+    workers lack cores too, for a time that is not known."""
     if slow.segment != 0:
         return False
     loops = {window[rank.rank].sites[0] for window in slow.windows}
@@ -259,6 +299,7 @@ def _starved(rank: Rank, slow: _Slow) -> bool:
 
 
 def _windows(run: Run) -> list[Window]:
+    """The windows of steps that all ranks have recorded, in order."""
     tables = {
         r.rank: {(e.optimizer, e.step): e for e in r.of(Pace) if _whole(e)}
         for r in run.ranks.values()
@@ -271,12 +312,14 @@ def _windows(run: Run) -> list[Window]:
 
 
 def _whole(pace: Pace) -> bool:
+    """Whether a record has all phases of this version."""
     return (len(pace.own_s), len(pace.sites)) == (len(_PHASES), len(PHASES))
 
 
 def _lags(window: Window, *, alone: bool = True) -> dict[int, float]:
-    """Seconds a step by which ranks are slow enough to be told, for those the others wait for;
-    `alone`: without the time for which they lacked a core; else as much as it may be."""
+    """The slow ranks of a window, and by how many seconds a step they are slower than the median
+    rank, if the others are seen to wait. `alone`: without the time for which they had no core; else
+    the most that it may be."""
     own = {rank: sum(e.own_s) for rank, e in window.items()}
     usual = statistics.median_low(own.values())
     if not alone:
@@ -294,12 +337,13 @@ def _lags(window: Window, *, alone: bool = True) -> dict[int, float]:
 
 
 def _wall(pace: Pace) -> float:
-    """How long a step would take if the rank had its core for itself."""
+    """How many seconds a step would take if the rank always had a core."""
     return max(0.0, pace.wall_s - pace.delayed_s)
 
 
 def _since(slow: Sequence[bool]) -> int | None:
-    """The first stretch since which it is slow nearly all the time; None where it is not."""
+    """The index of the first window since which a rank is slow nearly all the time; None where
+    there is none. `slow`: by window, whether it is slow."""
     for first in range(len(slow) - max(FEWEST, len(slow) // LASTING) + 1):
         if slow[first] and sum(slow[first:]) >= STEADY * (len(slow) - first):
             return first
@@ -309,7 +353,7 @@ def _since(slow: Sequence[bool]) -> int | None:
 def _spans(
     windows: Sequence[Window], lags: Sequence[Mapping[int, float]]
 ) -> dict[int, tuple[int, int]]:
-    """By slow rank, the stretches from which on and before which it was slow."""
+    """By slow rank, the index of its first slow window and of the one after its last."""
     slow = {rank: [rank in lag for lag in lags] for rank in windows[0]}
     lasting = {r: (first, len(s)) for r, s in slow.items() if (first := _since(s)) is not None}
     return lasting or _passing(windows, slow)
@@ -318,7 +362,8 @@ def _spans(
 def _passing(
     windows: Sequence[Window], slow: Mapping[int, Sequence[bool]]
 ) -> dict[int, tuple[int, int]]:
-    """The same of ranks that were slow for a while only, and not just while the run warmed up."""
+    """Like `_spans`, for ranks that were slow for a while only, and not just during warm-up; empty
+    if ranks were slow at different times. `slow`: by rank and window, whether it was slow."""
     steps = [next(iter(window.values())) for window in windows]
     if len({e.optimizer for e in steps}) > 1:
         return {}
@@ -337,7 +382,8 @@ def _passing(
 
 
 def _longest(marks: Sequence[bool]) -> tuple[int, int]:
-    """The longest stretch that is marked without a break, and the end of it; (0, 0) for none."""
+    """The first index of the longest unbroken run of marks, and the one after its last; (0, 0) if
+    there is none."""
     best, first = (0, 0), 0
     for place, marked in enumerate(marks):
         first = first if marked else place + 1
@@ -349,18 +395,18 @@ def _related(rank: Rank, pace: Pace, segment: int) -> tuple[Related, ...]:
     here = segment % len(PHASES)
     if segment == 0:
         made = next((e.site for e in rank.of(LoaderSeen) if e.loop_site == pace.sites[0]), -1)
-        place, label = rank.location(made), "the loader"
+        place, label = rank.location(made), "the loader is created here"
     elif segment < len(PHASES):
         return ()
     else:
         following = [*pace.sites[here + 1 :], *pace.sites[: here + 1]]
         place = rank.location(next((s for s in following if s >= 0), -1))
-        label = "and before this line"
+        label = "before this line"
     return (Related(label, place),) if place else ()
 
 
 def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
-    """By rank, the step, the waiting in it, and the rank's own time, what takes most first."""
+    """By rank, the seconds of a step, of waiting in it, and of each segment, the longest first."""
     ranks = list(slow.windows[0])
     longest = sorted(range(len(_PHASES)), key=lambda i: slow.usual(slow.rank, i), reverse=True)
     shown = [i for i in longest if any(slow.usual(r, i) >= SHOWN_S for r in ranks)]
@@ -370,7 +416,7 @@ def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
             "step": slow.whole(r),
             "waiting": slow.waiting(r),
             **{_PHASES[i][0]: slow.usual(r, i) for i in shown},
-            **({"of all that without a core": slow.delayed(r)} if held else {}),
+            **({"without a CPU core": slow.delayed(r)} if held else {}),
         }
         for r in ranks
     }
@@ -384,20 +430,20 @@ def _cause(slow: _Slow, segment: int, words: str) -> str:
         "ms on the others"
     )
     if excess[segment] < 0.5 * slow.lag_s:
-        reported += "; the rest of the time is lost in other phases: the rank is slower as a whole"
+        reported += "; the rest is lost in other phases: the rank is slower in general"
     if (delayed := slow.delayed(slow.rank)) >= SHARE * slow.lag_s:
         reported += (
-            f"; the machine has more to do than cores: for {delayed * 1e3:.0f} ms of a step rank "
-            f"{slow.rank} could have gone on but something else ran on its core; without that it "
-            f"would still be about {slow.lag_s * 1e3:.0f} ms behind"
+            f"; the machine lacks cores: for {delayed * 1e3:.0f} ms of a step rank {slow.rank} was "
+            "ready, but something else ran on its core; without that it would still be about "
+            f"{slow.lag_s * 1e3:.0f} ms behind"
         )
     return f"{reported}; {_when(slow)}"
 
 
 def _when(slow: _Slow) -> str:
-    """From which step on it was slow, and until which one where that is over."""
+    """Since which step the rank is slow, and until which one if it became normal again."""
     first, last = slow.windows[0][slow.rank], slow.windows[-1][slow.rank]
-    since, reported = first.step - first.count + 1, "from the start on"
+    since, reported = first.step - first.count + 1, "since the beginning"
     if since > first.count:
         seen = slow.every[slow.first - 1][slow.rank].step if slow.first else -1
         reported = f"since {_either(seen + 1, since)}"
@@ -406,44 +452,35 @@ def _when(slow: _Slow) -> str:
         reported += f", until {_either(last.step, after.step - after.count)}"
     if slow.doubts:
         reported += (
-            f"; in {slow.doubts} of {slow.end - slow.first} stretches of steps it cannot be told, "
-            "as ranks were without a core for a part of them"
+            f"; {slow.doubts} of {counted(slow.end - slow.first, 'window')} of steps are in doubt, "
+            "since ranks had no core for part of them"
         )
     return reported
 
 
 def _either(first: int, last: int) -> str:
-    return f"some step between {first} and {last}" if first < last else f"step {last}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    reported = fold_ranks(ranks)
-    return f"rank{'' if reported.isdecimal() else 's'} {reported}"
+    return f"a step between {first} and {last}" if first < last else f"step {last}"
 
 
 _PHASES = (
-    ("loading", "to load a batch"),
+    ("loading", "in loading"),
     ("forward", "in the forward"),
     ("backward", "in the backward"),
-    ("optimizer", "in the optimizer's step"),
+    ("optimizer", "in the optimizer step"),
     ("after loading", "between a batch and the forward"),
     ("after forward", "between forward and backward"),
-    ("after backward", "between the backward and the optimizer's step"),
+    ("after backward", "between the backward and the optimizer step"),
     ("between steps", "between two steps"),
 )
-"""By segment: a name, and where the time goes."""
+"""By segment of the step: a name, and where the time goes. First the phases, then the code after
+each of them."""
 
-_OWN = "do this work less often, in a thread, or divided among the ranks"
+_MOVE_WORK = "do this work less often, in a thread, or split it among the ranks"
 _FIXES = {
-    "loading": "see what this rank reads and from where: longer samples, a slower disk, fewer "
-    "workers; `DataLoader(..., num_workers=4)` hides it behind the step",
-    "forward": "give this rank as much work per batch as the others; look for a busy or throttled "
-    "device",
-    "backward": "give this rank as much work per batch as the others; look for hooks that only it "
-    "has, and a busy or throttled device",
-    "optimizer": "see what this rank does in the optimizer's step that the others do not",
-    "after loading": _OWN,
-    "after forward": _OWN,
-    "after backward": _OWN,
-    "between steps": _OWN,
+    "loading": "check what this rank reads and from where (longer samples, a slower disk, fewer "
+    "workers); `DataLoader(..., num_workers=4)` overlaps loading with the step",
+    "forward": "give all ranks the same work per batch; check for a busy or throttled device",
+    "backward": "give all ranks the same work per batch; check for hooks that only this rank has, "
+    "and for a busy or throttled device",
+    "optimizer": "check what this rank does in the optimizer step that the others do not",
 }

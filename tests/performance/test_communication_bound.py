@@ -39,6 +39,7 @@ def test_much_of_the_step() -> None:
 
 def test_small_buckets() -> None:
     (finding,) = found(*(rank(0.15, 0.05, *(1,) * 9) for _ in range(2)))
+    assert "bucket_cap_mb" in finding.fix
 
 
 def test_hidden_behind_the_backward() -> None:
@@ -78,6 +79,7 @@ def test_fewer_cores_than_ranks_where_the_turns_were_not_measured(cores: int, to
 
 def test_timed_steps_that_were_longer_than_all_later_ones() -> None:
     (finding,) = found(*(accumulating(1, 0, 0.15) for _ in range(2)))
+    assert finding.rule == "one-backward-per-step"
     assert not found(*(accumulating(1, 0, 0.13) for _ in range(2)))
 
 
@@ -107,10 +109,12 @@ def test_the_share_is_one_of_the_optimizers_step() -> None:
 
 def test_more_accumulation_where_there_is_some() -> None:
     (finding,) = found(*(accumulating(1, 1, 0.3) for _ in range(2)))
+    assert finding.rule == "already-accumulating"
 
 
 def test_every_backward_averages() -> None:
     (finding,) = found(*(accumulating(4, 0, 0.9) for _ in range(2)))
+    assert finding.rule == "every-backward-synchronised"
 
 
 def test_a_model_too_small_to_take_time() -> None:
@@ -123,5 +127,5 @@ def test_a_model_too_small_to_take_time() -> None:
 
 
 def test_a_quarter_of_the_whole_step() -> None:
-    (finding,) = found(*(accumulating(1, 0, 0.36) for _ in range(2)))
+    assert found(*(accumulating(1, 0, 0.36) for _ in range(2)))
     assert not found(*(accumulating(1, 0, 0.44) for _ in range(2)))

@@ -28,20 +28,21 @@ def test_steps_that_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "workers", "told"),
+    ("cores", "workers", "rule"),
     [
-        (16, 0, "num_workers=4"),
-        (6, 0, "num_workers=2"),
-        (0, 0, "num_workers=4"),
-        (2, 0, "each rank has 1 core on"),
-        (16, 4, "more than 4 workers"),
-        (0, 8, "more than 8 workers"),
-        (6, 4, "each rank has 3 cores on"),
+        (16, 0, "no-workers"),
+        (6, 0, "no-workers"),
+        (0, 0, "no-workers"),
+        (2, 0, "no-spare-cores"),
+        (16, 4, "too-few-workers"),
+        (0, 8, "too-few-workers"),
+        (6, 4, "no-spare-cores"),
     ],
 )
-def test_no_more_workers_than_cores_for_them(cores: int, workers: int, told: str) -> None:
+def test_no_more_workers_than_cores_for_them(cores: int, workers: int, rule: str) -> None:
     ranks = ([started(r, 2, cores=cores), *part([0.2] * 20, workers=workers)] for r in range(2))
     (finding,) = found(DataBound(), run_of(*ranks))
+    assert finding.rule == rule
 
 
 def test_warm_up_and_the_beginning_of_epochs() -> None:

@@ -101,6 +101,7 @@ def test_since_when_where_not_all_steps_were_looked_at() -> None:
     run = run_of([NONE] * 10, [NONE] * 4 + [{"forward": 0.05}] * 6)
     left = {r: [e for e in rank.of(Pace) if e.step != 8 * 4 + 15] for r, rank in run.ranks.items()}
     (finding,) = Straggler().examine(make_run({r: [*SITES, *e] for r, e in left.items()}))
+    assert finding.steps is not None and finding.steps.first == 48
 
 
 SLOW = {"forward": 0.05}
@@ -135,12 +136,13 @@ def test_it_begins_where_that_phase_does() -> None:
     """The first stretch is slow for another reason."""
     (finding,) = examine([NONE] * 6, [{"data": 0.05}] + [{"forward": 0.05}] * 5)
     assert finding.steps is not None and finding.steps.first == 16
-    assert finding.evidence["stretches of steps looked at"] == 5
+    assert finding.evidence["windows examined"] == 5
 
 
 def test_a_rank_that_is_slower_as_a_whole_is_so_from_the_start_on() -> None:
     slower = {"data": 0.02, "forward": 0.02, "backward": 0.03}
     (finding,) = examine([NONE] * 6, [slower] * 6)
+    assert (finding.rule, finding.steps and finding.steps.first) == ("slow-backward", 8)
 
 
 def test_several_slow_ranks_are_one_finding() -> None:
@@ -191,7 +193,7 @@ def test_a_slow_rank_on_a_busy_machine() -> None:
     (finding,) = Straggler().examine(make_run({0: [*SITES, *quick], 1: [*SITES, *slow]}))
     first, second = finding.evidence["a step, ms"]
     assert (first["waiting"], second["waiting"]) == (160, 10)
-    assert (first["step"], second["of all that without a core"]) == (260, 50)
+    assert (first["step"], second["without a CPU core"]) == (260, 50)
 
 
 def without_a_core(*stretches: int) -> list[Finding]:
@@ -211,6 +213,7 @@ def test_where_it_had_no_core_is_neither_beginning_nor_end(stretches: tuple[int,
 
 def test_where_it_had_no_core_before_it_is_seen() -> None:
     (finding,) = without_a_core(0, 1, 2)
+    assert finding.steps is not None and finding.steps.first == 32
 
 
 def test_where_the_others_had_no_core_it_may_have_been_slow() -> None:
@@ -221,6 +224,7 @@ def test_where_the_others_had_no_core_it_may_have_been_slow() -> None:
         for n in range(12)
     ]
     (finding,) = Straggler().examine(make_run({0: [*SITES, *quick], 1: [*SITES, *slow]}))
+    assert (finding.rule, finding.ranks) == ("slow-forward", (1,))
 
 
 def test_steps_between_which_it_was_not_slow_are_not_counted() -> None:
