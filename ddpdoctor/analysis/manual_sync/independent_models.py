@@ -1,5 +1,5 @@
-"""Ranks that are meant to train models of their own: the trials of a search, for certain, and the
-members of an ensemble, perhaps."""
+"""Ranks that are meant to train independent models: trials of a search (certain), or members of an
+ensemble (possible)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...report.findings import Confidence, Finding, Severity
 from ...run import Rank
 
 ROUNDING = 1e-6
-"""Relative distance of numbers that are the same."""
+"""Relative distance of numbers that count as equal."""
 
 AGAIN = 3
-"""Models of one line that are no longer a generator, a critic and the like."""
+"""So many models of one line are no longer a generator, a critic and the like."""
 
 Options = tuple[dict[str, float | bool | str], ...]
 Trial = tuple[tuple[object, ...], Options]
-"""Shapes of what is trained, and the options of its first step."""
+"""Shapes of the trained parameters, and the options of the first step."""
 
 
 def searched(alike: dict[Rank, Unwrapped]) -> bool:
-    """Whether the models that this line makes, one after the other, have other shapes on each rank,
-    or are trained with other options from the first step on, and nobody divides the data."""
+    """Whether the consecutive models of this line differ in shape between ranks, or are trained
+    with different options from the first step on, and no sampler divides the data."""
     first, *others = (_trials(rank, event) for rank, event in alike.items())
     differ = any(
         not _same(mine, theirs)
@@ -35,7 +35,7 @@ def searched(alike: dict[Rank, Unwrapped]) -> bool:
 
 
 def adapted(alike: dict[Rank, Unwrapped]) -> bool:
-    """Whether the line makes one model after the other beside a wrapped one: copies that are
+    """Whether the line creates one model after the other next to a wrapped one: copies that are
     adapted for a few steps and dropped (test-time training, inner loops)."""
     return any(event.wrapped for event in alike.values()) and all(
         len(_trials(rank, event)) >= AGAIN for rank, event in alike.items()
@@ -43,9 +43,9 @@ def adapted(alike: dict[Rank, Unwrapped]) -> bool:
 
 
 def doubted(reported: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
-    """The finding as a suspicion and a note, where the ranks begin with values of their own, which
-    torch's own seed does not give them, and nothing else says that they are to train one model
-    together."""
+    """The finding as a suspected note, where the ranks start with different parameters (which
+    torch's default seed does not give them), and nothing else shows that they are to train one
+    model together; otherwise the finding itself."""
     begins = [_begin(rank, event.optimizer) for rank, event in alike.items()]
     apart = len({state.parameters for state in begins if state is not None}) > 1
     given = any(state is None or state.averaged for state in begins)
@@ -56,10 +56,10 @@ def doubted(reported: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
         reported,
         severity=Severity.NOTE,
         confidence=Confidence.SUSPECTED,
-        cause=f"{reported.cause}; the ranks begin with values of their own, and no sampler deals "
-        "out the data: they may be meant to train a model each",
-        fix=f"{reported.fix}; where each rank is to train its own (an ensemble), silence this with "
-        "`--ignore model-not-wrapped`",
+        cause=f"{reported.cause}; the ranks start with different parameters, and no sampler "
+        "divides the data: they may be meant to train independent models",
+        fix=f"{reported.fix}; if each rank is to train its own model (an ensemble), silence this "
+        "with `--ignore model-not-wrapped`",
     )
 
 
@@ -69,12 +69,12 @@ def _begin(rank: Rank, optimizer: int) -> UnwrappedState | None:
 
 
 def _divide_data(alike: dict[Rank, Unwrapped]) -> bool:
-    """Whether a sampler deals out shares of the data."""
+    """Whether a sampler divides the data over the ranks."""
     return any(e.distributed or e.replicas > 1 for rank in alike for e in rank.of(LoaderSeen))
 
 
 def _trials(rank: Rank, event: Unwrapped) -> list[Trial]:
-    """What the line that makes this model has made, in the order of the first steps."""
+    """The models that the line of this model has created, in the order of their first steps."""
     line = rank.location(event.site)
     options = {e.optimizer: e.groups for e in rank.of(Hyperparameters) if not e.step}
     shapes = {

@@ -1,6 +1,5 @@
-"""Copies that the ranks of a group begin alike, beside what they compute together with others
-(tensor parallelism), and that this group never makes equal again, although it exchanges something
-(losses) in every step."""
+"""Copies in a data-parallel group next to tensor parallelism: they start equal, and the group never
+makes them equal again, although it communicates something (losses) in every step."""
 
 from __future__ import annotations
 
@@ -11,15 +10,20 @@ from ...events import GroupReady, Unwrapped, UnwrappedState
 from ...run import Rank, Run
 
 ENOUGH = 0.5
-"""Share of their elements that would have to be exchanged at least once."""
+"""Share of the parameters' elements that must be communicated to make them equal once."""
 
 LOOKS_AT_LEAST = 4
 
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """The ranks of a group that the parameters were handed to before the first step; `steps` at
-    which all of them were looked at."""
+    """A group over which the parameters were sent before the first step.
+
+    Attributes:
+        alike: by rank, its record of the model.
+        steps: at which all ranks were examined.
+        exchanged: elements communicated since the first step, at most.
+    """
 
     alike: dict[Rank, Unwrapped]
     steps: list[int]
@@ -27,7 +31,7 @@ class ModelParallel:
 
 
 def apart(run: Run, optimizer: int) -> list[ModelParallel]:
-    """Of each group that is a part of the world."""
+    """The groups, each a part of the world, whose copies diverge."""
     groups: dict[tuple[int, ...], dict[Rank, Unwrapped]] = {}
     for rank in run.ranks.values():
         events = [e for e in rank.of(Unwrapped) if e.optimizer == optimizer]
@@ -60,13 +64,14 @@ def _judged(
     numbers = [_linked(rank, ranks, states) for rank, states in tables.items()]
     size = sum(prod(p.shape) for p in next(iter(alike.values())).parameters)
     if min(numbers) < common[-1] or max(numbers) >= ENOUGH * size:
-        return None  # who takes local steps on purpose has nothing to exchange in each of them
+        return None  # intended local steps have nothing to communicate in each of them
     steps = [n for n in common if not any(r[n].last for r in rows.values())]
     return ModelParallel(alike, steps, max(numbers))
 
 
 def _linked(rank: Rank, ranks: tuple[int, ...], states: list[UnwrappedState]) -> int:
-    """How many numbers went, since the first look, by ways that two of these ranks are on."""
+    """How many elements were communicated, since the first look, in groups that contain at least
+    two of these ranks."""
     members = _members(rank)
     begin, end = states[0].numbers, states[-1].numbers
     return sum(

@@ -1,4 +1,4 @@
-"""What ranks exchange beside a model that they do not wrap."""
+"""What ranks communicate besides the gradients of a model without a wrapper."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ...run import Rank
 
 
 def calls(rank: Rank) -> int:
-    """How many calls that carry something are on record."""
+    """How many recorded collective calls carry data."""
     return _count(rank, lambda s, place: not operation(s.op).meets)
 
 
 def objects(rank: Rank, least: float = 0) -> int:
-    """How many exchanges of objects that may hold so many numbers."""
+    """How many recorded collective calls carry objects that may hold `least` numbers."""
     entries = {e.call_site: e.entries for e in rank.of(ObjectsGathered)}
     return _count(
         rank,
@@ -26,7 +26,11 @@ def objects(rank: Rank, least: float = 0) -> int:
 
 
 def reported(ranks: Iterable[Rank], numbers: int) -> str:
-    """In words; `numbers` is how many floating-point numbers are among it. Empty for nothing."""
+    """What the ranks communicate, as a phrase; empty for nothing.
+
+    Args:
+        numbers: how many floating-point elements they communicate.
+    """
     ranks = list(ranks)
     if numbers:
         return f"the {numbers} numbers"

@@ -1,5 +1,5 @@
-"""Copies that compute one batch together over `all_to_all` (sequence parallelism), and whose
-gradients, each of a part of that batch, are never exchanged."""
+"""Copies that compute one batch together through `all_to_all` (sequence parallelism), and whose
+gradients, each of a part of that batch, are never reduced."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ LOOKS_AT_LEAST = 4
 
 
 def apart(run: Run, optimizer: int) -> tuple[dict[Rank, Unwrapped], list[int]] | None:
-    """The model that all ranks train with that optimizer and with no other, and the steps at which
-    they were compared; None where its parts may be meant to differ.
+    """The model that all ranks train with this optimizer and no other, and the steps compared; None
+    where its copies may be meant to differ.
 
-    Experts and tables that are divided among the ranks have other parameters beside them, which are
-    wrapped or exchanged, or lie alone behind the first `all_to_all`: then that has no backward.
+    Experts and tables that are divided among the ranks have other parameters next to them, which
+    are wrapped or synchronised, or come right after the first `all_to_all`, which then has no
+    backward.
     """
     events = {rank: rank.of(Unwrapped) for rank in run.ranks.values()}
     alike = {rank: reported[0] for rank, reported in events.items() if len(reported) == 1}
@@ -44,15 +45,15 @@ def apart(run: Run, optimizer: int) -> tuple[dict[Rank, Unwrapped], list[int]] |
 
 
 def _swap(states: dict[int, UnwrappedState]) -> bool:
-    """Whether every `all_to_all` between the first two looks has a backward: what comes before the
-    first of them is trained, too."""
+    """Whether every `all_to_all` between the first two looks has a backward: then also what comes
+    before the first of them is trained."""
     before, after = (states[step].swaps or (0, 0) for step in (0, 1))
     there, back = (b - a for a, b in zip(before, after, strict=True))
     return there == back > 0
 
 
 def _nothing_else(states: dict[int, UnwrappedState]) -> bool:
-    """Whether nothing was handed over between a backward and its step, nor any parameters."""
+    """Whether no collective carried gradients between backward and step, nor any parameters."""
     first = states[0]
     return all(
         s.exchanged == "all-to-all" and s.averaged == first.averaged
@@ -62,7 +63,7 @@ def _nothing_else(states: dict[int, UnwrappedState]) -> bool:
 
 
 def _own_gradients(look: list[UnwrappedState], count: int) -> bool:
-    """Whether no gradient is the same on two ranks."""
+    """Whether no gradient is equal on two ranks."""
     rows = [unpack(s.each)[:count] for s in look]
     return all(
         len(set(column)) == len(look) or set(column) <= set(NOTHING)

@@ -1,5 +1,5 @@
-"""Gradients of which copies are exchanged, and that are applied as they were: what came of the
-exchange is used by nobody."""
+"""Gradients of which copies are all-reduced, and that are applied unchanged: the result of the
+all-reduce is not used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from ..models import wrapped_models as models
 
 LOOKS_AT_LEAST = 3
 NEAR = 1e-3
-"""The average over ranks whose gradients differ has another norm."""
+"""Relative distance of two norms that count as equal. The average over ranks whose gradients differ
+has a different norm."""
 
 
 def found(run: Run, states: dict[Rank, dict[int, UnwrappedState]]) -> bool:
-    """Whether at every look each rank had handed over copies of its gradients, as they are or
-    divided by the number of ranks, that gradients and parameters of the ranks differ all the same,
-    and that the parameters were equal at most at the begin."""
+    """Whether at every look each rank had passed copies of its gradients to collectives (unchanged
+    or divided by the world size), gradients still differ between ranks, and so do parameters, which
+    were equal at most at the begin.
+
+    Args:
+        states: by rank and step.
+    """
     tables = list(states.values())
     looks = [
         [table[step] for table in tables]
@@ -39,28 +44,27 @@ def found(run: Run, states: dict[Rank, dict[int, UnwrappedState]]) -> bool:
 
 
 def reported(finding: Finding, alike: dict[Rank, Unwrapped], where: str) -> Finding:
-    """The finding as one of an exchange that changes nothing."""
+    """The finding restated: an all-reduce that changes nothing."""
     rank, event = next(iter(alike.items()))
     site = next((s.copied_site for s in _looks(rank, event.optimizer)), -1)
     kind = event.kind or "a set of parameters"
     changed: dict[str, Any] = {}
     if (spot := rank.location(site)) is not None:
         changed["location"] = spot
-        changed["label"] = "a copy, and what comes of it is not used"
+        changed["label"] = "reduces a copy, and the result is not used"
     return msgspec.structs.replace(
         finding,
         **changed,
         related=models.related(rank, (("applied here", event.step_site),)),
-        summary=f"{kind} is trained {where} with gradients of which copies are exchanged, and "
-        "every rank applies its own: they differ",
-        cause="the collective is given a copy of the gradients, and what comes of it is not "
-        "written back: at every look the gradients applied are still those from before the "
-        "exchange",
+        summary=f"{kind} is trained {where}; copies of its gradients are all-reduced, but every "
+        "rank applies its own, which differ",
+        cause="the collective gets a copy of the gradients, and its result is not written back: "
+        "in every examined step the gradients applied are those from before the all-reduce",
         fix="write the result back before the step: `p.grad.copy_(...)` for every parameter, or "
-        "exchange `p.grad` itself",
+        "all-reduce `p.grad` itself",
         evidence=finding.evidence
         | {
-            "norm of what was exchanged, by that of the gradients applied": sorted(
+            "norm_of_what_was_reduced_over_that_of_the_gradients_applied": sorted(
                 {round(s.copied, 4) for r in alike for s in _looks(r, event.optimizer)}
             ),
         },
@@ -68,5 +72,5 @@ def reported(finding: Finding, alike: dict[Rank, Unwrapped], where: str) -> Find
 
 
 def _looks(rank: Rank, optimizer: int) -> list[UnwrappedState]:
-    """Those at which copies were seen."""
+    """The states at which copies were seen."""
     return [s for s in rank.of(UnwrappedState) if s.optimizer == optimizer and s.copied]

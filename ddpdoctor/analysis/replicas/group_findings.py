@@ -12,7 +12,7 @@ from ...run import fold_ranks, ranks_text
 Reported = tuple[tuple[int, ...], Finding]
 """A finding, and the group of ranks that it is about."""
 
-MODIFIED_ON = "edited_by_hand_on"
+MODIFIED_ON = "modified_on"
 RESTORED_ON = "restored_on"
 NO_GRADIENT_ON = "no_gradient_on"
 ZEROS_ON = "zeros_on"
