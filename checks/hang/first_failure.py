@@ -187,7 +187,7 @@ class FirstFailure(Check):
             + "; no rank was seen to fail on its own",
             fix="look at the ranks not named here, and at the network between them",
             fix_kind=FixKind.CHECK,
-            evidence={"message": message[:2000], "consequence": True},
+            evidence={"message": message[:2000]},
             at=first.at,
         )
 
