@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := samples/model/unused_parameter.py
 DEMO_RUN := build/demo
 
-.PHONY: help demo test golden samples no-harm torch-tests frameworks chaos lint format readme clean
+.PHONY: help demo test golden samples no-harm torch-tests frameworks chaos lint format readme picture clean
 .DEFAULT_GOAL := help
 
 # Tests start some thousands of processes: without compiled modules each would compile them again.
@@ -23,7 +23,8 @@ help:
 	@echo "make frameworks   Lightning, Accelerate, Transformers, torchdata, mpirun, ... for real"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite what it can"
-	@echo "make readme       write the parts of the README that come from the code"
+	@echo "make readme       write the tables of README and CONTRIBUTING and the index of events"
+	@echo "make picture      run the sample of the README and draw its report"
 	@echo "make clean        remove what the above made, .venv included"
 
 $(BIN)/python:
@@ -78,6 +79,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 readme: $(INSTALLED)
+	$(BIN)/python tests/readme.py --no-picture
+
+# The picture holds times and the name of the machine, so it changes with every run.
+picture: $(INSTALLED)
 	$(BIN)/python tests/readme.py
 
 clean:

@@ -55,7 +55,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
             golden.results.setdefault(str(path), {})[pyfuncitem.name] = said
         else:
             before = golden.kept(path).get(pyfuncitem.name, "")
-            assert said == before, "the words changed: read them, then type `make golden`"
+            here = pyfuncitem.path.relative_to(pyfuncitem.config.rootpath)
+            assert said == before, (
+                "what checks say changed: read it, then type "
+                f"`.venv/bin/python -m pytest -n 0 --golden {here}` (or `make golden` for all)"
+            )
     return result
 
 

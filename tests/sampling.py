@@ -187,12 +187,28 @@ def differences(sample: Sample, report: Report) -> list[str]:
     counted = [sum(e.is_met_by(f) for f in serious) for e in sample.expected]
     return [
         *(f"not found: {e}" for e in missing),
+        *(f"the fault of its twin is found: {_told(f)}" for f in _of_the_twin(sample, report)),
         *(f"not expected: {_told(f)}" for f in surplus),
         *(
             f"found {n} times: {e}"
             for n, e in zip(counted, sample.expected, strict=True)
             if n > sum(e == other for other in sample.expected)
         ),
+    ]
+
+
+def _of_the_twin(sample: Sample, report: Report) -> list[Finding]:
+    """In a clean twin: what is found of the code that its faulty twin is about, notes too."""
+    twin = sample.path.with_name(sample.path.name.replace("_clean.py", ".py"))
+    if not sample.path.stem.endswith("_clean") or not twin.exists():
+        return []
+    fault = read(twin).expected[:1]
+    return [
+        f
+        for f in report.findings
+        if f.severity is Severity.NOTE
+        and any(f.code == e.code for e in fault)
+        and not any(e.is_met_by(f) for e in sample.expected)
     ]
 
 

@@ -169,7 +169,7 @@ def _hostile() -> Report:
     return msgspec.structs.replace(report, run=run, ranks=ranks, tables=tables)
 
 
-@pytest.mark.parametrize("show", [render.text, render.html, render.markdown])
+@pytest.mark.parametrize("show", [render.text, *render.FORMATS.values()])
 def test_hostile_data_is_harmless_and_short(show: object) -> None:
     text = show(_hostile())  # type: ignore[operator]
     assert not [c for c in set(text) if not c.isprintable() and c != "\n"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ddpdoctor.events import LoaderSeen, Pace
-from ddpdoctor.events.pace import PHASES
+from ddpdoctor.events.timing import PHASES
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text
 

@@ -22,7 +22,6 @@ from .calls import (
     Way,
 )
 from .codec import decode, encode
-from .communication import CommHook, SyncTimes
 from .data import (
     ContentRead,
     EpochBegan,
@@ -93,7 +92,6 @@ from .node import (
 )
 from .numerics import NonFinite
 from .optimizer import OptimizerSeen, Ownership, StepDone
-from .pace import Pace
 from .process import (
     ExceptionPassed,
     ExceptionRaised,
@@ -119,6 +117,7 @@ from .sync import (
     SteppedInside,
     SyncPattern,
 )
+from .timing import CommHook, Pace, SyncTimes
 
 SCHEMA = 1
 """Version of the records. Raised when a reader of the old ones would misread the new ones."""

@@ -144,7 +144,8 @@ class Run:
         return False
 
     def outcome(self) -> str:
-        """`completed | failed | hung | killed | incomplete` (see CONTRACT)."""
+        """How the run ended: `completed`, `failed`, `hung`, `killed`, or `incomplete` where no end is
+        on record."""
         if self.info.outcome:
             return self.info.outcome
         if self.stall is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.events.pace import PHASES
+from ddpdoctor.events.timing import PHASES
 from ddpdoctor.probe.training import wrapped_models
 from ddpdoctor.probe.watchers.timing import idle_time
 from ddpdoctor.storage.call_ring import Phase

@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 from ....events import Pace
-from ....events.pace import PHASES
+from ....events.timing import PHASES
 from ....storage.call_ring import Phase
 from ...collectives import call_hooks
 from ...recording import torch_compat
