@@ -103,7 +103,7 @@ class SamplerSeedSkew(Check):
             evidence={
                 "seed": seeds,
                 "sampler epoch": numbers,
-                "each rank set its epoch": set_by_all,
+                "set_epoch called on every rank": set_by_all,
                 **figures(audit),
             },
             at=reader.rank.wall(audit.at),

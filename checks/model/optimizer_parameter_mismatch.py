@@ -243,9 +243,11 @@ def _label(event: Ownership) -> str:
 
 
 def _summary(event: Ownership, kind: str) -> str:
+    count = len(event.missing)
     return (
-        f"{some(event.missing)} of {kind} got gradients but never changed in the examined steps: "
-        f"no optimizer holds {plural(len(event.missing), 'it', 'them')},"
+        f"{some(event.missing)} of {kind} {plural(count, 'gets', 'get')} gradients but never "
+        f"{plural(count, 'changes', 'change')} in the examined steps: no optimizer holds "
+        f"{plural(count, 'it', 'them')},"
     )
 
 

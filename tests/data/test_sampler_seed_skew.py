@@ -9,6 +9,7 @@ from ddpdoctor.checks.data.sampler_seed_skew import SamplerSeedSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from readers import found, loader, run_of
 
+from ddpdoctor.analysis.replicas import state_loading
 from ddpdoctor.events import Event
 from ddpdoctor.report.findings import Finding
 
@@ -46,8 +47,9 @@ def test_each_rank_sets_its_epoch_to_a_number_of_its_own() -> None:
     ranks = part(0, MINE, sampler_epoch=3, **called), part(1, THEIRS, sampler_epoch=0, **called)
     (finding,) = examine(*ranks)
     drift = ParameterDrift()
-    resumed = drift.finding(summary="", cause="", fix="", evidence={"loaded_only_on": [0]},
-                            subjects=("weight",))  # fmt: skip
+    resumed = drift.finding(
+        rule=state_loading.LOAD_ON_SOME, summary="", cause="", fix="", subjects=("weight",)
+    )
     assert drift.explains(resumed, finding)
     (other,) = examine(part(0, MINE, seed=1), part(1, THEIRS, seed=2))
     assert not drift.explains(resumed, other)
