@@ -105,7 +105,7 @@ def test_all_lines_that_change_it_are_told_but_what_is_passed_over(tmp_path: Pat
     assert lines == [line_of("box[0] = 5"), line_of("box[0] = 7")]
 
 
-@pytest.mark.parametrize("part", ["_over", "_look", "_leave", "_follows"])
+@pytest.mark.parametrize("part", ["_over", "_compare", "_stop_tracing", "_follows"])
 def test_what_fails_while_lines_are_followed_does_not_reach_the_program(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,10 +116,10 @@ def test_what_fails_while_lines_are_followed_does_not_reach_the_program(
         pytest.skip("a debugger or coverage is at work")
     with monkeypatch.context() as patch:
         patch.setattr(Tracer, part, lambda *given: 1 / 0)
-        tracer._lines = LINES_AT_MOST + (part == "_leave")
+        tracer._lines = LINES_AT_MOST + (part == "_stop_tracing")
         assert line_of("assert line_of") > 0
         sys.settrace(None)
-    tracer._leave()
+    tracer._stop_tracing()
     assert "ZeroDivisionError" in (tmp_path / "rank-0.jsonl").read_text()
 
 

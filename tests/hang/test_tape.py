@@ -187,9 +187,9 @@ def test_the_statements_that_leave_before_a_line(tmp_path: Path) -> None:
         "        files = files[:1]\n"
         "    init()\n"
     )
-    assert statements.ways_before(str(path), 10) == (7, 2)
-    assert statements.ways_before(str(path), 3) == ()
-    assert statements.ways_before("<stdin>", 10) == ()
+    assert statements.early_exits_before(str(path), 10) == (7, 2)
+    assert statements.early_exits_before(str(path), 3) == ()
+    assert statements.early_exits_before("<stdin>", 10) == ()
 
 
 def test_a_batch_is_known_by_its_other_sides(made: call_log.CallLog) -> None:

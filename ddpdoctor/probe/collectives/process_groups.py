@@ -21,7 +21,7 @@ from ..recording.patching import around, replace
 from ..recording.recorder import Recorder, write_probe_error
 from ..recording.torch_compat import group_name, group_ranks, live_groups
 from ..source.source_text import lines_that_set
-from ..source.statements import ways_before
+from ..source.statements import early_exits_before
 
 LOST = "process groups"
 
@@ -165,7 +165,7 @@ def _past(recorder: Recorder) -> tuple[int, ...]:
         if frame is None:
             break
         code = frame.f_code
-        for line in ways_before(code.co_filename, frame.f_lineno):
+        for line in early_exits_before(code.co_filename, frame.f_lineno):
             found.append(recorder.sites.place(code.co_filename, line, code.co_name))
         frame = recorder.sites.user_frame(frame.f_back)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Hides the debug level that the doctor sets (TORCH_DISTRIBUTED_DEBUG=INFO) from torch's Python code.
+"""Hides the debug level that the doctor sets (TORCH_DISTRIBUTED_DEBUG=INFO) from FSDP and the like.
 
 The level is for better errors from C++. FSDP would print lines in every backward at it, which the
 user did not ask for.

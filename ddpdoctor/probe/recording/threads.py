@@ -26,7 +26,7 @@ def _starting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def current() -> threading.Thread | None:
-    """The current thread; None for the main one and those that Python did not start (autograd's)."""
+    """The current thread; None for the main one and for those that C++ started (autograd's)."""
     # Not `threading.current_thread()`: it would register a dummy for threads from C++.
     own = threading.get_ident()
     found = next((t for t in threading.enumerate() if t.ident == own), None)

@@ -1,4 +1,4 @@
-"""Every private interface of torch that the probe uses: what it is, since when, what is lost.
+"""Every private interface of torch that the probe uses, and what is lost without it.
 
 | interface | seen in | without it |
 |---|---|---|
@@ -15,10 +15,10 @@
 | `Tensor._backward_hooks` | 2.4-2.15 | which parameters got no gradient, unless torch says it |
 | `Variable._execution_engine.queue_callback` | 2.4-2.15 | which rank the others wait for |
 | `DistributedDataParallel._comm_hooks` | 2.4-2.15 | whether a hook averages, and drift under it |
-| `DistributedDataParallel._sync_buffers` | 2.4-2.15 | the same |
+| `DistributedDataParallel._sync_buffers` | 2.4-2.15 | whether buffers are averaged by a hook |
 | `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
-| `FSDPModule._get_fsdp_state` | 2.6-2.15 | the same, where it also replicates; its optimizer |
+| `FSDPModule._get_fsdp_state` | 2.6-2.15 | what ranks read under HSDP; FSDP's optimizer |
 | `FSDPParam.unsharded_accumulated_grad` | 2.6-2.13 | `fully_shard` that never reduces gradients |
 | `torch.jit._builtins._find_builtin`, `._get_builtin_table` | 2.13 | scripts that save fail |
 | `torch.utils.weakref` | 2.13 | tensors that the probe knows cannot be swapped |
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def sequence_number(group: Any) -> int:
-    """Collectives (and point-to-point calls) issued on a group by this rank; -1 where unknown."""
+    """Count of collectives and point-to-point calls issued on a group so far; -1 if unknown."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
@@ -47,7 +47,7 @@ def sequence_number(group: Any) -> int:
 
 
 def fully_shards() -> bool:
-    """Whether `fully_shard` was applied to any module: it makes a class for each."""
+    """Whether `fully_shard` was applied to any module: it derives a class for each."""
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
     kind = getattr(module, "FSDPModule", None)
     return kind is not None and bool(kind.__subclasses__())
@@ -59,7 +59,7 @@ def fully_sharded(module: Any) -> bool:
 
 
 def sharding_mesh(module: Any) -> Any:
-    """The mesh that `fully_shard` was given for a module with parameters, None for others."""
+    """Count of collectives (and point-to-point calls) issued on a group so far; -1 if unknown."""
     try:
         return _shard_groups(module)[0].mesh_info.mesh
     except (AttributeError, IndexError):
@@ -80,15 +80,23 @@ def shards(module: Any) -> list[Any]:
 
 
 def has_unreduced_gradient(shard: Any) -> bool:
-    """Whether such a parameter has a whole gradient that was not reduced."""
+    """Whether a parameter of `fully_shard` has an unsharded gradient that was not reduced.
+
+    Args:
+        shard: torch's `FSDPParam`, see `shards`.
+    """
     whole = getattr(shard, "_unsharded_param", None)
     grads = getattr(shard, "unsharded_accumulated_grad", None), getattr(whole, "grad", None)
     return any(grad is not None for grad in grads)
 
 
 def may_share_inputs(parameter: Any, meshes: list[Any]) -> bool:
-    """Whether it is sharded in a way that may need equal inputs on several ranks, as in tensor
-    parallelism. `fully_shard` over all ranks, with one of these meshes, does not."""
+    """Whether a parameter is sharded in a way that may need equal inputs on several ranks, as
+    tensor parallelism does.
+
+    Args:
+        meshes: those of `fully_shard`, which needs no equal inputs if it shards over all ranks.
+    """
     if type(parameter).__name__ != "DTensor":
         return False
     import torch.distributed as dist
@@ -99,7 +107,8 @@ def may_share_inputs(parameter: Any, meshes: list[Any]) -> bool:
 
 
 def group_name(group: Any) -> str:
-    """torch's own name of a group, the same on all its ranks; none for one made by hand."""
+    """torch's name of a group, equal on all its ranks; empty for one that the program made without
+    torch's functions."""
     try:
         return str(group.group_name)
     except (AttributeError, RuntimeError):
@@ -107,7 +116,8 @@ def group_name(group: Any) -> str:
 
 
 def live_groups() -> list[tuple[str, Any]]:
-    """(name, group) of the groups that this rank is a member of; the default group has no name."""
+    """(name, group) of the groups that this rank is a member of; the default group's name is
+    empty."""
     import torch.distributed as dist
 
     try:
@@ -119,7 +129,7 @@ def live_groups() -> list[tuple[str, Any]]:
 
 
 def has_context(index: int) -> bool:
-    """Whether this process has a context on a GPU; asking makes none."""
+    """Whether this process has a CUDA context on a GPU; does not create one."""
     import torch
 
     try:
@@ -129,21 +139,21 @@ def has_context(index: int) -> bool:
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """Global ranks of a group's members."""
+    """Global ranks of the members of a group."""
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group))
 
 
 def without_gradient(message: str) -> list[int]:
-    """Positions, in DDP's own order, that its error about an unfinished reduction names."""
+    """The parameter indices, in DDP's order, in its error about an unfinished reduction."""
     found = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", message)
     return [int(word) for word in found.group(1).split()] if found else []
 
 
 def ready_indices(ddp: Any) -> list[int] | None:
-    """Positions of the parameters whose gradients arrived in the last backward that should have
-    synchronised, in DDP's own order; None where it is not on record (yet)."""
+    """Indices, in DDP's order, of the parameters whose gradients were ready in the last backward
+    that should have synchronised; None if DDP has not logged them."""
     try:
         text = ddp._get_ddp_logging_data().get("prev_iteration_grad_ready_order_indices", "")
     except (AttributeError, RuntimeError):
@@ -153,8 +163,12 @@ def ready_indices(ddp: Any) -> list[int] | None:
 
 
 class _Compiler:
-    """torch.compile's callback, as it was when a traced function was entered: inside of hooks it is
-    switched off."""
+    """torch.compile's frame callback as it was when a traced wrapper was entered (`now`); inside of
+    hooks it is switched off, so that they must look here.
+
+    Attributes:
+        ask: returns the callback that is active.
+    """
 
     now: Any = None
 
@@ -167,7 +181,7 @@ compiler_in_use = _Compiler()
 
 
 def uncompiled(function: Any, *, within: bool = True) -> Any:
-    """The function, hidden from torch.compile, with (`within`) all that it calls."""
+    """A function that torch.compile does not trace; nor, with `within`, what it calls."""
     import torch
 
     try:
@@ -178,12 +192,14 @@ def uncompiled(function: Any, *, within: bool = True) -> Any:
 
 
 class _Interposed:
-    """What of the user's stands between Python and torch just now. By torch's own functions, once
-    torch is imported.
+    """What intercepts calls of torch in this thread: torch.compile, and modes of the program.
+
+    The attributes are torch's own functions once torch is imported, as they are called in every
+    step.
 
     Attributes:
-        compiler: torch.compile's callback for frames, None for none.
-        functions, dispatches: how many modes of either kind are entered.
+        compiler: returns torch.compile's frame callback, None if it is not active.
+        functions, dispatches: return how many TorchFunctionModes, TorchDispatchModes are entered.
     """
 
     def __init__(self) -> None:
@@ -208,7 +224,7 @@ interposed = _Interposed()
 
 
 def call_without_modes(call: Callable[..., T], *args: Any) -> T:
-    """What a call returns that may touch the user's tensors: their modes see nothing of it."""
+    """Call a function whose operations on tensors the user's modes must not see."""
     if interposed.functions() or interposed.dispatches():
         with without_modes():
             return call(*args)
@@ -217,8 +233,8 @@ def call_without_modes(call: Callable[..., T], *args: Any) -> T:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Keep the doctor's own operations from the user's modes: one may count or change them, or have
-    tensors made on another device."""
+    """Leave the user's torch modes: one may count or change operations of the doctor, or create
+    their tensors on another device."""
     private = sys.modules["torch"]._C
     entered = [private._pop_torch_dispatch_stack(None) for _ in range(interposed.dispatches())]
     try:
@@ -230,8 +246,11 @@ def without_modes() -> Iterator[None]:
 
 
 def scripted_as(new: Any, old: Any) -> Callable[[], None] | None:
-    """Have TorchScript, which knows its operators by the identity of functions, take the new
-    function for the old one. Returns how to undo that, None where the old is no operator."""
+    """Have TorchScript, which finds its operators by id(function), accept a wrapper of one.
+
+    Returns:
+        A function that undoes it; None if `old` is not an operator.
+    """
     module = sys.modules.get("torch.jit._builtins")
     try:
         if module is None or (operator := module._find_builtin(old)) is None:
@@ -244,19 +263,20 @@ def scripted_as(new: Any, old: Any) -> Callable[[], None] | None:
 
 
 def pause_compiler() -> Any:
-    """Keep torch.compile from compiling the doctor's own functions, which run inside the user's.
-    Returns what `resume_compiler` needs."""
+    """Keep torch.compile from compiling the doctor's functions, which the user's call. Returns the
+    argument for `resume_compiler`."""
     return (sys.modules["torch"]._C._dynamo.eval_frame.set_eval_frame(None),)
 
 
 def resume_compiler(paused: Any) -> None:
+    """Undo `pause_compiler`."""
     import torch
 
     torch._C._dynamo.eval_frame.set_eval_frame(*paused)
 
 
 def sync_times(ddp: Any) -> dict[str, Any]:
-    """What DDP has measured of its own synchronisation, in nanoseconds; empty where unknown."""
+    """DDP's logging data: its own measurements, in nanoseconds; empty if there are none."""
     try:
         return dict(ddp._get_ddp_logging_data())
     except (AttributeError, RuntimeError):
@@ -264,8 +284,8 @@ def sync_times(ddp: Any) -> dict[str, Any]:
 
 
 def skip_frames(*functions: Any) -> bool:
-    """Have torch.compile run these functions as they are, and look at what they call; whether it
-    can be told so. torch._dynamo must be imported."""
+    """Have torch.compile run these functions uncompiled but trace what they call; False if this
+    torch cannot. torch._dynamo must be imported."""
     import torch
 
     evaluation = torch._C._dynamo.eval_frame
@@ -283,7 +303,7 @@ def skip_frames(*functions: Any) -> bool:
 
 
 def compiling() -> bool:
-    """Whether the user's code that runs now is being compiled or checked by torch.compile."""
+    """Whether torch.compile traces or guards the user's code that runs now."""
     torch = sys.modules["torch"]
     try:
         callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
@@ -294,15 +314,16 @@ def compiling() -> bool:
 
 
 def when_computed(callback: Callable[[], None]) -> None:
-    """Inside a backward: have `callback` called once all gradients are computed, and before DDP
-    waits for the other ranks."""
+    """Inside a backward: call `callback` once all gradients are computed, and before DDP waits for
+    the other ranks."""
     import torch
 
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def flight_recorder() -> str | None:
-    """The recent collectives as JSON, without stacks (taking those would import a compiler)."""
+    """torch's flight recorder as JSON, None if this torch has none. Without stacks: symbolising
+    them would import torch's compiler."""
     import torch._C._distributed_c10d as c
 
     try:
@@ -314,13 +335,13 @@ def flight_recorder() -> str | None:
 
 
 def own_pre_hooks(optimizer: Any) -> Any:
-    """The optimizer's own hooks before a step, None where torch keeps none."""
+    """The step pre-hooks registered on this optimizer; None if torch does not keep them there."""
     return getattr(optimizer, "_optimizer_step_pre_hooks", None)
 
 
 def pre_hooks_after(optimizer: Any, hook: Any) -> Any:
-    """The optimizer's own hooks before a step, where any hook runs after this one, which is for all
-    optimizers; None where it is the last."""
+    """The step pre-hooks registered on this optimizer, if any pre-hook runs after `hook`; None if
+    `hook`, a global one, is the last."""
     own = own_pre_hooks(optimizer)
     if own is None:
         return None
@@ -329,8 +350,8 @@ def pre_hooks_after(optimizer: Any, hook: Any) -> Any:
 
 
 def exposed_seconds(ddp: Any) -> float:
-    """DDP's own average of how long a backward waits for communication after the last gradient
-    was computed; 0 where it has not measured."""
+    """DDP's average of the seconds that a backward waits for communication after the last gradient
+    was computed; 0 if it has not measured."""
     try:
         data = ddp._get_ddp_logging_data()
         waited = data["avg_backward_comm_time"] - data["avg_backward_compute_comm_overlap_time"]
@@ -340,7 +361,7 @@ def exposed_seconds(ddp: Any) -> float:
 
 
 def comm_hook(ddp: Any) -> str:
-    """Name of DDP's communication hook, empty for none."""
+    """Name of DDP's communication hook, empty if it has none."""
     try:
         return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
     except (AttributeError, RuntimeError):
@@ -348,8 +369,8 @@ def comm_hook(ddp: Any) -> str:
 
 
 def averages(ddp: Any) -> bool:
-    """Whether DDP's communication hook, if it has one, is known to average gradients: torch's own
-    do, and those of its wrappers that are around one."""
+    """Whether DDP averages gradients: without a communication hook, or with one of torch's that
+    does so (also inside a wrapper of torch's such as `fp16_compress_wrapper`)."""
     hooks = getattr(ddp, "_comm_hooks", None) or ()
     return all(_averages(hook) for hook, _ in hooks)
 
@@ -366,17 +387,18 @@ def _averages(hook: Any) -> bool:
     return len(hooks) == 1 and _averages(hooks[0])
 
 
+# Modules of torch's communication hooks that average. Others (post-local SGD) do not always.
 _AVERAGING = ("default_hooks", "powerSGD_hook", "quantization_hooks", "mixed_precision_hooks")
 
 
 def joins(ddp: Any) -> bool:
-    """Under `Join` the ranks that are done answer for the model in their own way."""
+    """Whether a wrapper is inside `Join`: ranks that are done then shadow its collectives."""
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def anomaly_mode(on: bool) -> bool:
-    """Have torch keep, or no longer keep, the lines that make nodes of the graph. No check for
-    NaN. False where the user has the mode on: then it is left alone."""
+    """Switch autograd's anomaly mode on or off, without its check for NaN: torch then keeps the
+    stack of each node's forward. False, and nothing is done, if the user has it on."""
     import torch
 
     if on and torch.is_anomaly_enabled():
@@ -386,7 +408,7 @@ def anomaly_mode(on: bool) -> bool:
 
 
 def made_at(node: Any) -> list[str] | None:
-    """The stack, outermost first, of the line that made a node; None where torch kept none."""
+    """The stack of the forward that created a node, outermost first; None if torch kept none."""
     try:
         text = node.metadata.get("traceback_")
     except (AttributeError, RuntimeError):
@@ -395,10 +417,11 @@ def made_at(node: Any) -> list[str] | None:
 
 
 class _Graph:
-    """What torch builds of the operations of this thread.
+    """The autograd graph that the operations of this thread build.
 
     Attributes:
-        next_number: of the next node, -1 where unknown. By torch's own function, once it was asked.
+        next_number: returns the sequence number of the next node, -1 if unknown; torch's own
+            function after the first call.
     """
 
     def __init__(self) -> None:
@@ -414,7 +437,7 @@ graph = _Graph()
 
 
 def node_number(node: Any) -> int:
-    """Of a node of the graph; -1 where unknown."""
+    """The sequence number of a node of the graph; they rise in order of creation. -1 if unknown."""
     try:
         return int(node._sequence_nr())
     except AttributeError:
@@ -422,11 +445,11 @@ def node_number(node: Any) -> int:
 
 
 def saved(node: Any, name: str) -> Any:
-    """What a node of the graph has saved.
+    """A value that a node of the graph saved for backward (`name`: `_saved_self`, say).
 
     Raises:
-        LookupError: it cannot be had, or only by running the user's code: what checkpointing has
-            saved is computed anew when it is unpacked.
+        LookupError: it is gone, or has an unpack hook, which would run the user's code:
+            checkpointing recomputes what it has saved.
     """
     try:
         raw = getattr(node, f"_raw{name}", None)
@@ -439,6 +462,5 @@ def saved(node: Any, name: str) -> Any:
 
 
 def shard(tensor: Any) -> Any:
-    """This rank's part of a distributed tensor, any other as it is. To ask the whole would be a
-    collective."""
+    """This rank's shard of a DTensor (the whole needs a collective); any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -1,4 +1,4 @@
-"""The user's files, each parsed once and walked once: what stands in them, and where."""
+"""Syntax trees of the user's files, each parsed and walked once."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LINES_LIMIT = 20_000
+"""Longer files are not parsed: they are generated, and would take seconds within a step."""
 FILES_LIMIT = 64
-"""So many files are remembered: a tree takes some ten times the memory of its text."""
+"""Trees that are kept: one takes about ten times the memory of its text."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Source:
-    """A file of source.
+    """A parsed source file.
 
     Attributes:
-        tree: all of it.
+        tree: the whole module.
+        assignments: how often each name is assigned.
+        defined: functions and methods by name.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -34,14 +37,14 @@ class Source:
         self._found: dict[Callable[[Source], Any], Any] = {}
 
     def once(self, find: Callable[[Source], T]) -> T:
-        """What a function finds in this file, which it reads when it is asked first."""
+        """The result of `find(self)`, computed once per file."""
         if find not in self._found:
             self._found[find] = find(self)
         found: T = self._found[find]
         return found
 
     def parts(self, node: ast.AST) -> list[ast.AST]:
-        """What `ast.walk` gives for a node of the file."""
+        """`ast.walk` of a node of the file, computed once per node."""
         parts = self._parts.get(node)
         if parts is None:
             parts = self._parts[node] = list(ast.walk(node))
@@ -49,12 +52,12 @@ class Source:
 
     @property
     def nodes(self) -> list[ast.AST]:
-        """The same for the whole file."""
+        """`ast.walk` of the whole file."""
         return self.parts(self.tree)
 
     @cached_property
-    def given(self) -> Given:
-        return Given(self)
+    def assignments(self) -> Assignments:
+        return Assignments(self)
 
     @cached_property
     def defined(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -66,14 +69,15 @@ class Source:
         return found
 
     def around(self, line: int) -> list[ast.AST]:
-        """What stands on a line or around it, in the order of `ast.walk`: outer nodes first."""
+        """The nodes on a line and around it, outer nodes first."""
         found: list[ast.AST] = [self.tree]
         for node in found:
-            found += [child for child in ast.iter_child_nodes(node) if holds(child, line)]
+            found += [child for child in ast.iter_child_nodes(node) if covers_line(child, line)]
         return found
 
     def function(self, code: CodeType) -> ast.AST | None:
-        """The definition that a code object was compiled from; the whole for a module's code."""
+        """The definition that a code object was compiled from; the tree for a module's code; None
+        if it is not found."""
         if code.co_name == "<module>":
             return self.tree
         key = code.co_name, code.co_firstlineno
@@ -92,14 +96,15 @@ class Source:
         return found[-1] if found else None
 
 
-class Given:
-    """How often a file gives a name something.
+class Assignments:
+    """How often a file assigns each name.
 
     Attributes:
-        names: to variables of this name; `attributes`: to attributes of any object.
-        arguments: functions have a parameter of this name.
-        declared: `global` or `nonlocal` somewhere.
-        lasting: by a statement outside of functions, branches and loops.
+        names: assignments to variables of this name.
+        attributes: assignments to an attribute of this name, of any object.
+        arguments: parameters of this name.
+        declared: names that are `global` or `nonlocal` somewhere.
+        lasting: names assigned at module level, outside of branches and loops.
     """
 
     def __init__(self, source: Source) -> None:
@@ -125,14 +130,13 @@ class Given:
         }
 
 
-def holds(node: ast.AST, line: int) -> bool:
-    """Whether a line is one of those of a node; of what has none itself, a list of parameters say,
-    it may be."""
+def covers_line(node: ast.AST, line: int) -> bool:
+    """Whether a node spans a line. True for nodes without a position, such as `ast.arguments`."""
     return _first_line(node, line) <= line <= (getattr(node, "end_lineno", None) or line)
 
 
 def _first_line(node: ast.AST, unknown: int = 0) -> int:
-    """That of the first decorator, where there is one."""
+    """The first line of a node: that of its first decorator, if it has one."""
     first: int = getattr(node, "lineno", unknown)
     if isinstance(node, Defined) and node.decorator_list:
         return min(first, *(d.lineno for d in node.decorator_list))
@@ -143,13 +147,13 @@ _known: dict[str, tuple[list[str], Source | None]] = {}
 
 
 def source_of(file: str) -> Source | None:
-    """A file, or None where there is no (sane) source. It is parsed anew only where its text has
-    become another one: a notebook runs a changed file again under the same name."""
+    """The parsed file; None if it has no source, or none that parses. Parsed again only if the text
+    has changed: a notebook runs a changed cell under the same file name."""
     lines = linecache.getlines(file)
     if not lines:
         return None
     known = _known.get(file)
-    # The same list as a rule: only then are the lines not compared.
+    # linecache usually returns the same list: then the lines are not compared.
     if known is None or (known[0] is not lines and known[0] != lines):
         known = _known[file] = lines, _parsed(lines)
         if len(_known) > FILES_LIMIT:

@@ -1,4 +1,5 @@
-"""The functions of the program that others call, as their code names them."""
+"""Which functions of the program a function calls, directly or not, as the names in its code say.
+Nothing of the user's is executed."""
 
 from __future__ import annotations
 
@@ -12,16 +13,18 @@ from ..recording.code_locations import classify
 from ..recording.frames import variables
 
 MOST = 200
+"""Functions that are followed, at most: bounds the time in a step."""
 
 
 def forwards(modules: Iterable[Any]) -> list[tuple[FunctionType, type]]:
-    """Their forwards with their classes."""
+    """The `forward` functions of modules, each with its class."""
     found = {type(m): getattr(type(m), "forward", None) for m in modules}
     return [(made, owner) for owner, made in found.items() if isinstance(made, FunctionType)]
 
 
 def called_by(begun: Iterable[tuple[FunctionType, type]]) -> set[CodeType]:
-    """The code of what these functions call, and of what that calls; nothing is run for it."""
+    """The code of all functions of the program that these call, directly or not; without those
+    given."""
     ahead = list(begun)
     seen = {function.__code__ for function, _ in ahead}
     first = set(seen)
@@ -37,7 +40,8 @@ _CALLED = re.compile(r"\b([A-Za-z_]\w*(?:\.\w+)*)\(")
 
 
 def called_in(frame: FrameType, text: str) -> set[CodeType]:
-    """The code of what these lines of a running function call, and of what that calls."""
+    """The code of all functions of the program that some lines (`text`) of a running function call,
+    directly or not."""
     known = {**frame.f_globals, **variables(frame)}
     found = [f for path in set(_CALLED.findall(text)) if (f := _resolved(path, known)) is not None]
     begun = [(function, owner) for function, owner in found if _is_users(function)]
@@ -45,7 +49,8 @@ def called_in(frame: FrameType, text: str) -> set[CodeType]:
 
 
 def _resolved(path: str, known: dict[str, Any]) -> tuple[FunctionType, type] | None:
-    """What a dotted name stands for, of a module its forward; nothing is run for it."""
+    """The function that a dotted name stands for, with the class it is a method of; for a module,
+    its forward. None if it is something else."""
     first, *rest = path.split(".")
     value = owner = known.get(first)
     for name in rest:
@@ -65,7 +70,8 @@ def _is_users(function: FunctionType) -> bool:
 
 
 def _named(function: FunctionType, owner: type) -> Iterator[FunctionType]:
-    """What the names in its code stand for: global functions, those of modules, methods."""
+    """The functions that the names in a function's code may mean: global functions, functions of
+    imported modules, methods of its class."""
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     globals_ = function.__globals__
     spaces = [globals_[n] for n in names if isinstance(globals_.get(n), ModuleType)]

@@ -1,6 +1,8 @@
-"""Finds, in the source of the functions that are running, the call that used a given object.
+"""Finds the line of the user's code that called, named or set an object, in the source of the
+functions that are running.
 
-Nothing of the user's is executed: names are looked up, properties are not evaluated.
+Nothing of the user's is executed: names are looked up, properties are not evaluated. All searches
+are bounded, as they run within a step.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from .dead_branches import never_runs
 from .source_text import function_of, parts_of
 
 FRAMES = 12
+"""Frames of the user's that are searched, innermost first."""
 DEPTH = 3
+"""How many calls are followed from a running function into those that it calls."""
 CHANGERS = ("clear", "pop", "popitem", "update", "setdefault")
+"""Methods that change a dictionary."""
 CALLS = 400
-"""Calls looked at in one function."""
+"""Calls of one function that are searched."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A method of an object, found without binding it."""
+    """A method and its object: what `owner.name` is, without running descriptors of the user's."""
 
     owner: Any
     function: types.FunctionType
@@ -33,7 +38,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where names are looked up."""
+    """Where names are looked up: the variables of a function, then its globals."""
 
     names: Mapping[str, Any]
     others: Mapping[str, Any]
@@ -44,7 +49,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Found:
-    """A call: the code object and line it stands in."""
+    """A line of code: the code object and the line number."""
 
     code: CodeType
     line: int
@@ -52,11 +57,12 @@ class Found:
 
 Wanted = Callable[[Any], bool]
 Sets = Callable[[ast.AST, Scope], bool]
-"""Whether a node is the statement that is looked for."""
+"""`Wanted` says whether an object is the one searched for; `Sets` whether a node is the statement
+searched for."""
 
 
 def first_argument(frame: FrameType) -> Any:
-    """`self` of a method, most often."""
+    """The first argument of the function of a frame (`self` of a method); None if it has none."""
     names = frame.f_code.co_varnames
     return variables(frame).get(names[0]) if names and frame.f_code.co_argcount else None
 
@@ -64,8 +70,10 @@ def first_argument(frame: FrameType) -> Any:
 def call_in_frames(
     frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Wanted
 ) -> Found | None:
-    """The call, in the frames that are running, whose target is `wanted`; innermost first. Methods
-    of what is wanted itself are passed over: who called them is the answer."""
+    """The call whose target is `wanted`, in the running frames, innermost first.
+
+    Methods of the wanted object itself are skipped: the line that called these is the answer.
+    """
     seen = 0
     while frame is not None and seen < FRAMES:
         if is_user(frame.f_code) and not wanted(first_argument(frame)):
@@ -86,14 +94,17 @@ def setting_in_frames(
     *,
     after: Found | None = None,
 ) -> Found | None:
-    """The statement, in the frames that are running or in what they call, that sets a parameter's
-    or a module's attribute to a value (`p.requires_grad = True`, `p.requires_grad_()`), or to
-    anything; the last one before the line that is executing, else the last at all. Where a helper
-    sets it to what it is given, the line that gives it. None where only one of several branches can
-    have done it.
+    """The statement that sets an attribute of a parameter or module (`p.requires_grad = True`,
+    `p.requires_grad_()`), in the running frames or in what they call.
 
     Args:
-        after: a line of the function in which it was not set before that.
+        value: what it is set to; None for anything.
+        after: a line at which it was not set yet.
+
+    Returns:
+        The last such statement before the line that is executing, else the last one; if a helper
+        sets it to its argument, the line that passes it. None if there are statements in several
+        branches: it is not known which ran.
     """
 
     def wanted(node: ast.AST, scope: Scope) -> bool:
@@ -115,7 +126,8 @@ def setting_in_frames(
 def item_set_in_frames(
     frame: FrameType | None, is_user: Callable[[CodeType], bool], key: str
 ) -> Found | None:
-    """The same for an item (`group["lr"] = rate`, `group["lr"] *= 0.5`)."""
+    """The statement that sets an item (`group["lr"] = rate`, `group["lr"] *= 0.5`), in the running
+    frames or in what they call: the last one before the line that is executing, else the last."""
     settings = _settings_in_frames(frame, is_user, lambda node, scope: _sets_item(node, key))
     return next(settings, None)
 
@@ -124,7 +136,7 @@ def state_edit_in_frames(
     frame: FrameType | None, is_user: Callable[[CodeType], bool], optimizer: Any
 ) -> Found | None:
     """The statement that changes an optimizer's state (`optimizer.state.clear()`,
-    `optimizer.state[p]["step"] = 0`), where there is only one."""
+    `optimizer.state[p]["step"] = 0`); None unless there is exactly one."""
 
     def wanted(node: ast.AST, scope: Scope) -> bool:
         if isinstance(node, (ast.Assign, ast.Delete)):
@@ -139,7 +151,7 @@ def state_edit_in_frames(
 
 
 def _is_state(node: ast.AST, scope: Scope, optimizer: Any) -> bool:
-    """Whether it is the state of the optimizer, or something in it."""
+    """Whether an expression is the state of the optimizer, or something in it."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Attribute) and node.attr == "state":
             return _resolve(node.value, scope) is optimizer
@@ -171,7 +183,7 @@ def _settings(
     line: int,
     depth: int,
 ) -> Iterator[Found]:
-    """The most likely one first."""
+    """The statements that are `wanted`, in a function and what it calls; the likeliest first."""
     node = function_of(code)
     if node is None:
         return
@@ -185,10 +197,11 @@ def _settings(
             function, bound = inner
             within = function.__code__, bound, is_user, wanted, value, 1 << 30, depth - 1
             for setting in _settings(*within):
-                yield Found(code, call.lineno) if _gives(call, value) else setting
+                yield Found(code, call.lineno) if _passes_value(call, value) else setting
 
 
-def _gives(call: ast.Call, value: bool | None) -> bool:
+# Whether a call has the constant `value` among its arguments.
+def _passes_value(call: ast.Call, value: bool | None) -> bool:
     given = [*call.args, *(k.value for k in call.keywords)]
     return value is not None and any(
         isinstance(a, ast.Constant) and a.value is value for a in given
@@ -212,7 +225,8 @@ def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
 
 
 def _is_input(owner: ast.AST, scope: Scope) -> bool:
-    """Whether it is a tensor that is no parameter, or one that is made on the spot."""
+    """Whether an expression is a tensor that is no parameter, such as an input; also one that is
+    created on the spot."""
     import torch
 
     made = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute)
@@ -240,9 +254,15 @@ def assignment_in_frames(
     wanted: Any,
     made_at: tuple[CodeType, int] | None = None,
 ) -> Found | None:
-    """The first statement, in the frames that are running, that gave an object its name; the one at
-    the line that made the object, where it is among them. None where only one of several branches
-    can have done it."""
+    """The first statement in the running frames that assigned an object to a name.
+
+    Args:
+        made_at: the line that created the object; if a statement there assigns it, that one is
+            returned.
+
+    Returns:
+        None if there are statements in several branches: it is not known which ran.
+    """
     seen = 0
     while frame is not None and seen < FRAMES:
         if is_user(frame.f_code) and (node := function_of(frame.f_code)) is not None:
@@ -268,7 +288,7 @@ def assignment_in_frames(
 
 
 def _either(node: ast.AST, one: ast.AST, statements: list[ast.Assign]) -> bool:
-    """Whether one of the statements stands in another branch than `one`."""
+    """Whether one of the statements is in another branch of an `if` than `one`."""
     for choice in _own(node):
         if isinstance(choice, ast.If):
             branches = [[n for s in block for n in (s, *_own(s))] for block in
@@ -280,7 +300,7 @@ def _either(node: ast.AST, one: ast.AST, statements: list[ast.Assign]) -> bool:
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's own body."""
+    """The nodes of a function's body, without those of functions and classes defined in it."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield child
@@ -299,7 +319,7 @@ def _call_in(
     if node is None:
         return None
     calls = [c for c in list(_calls(node))[:CALLS] if not _other_arm(node, c.lineno, line)]
-    # The forward precedes the backward: the last one before it, else (in a loop) the last at all.
+    # The forward precedes the backward: the last call before it, or (in a loop) the last one.
     calls.sort(key=lambda call: (call.lineno <= line, call.lineno), reverse=True)
     for call in calls:
         if wanted(_resolve(call.func, scope)):
@@ -316,7 +336,7 @@ def _call_in(
 
 
 def _other_arm(node: ast.AST, line: int, running: int) -> bool:
-    """Whether a line stands in another arm of an `if` than the one that is running."""
+    """Whether a line is in another arm of an `if` than the running line."""
     for choice in _own(node):
         if isinstance(choice, ast.If) and choice.orelse:
             begin, end = choice.orelse[0].lineno, choice.end_lineno or 0
@@ -326,7 +346,7 @@ def _other_arm(node: ast.AST, line: int, running: int) -> bool:
 
 
 def _calls(node: ast.AST) -> Iterator[ast.Call]:
-    """Calls of a function's own body that may compute gradients."""
+    """The calls in a function's body, without those under `no_grad`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             continue
@@ -345,7 +365,8 @@ def _without_gradients(item: ast.withitem) -> bool:
 def _into(
     call: ast.Call, scope: Scope, is_user: Callable[[CodeType], bool]
 ) -> tuple[types.FunctionType, Scope] | None:
-    """A user's function that is called, and what its arguments are bound to."""
+    """The user's function that a call enters, and the scope of its arguments; None for any other
+    call."""
     target = _resolve(call.func, scope)
     if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
         target = Bound(target.__self__, target.__func__)
@@ -366,7 +387,7 @@ def _into(
 
 
 def _resolve(node: ast.AST, scope: Scope) -> Any:
-    """The object an expression stands for, None where that cannot be told without running it."""
+    """The object that an expression stands for; None if that would need code to run."""
     if isinstance(node, ast.Name):
         return scope.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -375,7 +396,7 @@ def _resolve(node: ast.AST, scope: Scope) -> Any:
         return node.value
     if isinstance(node, ast.Subscript):
         return _item(_resolve(node.value, scope), _resolve(node.slice, scope))
-    if isinstance(node, ast.Call):  # `unwrap(model)(x)`: only the plain ones
+    if isinstance(node, ast.Call):  # of calls only `getattr(model, "module", model)`
         return _unwrapped(node, scope)
     if isinstance(node, ast.IfExp):
         return _resolve(node.body, scope)
@@ -383,7 +404,7 @@ def _resolve(node: ast.AST, scope: Scope) -> Any:
 
 
 def _unwrapped(node: ast.Call, scope: Scope) -> Any:
-    """`getattr(model, "module", model)` is `model.module`."""
+    """The object that `getattr(model, "module", model)` stands for; None for other calls."""
     if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) >= 2:
         name = _resolve(node.args[1], scope)
         if isinstance(name, str):
@@ -392,7 +413,7 @@ def _unwrapped(node: ast.Call, scope: Scope) -> Any:
 
 
 def attribute(owner: Any, name: str) -> Any:
-    """What `owner.name` is, as far as it is stored and not computed."""
+    """The value of `owner.name`; None if it is computed (by a property, say) and not stored."""
     if owner is None:
         return None
     if isinstance(owner, types.ModuleType):
@@ -415,6 +436,7 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 def _item(owner: Any, key: Any) -> Any:
+    """The value of `owner[key]` for modules, dictionaries, lists and tuples; None for others."""
     stored = getattr(owner, "__dict__", {}).get("_modules") if owner is not None else None
     if isinstance(stored, dict):
         owner = stored

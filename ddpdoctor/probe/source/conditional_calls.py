@@ -1,4 +1,5 @@
-"""The conditions of an expression under which the calls on a line are made: `f() if x else y`."""
+"""The conditions within an expression under which the calls on a line are made, as in
+`f() if x else y` or `x and f()`."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from collections.abc import Iterator
 _MAY_CHOOSE = re.compile(r"\b(?:if|and|or)\b")
 _OPEN = ("(", "[", "{", ",", "\\", "=")
 _LINES_LIMIT = 12
-"""A statement that is looked at has no more lines."""
+"""Longer statements are not searched: each line more is one more attempt to parse."""
 _ASKS = re.compile(r"is_\w+$|(?:get_)?(?:(?:local|global|group|node)_)?rank$")
-"""Functions that tell which rank this is; such a one says nothing of who makes the calls."""
+"""Names of functions that ask for the rank: calls of them are no collectives."""
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return)
 
 
 def conditions(lines: list[str], line: int) -> tuple[str, ...]:
-    """The conditions under which all calls on a line are made, innermost first, each as `if x`;
-    none where a call is made under no condition, or either way."""
+    """The conditions under which all calls on a line are made, innermost first, each as `if x`.
+    Empty if a call is made unconditionally, or in both cases."""
     if not _MAY_CHOOSE.search(lines[line - 1]) and line not in _continued(lines, line):
         return ()
     first = _first(lines, line)
@@ -32,7 +33,7 @@ def conditions(lines: list[str], line: int) -> tuple[str, ...]:
 
 
 def _continued(lines: list[str], line: int) -> range:
-    """The lines of a statement that begins before that line, or ends after it."""
+    """The lines up to this one of a statement that spans several lines; empty if it has one."""
     first = _first(lines, line)
     code = lines[line - 1].strip()
     after = lines[line].strip() if line < len(lines) else ""
@@ -41,7 +42,7 @@ def _continued(lines: list[str], line: int) -> range:
 
 
 def _first(lines: list[str], line: int) -> int:
-    """The line on which a statement begins, as brackets and commas at the ends of lines say."""
+    """The line on which a statement begins, guessed by brackets and commas at the ends of lines."""
     first = line
     while 1 < first > line - _LINES_LIMIT:
         before = lines[first - 2].strip()
@@ -54,6 +55,8 @@ def _first(lines: list[str], line: int) -> int:
     return first
 
 
+# Parsed by itself rather than with `ast_cache`: this runs for every call site, and most files need
+# not be parsed at all.
 def _statement(lines: list[str], first: int, line: int) -> tuple[ast.stmt, str] | None:
     for last in range(line, min(len(lines), first + _LINES_LIMIT) + 1):
         text = textwrap.dedent("".join(lines[first - 1 : last]))
@@ -67,7 +70,8 @@ def _statement(lines: list[str], first: int, line: int) -> tuple[ast.stmt, str] 
 
 
 def _is_plain(call: ast.Call) -> bool:
-    """Whether it is a built-in function, which talks to nobody, or asks for the rank."""
+    """Whether a call is no communication: of a built-in function, or of one that asks for the
+    rank."""
     name = call.func
     if isinstance(name, ast.Name):
         return name.id in vars(builtins) or _ASKS.match(name.id) is not None
@@ -75,7 +79,7 @@ def _is_plain(call: ast.Call) -> bool:
 
 
 def _around(node: ast.stmt, calls: list[ast.Call], text: str) -> Iterator[str]:
-    """The conditions around all of these calls, outermost first."""
+    """The conditions around all of some calls, outermost first."""
     for choice in ast.walk(node):
         if isinstance(choice, ast.IfExp):
             if _are_in(choice.body, calls):

@@ -1,4 +1,5 @@
-"""What a line of the user's code divides by, as written: tells a world size from another 2."""
+"""Whether a line of the user's code divides by the world size, as written: a 2 at run time may be
+the world size or something else."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ _OTHER = re.compile(r"accum|micro|steps|local")
 
 
 class _Names(NamedTuple):
-    """What the names in a file mean.
+    """What the names in a file stand for.
 
     Attributes:
-        sizes: they are given the world size.
-        values: what is given to those that are given something in one place only.
+        sizes: names that are assigned the world size.
+        values: the value of each name that is assigned in one place only.
     """
 
     sizes: frozenset[str]
     values: dict[str, ast.expr]
 
     def meaning(self, node: ast.expr) -> ast.expr:
-        """What a name stands for; anything else stands for itself."""
+        """The value of a name that is assigned once; any other node itself."""
         names = _names(node)
         return self.values.get(names.pop(), node) if names else node
 
@@ -35,26 +36,26 @@ class _Names(NamedTuple):
 def _names_in(source: Source) -> _Names:
     statements = [node for node in source.nodes if isinstance(node, ast.Assign)]
     sizes: set[str] = set()
-    for _ in range(2):  # a name may be given another one's value
+    for _ in range(2):  # twice, for `n = dist.get_world_size(); m = n` in any order
         for node in statements:
             if _is_size(node.value, sizes):
                 sizes |= {n for target in node.targets for n in _names(target)}
             elif len(node.targets) == 1:
                 sizes |= _unpacked(node.targets[0], node.value, sizes)
-    return _Names(frozenset(sizes), _given_once(source, statements))
+    return _Names(frozenset(sizes), _assigned_once(source, statements))
 
 
-def _given_once(source: Source, statements: list[ast.Assign]) -> dict[str, ast.expr]:
-    """What names are given that are given something in one place only, and are no parameters."""
-    given = source.given
-    places = given.names + given.attributes + given.arguments
+def _assigned_once(source: Source, statements: list[ast.Assign]) -> dict[str, ast.expr]:
+    """The values of names that are assigned in one place only and are no parameters."""
+    found = source.assignments
+    places = found.names + found.attributes + found.arguments
     single = (s for s in statements if len(s.targets) == 1)
     values = {name: s.value for s in single for name in _names(s.targets[0])}
     return {name: value for name, value in values.items() if places[name] == 1}
 
 
 def _unpacked(target: ast.expr, value: ast.expr, names: Collection[str]) -> set[str]:
-    """`rank, size = dist.get_rank(), dist.get_world_size()`"""
+    """Names assigned the world size in `rank, size = dist.get_rank(), dist.get_world_size()`."""
     if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
         return set()
     pairs = zip(target.elts, value.elts, strict=False)
@@ -68,7 +69,7 @@ def _names(target: ast.expr) -> set[str]:
 
 
 def _is_size(node: ast.expr, names: Collection[str]) -> bool:
-    """Whether an expression is the world size, by its name or by where its name comes from."""
+    """Whether an expression is the world size, by its name or by what the name was assigned."""
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = node.id if isinstance(node, ast.Name) else node.attr
         known = name in names or bool(_SIZE.search(name.lower()))
@@ -90,8 +91,11 @@ def _is_variable(node: ast.expr) -> bool:
 
 
 def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str:
-    """The world size as written, where the statement on a line divides by it; with `product`,
-    where it does by that times something else."""
+    """The world size as written, if the statement on a line divides by it; else empty.
+
+    Args:
+        product: the divisor is the world size times something else.
+    """
     source = source_of(file)
     if source is None:
         return ""
@@ -105,8 +109,8 @@ def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str
 
 
 def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
-    """Where a function divides what a line calls `backward` on by the world size, up to there, and
-    the divisor as written; -1 where it does not."""
+    """Where a function divides by the world size the tensor that a line calls `backward` on: the
+    line and the divisor as written; (-1, "") if it does not."""
     source = source_of(code.co_filename)
     if source is None:
         return -1, ""
@@ -118,8 +122,8 @@ def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
     roots = {n.id for s in here for n in ast.walk(s) if isinstance(n, ast.Name)}
     for statement in [*here, *plain]:
         targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
-        given = {n for t in targets if isinstance(t, ast.expr) for n in _names(t)}
-        if statement not in here and not given & roots:
+        assigned = {n for t in targets if isinstance(t, ast.expr) for n in _names(t)}
+        if statement not in here and not assigned & roots:
             continue
         for divisor in (d for node in ast.walk(statement) for d in _divisors(node, names)):
             if _is_size(divisor, names.sizes):
@@ -128,14 +132,14 @@ def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
 
 
 def _factors(node: ast.expr) -> list[ast.expr]:
-    """Of a product."""
+    """The factors of a product; empty for any other expression."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return [f for side in (node.left, node.right) for f in _factors(side) or [side]]
     return []
 
 
 def _divisors(node: ast.AST, names: _Names) -> list[ast.expr]:
-    """What a node divides by, also where it multiplies by a name for a quotient."""
+    """What a node divides by; for `x * name`, also the divisor in `name = 1 / n`."""
     if isinstance(node, ast.BinOp):
         operation, operands = node.op, [node.left, node.right]
     elif isinstance(node, ast.AugAssign):
@@ -157,5 +161,5 @@ def _divisors(node: ast.AST, names: _Names) -> list[ast.expr]:
 
 
 def _quotient(node: ast.expr) -> list[ast.expr]:
-    """What a quotient divides by."""
+    """The divisor of a quotient; empty for any other expression."""
     return [node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else []

@@ -1,8 +1,8 @@
-"""Whether a program waits for a file before it reads another one, as its source says.
+"""Whether a program polls for a file before it reads another one, as its source says.
 
-A loop that asks for a file and sleeps in between is how some ranks wait for another without a
-collective. What it asks for must not be the file that is then read: that one is there as soon as
-somebody begins to write it.
+A loop that asks whether a file exists and sleeps in between is how ranks wait for another without a
+collective. The file must be another one than is then read: that exists as soon as a rank begins to
+write it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _RESTS = frozenset(("sleep", "wait"))
 
 
 def polled_before(frame: FrameType, *, itself: bool = False) -> bool:
-    """Whether the function of a frame has waited for another file than its current line reads;
-    `itself`: or for that one."""
+    """Whether the function of a frame polls, above its current line, for another file than the line
+    reads; with `itself`, for any file."""
     waiting = {name: code for name, code in _callable(frame) if _ASKS & set(code.co_names)}
     own = _ASKS & set(frame.f_code.co_names)
     tree = function_of(frame.f_code) if own or waiting else None
@@ -36,7 +36,7 @@ def polled_before(frame: FrameType, *, itself: bool = False) -> bool:
     for node in _within(tree):
         line, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0) or 0
         if isinstance(node, ast.Call) and line <= frame.f_lineno <= end:
-            read |= _given(node)
+            read |= _argument_dumps(node)
         elif (
             end < frame.f_lineno
             and (given := _waited_for(node, waiting))
@@ -47,7 +47,7 @@ def polled_before(frame: FrameType, *, itself: bool = False) -> bool:
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:
-    """What it consists of, without the functions that it only defines."""
+    """The nodes of a function, without those of functions that it only defines."""
     for part in ast.iter_child_nodes(node):
         if not isinstance(part, Function):
             yield part
@@ -55,17 +55,19 @@ def _within(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _waited_for(node: ast.AST, waiting: Mapping[str, CodeType]) -> set[str]:
-    """What a loop asks for, or what a function with such a loop is given."""
+    """What a loop polls for; for a call of a function with such a loop, its arguments."""
     if isinstance(node, (ast.For, ast.While)):
         return _asked(node)
     code = waiting.get(called_name(node)) if isinstance(node, ast.Call) else None
     parts = parts_of(code) if code is not None else []
     loops = (n for n in parts if isinstance(n, (ast.For, ast.While)))
-    return _given(node) if isinstance(node, ast.Call) and any(map(_asked, loops)) else set()
+    return (
+        _argument_dumps(node) if isinstance(node, ast.Call) and any(map(_asked, loops)) else set()
+    )
 
 
 def _callable(frame: FrameType) -> Iterator[tuple[str, CodeType]]:
-    """The functions and methods of Python that the code of a frame may call, by name."""
+    """The Python functions and methods that the code of a frame may call, by name."""
     owner = type(variables(frame).get("self"))
     for name in frame.f_code.co_names:
         found = frame.f_globals.get(name, getattr(owner, name, None))
@@ -75,15 +77,15 @@ def _callable(frame: FrameType) -> Iterator[tuple[str, CodeType]]:
 
 
 def _asked(loop: ast.For | ast.While) -> set[str]:
-    """What a loop asks the file system for, where it sleeps in between."""
+    """What a loop asks the file system for, if it sleeps in between; else empty."""
     calls = [n for n in ast.walk(loop) if isinstance(n, ast.Call)]
     if not any(called_name(call) in _RESTS for call in calls):
         return set()
-    return {text for call in calls if called_name(call) in _ASKS for text in _given(call)}
+    return {text for call in calls if called_name(call) in _ASKS for text in _argument_dumps(call)}
 
 
-def _given(call: ast.Call) -> set[str]:
-    """The arguments of a call; of a method's without any, the object."""
+def _argument_dumps(call: ast.Call) -> set[str]:
+    """The arguments of a call, as `ast.dump`; the object, for a method without arguments."""
     given = [*call.args, *(k.value for k in call.keywords)]
     if not given and isinstance(call.func, ast.Attribute):
         given = [call.func.value]

@@ -1,5 +1,5 @@
-"""Which statements of the user's source change tensors in place: read only after some had changed
-between two moments."""
+"""Which statements of the user's source change tensors in place. Read only after digests have shown
+that tensors changed between two moments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ _NAMES = ("reset_parameters", "apply")
 _CALL = re.compile(r"\(|load|data|batch")
 _PARAMETERS = re.compile(r"param|module|children|layer|weight|model|net", re.IGNORECASE)
 _DEEP = 3
-"""Functions of the same file that call each other."""
+"""How many calls of functions of the same file are followed: a helper of a helper of a helper."""
 
 
 def inplace_statements(begin: list[Place], end: list[Place]) -> list[Place]:
-    """The statements that edit tensors between two moments, each given by the lines that ran then,
-    outermost first. None where they stand in more than one place: which it was is not known."""
+    """The statements that write to tensors between two moments.
+
+    Args:
+        begin, end: the lines that were executing at each moment, outermost function first.
+
+    Returns:
+        The statements of one block; empty if there are some in several blocks, since it is not
+        known which of these ran.
+    """
     found: list[Place] = []
     places = 0
     for code, first, last in _windows(begin, end):
@@ -45,7 +52,8 @@ def inplace_statements(begin: list[Place], end: list[Place]) -> list[Place]:
 
 
 def _windows(begin: list[Place], end: list[Place]) -> Iterator[tuple[CodeType, int, int]]:
-    """What ran of each function: of those that had begun the rest, of those that have the start."""
+    """The lines of each function that may have run: the rest of those that were running at the
+    begin, the first lines of those that run at the end."""
     common = 0
     while common < min(len(begin), len(end)) and begin[common] == end[common]:
         common += 1
@@ -60,7 +68,7 @@ def _windows(begin: list[Place], end: list[Place]) -> Iterator[tuple[CodeType, i
 
 
 class Within(NamedTuple):
-    """A function, or a file, and the file that it is in."""
+    """A function (or a whole file), and the file that it is in."""
 
     function: ast.AST
     source: Source
@@ -70,7 +78,8 @@ Block = list[tuple[ast.stmt, bool]]
 
 
 def _blocks(node: ast.AST, quiet: bool = False) -> list[Block]:
-    """The plain statements of a function, block by block, and whether gradients are off there."""
+    """The simple statements of a function, block by block, each with whether it is under
+    `no_grad`."""
     found: list[Block] = []
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         block: Block = []
@@ -91,6 +100,8 @@ def _without_gradients(node: ast.With) -> bool:
     return any("no_grad" in (t := ast.unparse(i)) or "inference_mode" in t for i in node.items)
 
 
+# Under `no_grad`, `p[0] = 1` and `p += 1` are taken for writes to a parameter. Elsewhere autograd
+# refuses these on a leaf that requires a gradient, so they write to something else.
 def _edits(statement: ast.stmt, quiet: bool, within: Within, deep: int) -> bool:
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
@@ -124,8 +135,8 @@ def _changes(call: ast.Call, within: Within, deep: int) -> bool:
 
 
 def _results(within: Within) -> set[str]:
-    """Names of what other calls return, and of what loops take from loaders: batches, most often,
-    and no parameters."""
+    """Names assigned from calls or loaders whose text does not speak of parameters: mostly batches,
+    which may be changed in place."""
     found: set[str] = set()
     for node in within.source.parts(within.function):
         if isinstance(node, ast.Assign):

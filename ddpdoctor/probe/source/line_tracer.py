@@ -1,4 +1,5 @@
-"""Finds the user's lines that change a number, by looking after each line for a short while."""
+"""Finds the user's lines that change a number (a digest, say), by a trace function that computes it
+after each line, for a short while."""
 
 from __future__ import annotations
 
@@ -14,17 +15,23 @@ from ..recording.recorder import Recorder
 LOST = "the line that edits a tensor"
 
 LINES_AT_MOST = 3000
+"""Lines that are traced, at most: a loop over data may run for ever."""
 FOUND_AT_MOST = 8
 MORE_S = 0.05
-"""Seconds that looking for more lines may take once one is found."""
+"""Seconds to search for more lines once one is found."""
 
 
 class Tracer:
-    """Follows the lines of the user's code in this thread. Leaves debuggers alone."""
+    """Traces the lines of the user's code in this thread, unless a debugger does.
+
+    Args:
+        kind: what is traced, for the caller.
+        number: returns the number that is watched.
+    """
 
     def __init__(self, recorder: Recorder, kind: str, number: Callable[[], int]) -> None:
         self.kind = kind
-        self._active = recorder
+        self._recorder = recorder
         self._number = number
         self._value = number()
         self._line: tuple[CodeType, int] | None = None
@@ -35,7 +42,8 @@ class Tracer:
 
     @classmethod
     def start(cls, recorder: Recorder, kind: str, number: Callable[[], int]) -> Tracer | None:
-        """None where another tracer (a debugger, coverage) is at work."""
+        """Start tracing; None if another trace function (a debugger, coverage) is set, or no frame
+        of the user's can be traced."""
         if sys.gettrace() is not None:
             return None
         tracer = cls(recorder, kind, number)
@@ -53,17 +61,17 @@ class Tracer:
         return tracer
 
     def pass_over(self) -> None:
-        """What the number is now needs no line."""
+        """Take the number as it is now for known: no line is searched for its last change."""
         self._value = self._number()
 
     def stop(self) -> list[tuple[CodeType, int]]:
-        """The lines after which the number had changed, as far as that was seen."""
-        self._leave()
+        """Stop tracing. Returns the lines that changed the number, as far as they were seen."""
+        self._stop_tracing()
         for frame in self._frames:
-            variables(frame)  # what tracing has left on it
+            variables(frame)  # clears the dictionary of variables that tracing has left on it
         self._frames.clear()
         if not self._over():
-            self._look()
+            self._compare()
         return list(self._found)
 
     def _over(self) -> bool:
@@ -71,9 +79,9 @@ class Tracer:
         return enough or self._lines > LINES_AT_MOST
 
     def _follows(self, code: CodeType) -> bool:
-        return self._active.sites.kind(code) == "user" and not out_of_reach(code)
+        return self._recorder.sites.kind(code) == "user" and not out_of_reach(code)
 
-    def _leave(self) -> None:
+    def _stop_tracing(self) -> None:
         if getattr(sys.gettrace(), "__self__", None) is self:
             sys.settrace(None)
         for frame in self._frames:
@@ -83,36 +91,36 @@ class Tracer:
         try:
             return self._local if self._follows(frame.f_code) else None
         except Exception as error:
-            self._active.trouble("tracing", error, LOST)
+            self._recorder.trouble("tracing", error, LOST)
             return None
 
     def _local(self, frame: FrameType, event: str, argument: Any) -> Any:
         try:
             if self._over():
-                self._leave()
+                self._stop_tracing()
                 return None
             if event == "line":
                 self._lines += 1
-                self._look()
+                self._compare()
                 self._line = (frame.f_code, frame.f_lineno)
             elif event == "return":
-                self._look()
-                self._line = self._goes_on(frame.f_back)
+                self._compare()
+                self._line = self._returns_to(frame.f_back)
         except Exception as error:
             frame.f_trace = None
             if getattr(sys.gettrace(), "__self__", None) is self:
                 sys.settrace(None)
-            self._active.trouble("tracing", error, LOST)
+            self._recorder.trouble("tracing", error, LOST)
             return None
         return self._local
 
-    def _goes_on(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
-        """The user's line that a function returns into: the rest of it is still to run."""
+    def _returns_to(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
+        """The line of the user's code that a function returns into, which is not finished yet."""
         while frame is not None and not self._follows(frame.f_code):
             frame = frame.f_back
         return (frame.f_code, frame.f_lineno) if frame is not None else self._line
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         began = time.perf_counter()
         number = self._number()
         if number != self._value and self._line is not None:

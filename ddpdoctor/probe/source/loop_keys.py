@@ -1,5 +1,8 @@
-"""By which key what a call sends was chosen, where it is made in a loop over names:
-`all_reduce(metrics[name])`, or any part of `for name, value in metrics.items()`."""
+"""Which key chose the tensor of a collective that is called in a loop over names:
+`all_reduce(metrics[name])`, or `for name, value in metrics.items(): all_reduce(value)`.
+
+Ranks that iterate in different orders then differ in the key, although the line is the same.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 from ..recording.frames import variables
-from .ast_cache import holds, source_of
+from .ast_cache import covers_line, source_of
 from .passthrough import passes_through
 from .source_text import last_name
 
 KEYS = 64
-"""So many of one place are told apart."""
+"""Keys recorded per call site: each is a site of its own in the record."""
 _TRIES = 4
-"""So often a place that names nothing is looked at."""
+"""Calls without a string as key after which a site is taken for a loop over something else."""
 _LONGEST = 80
 NOTHING_ELSE = frozenset(
     {
@@ -28,19 +31,19 @@ NOTHING_ELSE = frozenset(
         "view",
     }
 )  # fmt: skip
-"""Functions whose result is what they are given, in another form: a call of any other may compute
-something anew for each key."""
-_APART = ("group", "async_op", "op", "src", "dst")
-"""Arguments that say nothing of what is sent."""
+"""Functions that return their argument in another form. Any other function may compute a new value
+for each key, and may itself choose by it."""
+_NOT_SENT = ("group", "async_op", "op", "src", "dst")
+"""Arguments of collectives that do not choose what is sent."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Loop: TypeAlias = ast.For | ast.comprehension
 
 
 class LoopKey:
-    """A place that communicates in a loop over names.
+    """A call site in a loop over names.
 
     Attributes:
-        sites: key to the number of the place with it.
+        sites: the number of the call site with each key.
     """
 
     def __init__(self, code: CodeType, names: tuple[str, ...]) -> None:
@@ -51,11 +54,15 @@ class LoopKey:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing to be learned from it, or too much."""
+        """Whether it has shown no key, or too many."""
         return not self._tries or len(self.sites) > KEYS
 
     def key(self, frame: FrameType) -> str:
-        """`name = 'loss'` where the frame, or a caller of it, says so; else empty."""
+        """The key now, as `name = 'loss'`; empty if no variable of the loop is a string.
+
+        Args:
+            frame: the innermost frame of the user's code.
+        """
         outer: FrameType | None = frame
         while outer is not None and outer.f_code is not self._code:
             outer = outer.f_back
@@ -68,10 +75,10 @@ class LoopKey:
 
 
 def keyed(frames: list[FrameType]) -> LoopKey | None:
-    """What is to be asked for the key of a call made there, None where it has none.
+    """The `LoopKey` of a call made in these frames; None if it is in no loop over names.
 
     Args:
-        frames: the user's, innermost first.
+        frames: of the user's code, innermost first.
     """
     called = None
     for frame in frames:
@@ -85,10 +92,11 @@ def keyed(frames: list[FrameType]) -> LoopKey | None:
 
 
 def keys(code: CodeType, line: int, called: CodeType | None) -> tuple[str, ...]:
-    """The variables of the loops around a call that choose what it passes.
+    """The variables of the loops around a call that choose its arguments.
 
     Args:
-        called: as in `handed.hands_on`.
+        called: the user's function that is called on that line; None for a function of
+            `torch.distributed`.
     """
     if not _may_loop(code, line):
         return ()
@@ -97,14 +105,14 @@ def keys(code: CodeType, line: int, called: CodeType | None) -> tuple[str, ...]:
         return ()
     call = way[-1]
     assert isinstance(call, ast.Call)
-    passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _APART)]
-    if not all(map(_as_it_is, passed)):
+    passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _NOT_SENT)]
+    if not all(map(_is_unchanged, passed)):
         return ()
     loops = list(_loops(way))
     used = {n.id for p in passed for n in ast.walk(p) if isinstance(n, ast.Name)}
     for loop in loops:
         if isinstance(loop, ast.For):
-            used |= _made_of(used, loop, line)
+            used |= _assigned_from(used, loop, line)
     found: list[str] = []
     for loop in loops:
         names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
@@ -114,13 +122,15 @@ def keys(code: CodeType, line: int, called: CodeType | None) -> tuple[str, ...]:
 
 
 def _may_loop(code: CodeType, line: int) -> bool:
-    """Whether the function (or module) says `for` before the end of the statement on that line."""
+    """Whether `for` occurs between the head of the function and the end of the statement: spares
+    the parsing of most files."""
     lines = linecache.getlines(code.co_filename)
     return any("for " in text for text in lines[code.co_firstlineno - 1 : line + 3])
 
 
 def _way_to_call(file: str, line: int, called: CodeType | None) -> list[ast.AST]:
-    """The call on that line and what it is in, outermost first; nothing where it is not known."""
+    """The nodes around the call on that line, outermost first, and the call; empty if it is not
+    found."""
     source = source_of(file)
     found = [] if source is None else list(_calls(source.tree, [], line, _named(called)))
     return found[-1] if found else []
@@ -139,12 +149,12 @@ def _calls(
     if isinstance(node, ast.Call) and last_name(node.func) in names:
         yield way
     for child in ast.iter_child_nodes(node):
-        if holds(child, line):
+        if covers_line(child, line):
             yield from _calls(child, way, line, names)
 
 
 def _loops(way: list[ast.AST]) -> Iterator[_Loop]:
-    """Those around the call in its own function, innermost first."""
+    """The loops around a call within its own function, innermost first."""
     for outer, inner in zip(way[-2::-1], way[:0:-1], strict=True):
         if isinstance(outer, _FUNCTIONS):
             return
@@ -154,18 +164,18 @@ def _loops(way: list[ast.AST]) -> Iterator[_Loop]:
             yield from reversed(outer.generators)
 
 
-def _made_of(used: set[str], loop: ast.For, line: int) -> set[str]:
-    """What the variables that are used were made of in the loop, above that line."""
+def _assigned_from(used: set[str], loop: ast.For, line: int) -> set[str]:
+    """The names that variables in `used` were assigned from, in the loop and above that line."""
     found: set[str] = set()
     for node in ast.walk(loop):
-        if isinstance(node, ast.Assign) and node.lineno < line and _as_it_is(node.value):
+        if isinstance(node, ast.Assign) and node.lineno < line and _is_unchanged(node.value):
             targets = {n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
             if targets & used:
                 found |= {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
     return found
 
 
-def _as_it_is(value: ast.AST) -> bool:
+def _is_unchanged(value: ast.AST) -> bool:
     return all(
         last_name(n.func) in NOTHING_ELSE for n in ast.walk(value) if isinstance(n, ast.Call)
     )

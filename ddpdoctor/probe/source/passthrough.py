@@ -1,4 +1,5 @@
-"""Whether a function hands on what it was given: then its caller says what that is."""
+"""Whether a function passes only its own arguments on to a collective: then a difference between
+ranks comes from its caller, and that is the line to show."""
 
 from __future__ import annotations
 
@@ -11,45 +12,46 @@ from .ast_cache import Defined, source_of
 from .source_text import last_name, parts_of
 
 LINES_LIMIT = 100
-"""A helper is no longer than that."""
+"""Lines from the head of a function to the call: longer functions are no mere helpers."""
 _CHOICES = (ast.IfExp, ast.BoolOp, ast.Compare)
-_APART = ("group", "async_op")
-"""Arguments that say nothing of what is sent."""
+_NOT_SENT = ("group", "async_op")
+"""Arguments of collectives that do not say what is sent."""
 _OF_MANY = ("len", "sum", "min", "max", "any", "all")
-"""What these make of an argument is one value of another kind, and not what was given."""
+"""These reduce an argument to one value, which is no longer the argument."""
 _LISTS_RANKS = "new_group"
-"""What is computed for this is not what was given: the ranks of each group are to be listed."""
+"""The argument of `new_group` must be the ranks themselves: one that computes them decides."""
 
 
 def passes_through(code: CodeType, line: int, called: CodeType | None) -> bool:
-    """Whether what a call on that line passes is made of the arguments of the function that it is
-    in, and of nothing else that may differ between ranks.
+    """Whether the call on a line passes values made only of the arguments of its function, and of
+    nothing else that may differ between ranks.
 
     Args:
-        called: the function of the user's that is called there; None where it is one of torch's.
+        called: the user's function that is called on that line; None for a function of
+            `torch.distributed`.
     """
     parts = _definition(code, line) if _parameters(code) else []
     call = _call(parts, line, called)
     if call is None:
         return False
     values = _Values(parts, line, code)
-    passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _APART)]
+    passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _NOT_SENT)]
     varying = [p for p in passed if not _is_constant(p)]
-    if not varying or not all(values.given(p) for p in varying):
+    if not varying or not all(values.is_of_arguments(p) for p in varying):
         return False
     return not (called is None and last_name(call.func) == _LISTS_RANKS and values.computed)
 
 
 def _parameters(code: CodeType) -> set[str]:
-    """The names of its arguments."""
+    """The names of a function's parameters, but `self` and `cls`."""
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     return {*code.co_varnames[:count]} - {"self", "cls"}
 
 
 def _arguments(node: ast.AST, code: CodeType) -> set[str]:
-    """The same without the object of a method, whatever it is called: what that holds was not
-    given in this call."""
+    """The names of a function's parameters, without a method's object, whatever its name: what is
+    stored in that did not come with this call."""
     names = _parameters(code)
     static = any(map(_is_static, getattr(node, "decorator_list", ())))
     if code.co_argcount and _is_in_class(node, code) and not static:
@@ -62,7 +64,7 @@ def _is_static(decorator: ast.expr) -> bool:
 
 
 def _is_in_class(node: ast.AST, code: CodeType) -> bool:
-    """Whether the function is defined in the body of a class."""
+    """Whether a function is defined in the body of a class."""
     source = source_of(code.co_filename)
     around = source.around(code.co_firstlineno) if source is not None else []
     outer = [n for n in around if isinstance(n, Defined) and n is not node]
@@ -70,7 +72,7 @@ def _is_in_class(node: ast.AST, code: CodeType) -> bool:
 
 
 def _definition(code: CodeType, line: int) -> list[ast.AST]:
-    """The function and what it consists of."""
+    """The nodes of the function, itself first; empty if the call is too far below its head."""
     if not 0 <= line - code.co_firstlineno <= LINES_LIMIT:
         return []
     parts = parts_of(code)
@@ -78,7 +80,7 @@ def _definition(code: CodeType, line: int) -> list[ast.AST]:
 
 
 def _call(parts: list[ast.AST], line: int, called: CodeType | None) -> ast.Call | None:
-    """The call on that line that is meant, or the only one."""
+    """The call of `called` (or of a function of torch) on that line, or the only call there."""
     torchs = vars(sys.modules["torch.distributed"])
     calls = [n for n in parts if isinstance(n, ast.Call)]
     calls = [n for n in calls if n.lineno <= line <= (n.end_lineno or 0)]
@@ -90,15 +92,15 @@ def _call(parts: list[ast.AST], line: int, called: CodeType | None) -> ast.Call 
 
 
 def _is_constant(node: ast.expr) -> bool:
-    """`1.0`, `SUM`, `dist.ReduceOp.SUM`."""
+    """Whether an expression is a constant: `1.0`, `SUM`, `dist.ReduceOp.SUM`."""
     return isinstance(node, ast.Constant) or last_name(node).isupper()
 
 
 class _Values:
-    """What the variables of a function are made of, up to a line.
+    """What the variables of a function were assigned, up to a line.
 
     Attributes:
-        computed: of those that were asked for, whether any is the result of an operator.
+        computed: an expression that was asked about contains a binary operator.
     """
 
     def __init__(self, parts: list[ast.AST], line: int, code: CodeType) -> None:
@@ -113,15 +115,16 @@ class _Values:
                 values |= dict.fromkeys(n.targets, n.value)
             elif isinstance(n, ast.AnnAssign) and n.value is not None:
                 values[n.target] = n.value
-            elif isinstance(n, ast.AugAssign):  # which leaves it what it is
+            elif isinstance(n, ast.AugAssign):  # `x += 1`: still made of x
                 values[n.target] = n.target
         for n in parts:
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.lineno <= line:
                 self._assigned.setdefault(n.id, []).append(values.get(n))
 
-    def given(self, value: ast.expr | None) -> bool:
-        """Whether it is made of arguments. Once it is not of one value, ask for no other."""
-        if value is None:  # of a loop, or unpacked
+    def is_of_arguments(self, value: ast.expr | None) -> bool:
+        """Whether a value is made of arguments only. After False the object must not be used
+        again: the names that were asked about count as answered."""
+        if value is None:  # assigned by a loop, or unpacked
             return False
         parts = list(ast.walk(value))
         names = {n.id for n in parts if isinstance(n, ast.Name)}
@@ -133,8 +136,12 @@ class _Values:
         if not own or chosen or one_of_many or any("rank" in last_name(n) for n in parts[1:]):
             return False
         new, self._asked = own - self._asked, self._asked | own
-        return all(map(self._is_given, new))
+        return all(map(self._is_argument, new))
 
-    def _is_given(self, name: str) -> bool:
+    def _is_argument(self, name: str) -> bool:
         assigned = self._assigned.get(name)
-        return name in self._arguments if assigned is None else all(map(self.given, assigned))
+        return (
+            name in self._arguments
+            if assigned is None
+            else all(map(self.is_of_arguments, assigned))
+        )

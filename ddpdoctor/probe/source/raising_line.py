@@ -1,4 +1,5 @@
-"""The line that an exception is about, where that is not the one that raised it."""
+"""The line that an exception is about, if that is not the line that raised it: a syntax error, or a
+`breakpoint()` left in the code."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ STOPPERS = ("breakpoint", "set_trace")
 
 
 def pointed_at(sites: Sites, error: BaseException) -> tuple[str, int, str] | None:
-    """File, line and function: what could not be parsed, or the `breakpoint()` of a debugger that
-    quit, as it does without a terminal."""
+    """(file, line, function) of the code that does not parse, or of the `breakpoint()` whose
+    debugger quit, as it does without a terminal; None for any other exception."""
     if isinstance(error, SyntaxError):
         file, line = error.filename or "", error.lineno or 0
         return (file, line, "") if sites.kind_of(file) == USER and os.path.isfile(file) else None
@@ -28,8 +29,8 @@ def pointed_at(sites: Sites, error: BaseException) -> tuple[str, int, str] | Non
 
 
 def _stopper(parts: list[ast.AST], line: int) -> int:
-    """Where it calls the debugger, which then stops on the next line: the last call up to there, or
-    else the last one."""
+    """The line of the call of the debugger, which stops one line later: the last call up to `line`,
+    else the last in the function, else `line`."""
     calls = [
         node.lineno
         for node in parts

@@ -1,4 +1,5 @@
-"""What the user's source says around a line: read only after something was found wrong."""
+"""Answers to small questions about the user's source: which `if` decides a use, whether a line is
+quoted, where variables are set. Read only after something was found wrong."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ def function_of(code: CodeType) -> ast.AST | None:
 
 
 def parts_of(code: CodeType) -> list[ast.AST]:
-    """What `ast.walk` gives for that definition."""
+    """All nodes of the definition that a code object was compiled from; empty without source."""
     source = source_of(code.co_filename)
     node = source.function(code) if source is not None else None
     return source.parts(node) if source is not None and node is not None else []
 
 
 def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
-    """The `if` in the methods of a module's class that decides whether `self.<attribute>` is
-    used: its code object and line."""
+    """The `if`, in a method of a module's class, that decides whether `self.<attribute>` is used:
+    its code object and line; None if there is none."""
     for kind in type(module).__mro__:
         for method in vars(kind).values():
             code = getattr(method, "__code__", None)
@@ -42,7 +43,8 @@ def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
 
 
 def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | None:
-    """Where a method of a module's class calls a function of one of these names."""
+    """Where a method of a module's class calls a function of one of these names; None if it does
+    not."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("torch."):
             continue
@@ -57,7 +59,8 @@ def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | No
 
 
 def quoted(file: str, line: int) -> bool:
-    """Whether a line is a comment, or of a text that stands by itself, as docstrings do."""
+    """Whether a line is a comment, or part of a string that stands by itself, such as a
+    docstring."""
     if linecache.getline(file, line).lstrip().startswith("#"):
         return True
     source = source_of(file)
@@ -68,7 +71,7 @@ def quoted(file: str, line: int) -> bool:
 
 
 def only_opens(code: CodeType, line: int) -> bool:
-    """Whether a statement opens a file and closes it again, with nothing done in between."""
+    """Whether a statement opens a file and closes it at once: it only creates or touches it."""
     if not linecache.getline(code.co_filename, line).lstrip().startswith(("with ", "open(")):
         return False
     source = source_of(code.co_filename)
@@ -94,32 +97,35 @@ def _is_open(node: ast.expr) -> bool:
 
 
 def called_name(call: ast.Call) -> str:
+    """The last name of what is called: `save` in `torch.save(x)`."""
     return last_name(call.func)
 
 
 def last_name(node: ast.AST) -> str:
-    """`c` of `a.b.c`; empty of what is no name."""
+    """The last part of a dotted name: `c` in `a.b.c`; empty for any other expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
+# An `if` around the use decides; else one in a loop around it that continues or breaks; else one
+# above it that returns.
 def _deciding_line(function: ast.AST, attribute: str) -> int | None:
     leaving: int | None = None
     passing: dict[int, int] = {}
-    for node, way in _with_branches(function, Way()):
+    for node, around in _with_branches(function, _Around()):
         if isinstance(node, ast.For) and _mentions(node.iter, attribute):
             if (line := _deciding_in_loop(node)) is not None:
                 return line
         elif isinstance(node, ast.Attribute) and node.attr == attribute:
-            if way.branches:
-                return way.branches[-1]
-            return next((passing[n] for n in reversed(way.loops) if n in passing), leaving)
-        elif way.branches:
+            if around.branches:
+                return around.branches[-1]
+            return next((passing[n] for n in reversed(around.loops) if n in passing), leaving)
+        elif around.branches:
             if isinstance(node, ast.Return) and leaving is None:
-                leaving = way.branches[-1]
-            elif isinstance(node, (ast.Continue, ast.Break)) and way.loops:
-                passing[way.loops[-1]] = way.branches[-1]
+                leaving = around.branches[-1]
+            elif isinstance(node, (ast.Continue, ast.Break)) and around.loops:
+                passing[around.loops[-1]] = around.branches[-1]
     return None
 
 
@@ -128,7 +134,8 @@ def _mentions(node: ast.AST, attribute: str) -> bool:
 
 
 def _deciding_in_loop(loop: ast.For) -> int | None:
-    """`for layer in self.layers: if skip: continue`, or `if keep: x = layer(x)`."""
+    """The line of the `if` in `for layer in self.layers: if skip: continue`, or in
+    `for ...: if keep: x = layer(x)`."""
     names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     for node in ast.walk(loop):
         if not isinstance(node, ast.If):
@@ -145,28 +152,30 @@ def _deciding_in_loop(loop: ast.For) -> int | None:
 
 
 def _asks_for_training(test: ast.expr) -> bool:
-    """`self.training` or `not self.training`, and nothing else."""
+    """Whether a condition is just `self.training` or `not self.training`."""
     asked = test.operand if isinstance(test, ast.UnaryOp) else test
     return isinstance(asked, ast.Attribute) and asked.attr == "training"
 
 
-class Way(NamedTuple):
-    """What a node depends on: the lines of the `if`s and of the loops around it, outermost first.
-    An `if` that only asks whether the module is in training is none: all ranks answer alike."""
+class _Around(NamedTuple):
+    """The lines of the `if`s and loops around a node, outermost first.
+
+    Without `if self.training`: all ranks are in training together.
+    """
 
     branches: tuple[int, ...] = ()
     loops: tuple[int, ...] = ()
 
 
-def _with_branches(node: ast.AST, way: Way) -> Iterator[tuple[ast.AST, Way]]:
-    """Every node in order of the text."""
+def _with_branches(node: ast.AST, around: _Around) -> Iterator[tuple[ast.AST, _Around]]:
+    """Every node below a node, in order of the text, with its `_Around`."""
     for field, value in ast.iter_fields(node):
-        inner = way
+        inner = around
         if isinstance(node, (ast.If, ast.IfExp)) and field in ("body", "orelse"):
             if not _asks_for_training(node.test):
-                inner = way._replace(branches=(*way.branches, node.test.lineno))
+                inner = around._replace(branches=(*around.branches, node.test.lineno))
         elif isinstance(node, (ast.For, ast.While)) and field == "body":
-            inner = way._replace(loops=(*way.loops, node.lineno))
+            inner = around._replace(loops=(*around.loops, node.lineno))
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield child, inner
@@ -176,11 +185,11 @@ def _with_branches(node: ast.AST, way: Way) -> Iterator[tuple[ast.AST, Way]]:
 _SETS = re.compile(
     r"""environ\s*\[\s*["'](\w+)["']\s*\]\s*=(?!=)|(?:environ\.setdefault|putenv)\(\s*["'](\w+)["']"""
 )
-"""A line that sets a variable."""
+"""Matches a line that sets an environment variable, and its name."""
 
 
 def lines_that_set(files: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Where a program's files set variables that matter: file and line by name."""
+    """Where files set environment variables of interest (`PREFIXES`): (file, line) by name."""
     found: dict[str, tuple[str, int]] = {}
     for file in files:
         for number, line in enumerate(linecache.getlines(file), 1):

@@ -1,4 +1,8 @@
-"""The statements around a line of the user's, read off the indentation of its file."""
+"""The statements around a line of the user's code: branches, loops, and what leaves them.
+
+Read from indentation rather than a syntax tree: this runs for every call site, also in files that
+are too large to parse within a step.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,22 @@ _CONTINUES = re.compile(r"(?:^|[:;]\s*)continue\s*(?:;|$)")
 _BREAKS = re.compile(r"(?:^|[:;]\s*)break\s*(?:;|$)")
 _RETURNS = re.compile(r"(?:^|[:;]\s*)(?:return\b|(?:sys\.|os\._)?exit\()")
 _ENDS = re.compile(r"(?:^|[:;]\s*)(?:return\b|exit\()")
-"""What ends a loop; of `sys.exit` and `os._exit` it is seen where they are called."""
+"""Matches what ends a loop. Not `sys.exit` and `os._exit`: these are recorded when they are called.
+"""
 _RAISES = re.compile(r"(?:^|[:;]\s*)(?:raise\b|(?:sys\.|os\._)?exit\()")
 _LEAVES = re.compile(r"(?:^|[:;]\s*)(?:return\b|continue\b|break\b|raise\b|(?:sys\.|os\._)?exit\()")
 _PLAIN = re.compile(r"""(?:[^'"#]|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")*""")
-"""What comes before a comment."""
+"""Matches the code before a comment."""
 _CALLED = re.compile(r"([A-Za-z_][\w.]*)\(")
 WAYS_LIMIT = 8
 AROUND_LIMIT, PAST_LIMIT = 8, 6
+"""Jumps per loop, statements around a line, and `if`s passed before it that are recorded: a call
+site is one line of the record, and must stay short."""
 
 
 def enclosing(file: str, line: int) -> tuple[Statement, ...]:
-    """The statements around a line, innermost first."""
+    """The statements around a line, innermost first: with the conditions within its expression, and
+    (as `past if x`) the `if`s before it that leave the block."""
     lines = linecache.getlines(file)
     if not 0 < line <= len(lines):
         return ()
@@ -37,9 +45,9 @@ def enclosing(file: str, line: int) -> tuple[Statement, ...]:
     past = 0
     inner = start = line
     if not lines[line - 1].strip().startswith(("if ", "elif ", "else:")):
-        start -= 1  # otherwise `if x: f()` on one line
+        start -= 1  # for `if x: f()` on one line, the line itself is a statement around the call
     for number in _outwards(lines, start, _indent(lines[line - 1]) + (start == line)):
-        left = list(_past(lines, number, inner))[: PAST_LIMIT - past]
+        left = list(_early_leaves(lines, number, inner))[: PAST_LIMIT - past]
         found += left
         past += len(left)
         inner = number
@@ -51,7 +59,7 @@ def enclosing(file: str, line: int) -> tuple[Statement, ...]:
         ways: tuple[Way, ...] = ()
         exits: tuple[Way, ...] = ()
         if head.startswith(_LOOPS):
-            ways, exits = _ways(lines, number)
+            ways, exits = _loop_jumps(lines, number)
         elif head.startswith("try:"):
             ways = tuple(_handlers(lines, number))
         opener = 0
@@ -72,15 +80,15 @@ def enclosing(file: str, line: int) -> tuple[Statement, ...]:
     return tuple(found[: AROUND_LIMIT + past])
 
 
-def ways_before(file: str, line: int) -> tuple[int, ...]:
-    """The lines of the `if` before a line, around which it stands, that return or exit."""
+def early_exits_before(file: str, line: int) -> tuple[int, ...]:
+    """The lines of the `if`s that a line is behind, and whose bodies return or exit."""
     lines = linecache.getlines(file)
     past = (head for head in enclosing(file, line) if head.text.startswith("past "))
     return tuple(h.opener for h in past if _RETURNS.search(_code(lines[h.line - 1])))
 
 
 def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
-    """The numbers of lines that are indented less and less, from one upwards."""
+    """The lines from `start` upwards, each indented less than the one before."""
     for number in range(start, 0, -1):
         if not depth:
             return
@@ -90,9 +98,9 @@ def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
             yield number
 
 
-def _past(lines: list[str], head: int, line: int) -> Iterator[Statement]:
-    """The `if` without another arm that stand between the head of a block and a line of it, and
-    whose bodies leave the block; the last one first."""
+def _early_leaves(lines: list[str], head: int, line: int) -> Iterator[Statement]:
+    """The `if`s without `else` between the head of a block and a line in it whose bodies leave the
+    block; the last one first."""
     depth = _indent(lines[line - 1])
     arm = ""  # the statement at that depth below
     for number in range(line - 1, head, -1):
@@ -108,7 +116,7 @@ def _past(lines: list[str], head: int, line: int) -> Iterator[Statement]:
 
 
 def _last_of(lines: list[str], head: int) -> int:
-    """The line on which the last statement of a block begins; of `if x: f()` its own."""
+    """The line on which the last statement of a block begins; for `if x: f()`, its own line."""
     body = [n for n in range(head + 1, _end(lines, head) + 1) if _code(lines[n - 1])]
     depth = min((_indent(lines[n - 1]) for n in body), default=0)
     closing = (")", "]", "}")
@@ -119,8 +127,9 @@ def _last_of(lines: list[str], head: int) -> int:
     return next(begins, head)
 
 
-def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], tuple[Way, ...]]:
-    """How a round of a loop is cut short, and which statements in it end the loop."""
+def _loop_jumps(lines: list[str], loop: int) -> tuple[tuple[Way, ...], tuple[Way, ...]]:
+    """The jumps that cut a round of a loop short (`continue`, handlers), and those that end the
+    loop (`break`, `return`)."""
     ways = []
     exits = []
     end = _end(lines, loop)
@@ -148,30 +157,31 @@ def _ways(lines: list[str], loop: int) -> tuple[tuple[Way, ...], tuple[Way, ...]
 
 
 def _continue(lines: list[str], number: int, end: int) -> Way:
-    """A `continue`, by the statement that it is under: of a handler, it leaves out the `try`."""
-    head = _under(lines, number)
+    """A `continue`, with the statement that it is under and the lines that it skips; under an
+    exception handler, these include the `try`."""
+    head = _governing_line(lines, number)
     under = _code(lines[head - 1])
-    tried = _tried(lines, head) if under.startswith("except") else number
+    tried = _try_line(lines, head) if under.startswith("except") else number
     return Way(line=head, text=under[:200], first=tried + 1, last=end)
 
 
 def _exit(lines: list[str], number: int, end: int) -> Way:
-    """A `break` or `return`, by the branch that it is under, if it is under one."""
-    head = _under(lines, number)
+    """A `break` or `return`, with the branch that it is under, if any."""
+    head = _governing_line(lines, number)
     if not _code(lines[head - 1]).startswith(_BRANCHES):
         head = number
     return Way(line=head, text=_code(lines[head - 1])[:200], first=number + 1, last=end)
 
 
-def _under(lines: list[str], number: int) -> int:
-    """The line of the statement that one is under, its own where both stand on it."""
+def _governing_line(lines: list[str], number: int) -> int:
+    """The line of the statement that a line is under; its own for `if x: break`."""
     if _code(lines[number - 1]).startswith(_BRANCHES):
         return number
     return next(_outwards(lines, number - 1, _indent(lines[number - 1])), number)
 
 
 def _handlers(lines: list[str], tried: int) -> Iterator[Way]:
-    """The handlers of a `try` that go on after the exception."""
+    """The handlers of a `try` that swallow the exception."""
     depth = _indent(lines[tried - 1])
     number = _end(lines, tried) + 1
     last = number - 1
@@ -190,12 +200,12 @@ def _handlers(lines: list[str], tried: int) -> Iterator[Way]:
 
 
 def _leaves(lines: list[str], handler: int) -> bool:
-    """Whether a handler in a loop ends the round by itself, or the loop."""
+    """Whether a handler in a loop ends the round or the loop itself."""
     body = [_code(t) for t in lines[handler - 1 : _end(lines, handler)]]
     return any(p.search(c) for c in body for p in (_CONTINUES, _BREAKS, _RETURNS))
 
 
-def _tried(lines: list[str], handler: int) -> int:
+def _try_line(lines: list[str], handler: int) -> int:
     """The line of the `try` that a handler belongs to."""
     depth = _indent(lines[handler - 1])
     for number in range(handler - 1, 0, -1):
@@ -230,8 +240,8 @@ def _opener(lines: list[str], number: int, depth: int) -> int:
 
 
 def _is_matched(lines: list[str], arm: int, opener: int, line: int) -> bool:
-    """Whether an `if` has an `else`, and every arm but that one makes all calls of a line in it,
-    beside those of built-in functions, which talk to nobody."""
+    """Whether an `if` has an `else`, and all its other arms make the calls of a line too (built-in
+    functions, which do not communicate, aside): then the branch makes no difference to them."""
     made = set(_CALLED.findall(_code(lines[line - 1]))) - set(dir(builtins))
     if not made or line == arm or not _code(lines[opener - 1]).startswith("if "):
         return False
@@ -242,7 +252,7 @@ def _is_matched(lines: list[str], arm: int, opener: int, line: int) -> bool:
 
 
 def _chain(lines: list[str], opener: int) -> Iterator[int]:
-    """The lines of an `if`, its `elif` and its `else`."""
+    """The lines of an `if`, its `elif`s and its `else`."""
     number = opener
     depth = _indent(lines[opener - 1])
     while True:
@@ -261,7 +271,7 @@ def _code(text: str) -> str:
     plain = _PLAIN.match(code)
     if plain is not None and code[plain.end() :].startswith("#"):
         return plain[0].rstrip()
-    return code.partition("  #")[0].rstrip()  # in a text of several lines, say
+    return code.partition("  #")[0].rstrip()  # quotes do not match: within a long string
 
 
 def _indent(text: str) -> int:

@@ -1,4 +1,5 @@
-"""What a node of the autograd graph multiplies or divides by."""
+"""The constant that a node of the autograd graph multiplies or divides by, such as the world size
+that a loss was divided by."""
 
 from __future__ import annotations
 
@@ -8,25 +9,26 @@ from ..recording.torch_compat import saved
 
 
 def divisor_of(node: Any) -> float:
-    """What a node divides by: a plain number, or 0."""
+    """The number that a node divides by; 0 if it does not divide by a single number on the CPU."""
     other = _number(node)
     if other is None or not other.is_cpu:
         return 0.0
     value = float(other)
     if node.name().startswith("Mul"):
-        value = round(1 / value, 9) if value else 0.0
+        value = round(1 / value, 9) if value else 0.0  # a factor of 1/3 in float32 is 0.33333334
     return value
 
 
 def is_of_a_device(node: Any) -> bool:
-    """Whether a node multiplies or divides by a number that lies on a device: it is not read."""
+    """Whether a node multiplies or divides by a number on a device, which is not read: that would
+    wait for the device."""
     other = _number(node)
     return other is not None and not other.is_cpu
 
 
 def _number(node: Any) -> Any:
-    """The one number that a node multiplies or divides by, as a tensor; None where it does not, or
-    where a function of torch does it in itself: then it is a plain number."""
+    """The single number that a node multiplies or divides by, as a tensor without dimensions; None
+    if there is none, or it is a plain number, which functions of torch use internally."""
     if not node.name().startswith(("DivBackward", "MulBackward")):
         return None
     try:

@@ -1,4 +1,5 @@
-"""Tensors that were handed to collectives: whether they are these tensors, or copies of them."""
+"""Whether the tensors passed to collectives are some given tensors, copies of them, or flat buffers
+of them all."""
 
 from __future__ import annotations
 
@@ -9,18 +10,21 @@ from typing import Any, NamedTuple
 from .gradient_versions import memory_of
 
 ENOUGH = 0.5
-"""Share of the elements that must have been exchanged to count as a synchronisation."""
+"""Share of the elements that must have been exchanged to count as a synchronisation: less than one,
+since programs freeze parts or skip parameters without a gradient."""
 
 FLAT = (0.9, 1.1)
-"""Size of a flat buffer against what it holds: some leave parameters out, some pad."""
+"""Size of a flat buffer relative to its contents: some leave out parameters, some pad."""
 
 
 class Exchange(NamedTuple):
-    """One tensor that was handed to a collective: its size and where its memory begins.
+    """One tensor that was passed to a collective: its size and the address of its memory.
 
     Attributes:
-        amid: in a backward or between a forward and its backward, or with gradients to come; be it
-            a model's input or output.
+        group: number of the process group.
+        gathered: the collective gathers, and leaves the tensor as it is.
+        amid: passed during a backward, or between a forward and its backward: it may be an input
+            or output of the model rather than a gradient.
     """
 
     group: int
@@ -31,14 +35,14 @@ class Exchange(NamedTuple):
 
 
 class PassedGradients(NamedTuple):
-    """What collectives carried of some gradients since the backward.
+    """Which of some gradients were passed to collectives since the backward.
 
     Attributes:
-        positions: those that were handed over themselves or as copies, by memory and size.
-        other: elements of what else was.
-        group: the one that all of them were handed to, be it in flat buffers, and nothing to any
-            other but single numbers; -1 for none.
-        most: by elements, `ENOUGH` of them were.
+        positions: the gradients that were passed, themselves or as copies of equal size.
+        other: elements of all other tensors that were passed.
+        group: the group that all gradients were passed to, themselves or in flat buffers, if no
+            other group got more than single numbers; else -1.
+        most: at least the share `ENOUGH` of the elements was passed.
     """
 
     positions: tuple[int, ...] = ()
@@ -48,12 +52,13 @@ class PassedGradients(NamedTuple):
 
     @property
     def every(self) -> bool:
-        """Whether all of them were, on the default group."""
+        """Whether all gradients were passed to the default group."""
         return self.group == 0
 
 
 def covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
-    """Whether the exchanged tensors are these tensors, copies of them, or buffers of them all."""
+    """Whether the exchanged tensors are at least `ENOUGH` of some tensors: themselves, copies of
+    equal size, or flat buffers of them all."""
     total = sum(t.numel() for t in tensors)
     if not total or sum(e.elements for e in exchanges) < ENOUGH * total:
         return False

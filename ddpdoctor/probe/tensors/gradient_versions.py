@@ -1,4 +1,4 @@
-"""Where gradients lie, and whether they changed: cheap to ask, without reading a value."""
+"""Whether gradients have changed, by torch's version counters: cheap, as no value is read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LOOKED_AT = 4
+"""Gradients that stand for those of a model: a backward that reaches none of four spread over it
+does not reach the model."""
 NO_GRADIENT = (0, -1)
 
 
 def some(every: Sequence[T]) -> list[T]:
-    """A few of them, spread evenly, with the last."""
+    """About `LOOKED_AT` items of a sequence, evenly spread, the last one among them."""
     step = max(1, -(-len(every) // LOOKED_AT))
     return [*every[:-1:step], *every[-1:]]
 
 
 def memory_of(tensor: Any) -> int:
-    """The address of a tensor's memory; of a sparse one that of its values. What has none is only
-    equal to itself."""
+    """The address of a tensor's storage (of the values, for a sparse one). For a tensor without
+    storage, a negative number of its own."""
     try:
         dense = tensor._values() if tensor.is_sparse else tensor
         return int(dense.untyped_storage().data_ptr())
@@ -28,15 +30,15 @@ def memory_of(tensor: Any) -> int:
 
 
 def versions(parameters: Iterable[Any]) -> list[tuple[int, int]]:
-    """Identity and version of each parameter's gradient; `NO_GRADIENT` where there is none.
+    """(id, version) of the gradient of each parameter; `NO_GRADIENT` if it has none.
 
     Args:
-        parameters: weak references.
+        parameters: weak references to them.
     """
     return [version(reference()) for reference in parameters]
 
 
 def version(parameter: Any) -> tuple[int, int]:
-    """The same of one parameter, or of None."""
+    """(id, version) of the gradient of a parameter; `NO_GRADIENT` if it has none, or for None."""
     grad = None if parameter is None else parameter.grad
     return NO_GRADIENT if grad is None else (id(grad), grad._version)
