@@ -1,4 +1,4 @@
-"""Mixed precision: the loss scale and the steps that it skips; and other hyper-parameters."""
+"""Hyperparameters, and the loss scale of mixed precision with the steps that it skips."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from .base import Event
 
 
 class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
-    """The values of an optimizer's groups before a step. Told when they change: up to step 128 at
-    every step, later at steps that are a multiple of a growing power of two (see `told_at`).
+    """The options of an optimizer's parameter groups before a step. Recorded when they change: at
+    every step up to 128, later at multiples of a growing power of two (see `told_at`).
 
     Attributes:
-        groups: per group, option to value; tensors are read, sequences are spelled out. Of many
-            groups only the first ones are told.
-        set_sites: by option that changed, the user's line that assigns it, where one was found.
+        groups: per group, option to value; tensors are read, sequences are written as text. Only
+            the first groups are recorded.
+        set_sites: by option that changed, the user's line that assigns it, if one was found.
     """
 
     optimizer: int
@@ -23,19 +23,18 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
 
 
 class ScalerStep(Event, frozen=True, tag="scaler-step"):
-    """A `GradScaler.step`: told when the scale, who sets it or `each` changes and when the step is
-    skipped.
+    """A call of `GradScaler.step`. Recorded when the step is skipped, or when the scale, `set_site`
+    or `each` changes.
 
     Attributes:
         scaler: number on this rank, in order of first step; call: zero-based, per scaler and
             optimizer.
-        scale: loss scale that these gradients were made with, -1 where it is on a device and
-            could not be read without waiting.
+        scale: loss scale of these gradients, -1 if it is on a device and could not be read without
+            waiting.
         skipped: the optimizer did not step.
-        set_site: the line that gave `update` a new scale since the call before, -1 where none did;
-            told when it changes.
-        backwards: of this process that had averaged gradients by then, -1 where they were not
-            counted; each: since the call before, and before every call until the next record.
+        set_site: the line that passed a new scale to `update` since the last call, -1 if none.
+        backwards: synchronised backwards of this process so far, -1 if not counted; `each` of them
+            came since the last call, and before every call until the next record.
     """
 
     scaler: int
@@ -56,7 +55,7 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
 
     Attributes:
         call: zero-based number of the call at this line.
-        optimizer: whose options it sets; -1 for one that has not stepped yet.
+        optimizer: the one whose options it sets; -1 if that has not stepped yet.
     """
 
     kind: str
@@ -67,11 +66,11 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
 
 
 def told_at(step: int) -> bool:
-    """Whether changed hyper-parameters are told at a step; the same on every rank."""
+    """Whether changed hyperparameters are recorded at a step; equal on all ranks."""
     return step < 128 or step % (1 << (step >> 7).bit_length()) == 0
 
 
 def next_told_at(step: int) -> int:
-    """The first step after this one at which they are."""
+    """The first step after `step` at which changed hyperparameters are recorded."""
     every = 1 << (step >> 7).bit_length()
     return (step // every + 1) * every

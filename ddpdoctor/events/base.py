@@ -1,4 +1,4 @@
-"""What every record has in common."""
+"""The base classes of all records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
-    """One thing that a rank or a monitor saw. One line of JSON in the run folder.
+    """A record of a rank or a monitor: one line of JSON in the run folder.
 
     Subclasses are the vocabulary: each has a `tag` that is for life. Fields may be added with a
     default, never renamed or dropped, so that older folders stay readable.
@@ -27,7 +27,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     at: float
 
     def describe(self) -> str:
-        """One line for the rank's log, or an empty string where the log need not tell it."""
+        """One line for the rank's log, empty if the log does not show this event."""
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Collectives as each rank issued them. The ring (`storage.call_ring`) holds the last ones."""
+"""Collectives as each rank issued them; its ring (`storage.call_ring`) also has the last ones."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from .base import Event, Part
 
 
 class Signature(Event, frozen=True, tag="signature"):
-    """What a call was made with; calls refer to it by `id`. Recorded before the first such call.
+    """The arguments of calls that refer to it by `id`. Recorded before the first such call.
 
     Attributes:
         op: torch's name (`all_reduce`), or `DDP()`, `DDP forward`, `DDP backward` for what a
             wrapped model communicates itself.
-        numel: elements of the tensor, -1 where ranks may differ or there is none.
-        device: its type (`cpu`, `cuda`).
-        root: global rank of source or destination, -1 where there is none.
+        numel: elements of the tensor, -1 if ranks may differ or there is none.
+        device: type of its device (`cpu`, `cuda`).
+        root: global rank of source or destination, -1 if there is none.
         ranks: members, for `new_group`.
-        sends, receives: the other sides of a batch's messages, one for each.
-        model: number of the wrapped model that communicates, -1 where it may be several.
+        sends, receives: for `batch_isend_irecv`, the peer of each message.
+        model: number of the wrapped model that communicates, -1 if it may be several.
     """
 
     RANKS = ("ranks", "root", "sends", "receives")
@@ -49,11 +49,11 @@ class Signature(Event, frozen=True, tag="signature"):
 
 
 class Way(Part, frozen=True):
-    """A statement that leaves out lines: `continue`, `break`, or the handler of an exception.
+    """A jump over lines: `continue`, `break`, or the handler of an exception.
 
     Attributes:
-        line, text: those of the handler, or of the statement that the `continue` is under.
-        first, last: the lines that it leaves out, or may leave out.
+        line, text: of the handler, or of the statement around the jump.
+        first, last: the range of lines that it may skip.
     """
 
     line: int
@@ -63,20 +63,22 @@ class Way(Part, frozen=True):
 
 
 class Statement(Part, frozen=True):
-    """A statement around a line (part of `Place`), or one before it whose body leaves the function
-    or the round of the loop, so that all that follows is its other arm; or the condition of an
-    expression on that line.
+    """A statement that decides whether a line runs (part of `Place`).
+
+    It is a statement around the line, a condition inside the line, or an earlier `if` whose body
+    leaves the function or the iteration of the loop ("past").
 
     Attributes:
-        line: of its head; of one that is past, of the statement that leaves.
-        text: its head; `else:  # if x:` of an arm of `if x:`, `past if x:` of one that is past,
-            `if x` of `f() if x else y`.
-        ways: of a loop, how a round of it is cut short; of a `try`, its handlers that go on.
-        broken: of a loop, whether it has `exits`; older records have no more than that.
-        opener: of an `else` or `elif`, the line of the statement that it belongs to; of one that is
-            past, the line of its head.
-        exits: of a loop, the statements that end it.
-        matched: of an arm of an `if`, every other arm makes the calls of that line, too.
+        line: of its head; for a past one, of the statement that leaves.
+        text: its head; `else:  # if x:` for another arm of `if x:`, `past if x:` for a past one,
+            `if x` for `f() if x else y`.
+        ways: for a loop, the jumps that cut an iteration short; for a `try`, its handlers after
+            which the program goes on.
+        broken: for a loop, whether it has `exits`; older records lack those.
+        opener: for an `else` or `elif`, the line of the statement it belongs to; for a past one,
+            the line of its head.
+        exits: for a loop, the statements that end it.
+        matched: for an arm of an `if`, every other arm makes the same calls as that line.
     """
 
     line: int
@@ -89,10 +91,10 @@ class Statement(Part, frozen=True):
 
 
 class Place(Part, frozen=True):
-    """A line of the user's: the statements around it in its function, innermost first.
+    """A line of the user and the statements around it in its function, innermost first.
 
     Attributes:
-        hands_on: what the line passes is made of the arguments of its function alone.
+        hands_on: the line passes only values computed from the arguments of its function.
     """
 
     site: int
@@ -101,23 +103,21 @@ class Place(Part, frozen=True):
 
 
 CALLERS = 4
-"""Places that a `CallSite` has at most."""
+"""Maximal number of places in a `CallSite`."""
 
 
 class CallSite(Event, frozen=True, tag="call-site"):
-    """A place that communicates, and the user's lines that led to it.
+    """A line that communicates, and the user's lines that called it. Calls refer to it by `id`.
 
-    Calls refer to it by `id`. A helper that every collective goes through tells nothing by itself:
-    who called it does.
+    The callers matter where all collectives go through one helper function.
 
     Attributes:
         places: innermost first; `CALLERS` at most.
         thread: the name of the thread that was there first, empty for the main one.
-        shadows: at the end of torch's `Join`, where a rank that is done answers the calls of those
-            that are not, whatever their lines.
-        started: the line that started the thread, where none of the user's led from there: then
-            there are no places.
-        key: in a loop over names the one that chooses what is sent, as `name = 'loss'`.
+        shadows: it is at the end of torch's `Join`, where a rank that is done answers the calls of
+            other ranks, whatever their lines.
+        started: if the thread has no line of the user and so no places, the line that started it.
+        key: in a loop over names, the variable that selects what is sent, as `name = 'loss'`.
     """
 
     id: int
@@ -129,16 +129,16 @@ class CallSite(Event, frozen=True, tag="call-site"):
 
     @property
     def line(self) -> int:
-        """The line to show."""
+        """The site to show for it."""
         return self.places[0].site if self.places else self.started
 
 
 class ObjectsGathered(Event, frozen=True, tag="objects-gathered"):
-    """Objects were gathered at a call site, larger ones than any there before.
+    """Objects were gathered at a call site, larger than all before at that site.
 
     Attributes:
-        call_site: the `CallSite`.
-        entries: numbers and letters that they hold, at most, all parts together.
+        call_site: number of the `CallSite`.
+        entries: upper bound for the numbers and characters in the objects, all parts together.
     """
 
     call_site: int
@@ -157,11 +157,11 @@ class CallBlock(Event, frozen=True, tag="call-block"):
 
 
 class CallRun(Event, frozen=True, tag="call-run"):
-    """`repeat` times the calls of a block, from index `first` of the group on.
+    """The calls of a block, `repeat` times, from number `first` of the group on.
 
     Attributes:
-        step: optimizer steps taken when the first of them was made; `every` so many steps more at
-            each repetition.
+        step: optimizer steps taken at the first call; `every` is the number of further steps per
+            repetition.
     """
 
     group: int
@@ -185,7 +185,7 @@ class FlightEntry(Part, frozen=True):
 class FlightLog(Event, frozen=True, tag="flight-log"):
     """The last collectives of a group in torch's flight recorder, DDP's own included.
 
-    Taken while the main thread stood still.
+    Read while the main thread made no progress.
     """
 
     group: str

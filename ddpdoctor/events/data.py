@@ -10,13 +10,14 @@ class Payload(Part, frozen=True):
 
     Attributes:
         name: the attribute, with its path (`dataset.samples`).
-        kind: `indices` (of a `Subset`), `choice` (whole numbers that select samples), `text`,
-            `tensor` or `other`.
-        length: how many entries.
+        kind: `indices` (of a `Subset`), `choice` (integers that select samples), `text`, `tensor`
+            or `other`.
+        length: number of entries.
         order: digest of entries at the same positions on every rank; equal where the entries are.
-        content: digest that does not depend on the order; 0 where it was too long to look at all.
-        ascending: the entries are numbers that never fall.
-        tells: sample `i` is made of entry `i` (and of chance), and hardly two entries are alike.
+        content: digest that does not depend on the order; 0 if there are too many entries.
+        ascending: the entries are numbers that never decrease.
+        tells: sample `i` is made from entry `i`, and nearly all entries are distinct, so that an
+            entry identifies its sample.
     """
 
     name: str
@@ -32,13 +33,12 @@ class Layer(Part, frozen=True):
     """A data set, or one that it is a `Subset` of.
 
     Attributes:
-        data: number of the object on this rank; the same object has the same number everywhere.
-        indices: what a `Subset` selects from the next layer (see `ddpdoctor.events.pack`); empty
-            where it is none, `regular`, or selects too much to record.
+        data: number of the object on this rank; equal numbers mean the same object.
+        indices: what a `Subset` selects from the next layer (see `ddpdoctor.events.pack`); empty if
+            it is no `Subset`, is `regular`, or is too large to record.
         site: the line that made the `Subset`.
-        length: how many samples it holds, -1 where unknown.
-        regular: first, step and count of a selection at equal distances, of any length; all 0 where
-            it is none.
+        length: number of samples, -1 if unknown.
+        regular: first, step and count of a selection at equal distances; all 0 if it is none.
     """
 
     data: int
@@ -54,23 +54,25 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     Attributes:
         loader: number of the loader on this rank, in order of first iteration.
         site: the line that made it; `loop_site` the line that iterates it.
-        made: how many loaders that line had made before.
-        dataset: class name; length -1 where it has none (iterable data sets).
+        made: number of loaders that line had made before.
+        dataset: class name; `length` is -1 if it has none (iterable data sets).
         sampler: class name of the innermost sampler; the `replicas`/`rank`/... fields are -1 or
-            None where it has no such attribute.
-        batches: `len(loader)`, -1 where unknown.
-        sampler_length: `len(sampler)`, -1 where unknown.
-        own_order: the sampler's class chooses the indices by code of its own, not by torch's.
-        by_epoch: that code goes by an epoch that it is told.
+            None if it has no such attribute.
+        batches: `len(loader)`, -1 if unknown.
+        sampler_length: `len(sampler)`, -1 if unknown.
+        own_order: the sampler's class chooses the indices with its own code, not torch's.
+        by_epoch: that code depends on an epoch.
         replacement: the sampler may draw a sample again.
-        payloads: what the data set indexes, as far as that could be told.
+        payloads: what the data set indexes, if known.
         layers: the data set, and beneath it those that it is a `Subset` of.
-        batch_sampler: class name of what makes up the batches, where that is not torch's own.
-        epoch_name: the attribute of such an epoch; sets_epoch: it offers `set_epoch`.
-        settings: digest of the numbers and texts that the data set keeps (where its files lie,
-            say), 0 where that was not looked at.
-        batches_given: a `BatchSampler` was given, whose are `batch_size` and `drop_last`.
-        indexless: the data set's `__getitem__` never looks at the index that it is given.
+        batch_sampler: class name of the batch sampler if it is not torch's own.
+        epoch_name: the attribute that holds the epoch; `sets_epoch` says that the sampler has
+            `set_epoch`.
+        settings: digest of the numbers and texts that the data set keeps (paths of files, say), 0
+            if not looked at.
+        batches_given: a `BatchSampler` was passed to the loader; `batch_size` and `drop_last` are
+            its own.
+        indexless: the data set's `__getitem__` never reads its index.
         holds: the data set keeps an array or a list, and not only numbers.
     """
 
@@ -113,11 +115,11 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
 
 
 class SamplerRefused(Event, frozen=True, tag="sampler-refused"):
-    """torch refused to make a `DistributedSampler`.
+    """The constructor of a `DistributedSampler` raised.
 
     Attributes:
-        replicas, rank: the arguments as given, None where left out.
-        world_size, group_rank: of the default group, -1 where there is none.
+        replicas, rank: the arguments passed, None if left out.
+        world_size, group_rank: of the default group, -1 if there is none.
     """
 
     site: int
@@ -137,10 +139,10 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
     Attributes:
         batches: `len(loader)` at that moment, -1 where unknown.
         sampler_epoch, seed: of the innermost sampler at that moment; see `LoaderSeen.epoch_name`.
-        epochs_set: how often `set_epoch` was called on it until then.
+        epochs_set: calls of `set_epoch` on it so far.
         joined: inside `torch.distributed.algorithms.Join`.
-        random: digests of the states of torch's, numpy's and Python's random numbers, 0 where
-            unknown; `base_seed` is the one that the loader gives its workers.
+        random: digests of the states of the random generators of torch, NumPy and Python, 0 if
+            unknown; `base_seed` is the seed that the loader passes to its workers.
     """
 
     loader: int
@@ -160,13 +162,14 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
 
 
 class IndicesRead(Event, frozen=True, tag="indices"):
-    """Part of what an epoch consumed so far, so that a rank that is killed keeps it.
+    """Part of what an epoch has delivered so far; recorded so that it survives the rank being
+    killed.
 
     Attributes:
-        batches: delivered since the epoch began; samples likewise.
-        backwards: backward calls or optimizer steps that followed a delivery so far.
-        indices: those since the record before, ascending (see `ddpdoctor.events.pack`).
-        sampled: every index was kept (1), or one in `sampled` by hash, the same on every rank.
+        batches, samples: delivered since the epoch began.
+        backwards: batches so far that a backward or an optimizer step followed.
+        indices: those since the last record, ascending (see `ddpdoctor.events.pack`).
+        sampled: one in `sampled` indices was kept, selected by a hash that is equal on all ranks.
     """
 
     loader: int
@@ -183,8 +186,8 @@ class WorkerRandom(Part, frozen=True):
 
     Attributes:
         states: digests, as `EpochBegan.random`.
-        drawn: the generators that loading its first few batches advanced; of a stream, batches
-            after the first.
+        drawn: the generators that loading its first few batches advanced; for an iterable data set
+            without the first batch.
     """
 
     worker: int
@@ -193,26 +196,26 @@ class WorkerRandom(Part, frozen=True):
 
 
 class EpochEnded(Event, frozen=True, tag="epoch-ended"):
-    """An iteration over a loader ended, or was left.
+    """An iteration over a loader ended or was left early.
 
     Attributes:
         batches, samples: delivered to the loop.
-        backwards: of these batches, how many a backward or an optimizer step followed before the
-            next delivery; tells training from evaluation. `evaluated` are those that a forward
-            without gradients or in `eval()` mode followed.
-        exhausted: the loader ran dry (False: the loop was left early).
-        grad_enabled: gradients were on at some delivery.
-        indices: the delivered indices, ascending (see `ddpdoctor.events.pack`), those of earlier
-            `IndicesRead` left out; empty where the data set has none.
-        sampled: every index was kept (1), or one in `sampled` by hash.
+        backwards: batches that a backward or an optimizer step followed before the next batch:
+            training. `evaluated` are those that only a forward without gradients or in `eval()`
+            mode followed.
+        exhausted: the loader was exhausted (False: the loop was left early).
+        grad_enabled: gradients were enabled when some batch was delivered.
+        indices: the delivered indices, ascending (see `ddpdoctor.events.pack`), without those of
+            earlier `IndicesRead`; empty if the data set has none.
+        sampled: one in `sampled` indices was kept, selected by a hash.
         order: digest of all indices in the order of delivery; `head` are the first of them.
-        ascending: they never fell.
-        collectives: issued on the default group meanwhile, -1 where unknown.
+        ascending: the indices never decrease.
+        collectives: issued on the default group meanwhile, -1 if unknown.
         sharded: parameters are sharded in a way that may need equal inputs on several ranks.
         drawn: the generators (`torch`, `numpy`, `random`) that loading a batch advanced.
-        again: how often torch's `DistributedSampler` began anew beneath this iteration, by the same
-            number as before, which nobody ever set.
-        workers: of a loader whose worker processes were forked for this iteration.
+        again: how often torch's `DistributedSampler` began another order in this iteration with the
+            same epoch, which the program never set.
+        workers: the generators of workers that were forked for this iteration.
     """
 
     loader: int
@@ -247,8 +250,8 @@ class ContentRead(Event, frozen=True, tag="content"):
     Attributes:
         indices: of the samples, in order of delivery; empty for iterable data sets.
         batches: number of the batch that each was in.
-        columns: packed digests, parallel to these; two columns per part of the batch (its first
-            bytes, and some from all over it). 0 where a sample lacks that part.
+        columns: packed digests, parallel to `indices`; two columns per part of the batch (of its
+            first bytes, and of bytes from all over it). 0 if a sample lacks that part.
     """
 
     loader: int
@@ -259,11 +262,12 @@ class ContentRead(Event, frozen=True, tag="content"):
 
 
 class RowsRead(Event, frozen=True, tag="rows"):
-    """Digests of all rows of the batches that a stream made itself, in early, short epochs.
+    """Digests of all rows of the batches of an iterable data set that batches itself, in early,
+    short epochs.
 
     Attributes:
         batches: number of the batch that each row was in.
-        rows: packed digests, parallel to these, of the largest part of the batch.
+        rows: packed digests, parallel to `batches`, of the largest part of the batch.
     """
 
     loader: int
@@ -273,21 +277,22 @@ class RowsRead(Event, frozen=True, tag="rows"):
 
 
 class ForwardInput(Event, frozen=True, tag="forward-input"):
-    """What a forward of a wrapped model was given, at some forwards, the same on every rank.
+    """The inputs of a forward of a wrapped model, at selected forwards, the same ones on every
+    rank.
 
     Attributes:
         forward: number of the forward with gradients, per model.
-        digest: of the input's content, 0 where it could not be read (on a device).
-        numbers: how many numbers the inputs hold; rows: how many samples.
-        begins: where it is a slice of another tensor's rows, the first of them.
-        fed: a DataLoader delivered since the forward before, or they are its last batch again.
-        drawn: random numbers drawn from global generators since the step before, at least;
-            -1 where unknown.
+        digest: of the content of the inputs, 0 if they could not be read (on a device).
+        numbers: how many numbers the inputs hold; `rows` how many samples.
+        begins: if the input is a slice of another tensor's rows, the first row.
+        fed: a DataLoader delivered a batch since the last forward, or the inputs are its last one.
+        drawn: lower bound for the random numbers drawn from global generators since the last step;
+            -1 if unknown.
         training: the model was in `train()` mode.
-        carried: some of the input was the output of the forward before (a recurrent state), and is
-            not counted.
-        loaders: those whose last batch the inputs are, or are views of; empty where that is not
-            known (copies on another device).
+        carried: some input was the output of the last forward (a recurrent state); it is not
+            digested.
+        loaders: those whose last batch the inputs are, or are views of; empty if unknown (copies on
+            another device).
     """
 
     model: int
@@ -305,11 +310,11 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
 
 
 class ShardedOver(Event, frozen=True, tag="sharded-over"):
-    """`fully_shard` was given a mesh of several dimensions that holds all ranks: it shards over one
-    and replicates over another, and every rank is to read data of its own.
+    """`fully_shard` got a mesh of several dimensions with all ranks: it shards over one dimension
+    and replicates over another, and every rank should read its own data.
 
     Attributes:
-        ranks: all of the mesh; `groups` are this rank's, one for each dimension.
+        ranks: all ranks of the mesh; `groups` are this rank's groups, one for each dimension.
     """
 
     RANKS = ("ranks", "groups")

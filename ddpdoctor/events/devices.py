@@ -1,4 +1,4 @@
-"""Devices of ranks, and what DataParallel brings together on one of them."""
+"""Devices of ranks, and what DataParallel gathers on one of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from .base import Event, Part
 
 
 class DeviceUsed(Event, frozen=True, tag="device-used"):
-    """A device that this rank trains on, or was told to use.
+    """A device that this rank trains on or has selected.
 
     Attributes:
-        index: torch's number of it; uuid: its identity, whatever a rank calls it.
+        index: torch's device index; `uuid` identifies the device across processes.
         why: `parameters` that it trains, or `set_device`.
     """
 
@@ -24,10 +24,10 @@ class DeviceUsed(Event, frozen=True, tag="device-used"):
 
 
 class DeviceTouched(Event, frozen=True, tag="device-touched"):
-    """A context was found on a device right after a call that this rank made.
+    """A CUDA context was found on a device that this rank neither trains on nor selected.
 
     Attributes:
-        by: the call, `torch.load` or what went before a forward or a step.
+        by: when it was found: after `torch.load`, before the wrap or before a step.
     """
 
     index: int
@@ -41,7 +41,7 @@ class DataParallelMade(Event, frozen=True, tag="data-parallel"):
 
     Attributes:
         devices: torch's numbers of the devices it splits batches over; empty without GPUs.
-        output_device: where outputs are brought together, -1 without GPUs.
+        output_device: where outputs are gathered, -1 without GPUs.
     """
 
     model: int
@@ -56,7 +56,7 @@ class DataParallelMade(Event, frozen=True, tag="data-parallel"):
 
 
 class GatheredTensor(Part, frozen=True):
-    """One output of a forward as it was brought together (part of `Gathered`)."""
+    """A gathered output tensor (part of `Gathered`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,8 +68,8 @@ class Gathered(Event, frozen=True, tag="gathered"):
     """Outputs that DataParallel gathered in one forward. Recorded when they change.
 
     Attributes:
-        size_bytes: of all of them, as they lie on the output device.
-        forward: how many forwards of the model there were before.
+        size_bytes: of all outputs on the output device.
+        forward: number of forwards of the model before.
     """
 
     model: int

@@ -1,14 +1,14 @@
-"""Replicated tensors: digests to compare between ranks, and what may have set them apart."""
+"""Replicated tensors: digests to compare between ranks, and possible causes of drift."""
 
 from __future__ import annotations
 
 from .base import Event
 
 UNHELD = -1
-"""Stands for the optimizer of a model that is trained although none holds it."""
+"""Stands for the optimizer of a model that is trained although no optimizer holds it."""
 
 AGAIN = 8
-"""One more than the evaluations without training in between that are looked at, after the first."""
+"""Evaluations that are digested without training in between, the first one included."""
 
 EARLY = (0, 1, 2, 4, 9)
 """Steps at which every tensor is digested; later ones follow the series 1, 2, 5, less one."""
@@ -20,11 +20,11 @@ class Replica(Event, frozen=True, tag="replica"):
     Attributes:
         model, optimizer: numbers as in `Wrapped` and `OptimizerSeen`, or `UNHELD`.
         ranks: global ranks of the model's process group.
-        parameters: positions in `Wrapped.parameters`, packed; what `Digests` count through.
-        broadcast: DDP copies rank 0's buffers before each forward.
-        hook: name of DDP's communication hook, empty for none; averages: False for one that is
+        parameters: positions in `Wrapped.parameters`, packed; the rows of `Digests` follow them.
+        broadcast: DDP broadcasts rank 0's buffers before each forward.
+        hook: name of DDP's communication hook, empty for none; `averages` is False if the hook is
             not known to average gradients.
-        left_out: why this replica is not to be compared (`local SGD`, ...), empty where it is.
+        left_out: why this replica is not to be compared (`local SGD`, ...), empty if it is.
     """
 
     model: int
@@ -38,22 +38,23 @@ class Replica(Event, frozen=True, tag="replica"):
 
 
 class Digests(Event, frozen=True, tag="digests"):
-    """What some tensors were, at some steps: one number each, equal where the bits are.
+    """Digests of tensors at some steps: numbers that are equal where tensors are equal bit by bit.
 
     Attributes:
-        kind: `parameters`, `gradients` (averaged by the last backward), `local` (gradients that
-            were not), `buffers`, or `state:<key>` of the optimizer.
-        point: `step` (before an optimizer step), `kept` (buffers that DDP does not copy: after a
-            step, as the next forward with gradients finds them), `eval` (after the first forward
-            without gradients), `again` (of an evaluation after that without training in between),
-            `part` (buffers of a part of the model that is evaluated by itself) or `end`.
-        keys: per row, the number of the moment: the optimizer's step (`UNHELD`: the backward that
-            averaged), or for `eval`, `kept` and `end` the forwards with gradients before it; for
-            `again` and `part` that times `AGAIN`, and which one it is.
+        kind: `parameters`, `gradients` (averaged by the last backward), `local` (not averaged),
+            `buffers`, or `state:<key>` of the optimizer.
+        point: `step` (before an optimizer step), `kept` (buffers that DDP does not broadcast, at
+            the next forward with gradients after a step), `eval` (after the first forward without
+            gradients), `again` (a later evaluation without training in between), `part` (buffers of
+            a part of the model that is evaluated by itself) or `end`.
+        keys: per row, the number of the moment: the optimizer's step (for `UNHELD` the synchronised
+            backward); for `eval`, `kept` and `end` the forwards with gradients before it; for
+            `again` and `part` these times `AGAIN`, plus the number of the evaluation.
         strides: per row, which tensors (see `chosen`).
-        counts: per row, how many numbers follow in `values` (packed); 0 stands for "no tensor".
-        backwards: per row, how many backwards of the model had averaged gradients by then: ranks
-            that differ have not taken the same steps.
+        counts: per row, how many numbers of `values` (packed) belong to it; the number 0 stands for
+            a missing tensor.
+        backwards: per row, synchronised backwards of the model so far; where ranks differ, they
+            have not taken the same steps.
         step: optimizer steps of this process at the last row.
         site: the line of the forward, for `eval`.
     """
@@ -72,11 +73,11 @@ class Digests(Event, frozen=True, tag="digests"):
 
 
 class LateBuffers(Event, frozen=True, tag="late-buffers"):
-    """Buffers of a wrapped model that it did not have at the wrap, before an optimizer step: those
-    with fractions that a checkpoint holds.
+    """Persistent floating-point buffers that a wrapped model got after the wrap, digested before an
+    optimizer step.
 
     Attributes:
-        names, shapes: of each; values: a digest of each, packed.
+        names, shapes: of each buffer; `values` a digest of each, packed.
     """
 
     model: int
@@ -88,13 +89,13 @@ class LateBuffers(Event, frozen=True, tag="late-buffers"):
 
 
 class Sketch(Event, frozen=True, tag="sketch"):
-    """A projection of all tensors of a kind at once: the distance of two estimates that of the
-    tensors themselves, within some ten percent.
+    """A random projection of all tensors of a kind. The distance between the sketches of two ranks
+    estimates that of the tensors within some ten percent.
 
     Attributes:
-        step: of the optimizer that was to follow: one more than it took, at the end.
+        step: of the optimizer, about to be taken; at the end of the run the number of its steps.
         norm: Euclidean norm of the tensors on this rank.
-        bins: sums over random halves; ranks use the same ones.
+        bins: sums over random halves of the elements; all ranks use the same halves.
     """
 
     model: int
@@ -106,13 +107,13 @@ class Sketch(Event, frozen=True, tag="sketch"):
 
 
 class Loaded(Event, frozen=True, tag="loaded"):
-    """`load_state_dict` on a wrapped model (`weights`), on its `optimizer`, on a `scheduler` of
-    that, or on a gradient `scaler` (`what`).
+    """`load_state_dict` was called. `what` is `weights` of a wrapped model, its `optimizer`, a
+    `scheduler` of that optimizer, or a gradient `scaler`.
 
     Attributes:
         model: number of the wrapper, -1 for none.
         step: optimizer steps of this process before it.
-        assigned: with `assign=True`, which puts other parameters in the place of the model's.
+        assigned: with `assign=True`, which replaces the model's parameters by others.
     """
 
     what: str
@@ -127,10 +128,10 @@ class Loaded(Event, frozen=True, tag="loaded"):
 
 
 class StateTaken(Event, frozen=True, tag="state-taken"):
-    """`state_dict` of a wrapped model was taken, as for a checkpoint; only some calls are recorded.
+    """`state_dict` of a wrapped model was called, as for a checkpoint; some calls are recorded.
 
     Attributes:
-        forwards: of the model with gradients before it.
+        forwards: forwards of the model with gradients before it.
     """
 
     model: int
@@ -141,26 +142,27 @@ class StateTaken(Event, frozen=True, tag="state-taken"):
 
 
 class Edited(Event, frozen=True, tag="edited"):
-    """Between two moments, something other than the optimizer changed tensors of this rank.
+    """Something other than DDP and the optimizer changed tensors of this rank.
 
-    Told when it begins, changes or ends, so one record may stand for many steps.
+    Recorded when that begins, changes or ends, so one record may stand for many steps.
 
     Attributes:
-        kind: `gradients` (between the averaging backward and the step), `parameters` (between
-            a step and the next; at the first step since the wrap) or `state` (the optimizer's,
-            between a step and the next).
-        step: of the optimizer. `changed` False: not any more.
-        ratio: gradients now by gradients before, where that is one number for all that were
-            looked at; 0 where it is not.
-        site: the user's line that did it, -1 where it was not traced; more: other lines that did.
-        functions: what of torch's wrote to the model's gradients meanwhile (`clip_grad_norm_`).
-        beside: something else than these functions changed them, too.
-        undone: `changed` False, but they were changed and put back.
-        counted: gradients whose values were not looked at were written to, as torch counts writes.
-        divisor: the world size as written, where the line divides by it.
-        changers: of the functions, those that changed what was looked at; the sites that called
-            them, -1 where it is not known.
-        besides: as `ratio`, of what else than these functions changed them; 0 where nothing did.
+        kind: `gradients` (between the synchronised backward and the step), `parameters` (between
+            two steps, or the wrap and the first step) or `state` (the optimizer's, between two
+            steps).
+        step: of the optimizer.
+        changed: False when such changes have ended.
+        ratio: factor between the gradients before and after, if it is the same for all that were
+            looked at; else 0.
+        site: the user's line that did it, -1 if it was not traced; `more` are further lines.
+        functions: functions of torch that wrote to the gradients meanwhile (`clip_grad_norm_`).
+        beside: something other than these functions changed them, too.
+        undone: `changed` is False, but values were changed and restored.
+        counted: gradients that were not sampled were written to, by torch's version counters.
+        divisor: the world size as written, if the line divides by it.
+        changers: by function that changed sampled gradients, the site that called it, -1 if
+            unknown.
+        besides: as `ratio`, for changes by anything other than these functions; 0 if none.
     """
 
     model: int
@@ -181,12 +183,12 @@ class Edited(Event, frozen=True, tag="edited"):
 
 
 class Rewritten(Event, frozen=True, tag="rewritten"):
-    """Something other than the optimizer wrote to parameters of this rank, as torch counts writes:
-    it does not count those through `.data`.
+    """Something other than the optimizer wrote to parameters of this rank, by torch's version
+    counters, which ignore writes through `.data`.
 
     Attributes:
-        since, step: after step `since` of the optimizer had begun, and before `step` did, or would.
-        times: how often more than the optimizer does in as many steps.
+        since, step: between the begin of step `since` of the optimizer and that of `step`.
+        times: number of these writes.
         parameters: positions in `Wrapped.parameters`, packed.
     """
 
@@ -199,18 +201,20 @@ class Rewritten(Event, frozen=True, tag="rewritten"):
 
 
 class Averaged(Event, frozen=True, tag="averaged"):
-    """Some gradients that no wrapper averages and that the program exchanged, all of them, before
-    a step; of the first few such steps.
+    """A few values of manually synchronised gradients, in the first steps before which the program
+    exchanged all of them.
 
     Attributes:
-        local: as the last backward left them on this rank; applied: the same ones at the step.
-        operations: of the collectives between (`SUM`, `AVG`).
-        sites: the lines that changed them between, where they were followed; divisors: the world
-            size as written, by site, empty where a line does not divide by it.
-        loss_site, loss_divisor: the same of a line that divided the loss before that backward.
-        alone: nothing was communicated since the step before that could be in `local`.
-        inputs: digest of what the first forward of that step was given, 0 where it was not seen;
-            `numbers` how many it holds; `drawn` as in `ForwardInput`; `site` its line.
+        local: values as the last backward left them on this rank; `applied` the same values when
+            the step begins.
+        operations: reduce operations of the collectives in between (`SUM`, `AVG`).
+        sites: the lines that changed them in between, if traced; `divisors` by site the world size
+            as written, empty if the line does not divide by it.
+        loss_site, loss_divisor: a line that divides the loss by the world size before that
+            backward, and the divisor as written.
+        alone: nothing that was communicated since the last step can be in `local`.
+        inputs: digest of the inputs of the step's first forward, 0 if not seen; `numbers` how many
+            numbers they hold; `drawn` as in `ForwardInput`; `site` the line of that forward.
     """
 
     optimizer: int
@@ -243,7 +247,7 @@ class Clipped(Event, frozen=True, tag="clipped"):
 
 
 def full(step: int) -> bool:
-    """Whether all tensors are digested at a step, where that is affordable."""
+    """Whether all tensors are digested at a step (if the budget allows)."""
     if step < 10:
         return step in EARLY
     number = step + 1
@@ -253,10 +257,10 @@ def full(step: int) -> bool:
 
 
 def chosen(key: int, stride: int, count: int) -> range:
-    """Which of `count` tensors are digested at a moment when one in `stride` is.
+    """The positions of the tensors to digest, one in `stride` of `count`.
 
-    `stride` is a power of two: what a larger one chooses, a smaller one chooses too, so that ranks
-    may look at different shares and still have tensors in common.
+    `stride` is a power of two. A smaller stride includes all positions of a larger one, so that
+    ranks with different strides still have tensors in common.
     """
     scattered = key * 0x9E3779B1 & 0xFFFFFFFF
     return range(int(f"{scattered:032b}"[::-1], 2) % stride, count, stride)

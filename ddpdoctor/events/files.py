@@ -1,4 +1,4 @@
-"""Files that ranks write, and those they read that another rank may write."""
+"""Files that ranks write, and files they read that another rank may write."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from .base import Event
 
 
 class FileWritten(Event, frozen=True, tag="file-written"):
-    """A file was opened to be written anew, saved to, or renamed onto.
+    """A file was opened with truncation, saved to, or replaced by a rename.
 
     A save is recorded when it begins, without its end, and again when it is over.
 
     Attributes:
-        at: when the writing began; `ended` when it was over, 0 where that cannot be told.
-        path: real path. shared: it lies on a file system that other machines see too.
-        how: `save` (torch.save), `open`, or `rename` (the whole file comes at once).
-        marks: collectives issued so far by each process group of this rank, by a name that its
-            members share; `marks_after` likewise when the writing was over. Two ranks that name a
-            group with different numbers have met in between.
+        at: when the write began; `ended` when it was over, 0 if unknown.
+        path: real path; `shared` if it is on a network file system.
+        how: `save` (torch.save), `open`, or `rename` (which replaces the file atomically).
+        marks: collectives issued so far in each process group of this rank, by the group's common
+            name; `marks_after` likewise after the write. If two ranks have different numbers for a
+            group, they have synchronised in between.
         locked: the rank held a file lock.
-        times: how often this rank had written the path, this one included.
-        library: the package whose code opened it, empty where that was the user's own.
-        callers: the lines that led to `site`, the nearest first.
-        empty: the statement closes it with nothing written: `with open(path, "w"): pass`.
+        times: number of writes of this rank to the path, this one included.
+        library: the package that opened it, empty for the user's own code.
+        callers: the lines that called `site`, the nearest first.
+        empty: the statement only truncates it: `with open(path, "w"): pass`.
     """
 
     path: str
@@ -44,7 +44,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
 
 
 class FileLocked(Event, frozen=True, tag="file-locked"):
-    """A lock on an open file was asked for (`flock`, `lockf`), the first few times per file."""
+    """A lock on an open file was requested (`flock`, `lockf`); recorded the first times per file."""
 
     path: str
     site: int
@@ -55,11 +55,11 @@ class FileRead(Event, frozen=True, tag="file-read"):
     """A file of a kind that runs produce was opened for reading.
 
     Attributes:
-        failed: what `torch.load` raised, empty where it did not (or for a plain `open`).
-        stored: when the rank last came back from waiting for a key of a store, 0 for never.
-        callers: the lines that led to `site`, the nearest first.
-        polled: there, or in `callers`, the program has waited for another file before, in a loop;
-            awaited: for another or for this one.
+        failed: the exception of `torch.load`, empty if it raised none (or for a plain `open`).
+        stored: when the rank last returned from waiting for a key of a store, 0 for never.
+        callers: the lines that called `site`, the nearest first.
+        polled: `site` or one of `callers` follows a loop that waits for another file; `awaited`:
+            for another file or this one.
     """
 
     path: str

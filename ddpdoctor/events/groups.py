@@ -9,14 +9,13 @@ class InitEntered(Event, frozen=True, tag="init-entered"):
     """`init_process_group` was called.
 
     Attributes:
-        rank, world_size: the explicit arguments, -1 where they were left to the environment.
-        env_rank, env_world_size, env_local_rank: what the environment says now, -1 where unset;
-            the script may have changed what the launcher had set (see `RankStarted`).
+        rank, world_size: the arguments, -1 if left to the environment.
+        env_rank, env_world_size, env_local_rank: the environment's values at that moment, -1 if
+            unset; the script may have changed those of the launcher (see `RankStarted`).
         rendezvous: where the ranks meet: address and port, a URL, or a store of this process.
-        changed: variables that matter and that are not what they were when the process started.
-        set_at: the line of the program that sets such a variable, as its text says.
-        past: the `if` before this line, in its function and those that called it, under which a
-            process returns or exits instead.
+        changed: relevant environment variables that have changed since the process started.
+        set_at: the line of the program that sets such a variable, found in its source.
+        past: an `if` before this line, in its function or a caller, whose body returns or exits.
     """
 
     backend: str
@@ -65,9 +64,9 @@ class GroupReady(Event, frozen=True, tag="group-ready"):
 
 
 class GroupDestroyed(Event, frozen=True, tag="group-destroyed"):
-    """`destroy_process_group` was called, and did it; `name` is empty for "all groups".
+    """`destroy_process_group` succeeded; `name` is empty for all groups.
 
-    Its peers lose their connections before it returns: `at` is when it was called.
+    `at` is when it was called, since peers lose their connections before it returns.
     """
 
     name: str = ""

@@ -1,17 +1,17 @@
-"""Values as JSON, whatever text is in them."""
+"""JSON of values that may contain any text."""
 
 from __future__ import annotations
 
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
-"""What msgspec raises over text that is no JSON, or not the JSON that was asked for."""
+"""The errors that msgspec raises for invalid JSON and for JSON of another type."""
 
 _encoder = msgspec.json.Encoder()
 
 
 def to_json(value: object) -> bytes:
-    """JSON, also of text that is no Unicode: a file name that is not UTF-8 has surrogates."""
+    """Encode as JSON, including text with surrogates (file names that are not UTF-8)."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:

@@ -6,12 +6,12 @@ from .base import Event
 
 
 class MemorySample(Event, frozen=True, tag="memory"):
-    """What the process held between two steps. Taken often at first, more rarely later.
+    """Memory of the process between two steps. Sampled often at first, more rarely later.
 
     Attributes:
-        rss_bytes: resident memory; peak_rss_bytes the most there has been.
-        device_bytes: what torch has allocated on the current device, device_peak_bytes the most,
-            device_reserved_bytes what it keeps from the driver; 0 without a device.
+        rss_bytes: resident memory; `peak_rss_bytes` its maximum so far.
+        device_bytes: allocated by torch on the current device, `device_peak_bytes` its maximum,
+            `device_reserved_bytes` reserved from the driver; 0 without a device.
         forwards: forwards of wrapped models so far (evaluation takes no steps).
     """
 
@@ -25,16 +25,15 @@ class MemorySample(Event, frozen=True, tag="memory"):
 
 
 class MemoryHeld(Event, frozen=True, tag="memory-held"):
-    """Something that grows by tensors with every step, found while memory grew.
+    """A container of tensors that grows with every step, found while memory grew.
 
     Attributes:
-        name: as the program calls it (`losses`, `self.history`), empty where unknown.
-        kind: class name of the container; `graph` for a sum that drags its whole history along.
-        length: entries when it was looked at last, `grown` of them since it was looked at first,
-            in `steps` steps.
+        name: the program's name for it (`losses`, `self.history`), empty if unknown.
+        kind: class name of the container; `graph` for a sum that keeps the graph of all its terms.
+        length: number of entries, `grown` of them in the last `steps` steps.
         graphs: its tensors keep autograd graphs.
-        entry_bytes: what the tensors of one entry hold by themselves.
-        site: the line that adds to it, or where it was found growing.
+        entry_bytes: bytes of the tensors in one entry that other entries do not share.
+        site: the line that adds to it, or else the line where it was found.
     """
 
     name: str

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .base import Event, Part
 
 ALWAYS_EXAMINED = 8
-"""The first backwards of a model are examined whole; later ones one in a stride by model size, the
-same on every rank."""
+"""First backwards of a model that are all examined whole. Later ones are examined at a stride that
+grows with the model; all ranks examine the same ones."""
 
 PARAMETERS_PER_BACKWARD = 2
 SHORTEST_STRIDE, SHORTEST_LATER = 8, 32
@@ -29,12 +29,12 @@ class Tensor(Part, frozen=True):
 
     @property
     def look(self) -> tuple[object, ...]:
-        """What is the same on every rank that has this tensor: numbers of lines are not."""
+        """The fields that are equal on every rank with this tensor; site numbers are not."""
         return self.name, self.shape, self.dtype, self.trainable, self.ignored
 
 
 class Submodule(Part, frozen=True):
-    """A submodule that holds parameters, itself or below (part of `Wrapped`).
+    """A submodule with parameters of its own or in its children (part of `Wrapped`).
 
     Attributes:
         name: as in `named_modules()`; empty for the wrapped module itself.
@@ -57,10 +57,10 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
         parameters: in the order of `named_parameters()` of the inner module; `ignored` marks
             those in `_ddp_params_and_buffers_to_ignore`.
         options: constructor flags that matter.
-        frozen_site: the line that froze parameters before the wrap, -1 where there are none or it
-            was not found.
-        adopted: it was wrapped before the examination began; `site` is where that was, or else the
-            line of its next call.
+        frozen_site: the line that froze parameters before the wrap, -1 if none are frozen or the
+            line was not found.
+        adopted: it was wrapped before the probe started; `site` is that line, or else the line of
+            its next call.
     """
 
     model: int
@@ -86,17 +86,18 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
 
 
 class Named(Event, frozen=True, tag="named"):
-    """What a variable, or an attribute of one, is called that held the wrapper of a model at the
-    first step of an optimizer, in the innermost frame of the user's that has one."""
+    """The variable or attribute that holds a model's wrapper at the first step of an optimizer, in
+    the innermost user frame that has one."""
 
     model: int
     name: str
 
 
 class SentBuffers(Event, frozen=True, tag="sent-buffers"):
-    """The buffers that DDP is about to broadcast from rank 0 at the begin of a forward, where they
-    are not shaped as at the wrap, or at the last such event. Looked at in some forwards, the same
-    on every rank.
+    """The buffers that DDP is about to broadcast from rank 0 at the begin of a forward.
+
+    Recorded when their shapes differ from those at the wrap or in the last such event. Looked at in
+    selected forwards, the same ones on every rank.
 
     Attributes:
         forward: number of the forward with gradients, per model.
@@ -112,26 +113,27 @@ class SentBuffers(Event, frozen=True, tag="sent-buffers"):
 
 
 class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
-    """After a backward that should have synchronised: which parameters got no local gradient.
+    """The parameters that got no local gradient in a backward that should have synchronised.
 
-    Recorded when the set changes, so an empty `indices` means "all are used again". A later record
-    of the same backward takes the place of the one before: another backward over its forward
-    brought more.
+    Recorded when the set changes; an empty `indices` means that all are used again. A later record
+    of the same backward replaces an earlier one: another backward over the same forward reached
+    more parameters.
 
     Attributes:
         model: number of the wrapper.
-        backward: how many synchronising backwards this model has seen, this one included.
-        step: steps of the model's optimizer before it; `total` of all optimizers, -1 where that was
-            not recorded.
+        backward: number of synchronised backwards of this model, this one included.
+        step: steps of the model's optimizer before it; `total` of all optimizers, -1 if not
+            recorded.
         indices: positions in `Wrapped.parameters`.
-        called: names of the submodules (those of `Wrapped.modules`) whose forward ran; None where
-            that was not observed. `blind` are those of them that ran under `no_grad` only.
-        find_unused: whether DDP was told to look for unused parameters.
+        called: names of the submodules (those of `Wrapped.modules`) whose forward ran; None if not
+            observed. `blind` are those of them that ran under `no_grad` only.
+        find_unused: `find_unused_parameters` is set.
         site: the line of the backward; `forward_site` of the forward before it.
-        frozen: those of `indices` that no longer require a gradient, although they did at the wrap.
-        by_torch: torch's own list told it, at the next forward.
-        branches: module to the line of the `if` that skips it, where one was found.
-        unspent: those of `indices` that the forward made numbers of which the program still has.
+        frozen: those of `indices` that required a gradient at the wrap and no longer do.
+        by_torch: read from the error that DDP raises in the next forward.
+        branches: by module, the line of the `if` that skips it, if one was found.
+        unspent: those of `indices` whose forward results the program still holds: the loss left
+            them out.
     """
 
     model: int
@@ -158,10 +160,10 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
 
 
 class ModulesSkipped(Event, frozen=True, tag="modules-skipped"):
-    """Which submodules that own parameters a forward did not call. Recorded when it changes.
+    """The submodules with own parameters that a forward did not call. Recorded when they change.
 
     Attributes:
-        backward: number of the synchronising backward that this forward leads to.
+        backward: number of the synchronised backward that this forward leads to.
         site: the line of the forward.
     """
 
@@ -172,11 +174,11 @@ class ModulesSkipped(Event, frozen=True, tag="modules-skipped"):
 
 
 class ParameterUse(Event, frozen=True, tag="parameter-use"):
-    """How often parameters got no gradient, so far; recorded at powers of two and at the end.
+    """How often parameters got no gradient so far. Recorded at powers of two and at the end.
 
     Attributes:
-        examined: synchronising backwards looked at, of `backwards` in all.
-        unused: position in `Wrapped.parameters` to the number of those in which it got none.
+        examined: synchronised backwards that were examined, of `backwards` in all.
+        unused: by position in `Wrapped.parameters`, examined backwards without its gradient.
     """
 
     model: int
@@ -186,8 +188,8 @@ class ParameterUse(Event, frozen=True, tag="parameter-use"):
 
 
 class SearchCost(Event, frozen=True, tag="search-cost"):
-    """What `find_unused_parameters=True` cost so far: the walks of the autograd graph that DDP
-    made after its forwards. Recorded at powers of two and at the end."""
+    """Number and total time of DDP's searches for unused parameters so far
+    (`find_unused_parameters=True`). Recorded at powers of two and at the end."""
 
     model: int
     searches: int
@@ -195,16 +197,16 @@ class SearchCost(Event, frozen=True, tag="search-cost"):
 
 
 class Bypassed(Event, frozen=True, tag="bypassed"):
-    """An optimizer is about to apply gradients that a backward brought into a wrapped model
-    although no forward of its wrapper led to it, and that nothing synchronised.
+    """An optimizer is about to apply unsynchronised gradients of a wrapped model, because the
+    forward did not go through the wrapper.
 
     Attributes:
-        optimizer: `UNHELD` where no optimizer holds the model, and the program itself applied such
-            gradients.
+        optimizer: `UNHELD` if no optimizer holds the model and the program applied the gradients
+            manually.
         count: such steps so far; recorded at powers of two.
         forwards: forwards of the wrapper so far.
-        site: the line of the backward; `call_site` of the call that went around the wrapper, -1
-            where it was not found.
+        site: the line of the backward; `call_site` of the call that bypassed the wrapper, -1 if it
+            was not found.
         discarded: the wrapper no longer exists.
     """
 
@@ -222,15 +224,16 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
 
 
 class ParametersChanged(Event, frozen=True, tag="parameters-changed"):
-    """Parameters of a wrapped model are no longer what DDP was given, and a backward has run.
+    """Parameters of a wrapped model are no longer those that DDP got at the wrap. Recorded after a
+    backward that shows the effect.
 
     Attributes:
         kind: `added`, `replaced`, `unfrozen`, `frozen`, `converted` (cast or moved, so that DDP's
-            hook is on a node that is used no more), `removed`, or `tied` (the name is now another
-            known parameter's).
+            hook is on an unused autograd node), `removed`, or `tied` (the name now refers to
+            another known parameter).
         trained: how many of them have a gradient now.
-        communicated: whether the model's group communicated in that backward.
-        site: the line that changed them, -1 where it was not found.
+        communicated: the model's group communicated in that backward.
+        site: the line that changed them, -1 if it was not found.
     """
 
     model: int
@@ -248,15 +251,16 @@ class ParametersChanged(Event, frozen=True, tag="parameters-changed"):
 
 
 class Unwrapped(Event, frozen=True, tag="unwrapped"):
-    """An optimizer trains parameters that no wrapper was given, in a run of several ranks.
+    """An optimizer trains parameters outside of any wrapper, in a run of several ranks.
 
     Attributes:
         kind: class of the module that holds most of them, `site` the line that made it; `root` its
             number among the outermost modules, -1 for none.
-        parameters: in the optimizer's order, names as far as they are known.
-        wrapped: how many models were wrapped so far.
+        parameters: in the optimizer's order, with names if known.
+        wrapped: number of models wrapped so far.
         step_site: the line of the step.
-        name: what the program calls the module there, as in `Named`; or the one parameter of none.
+        name: the program's name for the module at that line, as in `Named`, or for a single
+            parameter without a module.
     """
 
     optimizer: int
@@ -274,42 +278,43 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
 
 
 class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
-    """Digests of such parameters and their gradients before a step: equal where the bits are.
-    Recorded at steps 0, 1, 2, 4, 8 and so on; more often where gradients are exchanged by hand.
+    """Digests of an optimizer's unwrapped parameters and their gradients before a step; equal where
+    the tensors are equal bit by bit. Recorded at steps 0, 1, 2, 4, 8 and so on, and more often with
+    manual synchronisation.
 
     Attributes:
-        exchanged: how they, or about as much as they are, were ever exchanged: `gradients` (on
+        exchanged: how they, or tensors of about their size, were exchanged so far: `gradients` (on
             the default group, between backward and step), `gradients of a group`, `parameters`,
-            `point-to-point`, `all-to-all`, `in backward`, `unseen`; `gathered`: after the last
-            step only, in a collective that leaves them as they are; empty where they never were,
-            or only before the first step of all.
-        complete: between the last backward and this step every gradient was handed to collectives
-            on one group, `group`. `completed` are the steps before this one of which that is true,
-            `inside` those of which it was done inside the backward, and little else there.
-        group: the default one, or else the one of all such steps, -1 for several; where it is a
-            part of the world, `partners` are the other ranks that this one did something with that
+            `point-to-point`, `all-to-all`, `in backward`, `unseen` (by means not recorded);
+            `gathered`: after the last step only, in a collective that leaves them unchanged; empty
+            if never, or only before the first step.
+        complete: every gradient was passed to collectives in one group, `group`, between the last
+            backward and this step. `completed` counts earlier such steps; `inside` counts steps
+            whose gradients were passed inside the backward, with little else.
+        group: the default group, or else the one group of all such steps, -1 for several. If it is
+            a part of the world, `partners` are the other ranks with which this one did what
             replicas do not do (sends, all_to_all, collectives in the backward), -1 for any.
-        averaged: steps so far, this one included, before which the parameters themselves were
-            handed to collectives.
-        shared: steps so far, this one included, of which at least half of the gradients, by their
-            elements, were handed to collectives before it.
-        late: steps so far whose gradients were handed to collectives only after they were applied.
-        spread: the group that all of the parameters, and not copies, were handed to before the
-            first step of all, -1 for none; where it is a part of the world, `numbers` are what was
-            handed over so far, of any kind, by group.
-        elements: floating-point numbers handed to collectives so far, first step not included.
-        swaps: `all_to_all` of such numbers so far, outside of backwards and inside.
+        averaged: steps so far, with this one, before which the parameters themselves were passed to
+            collectives.
+        shared: steps so far, with this one, before which at least half of the gradients' elements
+            were passed to collectives.
+        late: steps so far whose gradients were passed to collectives only after they were applied.
+        spread: the group in which all parameters, not copies of them, were exchanged before the
+            first step, -1 for none. If it is a part of the world, `numbers` are the numbers of any
+            type passed to collectives so far, by group.
+        elements: floating-point numbers passed to collectives since the first step.
+        swaps: `all_to_all` calls with floating-point tensors so far, outside and inside backwards.
         wrapped: backwards so far in which DDP averaged the gradients of some wrapped model.
-        each: digests one by one, of the gradients and then of the parameters, in the order of
-            `Unwrapped.parameters` (packed; 0 for none); with it, `handed` are the positions whose
-            gradients were handed over for this step, as told by memory and size (packed), `other`
-            the elements of what else was, and `exchange_site` the line of such a call.
-        copied: the norm of the copies that were handed over for this step, by that of the gradients
-            which are applied, 0 where that is not known; `copied_site` is the line of one.
-        running: steps so far that ended while a collective ran that carried gradients which they
-            applied, and that nobody had waited for; `running_site` is the line of one.
-        within: elements handed to collectives inside the backwards since the step before.
-        last: taken when the run was over, after `step` steps; the gradients mean nothing.
+        each: digests of each gradient and then of each parameter, in the order of
+            `Unwrapped.parameters` (packed; 0 for none). With it, `handed` are the positions whose
+            gradients were passed to collectives for this step, by memory and size (packed), `other`
+            the elements of all else that was, and `exchange_site` the line of such a call.
+        copied: norm of the exchanged copies of gradients divided by the norm of the gradients that
+            are applied, 0 if unknown; `copied_site` is the line of such a call.
+        running: steps so far that ended while an asynchronous collective with their gradients ran
+            that nobody had waited for; `running_site` is the line of one.
+        within: elements passed to collectives inside the backwards since the last step.
+        last: recorded when the run was over, after `step` steps; the gradients mean nothing.
     """
 
     RANKS = ("partners",)
@@ -345,17 +350,17 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
 
 
 class ReadyTwice(Event, frozen=True, tag="ready-twice"):
-    """torch refused a backward: a parameter was marked ready twice.
+    """DDP raised in a backward because a parameter was marked ready twice.
 
     Attributes:
-        parameter: the one that torch names.
-        twice: those whose gradient became ready more than once, as far as that was watched.
+        parameter: the one that the error names.
+        twice: those whose gradient was seen to become ready more than once.
         nested: backwards inside that backward (re-entrant checkpointing).
-        forwards: forwards of the wrapper that this backward is for; backwards: how many over these
+        forwards: forwards of the wrapper that this backward is for; `backwards` over these
             forwards came before it.
-        checkpoint_site: the line that checkpoints a part of the model, -1 where none was found.
-        backward: how many synchronising backwards this model has seen, this one included; -1 where
-            that was not recorded.
+        checkpoint_site: the line that checkpoints a part of the model, -1 if none was found.
+        backward: number of synchronised backwards of this model, this one included; -1 if not
+            recorded.
     """
 
     model: int
@@ -377,17 +382,18 @@ class ReadyTwice(Event, frozen=True, tag="ready-twice"):
 
 
 class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
-    """A model wrapped with `static_graph=True` does not do the same in every step.
+    """The graph of a model wrapped with `static_graph=True` is not static.
 
     Attributes:
-        kind: `changed` (torch says so), `asserted` (torch's own assertion failed), or `silent` (a
+        kind: `changed` (DDP's error), `asserted` (an assertion in DDP failed), or `silent` (a
             backward that should have synchronised did not communicate; at powers of two).
-        silent: such backwards so far.
-        unsynced: forwards under `no_sync` so far; `unsynced_site` the line of the last.
-        promised: what this backward did not reach, where the first one reached all of it without a
-            gradient: torch led that one to every output of the forward, and waits since.
-        nested: most backwards inside one of its backwards (re-entrant checkpointing);
-            `checkpoint_site` as in `ReadyTwice`.
+        silent: silent backwards so far.
+        unsynced: forwards under `no_sync` so far; `unsynced_site` is the line of the last.
+        promised: positions that this backward did not reach and the first one reached without a
+            gradient: DDP made the first one visit every output of the forward, and waits for them
+            since.
+        nested: most backwards nested in one (re-entrant checkpointing); `checkpoint_site` as in
+            `ReadyTwice`.
     """
 
     model: int
@@ -405,15 +411,15 @@ class StaticGraphBroken(Event, frozen=True, tag="static-graph-broken"):
 
 
 class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
-    """Parameters whose gradient was exactly zero at every step looked at so far, and that a step
-    changed all the same; told again when they are fewer.
+    """Parameters that steps change although their gradient was exactly zero in every sampled step.
+    Recorded again when there are fewer.
 
     Attributes:
         indices: positions in `Wrapped.parameters`.
-        samples: steps looked at.
-        weight_decay: the largest of the optimizer's groups that hold them.
-        moved: those of them whose group has none.
-        beside: parameters of the same modules that were seen with a gradient that is not zero.
+        samples: sampled steps.
+        weight_decay: the largest of the parameter groups that hold them.
+        moved: those of `indices` whose group has no weight decay.
+        beside: parameters of the same modules with a nonzero gradient.
     """
 
     model: int
@@ -427,10 +433,14 @@ class ZeroGradients(Event, frozen=True, tag="zero-gradients"):
 
 
 def examined(made: int, parameters: int) -> bool:
-    """Whether the next synchronising backward of a model is examined whole, after so many; by the
-    number of the parameters that DDP synchronises.
+    """Whether a model's next synchronised backward is examined whole.
 
-    The place moves from window to window: a branch taken every k-th step must not hide.
+    The position in the stride changes from one window to the next, so that a branch taken in every
+    k-th step is seen.
+
+    Args:
+        made: synchronised backwards so far.
+        parameters: number of parameters that DDP synchronises.
     """
     if made < ALWAYS_EXAMINED:
         return True

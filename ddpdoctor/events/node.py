@@ -1,4 +1,4 @@
-"""What was seen of the ranks from outside: by the launcher's agent and by the node's monitor."""
+"""What the launcher's agent and the node's monitor observe of the ranks from outside."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class MonitorStarted(Event, frozen=True, tag="monitor-started"):
     """First record of a node's file.
 
     Attributes:
-        cpu_quota: cores' worth of time that the control group may use, None where unlimited.
-        gpus, gpu_uuids: names and identities by NVML's index.
-        gpu_trouble: why nothing can be said of GPUs, where they seem to be there.
+        cpu_quota: CPU limit of the control group in cores, None if unlimited.
+        gpus, gpu_uuids: names and UUIDs by NVML's index.
+        gpu_trouble: why GPUs that seem to exist could not be queried.
     """
 
     schema: int
@@ -34,7 +34,7 @@ class ProcessStarted(Event, frozen=True, tag="process-started"):
     """The launcher started a process for a rank, whether or not the rank itself ever reports.
 
     Attributes:
-        pid: of what the launcher started; the rank itself may be a child of it (`--no-python`).
+        pid: of the process that was started; the rank itself may be its child (`--no-python`).
         wall: seconds since the epoch.
     """
 
@@ -50,10 +50,10 @@ class ProcessEnded(Event, frozen=True, tag="process-ended"):
     """A rank's process is gone.
 
     Attributes:
-        status: exit status, None where a signal ended it or nobody could tell.
+        status: exit status, None if a signal ended it or it is unknown.
         signal: the signal that ended it.
-        by_launcher: it was the launcher that ended it, cleaning up after another's failure.
-        silent: nobody could tell how, and it left no stacks, as it would where it was told to end.
+        by_launcher: the launcher ended it after another rank failed.
+        silent: it is unknown how it ended, and it left no stacks, as it would after SIGTERM.
         wall: seconds since the epoch.
     """
 
@@ -68,13 +68,13 @@ class ProcessEnded(Event, frozen=True, tag="process-ended"):
 
 
 class SpawnFailed(Event, frozen=True, tag="spawn-failed"):
-    """A process that `torch.multiprocessing.spawn` made, and that never became a rank, raised: it
-    then ends all others of that call.
+    """A process started by `torch.multiprocessing.spawn` raised before it became a rank; spawn then
+    ends all other processes of that call.
 
     Attributes:
-        index: its number in that call, of `count` processes; `count` is 0 where that is not known.
+        index: its number in that call, of `count` processes (0 if unknown).
         wall: seconds since the epoch.
-        kind, message: as in `ExceptionRaised`; frames: the user's lines, outermost first.
+        kind, message: as in `ExceptionRaised`; `frames` are the user's lines, outermost first.
     """
 
     wall: float
@@ -87,12 +87,12 @@ class SpawnFailed(Event, frozen=True, tag="spawn-failed"):
 
 
 class SpawnEnded(Event, frozen=True, tag="spawn-ended"):
-    """Of the processes that `torch.multiprocessing.spawn` made the first to end with an error, but
-    without an exception: by an exit status of its own, or a signal.
+    """The first process of a `torch.multiprocessing.spawn` that ended with an error but without an
+    exception: by an exit status or a signal.
 
     Attributes:
-        wall: seconds since the epoch, when all of them were gone.
-        told: those that SIGTERM ended beside it, as spawn sends it to whoever is left.
+        wall: seconds since the epoch, when all processes were gone.
+        told: the others that ended by SIGTERM, which spawn sends to the remaining processes.
     """
 
     wall: float
@@ -103,13 +103,13 @@ class SpawnEnded(Event, frozen=True, tag="spawn-ended"):
 
 
 class ExaminedInside(Event, frozen=True, tag="examined-inside"):
-    """Another ddpdoctor, which this command had started, examined its ranks in its own folder."""
+    """The command started another ddpdoctor, which recorded its ranks in its own folder."""
 
     folder: str
 
 
 class ProcessState(Event, frozen=True, tag="process-state"):
-    """A rank's process was found stopped, a zombie, or back from that.
+    """A rank's process was found stopped or a zombie, or running again after that.
 
     Attributes:
         state: letter of `/proc/<pid>/stat`: `T` stopped, `t` traced, `Z` zombie, else running.
@@ -122,15 +122,15 @@ class ProcessState(Event, frozen=True, tag="process-state"):
 
 
 class RankSample(Event, frozen=True, tag="rank-sample"):
-    """What a rank's process used. Taken every second at first, more rarely as a run gets long.
+    """Resources that a rank's process uses. Sampled every second at first, more rarely later.
 
     Attributes:
         rss_bytes: resident memory of the rank's own process.
-        children: its descendants (DataLoader workers), `children_bytes` what they hold alone,
-            pages that they share with files or shared memory left out.
-        gpu_bytes: memory on each GPU, by NVML's index; only GPUs where there is any.
-        runnable: how many threads of the rank and its descendants ran or waited for a core, on
-            average since the sample before; None where the kernel does not say.
+        children: number of its descendants (DataLoader workers); `children_bytes` is their private
+            memory, without file pages and shared memory.
+        gpu_bytes: memory on each GPU that it uses, by NVML's index.
+        runnable: average number of threads of the rank and its descendants that ran or waited for a
+            core since the last sample; None if the kernel does not tell.
     """
 
     rank: int
@@ -144,12 +144,11 @@ class RankSample(Event, frozen=True, tag="rank-sample"):
 
 
 class NodeSample(Event, frozen=True, tag="node-sample"):
-    """What the node had left, taken with the samples of its ranks.
+    """Free resources of the node, sampled together with its ranks.
 
     Attributes:
-        gpu_used_bytes: by NVML's index, whoever uses it; `gpu_busy_percent` likewise.
-        orphans: processes that a rank, say, started and that have outlived it; -1 where such are
-            not known.
+        gpu_used_bytes, gpu_busy_percent: by NVML's index, of all processes together.
+        orphans: number of processes that outlived the process that started them; -1 if unknown.
     """
 
     available_bytes: int
@@ -162,9 +161,9 @@ class MemoryLimit(Event, frozen=True, tag="memory-limit"):
     """The control group's memory: at the start, at the end, and when the kernel killed in it.
 
     Attributes:
-        limit_bytes: None where there is no limit.
-        oom_kills: processes that the kernel ended for lack of memory, in this control group
-            since it exists; None where the kernel does not say.
+        limit_bytes: None if there is no limit.
+        oom_kills: processes of this control group that the kernel has killed for lack of memory;
+            None if the kernel does not tell.
     """
 
     limit_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""Numbers that are none: NaN and infinity."""
+"""NaN and infinity."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from .base import Event
 
 
 class NonFinite(Event, frozen=True, tag="non-finite"):
-    """A NaN or infinity on this rank, as far back as it could be followed, and a step taken on it.
+    """NaN or infinity on this rank, traced back to its origin if possible, that a step applied.
 
     Attributes:
         kind: what was not finite first: `input` of the wrapped forward, `parameter` or `buffer`
-            before it, `loss` (all of these were finite), `gradient` (the loss was finite, and the
-            gradient was this rank's own, before any averaging).
-        step: steps of the optimizer concerned before it; `total` of all optimizers, -1 where that
-            was not recorded.
+            before it, `loss` (all of these were finite), `gradient` (the loss was finite; the
+            gradient is this rank's own, before averaging).
+        step: steps of the optimizer concerned before it; `total` of all optimizers, -1 if not
+            recorded.
         value: `nan` or `inf`.
         names: of the inputs, parameters or buffers; for a gradient, of the parameters nearest to
             the loss that got it.
-        module, operation: where in the graph it arose, empty where that cannot be told.
-            `within`: the one in whose forward the line is that made it, empty for the model's own.
-        entered: the operation that was given it as a constant: what made it needed no gradient.
-        beyond: it came in after the wrapped forward, of which what was returned was `finite`, or is
+        module, operation: where in the graph it arose, empty if unknown. `within` is the module in
+            whose forward the line `origin_site` is, empty for the model's own.
+        entered: the operation that got it as a constant; what made it needed no gradient.
+        beyond: it entered the graph after the wrapped forward, whose outputs were `finite` or are
             `gone`.
-        derivative_site: the call of `torch.autograd.grad` that it arose in: `operation` is what has
-            no finite derivative there, empty where that is not known.
+        derivative_site: the call of `torch.autograd.grad` in which it arose; `operation` is then
+            the one without a finite derivative, empty if unknown.
         rows: positions in the batch of an input.
-        site: the backward; origin_site: the line that made it, as near as it is known.
-        gradients: of a parameter: its optimizer's state has it too, so that a gradient brought it.
-        applied: the optimizer stepped with gradients that were not finite.
-        skipped: so many backwards in a row began with it, from the one of number `backward` of this
-            rank on (-1 where that was not recorded), and no optimizer stepped meanwhile.
-        spared: so many steps, up to number `last`, were taken on it of which the gradients were
-            finite all the same. Told at the first, and at the end.
-        largest: of a loss or gradient, the largest number in the parameters then, 0 where that is
-            not known.
+        site: the line of the backward; `origin_site` the line where it arose, if known.
+        gradients: for a parameter, the optimizer's state is not finite either: a gradient caused
+            it.
+        applied: an optimizer stepped with gradients that were not finite.
+        skipped: number of backwards in a row that began with it while no optimizer stepped, from
+            number `backward` of this rank on (-1 if not recorded).
+        spared: number of steps, up to number `last`, that applied finite gradients of such a loss.
+            Recorded at the first and at the end.
+        largest: for a loss or gradient, the largest absolute value in the parameters then, 0 if
+            unknown.
     """
 
     kind: str

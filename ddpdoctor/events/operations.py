@@ -14,14 +14,14 @@ class Operation:
     """What a call does with values.
 
     Attributes:
-        carries: tensors of the rank's own go in.
-        reduces: what the ranks pass is summed up (or averaged, ...), and several ranks get it.
-        gathers: what the ranks pass arrives as it was.
-        spreads: one rank's values go to others.
-        several: of several tensors at once, whose size is recorded as -1.
-        objects: of Python objects, not of tensors.
-        sends, receives: point-to-point.
-        meets: ranks only wait for each other.
+        carries: the rank passes tensors of its own.
+        reduces: the ranks' tensors are summed (averaged, ...), and several ranks get the result.
+        gathers: the ranks' tensors arrive unchanged.
+        spreads: one rank's values go to other ranks.
+        several: it takes several tensors at once; their size is recorded as -1.
+        objects: it takes Python objects, not tensors.
+        sends, receives: it is point-to-point.
+        meets: it only makes ranks wait for each other.
     """
 
     carries: bool = False
@@ -68,5 +68,5 @@ _OTHER = Operation()
 
 
 def operation(name: str) -> Operation:
-    """The kind of an operation; one that is not in the table has no property."""
+    """The row of an operation; one without any property if it is not in the table."""
     return OPERATIONS.get(name, _OTHER)

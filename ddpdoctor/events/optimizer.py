@@ -9,12 +9,12 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
     """An optimizer took its first step.
 
     Attributes:
-        closure: it was given one, which tells it the loss.
+        closure: a closure that computes the loss was passed to `step`.
         optimizer: number of the optimizer on this rank, in order of first step.
         models: numbers of the wrappers whose parameters it holds.
-        parameters: how many parameters it holds in all; `foreign` of them belong to no wrapper.
-        pieces: the ranks of the one device mesh over which all of its parameters are spread
-            (`DTensor`), this one among them; empty for any others.
+        parameters: number of parameters it holds; `foreign` of them belong to no wrapper.
+        pieces: the ranks of the device mesh over which all of its parameters are sharded
+            (`DTensor`), this one included; empty for other parameters.
     """
 
     optimizer: int
@@ -34,10 +34,9 @@ class StepDone(Event, frozen=True, tag="step"):
     """One optimizer step, the heartbeat of a run.
 
     Attributes:
-        optimizer: which one; step: zero-based, per optimizer.
-        count: steps that this record stands for, `step` being the last of them (after the first
-            128, those of a quarter of a second are joined); seconds and backwards are sums over
-            them.
+        optimizer: its number; `step` is zero-based, per optimizer.
+        count: number of steps in this record, of which `step` is the last (after the first 128,
+            the steps of a quarter of a second are joined); seconds and backwards are their sums.
         data_s, forward_s, backward_s, optimizer_s: time spent in each phase since the
             previous step of any optimizer; the rest of `wall_s` was spent elsewhere.
         backwards: outermost backward calls since the previous step of this optimizer.
@@ -58,27 +57,27 @@ class StepDone(Event, frozen=True, tag="step"):
 
 
 class Ownership(Event, frozen=True, tag="ownership"):
-    """Whether the optimizers hold what is trained of a wrapped model. Recorded when it changes.
+    """Trained parameters of a model that no optimizer holds, and an optimizer that may hold others
+    instead. Recorded when this changes.
 
     Attributes:
-        model: number of the wrapped model; below 0 for one that `fully_shard` was applied to, whose
-            class is `module`.
-        kind: class of the optimizer; `site` the line that made it; `held` parameters it holds, of
-            which `frozen` do not require gradients.
-        missing: parameters that got gradients, that no optimizer holds and nothing else changed;
-            `made` is the line that made the first of them. Empty: all is well again.
-        trained: parameters of the model with gradients.
-        stale: shapes of parameters that the optimizer holds and that never got a gradient: of no
-            module any more, or all of another one; or of all that it holds, where they got some
-            and are of no module any more.
-        since: steps of the optimizer before the model's first backward, -1 where unknown.
-        outer: whether all trained parameters that an optimizer holds are nearer to the loss than
-            those that are missing, as where only a head is trained.
-        empty: parameter groups of the optimizer that hold nothing.
-        begun: steps of the optimizer that stepped at the first look at which any was missing, -1
-            where unknown.
-        whose: number of another wrapped model, which is trained, where the optimizer holds nothing
-            but its parameters and another one, made at the line `other`, holds them too; else -1.
+        model: number of the wrapped model; negative for a `fully_shard` module, whose class is
+            `module`.
+        kind: class of the optimizer; `site` the line that made it; `held` the number of its
+            parameters, of which `frozen` do not require gradients.
+        missing: parameters with gradients that no optimizer holds and nothing else changes; `made`
+            is the line that made the first of them. Empty if there are none any more.
+        trained: number of parameters of the model with gradients.
+        stale: shapes of parameters in the optimizer that never got a gradient and belong to no
+            module any more or all to another module; or of all its parameters, if none belongs to a
+            module any more.
+        since: steps of the optimizer before the model's first backward, -1 if unknown.
+        outer: the missing parameters are farther from the loss than all others, as when only a head
+            is trained.
+        empty: number of empty parameter groups of the optimizer.
+        begun: steps of the stepping optimizer when the first parameter was missing, -1 if unknown.
+        whose: number of another trained model, if the optimizer holds only its parameters and a
+            second optimizer, made at the line `other`, holds them too; else -1.
     """
 
     model: int

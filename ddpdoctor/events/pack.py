@@ -13,7 +13,7 @@ from typing import Any
 LONGEST = 64 * 1024 * 1024
 
 SPREAD = 16
-"""Where the numbers lie denser than one in this many, counting them is faster than sorting."""
+"""If there is more than one number per this many possible ones, counting is faster than sorting."""
 
 
 def pack(numbers: Iterable[int]) -> str:

@@ -11,13 +11,13 @@ class RankStarted(Event, frozen=True, tag="rank-started"):
 
     Attributes:
         wall: seconds since the epoch at `at`.
-        rank, world_size: -1 where the process did not know them yet.
+        rank, world_size: -1 if the process did not know them yet.
         attempt: torchrun's restart count.
         environment: the variables that matter to training; secrets are left out.
-        script_digest: hash of the script's text, to tell ranks with different code apart.
+        script_digest: hash of the script's text, which differs between ranks with different code.
         cores: CPU cores this process may run on.
-        spawned: how many processes `torch.multiprocessing.spawn` made with this one, 0 where it
-            was not made like that.
+        spawned: number of processes that `torch.multiprocessing.spawn` started together with this
+            one, 0 if it was not spawned.
     """
 
     schema: int
@@ -47,7 +47,7 @@ class TorchLoaded(Event, frozen=True, tag="torch-loaded"):
     """What this rank computes with, known once torch is imported.
 
     Attributes:
-        late: it was imported unnoticed, and used before it was watched.
+        late: torch was imported and used before the probe could wrap it.
     """
 
     torch: str
@@ -66,7 +66,7 @@ class Frame(Part, frozen=True):
     """A line of a traceback (part of `ExceptionRaised`).
 
     Attributes:
-        inside: the statements around it in its function, innermost first, where it is the user's.
+        inside: for a line of the user, the statements around it in its function, innermost first.
     """
 
     file: str
@@ -77,11 +77,11 @@ class Frame(Part, frozen=True):
 
 
 class Relayed(Part, frozen=True):
-    """Another exception behind one (part of `ExceptionRaised`): of another process or thread,
-    known by its text, or of this one.
+    """An exception that led to another one (part of `ExceptionRaised`): of another process or
+    thread, known by its text, or of this one.
 
     Attributes:
-        where: as torch names it: `DataLoader worker process 0`; empty for this process.
+        where: torch's name for the process (`DataLoader worker process 0`); empty for this one.
         frames: of its own traceback, outermost first.
     """
 
@@ -97,12 +97,12 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     Attributes:
         kind: qualified class name.
         message: its text, cut to a few kilobytes.
-        frames: outermost first; after those of the traceback the line that could not be parsed, or
-            the `breakpoint()` of a debugger that quit.
-        caught: the program caught it: just before it left with a status of its own, or it went on.
-        relayed: the exception that torch raised again here, as one of a DataLoader's worker.
-        first: the exception that was being handled as it was raised; the first of several.
-        still_s: so long before the rank was last seen to do anything; -1 for unknown.
+        frames: outermost first. After those of the traceback, the line of a syntax error or the
+            `breakpoint()` of a debugger that quit.
+        caught: the program caught it, and went on or exited with a status of its own.
+        relayed: the exception of a DataLoader worker that torch raised again here.
+        first: the exception that was being handled when this one was raised; the first of a chain.
+        still_s: seconds since the rank's last progress; -1 if unknown.
     """
 
     kind: str
@@ -121,10 +121,10 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
 
 
 class ThreadFailed(Event, frozen=True, tag="thread-failed"):
-    """A thread of the program's own ended with an exception, while the program goes on.
+    """A thread of the program ended with an exception, while the program goes on.
 
     Attributes:
-        thread: its name; kind, message, frames: as in `ExceptionRaised`.
+        thread: name of the thread; `kind`, `message` and `frames` as in `ExceptionRaised`.
     """
 
     thread: str
@@ -139,16 +139,16 @@ class ThreadFailed(Event, frozen=True, tag="thread-failed"):
 
 
 class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
-    """An exception came out of something that is watched; the program may have caught it.
+    """An exception left a forward, a backward or a loader, or was being handled; the program may
+    have caught it.
 
     Attributes:
         where: `forward`, `backward` or `data`; `handler`: the program caught and logged it;
-            `unwinding`: it was being handled, or on its way through a `finally`, as a collective
-            was called.
-        message: the begin of its text; of a loader's worker, what was raised there.
+            `unwinding`: a collective was called in its handler or in a `finally`.
+        message: the begin of its text; for a DataLoader worker, of the exception raised there.
         step: optimizer steps of this process before it.
-        site: the last line of the user's on its way; -1 where there was none.
-        tried: of the last two, the line of the `try` that the exception came out of.
+        site: the innermost line of the user in its traceback; -1 if there is none.
+        tried: for `handler` and `unwinding`, the line in the `try` that raised.
     """
 
     where: str
@@ -171,7 +171,8 @@ class SignalSent(Event, frozen=True, tag="signal-sent"):
     """The program is about to send a signal.
 
     Attributes:
-        pid: of the process that it is for; signal: its number.
+        pid: the process that gets it.
+        signal: its number.
     """
 
     pid: int
@@ -186,10 +187,10 @@ class RankExiting(Event, frozen=True, tag="rank-exiting"):
     """The interpreter is leaving.
 
     Attributes:
-        how: `return`, `sys.exit` (whatever raised `SystemExit`; `site` is -1 where that was not
-            seen), `os._exit` or `exception`.
-        status: the exit status where the process knew it, else None.
-        message: what `sys.exit` was given to print.
+        how: `return`, `sys.exit` (anything that raised `SystemExit`; `site` is -1 if that was not
+            observed), `os._exit` or `exception`.
+        status: the exit status if the process knew it, else None.
+        message: the message passed to `sys.exit`.
         torch_imported: torch was among the loaded modules at the end.
     """
 
@@ -208,8 +209,8 @@ class ProbeTrouble(Event, frozen=True, tag="probe-trouble"):
     """Something inside the probe failed; training went on without it.
 
     Attributes:
-        part: which hook.
-        lost: what is therefore not observed.
+        part: the hook that failed.
+        lost: what is not observed because of that.
     """
 
     part: str
@@ -229,16 +230,16 @@ class NotObserved(Event, frozen=True, tag="not-observed"):
 
 
 CLOSE_STEPS = 128
-"""The doctor looks closely at so many first steps, whatever it costs."""
+"""First steps that the doctor looks at closely, whatever the budget."""
 
 
 class ProbeCost(Event, frozen=True, tag="probe-cost"):
     """The doctor's own time in this rank so far, in seconds.
 
     Attributes:
-        wall_s: since the process was started, or since a later examination in it began.
-        start_s: what of it went into the start: the doctor's imports, and the wrapping of torch.
-        steps: optimizer steps until then, of any optimizer; -1 where that was not recorded.
+        wall_s: since the start of the process, or of a later examination in it.
+        start_s: the part of it for the start: the doctor's imports and the wrapping of torch.
+        steps: steps of all optimizers so far; -1 if not recorded.
     """
 
     own_s: float

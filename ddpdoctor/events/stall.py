@@ -1,4 +1,4 @@
-"""What the monitor saw of a run that stands still."""
+"""What the monitor observes of a stalled run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class StallSeen(Event, frozen=True, tag="stall"):
     """Ranks make no progress.
 
     Attributes:
-        since: when the last of them still did, on the clock of `at`.
-        hang_after: seconds without progress that count as a stall, as given or as learned.
-        proven: it cannot resolve by itself.
+        since: time of the last progress of any of them, on the clock of `at`.
+        hang_after: seconds without progress that count as a stall, as configured or learned.
+        proven: it is a deadlock: it cannot resolve by itself.
     """
 
     since: float
@@ -21,7 +21,7 @@ class StallSeen(Event, frozen=True, tag="stall"):
 
 
 class StallOver(Event, frozen=True, tag="stall-over"):
-    """The ranks went on by themselves: what was suspected is withdrawn."""
+    """The ranks made progress again; the suspected stall is withdrawn."""
 
     lasted_s: float
     attempt: int = 0
@@ -47,16 +47,16 @@ class Worker(Part, frozen=True):
 
 
 class RankStood(Event, frozen=True, tag="rank-stood"):
-    """Where a rank was when the run stood still, or when native code crashed in it.
+    """The stack of a rank when the run stalled, or when native code crashed in it.
 
     Attributes:
-        crashed: the stack is the one at the crash, of the thread that met it.
+        crashed: the stack is that of the thread that crashed.
         state: letter of `/proc/<pid>/stat`.
-        cpu: share of one core that its main thread used or waited for in the last second or so.
-        frames: the main thread's stack, innermost first; empty where it could not be taken.
-        threads: of other Python threads, the innermost function of the user's, or else of all.
-        phase, phase_site, still_s: what it did when it was looked at, as its ring said, and for how
-            long without progress; -1 where unknown.
+        cpu: share of one core that its main thread used or waited for in about the last second.
+        frames: the main thread's stack, innermost first; empty if it could not be taken.
+        threads: for each other Python thread its innermost user function, else its innermost one.
+        phase, phase_site, still_s: phase of the step and its line by the ring, and seconds without
+            progress; -1 if unknown.
     """
 
     rank: int
@@ -74,15 +74,15 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
 
     @property
     def measured(self) -> bool:
-        """Whether its process was looked at; otherwise there is only the stack that it left."""
+        """Whether the process was examined; otherwise there is only the stack that it wrote."""
         return bool(self.state)
 
     @property
     def user_frame(self) -> StackFrame | None:
-        """The innermost line of the user's."""
+        """The innermost frame of the user, None if there is none."""
         return next((f for f in self.frames if f.user), None)
 
     @property
     def joins_threads(self) -> bool:
-        """The program is over, and Python waits for threads that are no daemons."""
+        """Whether the program has ended and Python waits for non-daemon threads."""
         return any(f.function == "_shutdown" and "threading" in f.file for f in self.frames)

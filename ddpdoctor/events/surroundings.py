@@ -1,4 +1,4 @@
-"""What a rank runs with: its program, its threads, whether it trains with the others at all."""
+"""A rank's program and threads, and whether it has a process group at all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ProgramSeen(Event, frozen=True, tag="program"):
 
 
 class TrainsAlone(Event, frozen=True, tag="trains-alone"):
-    """The first optimizer step of a rank of several, with no process group to share it through.
+    """One of several ranks took its first optimizer step without a process group.
 
-    Told again where other means of communication show only later.
+    Recorded again if other means of communication are noticed later.
 
     Attributes:
-        layers: those that the program has loaded (mpi4py, horovod, ...) or uses (a store), and what
-            something else than an optimizer changes.
+        layers: communication libraries that are loaded (mpi4py, horovod, ...) or used (a store),
+            and tensors that something other than an optimizer changes.
     """
 
     step: int
@@ -39,11 +39,11 @@ class ThreadsSeen(Event, frozen=True, tag="threads"):
     """Threads of this process while it trains; recorded when they change.
 
     Attributes:
-        compute: threads that torch computes with.
-        alive: all threads that exist.
-        asked: the program or its environment chose that number; else it is torch's default.
-        device: where it trains, `cpu` or `cuda`.
-        site: the line that set it, where `set_there`; else that of the step.
+        compute: number of torch's compute threads.
+        alive: number of all threads of the process.
+        asked: the program or its environment chose `compute`; else it is torch's default.
+        device: type of the device it trains on, `cpu` or `cuda`.
+        site: the line that set `compute`, if `set_there`; else the line of the step.
         cpus: the cores that this process may run on.
     """
 

@@ -6,23 +6,26 @@ from .base import Event
 
 
 class SyncPattern(Event, frozen=True, tag="sync-pattern"):
-    """How the gradients that an optimizer step applies came about. Told when it changes.
+    """The backwards that made the gradients an optimizer step applies. Recorded when they change.
 
     Attributes:
         step: of the optimizer; holds until the next record for the same model and optimizer.
-        synced, unsynced: backwards into these gradients since they were cleared, by whether they
-            averaged them over the ranks.
-        reason: empty where the last of them did; else why not: `no_sync` (the forward ran with
-            synchronisation off), `forward only` (off at the forward, on again at the backward),
-            `second backward` (no forward of its own), `autograd.grad` or `not reduced`.
-        site: the line to blame for `reason`; `forward_site` and `backward_site` of the last one.
-        once: a backward at one line synchronised this many times the same parameters, the most
-            of any line; `line` is that line.
-        late: where synchronisation was switched off after the forward of one that synchronised.
-        talked: the program handed the gradients to collectives of its own before the step;
-            carried: numbers of any kind that it handed over since that backward began.
-        exposed_s: DDP's own estimate of the time a backward waits for communication, 0 unknown;
-            backward_s what an averaging backward takes in all.
+        synced, unsynced: synchronised and other backwards into these gradients since they were
+            cleared.
+        reason: why the last backward was not synchronised, empty if it was: `no_sync` (the forward
+            ran with synchronisation off), `forward only` (off at the forward, on again at the
+            backward), `second backward` (no forward of its own), `inside forward`, `autograd.grad`
+            or `not reduced`.
+        site: the line to blame for `reason`; `forward_site` and `backward_site` of the last
+            backward.
+        once: how many backwards at one line synchronised the same parameters, the most of any line;
+            `line` is that line.
+        late: the line that switched synchronisation off between the forward and the synchronised
+            backward, -1 if none.
+        talked: the program passed the gradients to its own collectives before the step; `carried`
+            are the numbers of any type that it passed to collectives since that backward began.
+        exposed_s: DDP's estimate of the time a backward waits for communication, 0 if unknown;
+            `backward_s` is the duration of a synchronised backward.
     """
 
     model: int
@@ -44,15 +47,15 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
 
 
 class Carried(Event, frozen=True, tag="carried"):
-    """Whether an optimizer step applied gradients that had not been cleared since the step before.
+    """Whether an optimizer step applied gradients that were not cleared since the last step.
 
-    Told for the first step that can be judged and when it changes; where they were cleared in every
-    step before, only once some steps in a row have applied old ones (`step` is the first); the last
-    step before these that was seen not to is then told once more.
+    Recorded for the first step for which it is known, and when it changes. If the gradients were
+    cleared before every step so far, it is recorded only after several steps in a row without
+    (`step` is the first), preceded by the last step with cleared gradients.
 
     Attributes:
         site: the line of the step; `backward_site` of the first backward onto the old gradients.
-        parameters: how many were looked at.
+        parameters: how many parameters were looked at.
     """
 
     optimizer: int
@@ -64,15 +67,15 @@ class Carried(Event, frozen=True, tag="carried"):
 
 
 class LossScaled(Event, frozen=True, tag="loss-scaled"):
-    """The loss was divided by the size of the model's group before a backward.
-
-    Told once per line of the backward.
+    """The loss was divided by the size of the model's group before a backward. Recorded once per
+    line of the backward.
 
     Attributes:
-        step: since which it may have been; divisor: that size.
-        site: the user's line that divides; `backward_site`.
-        expression: it as written; empty, and `site` -1, where no line was found until the end of
-            the run: the number may be another one.
+        step: the first step for which this may hold.
+        divisor: size of the group.
+        site: the user's line that divides; `backward_site` the line of the backward.
+        expression: the divisor as written. Empty, with `site` -1, if no line was found by the end
+            of the run: the number may equal the group's size by chance.
     """
 
     model: int
@@ -84,14 +87,13 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
 
 
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
-    """The program itself issued a collective on gradients that DDP averages.
-
-    Told at the first calls of a line, then rarely, and at the last.
+    """The program itself reduced gradients that DDP averages. Recorded for the first calls of a
+    line, then rarely, and for the last.
 
     Attributes:
         op: the reduction (`SUM`, `AVG`, ...).
         call: zero-based number of the step in which this line did so.
-        copied: on copies of them, each alone or all in one flat tensor.
+        copied: it reduced copies of the gradients, one by one or in a flat tensor.
     """
 
     model: int
@@ -103,13 +105,12 @@ class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
 
 
 class BatchSeen(Event, frozen=True, tag="batch"):
-    """The leading size of a model's input and how its loss was reduced; told when it changes.
+    """The batch size of a model's input and the reduction of its loss. Recorded when they change.
 
     Attributes:
         forward: forwards with gradients of this model before it.
-        reduction: `sum`, `mean`, or empty where unknown.
-        weight: what the loss was multiplied by on its way to the backward; 0 where a sum was by
-            numbers that are not known.
+        reduction: `sum`, `mean`, or empty if unknown.
+        weight: factor applied to the loss after the reduction; 0 if it is unknown for a sum.
     """
 
     model: int
@@ -121,15 +122,15 @@ class BatchSeen(Event, frozen=True, tag="batch"):
 
 
 class SteppedInside(Event, frozen=True, tag="stepped-inside"):
-    """Optimizers stepped parameters of a wrapped model inside its backward, when its group had not
-    communicated in that backward. Recorded before the next backward, at first of each, then at
+    """Optimizers stepped parameters of a wrapped model inside its backward, before its group had
+    communicated in that backward. Recorded before the next backward for the first ones, then at
     powers of two, and at the end of the run.
 
     Attributes:
-        first: number of the first of these steps, of its optimizer, at the line `site`.
-        count: such backwards so far, of `backwards` in all; the last at `backward_site`.
-        parameters: digest of all that DDP averages, 0 where it could not be taken.
-        carried: numbers of any kind that the program itself exchanged since the first.
+        first: number of the first such step of its optimizer, at the line `site`.
+        count: such backwards so far, of `backwards` in all; the last is at `backward_site`.
+        parameters: digest of all parameters that DDP averages, 0 if it could not be taken.
+        carried: numbers of any type that the program itself exchanged since the first.
     """
 
     model: int
@@ -143,12 +144,13 @@ class SteppedInside(Event, frozen=True, tag="stepped-inside"):
 
 
 class KeptBack(Event, frozen=True, tag="kept-back"):
-    """An optimizer whose parameters `fully_shard` shards found no gradient to apply, though
-    backwards had made some: they were kept whole, and not reduced. Recorded once, and once more
-    when a step has some to apply after all (`applied`).
+    """An optimizer of `fully_shard` parameters found no gradients, although backwards had computed
+    some: FSDP kept them unsharded and unreduced. Recorded once, and once more when a step applies
+    gradients after all (`applied`).
 
     Attributes:
-        parameters: how many of the optimizer's are sharded; site: of the step.
+        parameters: number of sharded parameters in the optimizer.
+        site: the line of the step.
     """
 
     optimizer: int
