@@ -68,6 +68,39 @@ QUESTIONS: dict[str, str] = {
 }
 
 
+WHEN: dict[str, str] = {
+    "once": (
+        "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
+        " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
+    ),
+    "every time": (
+        "CallRun InitEntered GroupReady GroupDestroyed ProcessStarted ProcessEnded RankExiting"
+        " ExceptionRaised ThreadFailed SignalSent SpawnFailed SpawnEnded Stopped StallSeen"
+        " StallOver RankStood FlightLog SamplerRefused EpochBegan IndicesRead EpochEnded StepDone"
+        " Wrapped CommHook Unwrapped DataParallelMade ReadyTwice"
+    ),
+    "when it changes": (
+        "SyncPattern Hyperparameters ScalerStep Ownership ModulesSkipped ParametersChanged"
+        " ThreadsSeen Gathered ProcessState Carried ObjectsGathered UnusedParameters BatchSeen"
+    ),
+    "sampled, the same steps on all ranks": (
+        "Digests Sketch LateBuffers ForwardInput ContentRead RowsRead UnwrappedState Averaged Pace"
+        " ZeroGradients"
+    ),
+    "sampled in time": (
+        "MemorySample RankSample NodeSample MemoryLimit DeviceMemory SyncTimes SearchCost"
+        " ParameterUse ProbeCost"
+    ),
+    "the first few": (
+        "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
+        " Edited Rewritten NonFinite Bypassed LossScaled GradientReduced SteppedInside KeptBack"
+        " StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
+        " NotObserved"
+    ),
+}
+"""How complete the records of an event are; its docstring says it exactly."""
+
+
 @cache
 def events() -> dict[str, tuple[str, str, str]]:
     """By class: the module it stands in, its tag, and the first sentence of its docstring."""
@@ -106,19 +139,20 @@ def users() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 def text() -> str:
     """The index as Markdown."""
     record, read = users()
+    when = {name: words for words, names in WHEN.items() for name in names.split()}
     lines = [
         "# Events by question",
         "",
         "Written by `make readme` from `tests/events_index.py`; fields are in the docstrings.",
     ]
     for question, names in QUESTIONS.items():
-        lines += ["", f"## {question}", "", "| event | what it says | recorded by | read by |"]
-        lines.append("|---|---|---|---|")
+        lines += ["", f"## {question}", "", "| event | what it says | recorded | by | read by |"]
+        lines.append("|---|---|---|---|---|")
         for name in names.split():
             module, _, first = events()[name]
             readers = read[name][:4] + (["..."] if len(read[name]) > 4 else [])
             lines.append(
-                f"| [`{name}`]({module}.py) | {first} | {', '.join(record[name])} "
+                f"| [`{name}`]({module}.py) | {first} | {when[name]} | {', '.join(record[name])} "
                 f"| {', '.join(readers)} |"
             )
     return "\n".join(lines) + "\n"
