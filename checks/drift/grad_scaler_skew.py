@@ -191,20 +191,20 @@ class GradScalerSkew(Check):
             rule, (location, ranks) = SCALE_SET, by_program
             alone = len(ranks) < len(scales)
             how = f"on {ranks_text(ranks)} only" if alone else "different on each rank"
-            label = "sets the scale, " + (
+            label = "sets the scale " + (
                 "on some ranks only" if alone else "differently on each rank"
             )
             cause = f"`{event.kind}.update` is called with a scale {how}"
             fix = "set the same scale on every rank, or leave it to the scaler"
         elif (loaded := _loaded(group, own)) is not None:
             rule, (location, ranks) = LOAD_ON_SOME, loaded
-            label = "loads the scaler's state, on some ranks only"
+            label = "loads the scaler's state on some ranks only"
             cause = f"{ranks_do(ranks, 'load')} the scaler's state, the other ranks do not"
         elsewhere = stepped is not None and rule in (SCALE_SET, LOAD_ON_SOME)
-        odd = odd_ones(equal_ranks(scales))
+        minority = odd_ones(equal_ranks(scales))
         return self.finding(
             rule=rule,
-            ranks=(ranks if len(odd) == len(scales) else ()) or odd,
+            ranks=(ranks if len(minority) == len(scales) else ()) or minority,
             steps=_differing(group, events, event),
             subjects=(event.kind,),
             location=location,
@@ -227,11 +227,11 @@ class GradScalerSkew(Check):
         own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
         number, event = _first_at(own, call)
         skipping = tuple(n for n, skipped in skips.items() if skipped)
-        odd = odd_ones(equal_ranks(skips))
+        minority = odd_ones(equal_ranks(skips))
         rule, cause, fix = _infinite_on_some(group, event.step, skipping)
         return self.finding(
             rule=rule,
-            ranks=(skipping if len(odd) == len(skips) else ()) or odd,
+            ranks=(skipping if len(minority) == len(skips) else ()) or minority,
             steps=Steps.of([event.step]),
             subjects=(event.kind,),
             location=group.members[number].rank.location(event.site),

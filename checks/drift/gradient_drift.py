@@ -160,7 +160,7 @@ def _cleared(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Caus
         text=f"{ranks_do(ranks, 'step')} without these gradients: they are set to None after "
         f"backward{', at this line' * (spot is not None)}. The other ranks apply DDP's average",
         fix="set them to None on every rank, or on none",
-        label="sets gradients to None, on some ranks only"
+        label="sets gradients to None on some ranks only"
         if spot
         else "lacks some gradients, on some ranks only",
         location=spot,
@@ -179,7 +179,7 @@ def _zeroed(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause
         f"after backward, {where}. The other ranks apply DDP's average",
         fix="zero them on every rank, or on none: between `backward` and `step`, look for code "
         "under `if rank == ...` or under a condition on the rank's own data",
-        label="zeroes gradients, on some ranks only"
+        label="zeroes gradients on some ranks only"
         if spot
         else "steps with zeros for gradients, on some ranks only",
         location=spot,

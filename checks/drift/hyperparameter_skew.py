@@ -138,8 +138,8 @@ class HyperparameterSkew(Check):
             return False
         if other.check == "optimizer-state-drift" and state_loading.of_the_same(mine, other):
             return False
-        apart = bool(other.optimizers) and set(mine.optimizers).isdisjoint(other.optimizers)
-        if mine.optimizers and apart and other.check == "parameter-drift":
+        unrelated = bool(other.optimizers) and set(mine.optimizers).isdisjoint(other.optimizers)
+        if mine.optimizers and unrelated and other.check == "parameter-drift":
             return False
         if other.steps is None or mine.steps is None:
             return True
@@ -351,7 +351,7 @@ def _stepped_here(step: Location | None) -> tuple[Related, ...]:
 
 def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Cause:
     """The first explanation that applies: a line that sets the option for no scheduler to change,
-    a scheduler that only some ranks step, a line that sets it besides, a scheduler that decides
+    a scheduler that only some ranks step, a line that also sets it, a scheduler that decides
     differently on each rank, options that differ from the start."""
     members = group.members
     calls = {n: _scheduled(m, first) for n, m in members.items()}

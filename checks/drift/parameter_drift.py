@@ -75,8 +75,8 @@ class ParameterDrift(Check):
     first 128 optimizer steps, then as often as `--budget` allows; all parameters at the first
     evaluations after training and at the end. Models that no optimizer holds are examined after
     backwards 0, 1, 2, 4, 9, 19, 49 and so on; models without a wrapper before steps 0, 1, 2, 4, 8
-    and so on, more often with at most 64 parameters. A difference proves the fault. It is suspected
-    only, where a manual all-reduce stops before half of the run, stops in one group while another
+    and so on, more often with at most 64 parameters. A difference proves the fault. It is only
+    suspected where a manual all-reduce stops before half of the run, stops in one group while another
     group continues, or leaves out whole layers.
 
     ## Why it hurts
@@ -101,7 +101,7 @@ class ParameterDrift(Check):
       all-reduce made in every step stops for good and nothing replaces it; groups whose ranks send
       to each other; copies that are equal again later.
     - Manual synchronisation that leaves out whole layers is a note (heads of their own may be
-      meant), and so is an optimizer left out that holds one part of the model. It is a warning if
+      intended), and so is an optimizer left out that holds one part of the model. It is a warning if
       the layers were synchronised before, or the optimizer's parameters are not one part; an error
       if parameters of one layer are treated differently, or (suspected) if consecutive layers of a
       larger part are left out after a collective carried all parameters before the first step.

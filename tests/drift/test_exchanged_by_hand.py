@@ -117,7 +117,9 @@ def test_one_of_two_that_are_alike_in_size(window):
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_another_optimizer_holds_is_no_gradient_of_this_one(window, monkeypatch, shared):
     body, head = trained(8, 8, shared=shared)
-    monkeypatch.setattr(exchanges.optimizers, "held", lambda: {id(p): p for p in (body, head)})
+    monkeypatch.setattr(
+        exchanges.optimizers, "parameters", lambda: {id(p): p for p in (body, head)}
+    )
     window.recent = [handed(body.grad)]
     assert exchanges.gradients_passed([head]).positions == (() if not shared else (0,))
     assert exchanges.values_exchanged([head]) is shared
@@ -167,7 +169,7 @@ def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch
     made = trained(8, 3)
     others = {1: frozenset({2}), 2: frozenset({1, 3})}
     monkeypatch.setattr(
-        parallelism.process_groups, "others", lambda group: others.get(group, frozenset())
+        parallelism.process_groups, "other_members", lambda group: others.get(group, frozenset())
     )
     parallelism.seen("point-to-point", (1,))
 

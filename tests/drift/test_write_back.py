@@ -160,7 +160,7 @@ def in_a_hook(watch, monkeypatch, write, group=0):
 def hooked(watch, monkeypatch):
     exchanges.hook_seen(False)
     monkeypatch.setattr(
-        exchanges.process_groups, "others", lambda group: {0: {1, 2, 3}, 1: {1}}[group]
+        exchanges.process_groups, "other_members", lambda group: {0: {1, 2, 3}, 1: {1}}[group]
     )
     monkeypatch.setattr(replica_digests, "group_ranks", lambda _: (0, 1, 2, 3))
     watch.holding.model.ddp = lambda: SimpleNamespace(process_group=None)

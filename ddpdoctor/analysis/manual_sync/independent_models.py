@@ -47,10 +47,10 @@ def doubted(reported: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
     torch's default seed does not give them), and nothing else shows that they are to train one
     model together; otherwise the finding itself."""
     begins = [_begin(rank, event.optimizer) for rank, event in alike.items()]
-    apart = len({state.parameters for state in begins if state is not None}) > 1
+    differ = len({state.parameters for state in begins if state is not None}) > 1
     given = any(state is None or state.averaged for state in begins)
     beside = any(event.wrapped for event in alike.values())
-    if not apart or given or beside or _divide_data(alike):
+    if not differ or given or beside or _divide_data(alike):
         return reported
     return msgspec.structs.replace(
         reported,

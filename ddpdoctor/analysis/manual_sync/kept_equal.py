@@ -47,8 +47,8 @@ class ReplicaDivergence:
         stopped: none of the steps after `equal` was synchronised.
         once: of the steps before `equal`, only the first one was.
         early: all steps before `equal` were, which are no more than half of the run.
-        beside: the ranks of another group that synchronises every step, where only that shows that
-            the difference is not intended.
+        other_group: the ranks of another group that synchronises every step, where only that shows
+            that the difference is not intended.
         ahead: the ranks that skipped steps whose gradients all ranks synchronised.
     """
 
@@ -60,7 +60,7 @@ class ReplicaDivergence:
     stopped: bool = False
     once: bool = False
     early: bool = False
-    beside: tuple[int, ...] = ()
+    other_group: tuple[int, ...] = ()
     ahead: SkippedSteps | None = None
 
     @property
@@ -131,9 +131,11 @@ def _divergence(copies: Copies, others: list[Copies]) -> ReplicaDivergence | Non
             return found
         if _little(copies, differ, last):
             goes_on = (o for o in others if step_of(o.last) == step_of(last))
-            beside = next((o for o in goes_on if o.members.keys().isdisjoint(copies.members)), None)
-            if beside:
-                return replace(found, beside=tuple(beside.members))
+            other_group = next(
+                (o for o in goes_on if o.members.keys().isdisjoint(copies.members)), None
+            )
+            if other_group:
+                return replace(found, other_group=tuple(other_group.members))
             return replace(found, early=True) if _went_apart(copies, found) else None
     return found if _mostly(differ, last) else None
 
@@ -297,7 +299,7 @@ def _fields(run: Run, found: ReplicaDivergence) -> dict[str, Any]:
         "rule": rule,
         "severity": Severity.NOTE if over else Severity.ERROR,
         "confidence": Confidence.SUSPECTED
-        if found.once or found.early or found.beside
+        if found.once or found.early or found.other_group
         else Confidence.PROVEN,
         "ranks": minority,
         "steps": None if over else Steps(end, last, last - end + 1),
@@ -382,7 +384,11 @@ def _cause(rule: str, found: ReplicaDivergence, options: Options | None) -> str:
         return (
             f"{who} {verb} all gradients of {steps} to a collective, as in "
             f"{'step 0' if found.once else 'the steps before'}, and each applies its own"
-            + (f"; {ranks_text(found.beside)} still synchronise theirs" if found.beside else "")
+            + (
+                f"; {ranks_text(found.other_group)} still synchronise theirs"
+                if found.other_group
+                else ""
+            )
         )
     if options is not None:
         step, option, values = options

@@ -326,8 +326,8 @@ def _example(names: list[str], torn: list[int], shared: list[int]) -> str:
     if not torn:
         return ""
     owner = layer_of(names[torn[0]])
-    beside = next(names[i] for i in shared if layer_of(names[i]) == owner)
-    return f"that of {beside} is synchronised, that of {names[torn[0]]} in the same layer is not"
+    synced = next(names[i] for i in shared if layer_of(names[i]) == owner)
+    return f"that of {synced} is synchronised, that of {names[torn[0]]} in the same layer is not"
 
 
 def _made_equal(copies: Copies) -> bool:
@@ -342,9 +342,9 @@ def _rest_of(names: list[str], local: list[int], shared: list[int]) -> str:
     it: consecutive parameters of one part, others of which are synchronised. Empty where it is not
     so: layers of one kind are not consecutive, and a head is a part by itself."""
     owners = {names[i].partition(".")[0] for i in local if "." in names[i]}
-    in_a_row = local == list(range(local[0], local[-1] + 1))
+    consecutive = local == list(range(local[0], local[-1] + 1))
     others = {names[i].partition(".")[0] for i in shared}
-    return owners.pop() if in_a_row and len(owners) == 1 and owners <= others else ""
+    return owners.pop() if consecutive and len(owners) == 1 and owners <= others else ""
 
 
 def _mismatched(copies: Copies, look: Look, lone: list[int]) -> dict[str, Any]:

@@ -57,9 +57,9 @@ def left_out(found: Finding, alike: dict[Rank, Unwrapped], where: str) -> Findin
         "`dist.all_reduce(p.grad); p.grad /= dist.get_world_size()`",
         evidence={
             "parameters": f"{len(differ)} of {len(event.parameters)}",
-            "parameters_that_stay_equal": len(kept),
-            "steps_compared": [look[0].step for look in looks],
-            "elements_communicated_since_step_1": min(s.elements for s in looks[-1]),
+            "parameters that stay equal": len(kept),
+            "steps compared": [look[0].step for look in looks],
+            "numbers exchanged since step 1": min(s.elements for s in looks[-1]),
         },
     )
 
@@ -92,9 +92,9 @@ def without_hooks(found: Finding, alike: dict[Rank, Unwrapped], where: str) -> F
         "was added",
         evidence={
             "parameters": f"{len(differ)} of {len(event.parameters)}",
-            "parameters_that_stay_equal": len(kept),
-            "steps_compared": [look[0].step for look in looks],
-            "elements_communicated_in_each_backward": size,
+            "parameters that stay equal": len(kept),
+            "steps compared": [look[0].step for look in looks],
+            "numbers exchanged in each backward": size,
         },
     )
 

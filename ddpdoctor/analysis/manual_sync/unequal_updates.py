@@ -105,6 +105,7 @@ def _fields(copies: Copies, found: UnequalUpdates) -> dict[str, Any]:
     names = [p.name for p in event.parameters]
     shown = named(names, found.positions)
     them = plural(len(found.positions), "it", "them")
+    they_were = plural(len(found.positions), "the parameter was", "the parameters were")
     if found.still:
         rule, ranks = UPDATE_ON_SOME, found.still
         verb = plural(len(ranks), "applies", "apply")
@@ -129,8 +130,8 @@ def _fields(copies: Copies, found: UnequalUpdates) -> dict[str, Any]:
         "summary": f"{shown} of {event.kind or 'a set of parameters'} "
         f"{never_synced.verb(found.positions)} from step {found.step} on, although the same "
         "gradients are applied",
-        "cause": "the parameters were equal before the first step, and gradients agree in every "
-        f"step; {cause}"
+        "cause": f"{they_were} equal before the first step, and gradients agree in every step; "
+        f"{cause}"
         + (f"; the other {counted(len(found.kept), 'parameter')} stay equal" if found.kept else ""),
         "fix": fix,
         "evidence": {

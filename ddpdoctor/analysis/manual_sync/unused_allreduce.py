@@ -64,7 +64,7 @@ def reported(finding: Finding, alike: dict[Rank, Unwrapped], where: str) -> Find
         "all-reduce `p.grad` itself",
         evidence=finding.evidence
         | {
-            "norm_of_what_was_reduced_over_that_of_the_gradients_applied": sorted(
+            "norm of what was reduced over that of the gradients applied": sorted(
                 {round(s.copied, 4) for r in alike for s in _looks(r, event.optimizer)}
             ),
         },

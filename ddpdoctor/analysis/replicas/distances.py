@@ -1,4 +1,4 @@
-"""How far apart copies that differ are."""
+"""How far copies that differ are from each other."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def distances(group: Replicas, found: Divergence) -> dict[int, float]:
     for number, member in group.members.items():
         for event in member.rank.of(Sketch):
             same = (event.model, event.optimizer) == (member.model, member.optimizer)
-            apart = event.step >= found.first if steps is None else event.step in steps
-            if same and event.kind == kind and (apart or event.step == end):
+            within = event.step >= found.first if steps is None else event.step in steps
+            if same and event.kind == kind and (within or event.step == end):
                 sketches.setdefault(event.step, {})[number] = event
     # Ranks that agree have no distance: it takes one rank of two groups.
     sides = [set(side) for side in found.split]
-    found_apart = {
+    found_distances = {
         step: _distance(list(seen.values()))
         for step, seen in sorted(sketches.items())
         if sum(not side.isdisjoint(seen) for side in sides) > 1
     }
-    if not found_apart.get(end, 1.0):
-        del found_apart[end]  # made equal after the last step
-    return found_apart
+    if not found_distances.get(end, 1.0):
+        del found_distances[end]  # made equal after the last step
+    return found_distances
 
 
 def _distance(sketches: list[Sketch]) -> float:

@@ -40,7 +40,7 @@ def alone(tables: Tables, later: Tables) -> None:
             for n, table in tables.items()
             if key in table
         ]
-        unlike = len({first for first, *_ in looks}) > 1 and len({*map(len, looks)}) > 1
-        if unlike and set.intersection(*map(set, looks)):
+        differ = len({first for first, *_ in looks}) > 1 and len({*map(len, looks)}) > 1
+        if differ and set.intersection(*map(set, looks)):
             for table in tables.values():
                 table.pop(key, None)

@@ -29,22 +29,22 @@ def united(reported: Iterable[Reported]) -> Iterator[Finding]:
     """The findings, with those of groups that have no rank in common made one where the rule, the
     line, the severity and the confidence are the same.
 
-    Findings without a line stay apart: nothing tells that they are one fault.
+    Findings without a line stay separate: nothing tells that they are one fault.
     """
     together: dict[object, list[list[Reported]]] = {}
     for members, finding in reported:
         same = (
             finding.code, finding.severity, finding.confidence, finding.location, finding.rule,
         )  # fmt: skip
-        alike = together.setdefault(same if finding.location else id(finding), [])
-        free = (other for other in alike if all(set(members).isdisjoint(m) for m, _ in other))
+        groups = together.setdefault(same if finding.location else id(finding), [])
+        free = (other for other in groups if all(set(members).isdisjoint(m) for m, _ in other))
         mine = next(free, None)
         if mine is None:
-            alike.append([(members, finding)])
+            groups.append([(members, finding)])
         else:
             mine.append((members, finding))
-    for alike in together.values():
-        yield from map(_one, alike)
+    for groups in together.values():
+        yield from map(_one, groups)
 
 
 def _one(reported: Sequence[Reported]) -> Finding:

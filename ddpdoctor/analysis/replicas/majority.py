@@ -24,8 +24,8 @@ def settles(first: Split, later: Mapping[str, Split], size: int) -> str:
     widest = max(later, key=lambda when: len(_ranks(later[when])))
     whole = later[widest]
     settled = len(_ranks(whole)) > len(_ranks(first)) and 2 * len(whole[0]) > size
-    alike = all(_within(whole, s) == _within(s, whole) for s in (first, *later.values()))
-    return widest if settled and alike else ""
+    agree = all(_within(whole, s) == _within(s, whole) for s in (first, *later.values()))
+    return widest if settled and agree else ""
 
 
 def _ranks(split: Split) -> set[int]:

@@ -110,7 +110,7 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
         rule,
         text=f"{text} {when}, {moment.done}{also}",
         fix=_fix(rule, moment, lasting=lasting, rounding=rounding),
-        label=f"modifies {kind}, {how}"
+        label=f"modifies {kind} {how}"
         if spot
         else f"{kind} were modified after {moment.after}, {how}",
         location=spot,
@@ -277,10 +277,10 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
             if event.changed and event.step in steps:
                 last[number] = event
     everybody, ranks = tuple(sorted(group.members)), tuple(sorted(last))
-    apart = tuple(sorted(found.minority))
-    if apart == everybody:
-        apart = ranks  # no majority: blame those who modified something, unless all did
-    if not ranks or ranks != apart or ranks == everybody:
+    blamed = tuple(sorted(found.minority))
+    if blamed == everybody:
+        blamed = ranks  # no majority: blame those who modified something, unless all did
+    if not ranks or ranks != blamed or ranks == everybody:
         return None
     member, event = group.members[ranks[0]], last[ranks[0]]
     what, were = ("optimizer state", "was") if kind == "state" else ("parameters", "were")
@@ -310,12 +310,12 @@ def before_the_step(group: Replicas, found: Divergence) -> Cause | None:
         cause = edited(group, "gradients", dataclasses.replace(found, keys=[step]))
         if cause is None or cause.everybody or _all_compared(group, step, found.total):
             continue
-        apart = set(found.minority) in ({*group.members}, {*cause.ranks})
+        blamed = set(found.minority) in ({*group.members}, {*cause.ranks})
         rest = [e for n, mine in edits.items() if n not in cause.ranks for e in mine]
         now = [e for n in cause.ranks for e in edits[n] if e.step == step]
         known = [e for n in cause.ranks for e in edits[n] if e.step < steps.start]
         if (
-            apart
+            blamed
             and now
             and not any(_same_kind(e, other) for e in now for other in (*rest, *known))
         ):
@@ -384,8 +384,8 @@ def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
     now = next((e for e in reversed(mine) if e.step <= first), None)
     if now is None or now.site >= 0 or not (now.changed or now.undone):
         return now
-    alike = (now.changed, now.beside, now.undone)
-    later = (e for e in mine if e.step > first and (e.changed, e.beside, e.undone) == alike)
+    same_kind = (now.changed, now.beside, now.undone)
+    later = (e for e in mine if e.step > first and (e.changed, e.beside, e.undone) == same_kind)
     known = next((e for e in later if e.site >= 0), now)
     return replace(now, site=known.site, more=known.more)
 

@@ -56,12 +56,12 @@ def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tupl
     series = {n: list(_series(table, option, index)) for n, table in tables.items()}
     common = min(len(changes) for changes in series.values())
     first = next(iter(series.values()))[:common]
-    alike = all(
-        _alike(value, known)
+    same = all(
+        _equal(value, known)
         for changes in series.values()
         for (_, value), (_, known) in zip(changes, first, strict=False)
     )
-    if common < SCHEDULE or not alike:
+    if common < SCHEDULE or not same:
         return ()
     when = {n: changes[common - 1][0] for n, changes in series.items()}
     return tuple(n for n, step in when.items() if step == min(when.values()) < max(when.values()))
@@ -82,12 +82,12 @@ def _lacks(values: list[Value], whole: list[Value]) -> int | None:
     """How many values of `whole` are missing from `values`, in one place; None where the values
     differ otherwise."""
     pairs = enumerate(zip(values, whole, strict=False))
-    parted = next((n for n, (a, b) in pairs if not _alike(a, b)), None)
-    if parted is None:
+    begin = next((n for n, (a, b) in pairs if not _equal(a, b)), None)
+    if begin is None:
         return 0
     for count in range(1, LACKS_AT_MOST + 1):
-        rest = list(zip(values[parted:], whole[parted + count :], strict=False))
-        if len(rest) >= SCHEDULE and all(_alike(a, b) for a, b in rest):
+        rest = list(zip(values[begin:], whole[begin + count :], strict=False))
+        if len(rest) >= SCHEDULE and all(_equal(a, b) for a, b in rest):
             return count
     return None
 
@@ -108,7 +108,7 @@ def settled(values: dict[int, Groups]) -> dict[int, Groups]:
     first = next(iter(values.values()))
 
     def settle(group: dict[str, Value], known: dict[str, Value]) -> dict[str, Value]:
-        return {o: known[o] if o in known and _alike(v, known[o]) else v for o, v in group.items()}
+        return {o: known[o] if o in known and _equal(v, known[o]) else v for o, v in group.items()}
 
     return {
         n: tuple(settle(group, known) for group, known in zip(groups, first, strict=True))
@@ -116,7 +116,7 @@ def settled(values: dict[int, Groups]) -> dict[int, Groups]:
     }
 
 
-def _alike(one: Value, other: Value) -> bool:
+def _equal(one: Value, other: Value) -> bool:
     """Whether two values, or two sequences written as `a, b`, are equal up to rounding."""
     if one == other:
         return True

@@ -110,16 +110,16 @@ def by_some(
 ) -> Cause:
     """The cause of what a load that only some ranks make has changed."""
     ranks = some.ranks
-    beside = {
+    also_loaded = {
         more: line
         for more in THINGS
         if more not in (what, "weights") and (line := _with_it(group, more, ranks, until, steps))
     }
-    thing = listed([THINGS[each] for each in (what, *beside)])
+    thing = listed([THINGS[each] for each in (what, *also_loaded)])
     under_way = _under_way(group, ranks[0], some.event)
     facts: dict[str, object] = {LOADED_ONLY_ON: list(ranks)}
-    if beside:
-        facts[LOADED_TOO] = list(beside)
+    if also_loaded:
+        facts[LOADED_TOO] = list(also_loaded)
     if some.here:
         text = f"{ranks_do(ranks, 'load')} {thing} more often than the other ranks"
         label = "some ranks run this line more often"
@@ -130,11 +130,13 @@ def by_some(
     return Cause(
         LOAD_ON_SOME,
         text=text,
-        fix="load the same on every rank" if some.others else _fix(what, under_way, bool(beside)),
+        fix="load the same on every rank"
+        if some.others
+        else _fix(what, under_way, bool(also_loaded)),
         label=label,
         location=group.members[ranks[0]].rank.location(some.event.site),
         ranks=ranks,
-        related=tuple(beside.values()),
+        related=tuple(also_loaded.values()),
         evidence=facts,
     )
 
@@ -166,14 +168,14 @@ def _under_way(group: Replicas, number: int, event: Loaded) -> bool:
     return divergence_window.own_step(group.members[number], event.step) > 0
 
 
-def _fix(what: str, under_way: bool, beside: bool = False) -> str:
+def _fix(what: str, under_way: bool, also_loaded: bool = False) -> str:
     if what == "weights":
         fix = "load the same weights on every rank, or "
         if under_way:
             fix += "into a copy of the model if only one rank needs them (to evaluate)"
         else:
             fix += "before `DistributedDataParallel(...)`, which broadcasts rank 0's parameters"
-        return fix + "; load the optimizer's state on every rank: DDP never copies it" * beside
+        return fix + "; load the optimizer's state on every rank: DDP never copies it" * also_loaded
     return "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
 
 
