@@ -76,8 +76,8 @@ class ParameterDrift(Check):
     evaluations after training and at the end. Models that no optimizer holds are examined after
     backwards 0, 1, 2, 4, 9, 19, 49 and so on; models without a wrapper before steps 0, 1, 2, 4, 8
     and so on, more often with at most 64 parameters. A difference proves the fault. It is only
-    suspected where a manual all-reduce stops before half of the run, stops in one group while another
-    group continues, or leaves out whole layers.
+    suspected where a manual all-reduce stops before half of the run, stops in one group while
+    another group continues, or leaves out whole layers.
 
     ## Why it hurts
     DDP averages gradients, never parameters. Copies that differ stay different, even while
@@ -101,10 +101,10 @@ class ParameterDrift(Check):
       all-reduce made in every step stops for good and nothing replaces it; groups whose ranks send
       to each other; copies that are equal again later.
     - Manual synchronisation that leaves out whole layers is a note (heads of their own may be
-      intended), and so is an optimizer left out that holds one part of the model. It is a warning if
-      the layers were synchronised before, or the optimizer's parameters are not one part; an error
-      if parameters of one layer are treated differently, or (suspected) if consecutive layers of a
-      larger part are left out after a collective carried all parameters before the first step.
+      intended), and so is an optimizer left out that holds one part of the model. It is a warning
+      if the layers were synchronised before, or the optimizer's parameters are not one part; an
+      error if parameters of one layer are treated differently, or (suspected) if consecutive layers
+      of a larger part are left out after a collective carried all parameters before the first step.
     """
 
     code = "DDP402"
