@@ -1,4 +1,4 @@
-"""The hooks around collective and point-to-point calls, and what they are told."""
+"""The hooks that fire around collective and point-to-point calls, and what they pass on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class Call:
     """A collective or point-to-point call, about to be made.
 
     Attributes:
-        op: as in `collectives.KINDS`; group: its number, -1 where unknown.
-        tensors: what goes in. Watchers must not keep them.
-        reduction: torch's own reduce operation, None where there is none.
+        op: its name in records, see `collectives.KINDS`.
+        group: number of the process group, -1 if unknown.
+        tensors: the tensors passed in. Watchers must not keep them.
+        reduction: torch's reduce operation, None if the call does not reduce.
         peers: global ranks on the other side of a point-to-point call, -1 for any.
     """
 
@@ -29,23 +30,23 @@ class Call:
 
     @property
     def carries_values(self) -> bool:
-        """Whether it is a collective of tensors, and no barrier."""
+        """Whether it is a collective of tensors, not a barrier."""
         return operation(self.op).carries
 
     @property
     def gathers(self) -> bool:
-        """Whether it leaves what a rank hands over as it is."""
+        """Whether it gathers tensors, leaving the one passed in as it is."""
         kind = operation(self.op)
         return kind.gathers and not kind.objects
 
 
 @dataclass(slots=True)
 class Issued:
-    """An asynchronous call was made, the last one that was told of as a `Call`.
+    """An asynchronous call has returned: the one of the last `Call`.
 
     Attributes:
-        number: in the ring.
-        works: torch's own, each ends a part of it.
+        number: its number in the ring.
+        works: torch's `Work` objects; each stands for a part of the call.
     """
 
     number: int
@@ -56,6 +57,6 @@ called: Hook[Call] = Hook("called")
 
 issued: Hook[Issued] = Hook("issued")
 call_failed: Hook[tuple[int, BaseException]] = Hook("call failed")
-"""A call raised: its number in the ring, and what."""
+"""A call raised: its number in the ring, and the exception."""
 waited: Hook[float] = Hook("waited")
-"""The rank comes out of a collective that took so many seconds."""
+"""A collective, or the wait for one, has returned after so many seconds."""

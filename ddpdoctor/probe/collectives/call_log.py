@@ -1,4 +1,8 @@
-"""The rank's own log of its calls: the ring for the last ones, folded blocks for all before."""
+"""The rank's log of its calls: the last ones in the ring file, all before as blocks in the record.
+
+A block is the calls of one group between two optimizer steps; equal blocks in a row are recorded as
+one run, so that the log of a steady training does not grow.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,33 @@ from ..source.statements import enclosing
 from . import stack_server
 
 NEW_GROUPS = -2
-"""Number of the "group" in whose order new groups are created: the whole world."""
+"""Number of the pseudo-group that `new_group` calls are numbered in: all ranks must make these in
+the same order, whichever group they create."""
 
 BLOCK = 256
 """Calls in a block, at most; blocks also end with optimizer steps."""
 RUNS_KEPT = 20_000
-"""Records of runs, at most (about a megabyte); beyond it only the ring goes on."""
+"""Runs recorded, at most (about a megabyte); after that only the ring goes on."""
 BLOCKS_KEPT = 2_000
+"""Distinct blocks recorded, at most: where each differs from the last, none will be met again."""
 EMITTED_EVERY_S = 5.0
+"""Seconds between two records of runs that are still going on: what is not on record is lost if the
+process is killed, but for the ring."""
 
 Key = tuple[Any, ...]
 
 
 class _GroupLog:
-    """Calls of one group that are not on record yet."""
+    """The calls of one group that are not recorded yet.
+
+    Attributes:
+        next: number of the next call.
+        codes: signature and call site of each call of the current block.
+        first, step: number of its first call, and the optimizer step then.
+        block: number of the block that repeats; `run_codes`, `run_first` and `run_step` are its
+            codes, and the first call and step of its first occurrence.
+        repeat: how often it has occurred in a row, 0 for no block; `every`: once in so many steps.
+    """
 
     def __init__(self) -> None:
         self.next = 0
@@ -51,11 +68,12 @@ class _GroupLog:
 
 
 class Recurring:
-    """What a wrapped model does by itself in every routine step.
+    """A collective that DDP issues itself in every step on the fast path.
 
     Attributes:
-        codes: its signature, and the place where it was last; `outer`: the frames above that one,
-            of the user's as many as a place has, each with its code and instruction.
+        codes: its signature, and its last call site.
+        outer: code and instruction of each frame above the one that was there last, as many as
+            distinguish call sites; None before the first call.
     """
 
     __slots__ = ("codes", "group", "log", "outer", "signature")
@@ -68,7 +86,7 @@ class Recurring:
         self.outer: list[tuple[CodeType, int]] | None = None
 
     def still_at(self, frame: FrameType) -> bool:
-        """Whether a frame, which is where it was then, was called as it was then."""
+        """Whether a frame at the same instruction as last time has the same callers."""
         if self.outer is None:
             return False
         above = frame.f_back
@@ -80,7 +98,12 @@ class Recurring:
 
 
 class CallLog:
-    """One per recorder."""
+    """The log of one recorder's calls.
+
+    Attributes:
+        ring: the ring file, see `storage.call_ring`.
+        signatures: numbers of the signatures recorded so far: of operation, shape, type and so on.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -88,7 +111,7 @@ class CallLog:
         self.signatures: dict[Key, int] = {}
         self._of_models: dict[tuple[str, int], int] = {}
         self._sites: dict[Key, int] = {}
-        # By identities and instructions, as in `Sites`.
+        # Keyed by id(code) and instruction, as in `Sites`; the code objects are kept alive.
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
         self._keyed: dict[int, LoopKey] = {}
         self._threads = threading.local()
@@ -110,7 +133,12 @@ class CallLog:
         root: int = -1,
         ranks: tuple[int, ...] = (),
     ) -> int:
-        """Write a collective down; returns its number."""
+        """Log a collective that begins; returns its number in the ring.
+
+        Args:
+            sized: its number of elements must be equal on all ranks.
+            ranks: the members, for `new_group`.
+        """
         key: Key
         if tensor is None:
             key = (op, reduce_op, root, ranks)
@@ -118,29 +146,38 @@ class CallLog:
             key = (op, reduce_op, root, tensor.shape, tensor.dtype, tensor.is_cpu)
         signature = self.signatures.get(key)
         if signature is None:
-            signature = self._sign(key, op, tensor, sized, reduce_op, root, ranks)
+            signature = self._add_signature(key, op, tensor, sized, reduce_op, root, ranks)
         now = time.monotonic()
         number = self._log(group, signature, site, now)
         self.ring.moved(now)
         return number
 
     def of_model(self, group: int, op: str, frame: FrameType | None, model: int, now: float) -> int:
-        """The same of what a wrapped model does by itself, -1 where it may be several, in a phase
-        that the rank enters now."""
+        """Log a collective that DDP issues itself; returns its number in the ring.
+
+        The caller then enters the phase in the ring's header, which counts as progress.
+
+        Args:
+            model: number of the wrapped model, -1 if it may be one of several.
+        """
         key = op, model
         signature = self._of_models.get(key)
         if signature is None:
-            signature = self._sign(key, op, None, False, None, -1, (), model=model)
+            signature = self._add_signature(key, op, None, False, None, -1, (), model=model)
             self._of_models[key] = signature
         return self._log(group, signature, self.at(frame), now)
 
     def recurring(self, group: int, op: str, model: int) -> Recurring | None:
-        """What a wrapped model may do again by itself; None where it has not done it before."""
+        """A collective that DDP issues itself and may issue again; None if it has not yet."""
         log, signature = self._groups.get(group), self._of_models.get((op, model))
         return None if log is None or signature is None else Recurring(group, log, signature)
 
     def log_recurring(self, known: Recurring, frame: FrameType, moved: bool, now: float) -> int:
-        """`of_model`, for what recurs; moved: the frame is at another instruction than then."""
+        """Log a collective as `of_model` does, on the fast path.
+
+        Args:
+            moved: the frame is at another instruction than last time.
+        """
         if moved or not known.still_at(frame):
             known.codes = known.signature, self.at(frame)
             known.outer = self._outer(frame)
@@ -155,7 +192,7 @@ class CallLog:
         return self.ring.write(known.group, index, *known.codes, -1, now)
 
     def _outer(self, frame: FrameType) -> list[tuple[CodeType, int]]:
-        """The frames above one of the user's that `at` tells places apart by."""
+        """Code and instruction of the frames above one, as far as `at` distinguishes call sites."""
         sites, outer = self.recorder.sites, frame.f_back
         found: list[tuple[CodeType, int]] = []
         users = 1
@@ -165,6 +202,7 @@ class CallLog:
             outer = outer.f_back
         return found
 
+    # The body is repeated in `log_recurring`, to save a call in every step.
     def _log(self, group: int, signature: int, site: int, now: float) -> int:
         log = self._groups.get(group)
         if log is None:
@@ -187,24 +225,31 @@ class CallLog:
         sends: tuple[int, ...] = (),
         receives: tuple[int, ...] = (),
     ) -> int:
-        """The same of messages between two ranks, which have no number in their group."""
+        """Log a point-to-point call that begins; returns its number in the ring. It has no number
+        in its group: only two ranks make it.
+
+        Args:
+            sends, receives: peers of a batch of messages; `peer` is -1 then.
+        """
         key: Key = (op, sends, receives)
         signature = self.signatures.get(key)
         if signature is None:
-            signature = self._sign(key, op, None, False, None, -1, (), sends, receives)
+            signature = self._add_signature(key, op, None, False, None, -1, (), sends, receives)
         return self.ring.begin(group, -1, signature, site, peer)
 
     def issued(self, number: int, works: Iterable[Any]) -> None:
-        """An asynchronous call: remember whose `wait` will end it, without keeping it alive."""
+        """An asynchronous call has returned: remember its works, whose `wait` will end it."""
         self.ring.mark(number, State.RETURNED)
         for work in works:
             self._works[work] = number
 
     def number_of(self, work: Any) -> int | None:
+        """The number in the ring of the call that a `Work` belongs to; None if unknown."""
         return self._works.get(work) if self._works else None
 
     def void(self, number: int) -> None:
-        """The call was none: give its index to the next one, unless others followed already."""
+        """A logged call turned out not to happen: remove it, so that the next one gets its number.
+        If others have followed, it stays."""
         call = self.ring.call(number)
         log = self._groups.get(call[0]) if call else None
         if log is None or call is None or log.next != call[1] + 1 or not log.codes:
@@ -215,7 +260,7 @@ class CallLog:
         del log.codes[-2:]
 
     def step_ended(self, step: int, now: float) -> None:
-        """So many steps were taken; the rank goes over to another phase."""
+        """End the blocks: so many optimizer steps were taken. The caller then enters a phase."""
         self.ring.step = step
         for group, log in self._groups.items():
             if log.codes:
@@ -225,19 +270,21 @@ class CallLog:
             self.flush()
 
     def flush(self) -> None:
-        """Put everything on record."""
+        """Record all calls so far."""
         for group, log in self._groups.items():
             if log.codes:
                 self._fold(group, log)
             self._emit_run(group, log)
 
     def _fold(self, group: int, log: _GroupLog) -> None:
+        """End a block: one more of the current run if it is equal and comes in time, else the first
+        of a new run."""
         codes, log.codes = log.codes, []
         if log.repeat and codes == log.run_codes:
-            apart = log.step - log.run_step
+            steps = log.step - log.run_step
             if log.repeat == 1:
-                log.every = apart
-            if apart == log.repeat * log.every:
+                log.every = steps
+            if steps == log.repeat * log.every:
                 log.repeat += 1
                 return
         self._emit_run(group, log)
@@ -269,7 +316,7 @@ class CallLog:
             )
         log.repeat = 0
 
-    def _sign(
+    def _add_signature(
         self,
         key: Key,
         op: str,
@@ -304,19 +351,19 @@ class CallLog:
         return number
 
     def here(self) -> int:
-        """The number of the place that is communicating, of one in a loop over names that with the
-        name it is made for."""
+        """The number of the call site that is executing; one in a loop over names has a number per
+        name."""
         frame = self.recorder.sites.user_frame(sys._getframe(1))
         number = self.at(frame)
         known = self._keyed.get(number) if frame is not None and self._keyed else None
         return number if known is None or frame is None else self._with_key(number, known, frame)
 
     def at(self, frame: FrameType | None) -> int:
-        """The number of the place that a frame of the user's is at. For None, of the line that
-        started this thread; -1 where that is unknown too."""
+        """The number of the call site that a frame of the user's is at; for None, that of the line
+        that started this thread, or -1 if unknown."""
         sites = self.recorder.sites
         if frame is None:
-            return self._of_thread()
+            return self._thread_site()
         stack = [id(frame.f_code), frame.f_lasti]
         kinds, outer = sites.kinds, frame.f_back
         while outer is not None and len(stack) < 2 * CALLERS:
@@ -330,28 +377,28 @@ class CallLog:
             known = self._stacks[key] = self._emit_stack(frame)
         return known[0]
 
-    def _of_thread(self) -> int:
+    def _thread_site(self) -> int:
         known: int | None = getattr(self._threads, "site", None)
         if known is None:
             started = threads.started_at()
             known = -1 if started < 0 else self._sites.get((started,))
             if known is None:
-                known = self._called((started,), (), started)
+                known = self._emit_call_site((started,), (), started)
             self._threads.site = known
         return known
 
     def _emit_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
-        frames = self._users(frame)
+        frames = self._user_frames(frame)
         lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
         number = self._sites.get(lines)
         if number is None:
-            number = self._called(lines, self._places(frames))
+            number = self._emit_call_site(lines, self._places(frames))
             if chosen := keyed(frames):
                 self._keyed[number] = chosen
         return number, [f.f_code for f in frames]
 
-    def _users(self, frame: FrameType) -> list[FrameType]:
-        """A frame of the user's and those that called it."""
+    def _user_frames(self, frame: FrameType) -> list[FrameType]:
+        """A frame of the user's, and up to `CALLERS` in all of the user's that called it."""
         frames, outer = [frame], frame.f_back
         while outer is not None and len(frames) < CALLERS:
             if self.recorder.sites.kind(outer.f_code) is USER:
@@ -366,13 +413,13 @@ class CallLog:
         if not key:
             return number
         if key not in known.sites:
-            places = self._places(self._users(frame))
-            known.sites[key] = self._called((number, key), places, key=key)
+            places = self._places(self._user_frames(frame))
+            known.sites[key] = self._emit_call_site((number, key), places, key=key)
         return known.sites[key]
 
     def _places(self, frames: list[FrameType]) -> tuple[Place, ...]:
         places, called = [], None
-        handed = True
+        handed = True  # as long as all functions so far only pass their arguments on
         for frame in frames:
             code, line = frame.f_code, frame.f_lineno
             site = self.recorder.sites.place(code.co_filename, line, code.co_name)
@@ -381,7 +428,7 @@ class CallLog:
             called = code
         return tuple(places)
 
-    def _called(
+    def _emit_call_site(
         self, line: Key, places: tuple[Place, ...], started: int = -1, key: str = ""
     ) -> int:
         number = self._sites[line] = len(self._sites)
@@ -403,7 +450,7 @@ _JOIN = os.path.join("torch", "distributed", "algorithms", "join.py"), "__exit__
 
 
 def _shadows() -> bool:
-    """Whether torch's `Join` is at its end."""
+    """Whether torch's `Join` is exiting: the calls shadow those of ranks that still train."""
     file, name = _JOIN
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -418,9 +465,9 @@ def _reduction(op: Any) -> str:
 
 
 def call_log_of(recorder: Recorder) -> CallLog | None:
-    """The tape of this recorder; None where its file could not be made."""
+    """The call log of a recorder; None if its ring file could not be made."""
     if recorder.call_log is None and not recorder.call_log_failed:
-        with recorder.lock:  # threads that are ranks come at once
+        with recorder.lock:  # with threads as ranks several arrive at once
             if recorder.call_log is None:
                 _make(recorder)
     return recorder.call_log

@@ -1,4 +1,5 @@
-"""Every collective and point-to-point call: log to the ring before it is made."""
+"""Wraps every collective and point-to-point function of torch.distributed: each call is in the call
+log before it can block."""
 
 from __future__ import annotations
 
@@ -25,9 +26,12 @@ class Kind:
     """How to read the arguments of one function.
 
     Attributes:
-        op: its name in records; tensor, root: names of parameters, empty where there is none.
-        sized: ranks must pass the same number of elements.
-        gathered: name of the parameter that is an object to gather.
+        op: its name in records.
+        tensor, root: names of its parameters, empty if it has none.
+        reduces: it has a parameter `op`.
+        sized: ranks must pass equal numbers of elements.
+        p2p: point-to-point rather than collective.
+        gathered: name of the parameter that is an object to gather, empty if there is none.
     """
 
     op: str
@@ -74,10 +78,12 @@ KINDS = {
 
 
 _ABSENT = 1 << 30
+"""Position of a parameter that a function does not have: no call has so many arguments."""
 
 
 class _Depth(threading.local):
-    """Object collectives are made of others; only the outermost call is the user's."""
+    """Whether this thread is inside a collective: object collectives call others, and only the
+    outermost call is the program's."""
 
     inside = False
 
@@ -143,7 +149,12 @@ def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
 
 
 def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | None]:
-    """Reads the arguments of a call and writes it down."""
+    """A function (recorder, args, kwargs) that logs a call and returns its number in the ring, None
+    for a call in a group that this rank is not in.
+
+    Positions of parameters are looked up here, once: binding arguments in each call takes longer
+    than all the rest.
+    """
     parameters = inspect.signature(original).parameters
     positions = {name: i for i, name in enumerate(parameters)}
     default_op = parameters["op"].default if kind.reduces else None
@@ -182,7 +193,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         call_hooks.called.fire(recorder, call)
         log = call_log_of(recorder)
         if number < 0 or log is None or not process_groups.exist():
-            return None  # not a member, or no group at all: torch says so itself
+            return None  # not a member, or no group at all: torch raises or warns itself
         site = log.here()
         if kind.gathered:
             gathered_objects.record_object(
@@ -198,7 +209,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
 
 
 def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The messages of a batch."""
+    """The `P2POp`s of `batch_isend_irecv`."""
     given = args[0] if args else kwargs.get("p2p_op_list")
     return tuple(given) if isinstance(given, (list, tuple)) else ()
 
@@ -214,7 +225,8 @@ def _tensors(given: Any) -> tuple[Any, ...]:
 
 
 def _root(group: Any, rank: Any, group_rank: Any, p2p: bool) -> int:
-    """The other side as a global rank; torch's default is the first of the group."""
+    """The root, or the other side, as a global rank; torch's default is the first of the group. -1
+    for a receive from any rank."""
     if rank is not None:
         return int(rank)
     if group_rank is None:
@@ -229,6 +241,7 @@ def _root(group: Any, rank: Any, group_rank: Any, p2p: bool) -> int:
 
 
 def mark(number: int | None, state: State) -> None:
+    """Set the state of a call in the ring; nothing for None."""
     recorder = current_recorder()
     if number is None or recorder is None:
         return
@@ -240,13 +253,14 @@ def mark(number: int | None, state: State) -> None:
 
 
 def failed(number: int | None, error: BaseException) -> None:
+    """Record that a call raised; nothing for None."""
     mark(number, State.FAILED)
     if number is not None and (recorder := current_recorder()):
         call_hooks.call_failed.fire(recorder, (number, error))
 
 
 def _returned(number: int | None, result: Any) -> None:
-    """Synchronous calls are done; asynchronous ones have only been issued."""
+    """A call has returned: a synchronous one is done, an asynchronous one only issued."""
     recorder = current_recorder()
     if number is None or recorder is None:
         return
@@ -266,7 +280,8 @@ def _returned(number: int | None, result: Any) -> None:
 
 
 def _waited_for(work: Any) -> int | None:
-    """The number of the call whose end is waited for, where that is on record."""
+    """The number in the ring of the call that a `Work` belongs to; None if unknown, or inside of a
+    synchronous collective, which waits itself."""
     recorder = current_recorder()
     if recorder is None or _depth.inside:
         return None

@@ -1,4 +1,7 @@
-"""How much the objects hold that are gathered: an entry for each sample, or a few sums."""
+"""The size of objects that are gathered (`all_gather_object`): an entry per sample, or a few sums?
+
+Only gathered samples show that duplicates of a `DistributedSampler` reach a metric.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from ...events import ObjectsGathered
 from ..recording.recorder import Recorder
 
 VISITED = 4096
-"""Parts of one object that are looked at; what has more counts as endless."""
+"""Parts of one object that are counted; objects with more count as `ENDLESS`."""
 
 ENDLESS = 1 << 40
+"""Stands for a size that is not known."""
 
 _TABLES = (dict, OrderedDict, defaultdict, Counter)
 _ROWS = (list, set, frozenset, deque)
 
 _recorded: dict[int, int] = {}
-"""Entries on record by call site."""
+"""The size recorded last, by call site."""
 
 
 def install() -> None:
@@ -26,8 +30,10 @@ def install() -> None:
 
 
 def record_object(recorder: Recorder, place: int, value: Any) -> None:
-    """An object is gathered at a call site. Written where it holds more than those before; rounded
-    up, so that lengths that vary are written a few times only."""
+    """Record the size of an object that is gathered at a call site, if it exceeds those before.
+
+    Rounded up (to 2**n - 1), so that lengths that vary are recorded a few times only.
+    """
     found = entries(value)
     if place >= 0 and found > _recorded.get(place, -1):
         _recorded[place] = found = (1 << found.bit_length()) - 1
@@ -36,15 +42,15 @@ def record_object(recorder: Recorder, place: int, value: Any) -> None:
 
 
 def entries(value: Any) -> int:
-    """How many numbers and letters an object holds, one more for each container; `ENDLESS` where
-    that cannot be told."""
+    """How many numbers and characters an object holds, plus one for each container; `ENDLESS` if
+    that is not known."""
     total, left = 0, VISITED
     waiting = [value]
     while waiting:
         part = waiting.pop()
         left -= 1
         inner = _parts(part)
-        total += _plain(part) if inner is None else 1
+        total += _leaf_size(part) if inner is None else 1
         if len(inner or ()) + len(waiting) > left:
             return ENDLESS
         waiting += inner or ()
@@ -52,13 +58,13 @@ def entries(value: Any) -> int:
 
 
 def _parts(part: Any) -> Any:
-    """Those of a container, None for anything else."""
+    """The entries of a container, None for anything else."""
     if type(part) in _TABLES:
         return part.values()
     return part if type(part) in _ROWS or isinstance(part, tuple) else None
 
 
-def _plain(part: Any) -> int:
+def _leaf_size(part: Any) -> int:
     if part is None or isinstance(part, (bool, int, float, complex)):
         return 1
     if isinstance(part, (str, bytes, bytearray)):
@@ -66,5 +72,5 @@ def _plain(part: Any) -> int:
     try:
         size = part.numel if hasattr(part, "numel") else part.size  # a tensor, an array
         return int(size() if callable(size) else size)
-    except Exception:  # of the user's class
+    except Exception:  # raised by the user's class
         return ENDLESS

@@ -1,4 +1,4 @@
-"""Process groups: who creates them, when, with whom."""
+"""Process groups: records who creates them, when, with which ranks; and numbers them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ LOST = "process groups"
 
 
 class _Groups:
-    """Numbers of the groups of this process, by torch's name for them, and the others in them."""
+    """The groups of this process.
+
+    Attributes:
+        numbers: the doctor's number of each group, by torch's name.
+        others: global ranks of the other members, by number.
+        created: how many groups were created, also those that this rank is not in.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -39,19 +45,19 @@ _groups = _Groups()
 
 
 def number_of(group: Any) -> int:
-    """The doctor's number of a group; 0 is the default group (also for None), -1 unknown."""
+    """The doctor's number of a group; 0 for the default group (also for None), -1 if unknown."""
     if group is None:
         return 0
     return _groups.numbers.get(group_name(group), -1)
 
 
 def other_members(group: int) -> frozenset[int]:
-    """Global ranks of its other members, by its number; empty where they are not known."""
+    """Global ranks of the other members of a group, by its number; empty if unknown."""
     return _groups.others.get(group, frozenset())
 
 
 def exist() -> bool:
-    """Whether there is a default group."""
+    """Whether the default group exists."""
     return _groups.created > 0
 
 
@@ -67,7 +73,7 @@ def install() -> None:
 
 
 def holders() -> tuple[Any, ...]:
-    """The modules that have the functions under their names; meshes make groups of their own."""
+    """The modules that have copies of the functions that create groups; `device_mesh` is one."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
@@ -79,7 +85,10 @@ def holders() -> tuple[Any, ...]:
 
 
 def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
-    """Let `init_process_group` make this process a rank, before it can block."""
+    """Have `init_process_group` call `activate(rank, world_size, init_method)` before it can block.
+
+    Outside of `around`, whose hooks are not called before this process is a rank.
+    """
     import torch.distributed.distributed_c10d as c10d
 
     around(holders(), "init_process_group", before=_init_entered, after=_init_ready, lost=LOST)
@@ -103,7 +112,7 @@ def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
 
 
 def adopt(recorder: Recorder) -> None:
-    """Record the groups that were there before this process was watched."""
+    """Record the groups that were created before torch was wrapped."""
     import torch.distributed as dist
 
     if _groups.created or not dist.is_available() or not dist.is_initialized():
@@ -151,14 +160,14 @@ def _init_entered(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
                 name: recorder.sites.place(file, line, "")
                 for name, (file, line) in lines_that_set(own_files()).items()
             },
-            past=_past(recorder),
+            past=_early_exits(recorder),
         ),
         vital=True,
     )
 
 
-def _past(recorder: Recorder) -> tuple[int, ...]:
-    """The `if` by which a process could have left before it came to this line."""
+def _early_exits(recorder: Recorder) -> tuple[int, ...]:
+    """The sites of the `if`s before this line at which a process may have returned or exited."""
     found: list[int] = []
     frame = recorder.sites.user_frame(sys._getframe())
     for _ in range(CALLERS):
@@ -172,7 +181,7 @@ def _past(recorder: Recorder) -> tuple[int, ...]:
 
 
 def _rendezvous(given: dict[str, Any]) -> str:
-    """Where the ranks meet; two processes with the same text mean the same group."""
+    """The rendezvous of a group, as text that is equal for processes that mean the same one."""
     method = str(given["init_method"] or "env://")
     if (store := given.get("store")) is not None:
         return _place_of(store)
@@ -182,7 +191,7 @@ def _rendezvous(given: dict[str, Any]) -> str:
 
 
 def _place_of(store: Any) -> str:
-    """The file or the address behind a store; where it has none, it is this process's own."""
+    """The file or address behind a store; a text of its own for one that is in memory."""
     while (underlying := getattr(store, "underlying_store", None)) is not None:
         store = underlying
     if path := getattr(store, "path", ""):
@@ -205,7 +214,8 @@ def _init_ready(recorder: Recorder, _: Any, result: Any, error: BaseException | 
 
 
 def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The ranks that `new_group` was given; None for all, and for what can be read only once."""
+    """The ranks passed to `new_group`; None for all, and for an iterator, which must not be
+    consumed."""
     ranks = args[0] if args else kwargs.get("ranks")
     return None if ranks is None or isinstance(ranks, Iterator) else tuple(ranks)
 
@@ -261,8 +271,8 @@ def _emit_ready(
 
 
 def _backend(group: Any) -> str:
-    """The one for the accelerator, if there is any, where nobody chose: torch then takes one for
-    each kind of device and calls that `undefined`."""
+    """The backend of a group. If the program chose none, torch takes one per type of device and
+    calls that `undefined`: then the accelerator's, if there is one."""
     import torch.distributed as dist
 
     name = str(dist.get_backend(group))

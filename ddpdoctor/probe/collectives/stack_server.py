@@ -1,8 +1,8 @@
-"""Answers the monitor while the main thread stands still: where every thread is, and what torch's
-flight recorder says.
+"""Answers the monitor while the main thread hangs: writes the stacks of all threads, and what
+torch's flight recorder has.
 
-A thread waits in `recv` of an abstract datagram socket: no file is left behind, nothing is held at
-exit, and a forked child has no such thread. It touches torch only when it is asked.
+A thread waits in `recv` of an abstract datagram socket: that leaves no file behind, does not delay
+the exit, and does not exist in a forked child. It touches torch only when asked.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import flight_recorder
 
 KEPT = 64
+"""Latest collectives of each group that are recorded from the flight recorder."""
 
 
 def listen(recorder: Recorder, ring: RingWriter) -> None:
-    """Start answering; where that is impossible, hangs are judged without the flight recorder."""
+    """Start the thread; if that fails, hangs are diagnosed without the flight recorder."""
     try:
         nonce = int.from_bytes(os.urandom(7), "little")
         address = ask_address(os.getpid(), nonce)
@@ -36,7 +37,7 @@ def listen(recorder: Recorder, ring: RingWriter) -> None:
 
 
 class _QuestionSocket:
-    """The socket, which the program may close or replace like any descriptor."""
+    """The socket. The program may close it, or reuse its number, like any descriptor's."""
 
     def __init__(self, address: str) -> None:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -45,7 +46,7 @@ class _QuestionSocket:
         self._socket.bind(address)
 
     def receive(self) -> bool:
-        """Wait for a question; False where the socket is the program's by now."""
+        """Wait for a question; False if the descriptor is not our socket any more."""
         if not self._held.ours():
             self._socket.detach()
             return False
@@ -70,12 +71,12 @@ def _serve(questions: _QuestionSocket, address: str, pid: int) -> None:
         except Exception as error:
             recorder.trouble("stacks", error, "where threads are in a hang")
         try:
-            _emit(recorder)
+            _emit_flight_log(recorder)
         except Exception as error:
             recorder.trouble("flight-recorder", error, "what DDP communicated in a hang")
 
 
-def _emit(recorder: Recorder) -> None:
+def _emit_flight_log(recorder: Recorder) -> None:
     text = flight_recorder()
     if text is None:
         return

@@ -1,5 +1,5 @@
-"""Where this rank stands in each of its process groups: enough to tell whether two ranks have met
-between two moments, without a clock and without a word between them."""
+"""How many collectives this rank has issued in each group: enough to tell whether two ranks have
+synchronised between two moments, without comparing clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ DEFAULT = "default"
 
 
 class _SyncPoints:
-    """Marks of groups that are gone stay, so that a rank that has left them is not forgotten."""
+    """Counts by group.
+
+    Attributes:
+        marks: the last count of each group; those of destroyed groups stay.
+        generation: how often the default group was destroyed: names of groups are used again.
+        stored_at: when a wait for a key of a store last returned.
+    """
 
     def __init__(self) -> None:
         self.marks: dict[str, int] = {}
@@ -33,12 +39,12 @@ def install() -> None:
 
     _sync_points.__init__()  # type: ignore[misc]
     around((c10d, dist), "destroy_process_group", before=_leaving, lost=LOST)
-    for name in ("wait", "get", "multi_get"):  # they wait for somebody to set the key
+    for name in ("wait", "get", "multi_get"):  # these block until a rank has set the key
         around(dist.Store, name, after=_stored, lost=LOST)  # type: ignore[attr-defined]
 
 
 def stored_at() -> float:
-    """When this process last came back from waiting for a key of a store, 0 for never."""
+    """When this process last returned from waiting for a key of a store; 0 for never."""
     return _sync_points.stored_at
 
 
@@ -48,7 +54,7 @@ def _stored(recorder: Recorder, token: Any, result: Any, error: BaseException | 
 
 
 def marks() -> dict[str, int]:
-    """Collectives issued so far, by group."""
+    """Collectives issued so far, by group: `<generation>.<name>`."""
     for name, group in torch_compat.live_groups():
         number = torch_compat.sequence_number(group)
         if number >= 0:

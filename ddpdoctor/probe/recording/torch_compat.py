@@ -59,7 +59,7 @@ def fully_sharded(module: Any) -> bool:
 
 
 def sharding_mesh(module: Any) -> Any:
-    """Count of collectives (and point-to-point calls) issued on a group so far; -1 if unknown."""
+    """The mesh over which `fully_shard` shards a module's own parameters; None without any."""
     try:
         return _shard_groups(module)[0].mesh_info.mesh
     except (AttributeError, IndexError):

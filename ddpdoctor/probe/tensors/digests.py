@@ -1,7 +1,8 @@
-"""Numbers that are equal where tensors are, bit for bit, and sketches of how far apart they are.
+"""Digests: numbers of 32 bits that are equal if tensors are equal bit by bit; and sketches, which
+tell how far apart two tensors are.
 
-The digest is the wrap-around sum of the tensor's memory, read as integers, and scattered to 32
-bits. Integer sums do not depend on threads or order; any single flipped bit changes them.
+A digest is the wrap-around sum of the tensor's memory, read as 64-bit integers, scattered to 32
+bits. Integer sums do not depend on threads or order, and any single flipped bit changes them.
 """
 
 from __future__ import annotations
@@ -13,37 +14,42 @@ from typing import Any
 from ..recording.torch_compat import shard
 
 ABSENT = 0
-"""Stands for "no tensor", or one that cannot be digested."""
+"""The digest of None, and of tensors that cannot be digested."""
 
 SAMPLED = 4
-"""Values per tensor that tell by what it was multiplied."""
+"""Values read per tensor, to find the factor that it was multiplied by: one would do, but it may be
+zero."""
 
 BINS = 64
+"""Numbers in a sketch: few, and yet the distance of two tensors is off by only some ten per
+cent."""
 ROWS = 1021
+"""Rows of random signs, then reused: a prime, as no tensor's shape has that period."""
 _SCATTER = 0x9E3779B97F4A7C15
+"""Fibonacci hashing: 2**64 / golden ratio, whose product spreads small differences over all bits."""
 
 
 class Unsuited(Exception):
-    """A tensor that cannot be digested; the message says why."""
+    """Raised for a tensor that cannot be digested; the message says why."""
 
 
 def scattered(total: int) -> int:
-    """32 bits, signed, of a 64-bit sum; never `ABSENT`."""
+    """A signed 32-bit hash of a 64-bit sum; never `ABSENT`."""
     word = (total * _SCATTER & 0xFFFFFFFFFFFFFFFF) >> 32
     return (word - (1 << 32) if word >> 31 else word) or 1
 
 
 ZERO = scattered(0)
-"""Of a tensor of zeros."""
+"""The digest of a tensor of zeros."""
 
 
 def word_sum(tensor: Any) -> Any:
-    """The sum of a tensor's memory as a tensor of one integer on the same device.
+    """The sum of a tensor's memory, as an int64 tensor without dimensions on the same device.
 
-    Call it under `torch.inference_mode()`: the views that it takes are then the cheapest.
+    Call it under `torch.inference_mode()`, where views cost least, and after `check_suited`.
 
     Raises:
-        Unsuited: sparse, quantised or distributed tensors, tensors without memory.
+        Unsuited: the tensor is empty, or its elements are of an unusual size.
     """
     import torch
 
@@ -53,7 +59,7 @@ def word_sum(tensor: Any) -> Any:
     if tensor.dim() and tensor.shape[-1] * width % 8 == 0:
         try:
             return tensor.view(torch.int64).sum()
-        except RuntimeError:  # not contiguous, or not aligned
+        except RuntimeError:  # the last dimension is not contiguous, or not aligned to 8 bytes
             pass
     as_integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(width)
     if as_integer is None and width in (8, 16):
@@ -62,6 +68,7 @@ def word_sum(tensor: Any) -> Any:
         raise Unsuited(f"its elements have {width} bytes")
     flat = _flat(tensor)
     per_word = 8 // width
+    # Eight bytes at a time, except for small tensors, where three more operations cost more.
     if flat.numel() < 4096 or flat.storage_offset() % per_word or not flat.is_contiguous():
         return flat.view(as_integer).sum(dtype=torch.int64)
     whole = flat.numel() // per_word * per_word
@@ -72,7 +79,8 @@ def word_sum(tensor: Any) -> Any:
 
 
 def _flat(tensor: Any) -> Any:
-    """One dimension over the same memory: the order does not matter to a sum."""
+    """A one-dimensional view of a tensor's memory, in any order, as a sum needs none; the tensor
+    itself if its memory has gaps."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
@@ -81,10 +89,10 @@ def _flat(tensor: Any) -> Any:
 
 
 def check_suited(tensor: Any) -> None:
-    """Say why a tensor is no ordinary one.
+    """Raise if a tensor is no plain dense tensor on the CPU or a CUDA device.
 
     Raises:
-        Unsuited
+        Unsuited: with the reason.
     """
     import torch
 
@@ -98,29 +106,30 @@ def check_suited(tensor: Any) -> None:
     if tensor.is_complex() and tensor.is_conj():
         raise Unsuited("it is a conjugated view")
     if memory_freed(tensor):
-        raise Unsuited("its memory was given back")
+        raise Unsuited("its memory was given back")  # `fully_shard` does so between uses
 
 
 def memory_freed(tensor: Any) -> bool:
-    """Whether a tensor's memory is gone, as `fully_shard` frees it between its uses."""
+    """Whether a tensor's storage is smaller than the tensor: `fully_shard` frees it between uses.
+    Reading it would be a segmentation fault."""
     if not hasattr(tensor, "untyped_storage"):
         return False
     try:
         held = tensor.untyped_storage().nbytes()
-    except RuntimeError:  # none of its own
+    except RuntimeError:  # it has no storage of its own
         return True
     return held < tensor.nbytes and held < _reach(tensor)
 
 
 def _reach(tensor: Any) -> int:
-    """Bytes from the begin of its storage to the end of its last element."""
+    """Bytes from the begin of a tensor's storage to the end of its last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
     return int((last + 1) * tensor.element_size()) if tensor.numel() else 0
 
 
 def readable(tensor: Any) -> bool:
-    """Whether it is a plain tensor on the CPU whose memory can be read."""
+    """Whether a tensor is a plain dense one on the CPU whose memory can be read."""
     if not tensor.is_cpu:
         return False
     try:
@@ -131,7 +140,8 @@ def readable(tensor: Any) -> bool:
 
 
 def sums(tensors: Iterable[Any]) -> tuple[list[Any], list[str]]:
-    """`word_sum` of each tensor, None for None and for unsuited ones; and why those are."""
+    """`word_sum` of each tensor, None for None and for unsuited tensors; and the distinct reasons
+    why tensors were unsuited."""
     import torch
 
     found: list[Any] = []
@@ -151,25 +161,27 @@ def sums(tensors: Iterable[Any]) -> tuple[list[Any], list[str]]:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being recorded: nothing may be read meanwhile."""
+    """Whether a CUDA graph is being captured: nothing may be read from the device meanwhile."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def numbers(totals: Sequence[Any]) -> list[int]:
-    """Digests from sums whose values are on this machine's side (no device is waited for)."""
+    """Digests from `word_sum`s on the CPU (or plain integers); `ABSENT` for None."""
     return [ABSENT if t is None else scattered(int(t)) for t in totals]
 
 
 def digests(tensors: Iterable[Any]) -> list[int]:
-    """Digests of tensors on the CPU, at once. `ABSENT` for None, unsuited and CUDA tensors."""
+    """Digests of tensors on the CPU. `ABSENT` for None, for unsuited tensors, and for those on a
+    device."""
     on_cpu = (t if t is not None and t.is_cpu else None for t in tensors)
     return numbers(sums(on_cpu)[0])
 
 
 def some_values(tensors: list[Any]) -> list[float]:
-    """A few values of each floating tensor on the CPU."""
+    """Up to `SAMPLED` values, evenly spread, of each contiguous floating-point tensor on the CPU,
+    in one list; nothing for others."""
     import torch
 
     values: list[float] = []
@@ -184,8 +196,10 @@ def some_values(tensors: list[Any]) -> list[float]:
 
 
 class Sketcher:
-    """Projects tensors onto the same random signs in every rank. Draws from no generator but its
-    own."""
+    """Projects tensors onto random signs, the same in every rank (AMS sketch).
+
+    The signs come from a generator of its own, not from the global one.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -195,7 +209,8 @@ class Sketcher:
         self._signs = (drawn * 2 - 1).to(torch.float32)
 
     def sketch(self, tensors: Iterable[Any]) -> tuple[float, list[float]]:
-        """The norm of all tensors on the CPU together, and their projection."""
+        """The norm of all tensors on the CPU taken as one vector, and its projection: `BINS`
+        numbers."""
         import torch
 
         bins = torch.zeros(BINS, dtype=torch.float64)
@@ -206,7 +221,7 @@ class Sketcher:
                     continue
                 try:
                     check_suited(tensor)
-                except Unsuited:  # `sums` has said so
+                except Unsuited:  # `sums` has reported it
                     continue
                 flat = _flat(tensor).reshape(-1).to(torch.float32)
                 square += float(torch.dot(flat, flat))
@@ -222,14 +237,14 @@ class Sketcher:
         if flat.numel() % BINS:
             signed = torch.nn.functional.pad(signed, (0, -flat.numel() % BINS))
         sums = signed.view(-1, BINS).sum(0, dtype=torch.float64)
-        # The blocks share their signs: turn each by its own angle, or equal changes would add up.
+        # All blocks share their signs: rotate and flip each, or equal changes would add up.
         sign = 1 if block * 0x9E3779B1 >> 7 & 1 else -1
         return sums.roll(block * 29 % BINS) * sign
 
 
 def finite(tensor: Any) -> bool:
-    """Whether all of a tensor is finite, or of this rank's shard of it; true for what is no
-    floating-point tensor on the CPU, or cannot be read."""
+    """Whether all elements of a tensor (of this rank's shard, for a DTensor) are finite. True for
+    what is no floating-point or complex tensor on the CPU, or cannot be read."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -241,7 +256,7 @@ def finite(tensor: Any) -> bool:
             return True
         if floating and plain.numel() == 1:
             return math.isfinite(plain.item())
-        # A sum is half the work; one that overflows is looked at again.
+        # A sum takes half the time of `isfinite`; if it overflows, the elements decide.
         if floating and math.isfinite(plain.sum().item()):
             return True
         return bool(torch.isfinite(plain).all().item())

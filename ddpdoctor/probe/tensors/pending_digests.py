@@ -1,4 +1,5 @@
-"""Digests that wait: for the device they are on, and to be written with others of their kind."""
+"""Digests that are not recorded yet: they are on their way from a device, or are collected to be
+written together."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from .digests import numbers
 
 ROWS_AT_MOST = 64
 SECONDS_AT_MOST = 1.0
+"""Rows per event, and how long a row may wait: what waits is lost if the process is killed."""
 
 
 @dataclass
 class Row:
-    """One kind at one moment; see `Digests`."""
+    """Digests of one kind at one moment; the fields are those of the event `Digests`."""
 
     key: int
     stride: int
@@ -23,7 +25,7 @@ class Row:
 
 
 class Rows:
-    """Digests of one kind that wait to be written together."""
+    """Rows of one kind that are collected to be written together."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -35,12 +37,17 @@ class Rows:
         self.rows.append(row)
 
     def due(self) -> bool:
+        """Whether the rows should be written now."""
         late = time.monotonic() - self.since > SECONDS_AT_MOST
         return len(self.rows) >= ROWS_AT_MOST or (bool(self.rows) and late)
 
 
 class Waiting:
-    """Sums that may still be on their way from a device: nothing waits for it to finish."""
+    """Digests whose sums may still be on their way from a device, copied without waiting for it.
+
+    Attributes:
+        values: the digests, once `ready` has returned True.
+    """
 
     def __init__(self, totals: list[Any]) -> None:
         self._event: Any = None
@@ -64,6 +71,7 @@ class Waiting:
         self._event.record(torch.cuda.current_stream(device))
 
     def ready(self, *, wait: bool = False) -> bool:
+        """Whether the digests have arrived; with `wait`, block until they have."""
         if self._event is not None:
             if wait:
                 self._event.synchronize()

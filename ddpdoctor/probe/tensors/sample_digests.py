@@ -1,7 +1,7 @@
-"""Digests of the content of batches and inputs, read from host memory without a torch operation.
+"""Digests of the content of batches and model inputs: whether ranks train on the same samples.
 
-A few bytes of each sample are enough to tell one from another. Tensors on a device, of an unusual
-kind or laid out in an unusual way are left alone.
+Some bytes of each sample are read from host memory, without torch operations. Tensors on a device,
+of an unusual type or layout are skipped.
 """
 
 from __future__ import annotations
@@ -20,36 +20,44 @@ from ...events.pack import pack
 from ..recording.recorder import Recorder
 
 PARTS = 3
-"""Parts of a batch (input, label, mask, ...) that are looked at."""
+"""Parts of a batch (input, label, mask, ...) that are digested."""
 
 SAMPLES = 256
-"""Samples to fingerprint per epoch, about."""
+"""Samples digested per epoch, about."""
 
 BATCHES = 256
-"""Batches of an epoch that may be fingerprinted."""
+"""The first batches of an epoch, of which samples are digested."""
 
 PER_BATCH = 32
-"""Samples of one batch of an iterable data set; so that every worker's batches are among them."""
+"""Samples digested per batch of an iterable data set: so few that the batches of every worker are
+among the first `SAMPLES`."""
 
 ROWS = 4096
-"""Rows of the batches that a stream makes itself, per epoch; more are not looked at."""
+"""Rows digested per epoch, of batches that an iterable data set makes itself."""
 
 WINDOW = 64
 WINDOWS = 4
+"""A sample is digested by `WINDOWS` pieces of `WINDOW` bytes, evenly spread: a cache line each."""
 PADDED = 512
-"""Bytes of a row of whole numbers (tokens, say) that are looked at."""
+"""Bytes digested of a row of integers: these are tokens, and their padding must be found."""
 
 PIECES = 32
-"""Of a tensor that is a slice of another one's columns, or transposed."""
+"""Contiguous pieces digested of a tensor that is not contiguous as a whole."""
 
 DEEPEST = 3
+"""Levels of nested containers in a batch that are searched for tensors."""
 
 LEAVES = 4096
-"""Parts of a model's inputs that are counted; where there are more, their size is not told."""
+"""Parts of a model's inputs that are counted; if there are more, their size counts as unknown."""
 
 
 class Fingerprints:
-    """Content digests of some samples of one epoch."""
+    """Digests of some samples of one epoch of a loader.
+
+    Args:
+        length: samples in an epoch, -1 if unknown.
+        iterable: the data set is iterable: samples have no indices.
+    """
 
     def __init__(self, length: int, batch_size: int | None, iterable: bool) -> None:
         population = min(length, BATCHES * max(1, batch_size or 1)) if length > 0 else SAMPLES
@@ -63,7 +71,12 @@ class Fingerprints:
         self.taken = 0
 
     def take(self, number: int, given: Any, batch: Any) -> bool:
-        """Look at a delivered batch; False once enough were looked at."""
+        """Digest samples of a delivered batch; False once the epoch's samples are complete.
+
+        Args:
+            number: of the batch in the epoch.
+            given: the indices that the sampler yielded: a list, or one if batching is off.
+        """
         from ..recording.index_sample import kept, key
 
         if not isinstance(given, list):  # no automatic batching: one entry, whatever it holds
@@ -98,10 +111,10 @@ class Fingerprints:
     def _add_rows(self, number: int, batch: Any) -> None:
         size = first_dimension(batch) or 0
         self.rows_left -= max(1, size)
-        sizes = [(n, p) for p in leaves(batch, size) if (n := _bytes(p))] if size else []
+        sizes = [(n, p) for p in leaves(batch, size) if (n := _host_bytes(p))] if size else []
         if self.rows_left >= 0 and sizes:
             _, part = max(sizes, key=lambda s: s[0])
-            self.rows.extend(_of_rows(part, size))
+            self.rows.extend(_digest_rows(part, size))
             self.rows_from.extend([number] * size)
 
     def write(self, recorder: Recorder, loader: int, epoch: int) -> None:
@@ -130,8 +143,8 @@ class Fingerprints:
             del column[:]
 
 
-def _bytes(part: Any) -> int:
-    """Of a plain tensor in host memory; 0 of all else."""
+def _host_bytes(part: Any) -> int:
+    """The size of a plain tensor in host memory; 0 for anything else."""
     import torch
 
     plain = type(part) is torch.Tensor and part.is_cpu and part.layout is torch.strided
@@ -139,13 +152,13 @@ def _bytes(part: Any) -> int:
 
 
 def first_dimension(batch: Any) -> int | None:
-    """Of the first tensor in a batch, None where there is none."""
+    """The size of the first dimension of the first tensor in a batch; None if it has no tensor."""
     first = _first_tensor(batch)
     return None if first is None else int(first.shape[0])
 
 
 def begins(batch: Any) -> int:
-    """The row at which the first tensor begins in the one that it is a slice of."""
+    """The row at which the first tensor of a batch begins within its storage: not 0 for a slice."""
     import torch
 
     first = _first_tensor(batch)
@@ -161,7 +174,8 @@ def _first_tensor(batch: Any) -> Any:
 
 
 def samples(inputs: tuple[Any, ...]) -> int:
-    """How many a model is given: what a list of samples holds, or the first tensor's rows."""
+    """How many samples a model's inputs hold: the length of a list of dictionaries, or the rows of
+    the first tensor; 0 if there is no tensor."""
     first = inputs[0] if inputs else None
     if isinstance(first, (list, tuple)) and first and isinstance(first[0], Mapping):
         return len(first)
@@ -169,23 +183,27 @@ def samples(inputs: tuple[Any, ...]) -> int:
 
 
 def size_of(inputs: tuple[Any, ...], without: Collection[Any] = ()) -> int:
-    """How many numbers there are in all tensors and arrays, but those in some memory; 0 where there
-    are too many parts."""
+    """How many elements all tensors and arrays in a model's inputs have; 0 if there are too many.
+
+    Args:
+        without: tensors in this `memory` do not count.
+    """
     parts = list(itertools.islice(_walk(inputs, None, 0, LEAVES), LEAVES))
     kept = [p for p in parts if memory(p) not in without] if without else parts
     return sum(map(_size, kept)) if len(parts) < LEAVES else 0
 
 
 def memory(leaf: Any) -> Any:
-    """What stands for a tensor's memory, also when that is freed; None for anything else."""
+    """A key for a tensor's storage, which is not reused when that is freed; None for anything but a
+    plain tensor in host memory."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    plain = _bytes(leaf) > 0
+    plain = _host_bytes(leaf) > 0
     return StorageWeakRef(leaf.untyped_storage()) if plain else None
 
 
 def memories(value: Any) -> set[Any]:
-    """Of all tensors in a model's inputs or output."""
+    """`memory` of all tensors in a model's inputs or output."""
     return {found for leaf in _walk(value, None, 0) if (found := memory(leaf)) is not None}
 
 
@@ -195,8 +213,12 @@ def _size(leaf: Any) -> int:
 
 
 def leaves(batch: Any, size: int | None, without: Collection[Any] = ()) -> Iterator[Any]:
-    """The first parts of a batch that hold one entry per sample (any part where `size` is None),
-    but those in some memory."""
+    """The first `PARTS` tensors, arrays or lists in a batch.
+
+    Args:
+        size: only those with so many entries, one per sample; None for any.
+        without: not those in this `memory`.
+    """
     parts = _walk(batch, size, 0)
     if without:
         parts = (part for part in parts if memory(part) not in without)
@@ -228,7 +250,8 @@ def _walk(value: Any, size: int | None, depth: int, widest: int = 4 * PARTS) -> 
 
 
 def _is_column(values: Any, size: int | None) -> bool:
-    """A list with one entry per sample, rather than the parts of a batch of that many samples."""
+    """Whether a list has one entry per sample; else it has the parts of a batch, and by chance as
+    many as there are samples."""
     first = values[0]
     if isinstance(first, (str, bytes, int, float)):
         return True
@@ -239,15 +262,16 @@ def _is_column(values: Any, size: int | None) -> bool:
 
 
 def digest(part: Any, row: int | None) -> tuple[int, int]:
-    """Of a sample's entry: its first bytes, and some from all over it. 0 where out of reach."""
+    """Two digests of a sample's entry in a part of a batch (of the whole part if `row` is None): of
+    its first bytes, and of pieces of all of it. 0 if it cannot be read."""
     import torch
 
     if type(part) in (torch.Tensor, torch.nn.Parameter):
         width = part.element_size() if part.dtype in (torch.int64, torch.int32) else 0
-        address, size = _place(part, row)
+        address, size = _address_of(part, row)
         if not size and row is None:
-            return _of_pieces(part)
-        return _of_memory(address, size, width)
+            return _digest_pieces(part)
+        return _digest_memory(address, size, width)
     if isinstance(part, (list, tuple)):
         entry = part[row] if row is not None and row < len(part) else part
         while isinstance(entry, (dict, list, tuple)) and entry:
@@ -268,20 +292,20 @@ def digest(part: Any, row: int | None) -> tuple[int, int]:
 
 
 def holds_objects(part: Any) -> bool:
-    """Whether it is an array of numpy's whose bytes are addresses."""
+    """Whether a numpy array has dtype object: its bytes are addresses, which differ per process."""
     return bool(getattr(getattr(part, "dtype", None), "hasobject", False))
 
 
-def _of_rows(tensor: Any, count: int) -> list[int]:
-    """Of each row of a plain tensor; 0 where out of reach. Its place is only asked for once."""
+def _digest_rows(tensor: Any, count: int) -> list[int]:
+    """A digest of each of the first `count` rows of a plain tensor; zeros if it cannot be read."""
     import torch
 
-    address, size = _place(tensor, 0)
+    address, size = _address_of(tensor, 0)
     padded = tensor.element_size() if tensor.dtype in (torch.int64, torch.int32) else 0
-    if not size or not _place(tensor, count - 1)[1]:
+    if not size or not _address_of(tensor, count - 1)[1]:
         return [0] * count
     if padded:
-        return [_of_memory(address + n * size, size, padded)[1] for n in range(count)]
+        return [_digest_memory(address + n * size, size, padded)[1] for n in range(count)]
     held = memoryview((ctypes.c_char * (count * size)).from_address(address))
     short = size <= WINDOW * WINDOWS
     width = size if short else WINDOW
@@ -295,8 +319,9 @@ def _of_rows(tensor: Any, count: int) -> list[int]:
     return found
 
 
-def _place(tensor: Any, row: int | None) -> tuple[int, int]:
-    """Address and size of a tensor's bytes, or of one row of it; size 0 where out of reach."""
+def _address_of(tensor: Any, row: int | None) -> tuple[int, int]:
+    """Address and size in bytes of a tensor, or of one row of it; (0, 0) if it cannot be read as
+    one piece."""
     import torch
 
     count = tensor.numel()
@@ -316,8 +341,8 @@ def _place(tensor: Any, row: int | None) -> tuple[int, int]:
     return address + start * width, count * width
 
 
-def _of_pieces(tensor: Any) -> tuple[int, int]:
-    """Of a whole tensor that is not dense: the beginnings of some of the pieces that are."""
+def _digest_pieces(tensor: Any) -> tuple[int, int]:
+    """Two digests of a tensor that is not contiguous, by the begins of contiguous pieces."""
     import torch
 
     if not tensor.numel() or not tensor.is_cpu or tensor.layout is not torch.strided:
@@ -342,8 +367,13 @@ def _of_pieces(tensor: Any) -> tuple[int, int]:
     return head, body
 
 
-def _of_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
-    """`padded`: bytes of an entry, where equal ones at the end may only fill up the batch."""
+def _digest_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
+    """Two digests of bytes in memory: of the first ones, and of pieces of all of them.
+
+    Args:
+        padded: bytes of an element; then equal elements at the end, which may be padding to the
+            longest sample of the batch, do not count.
+    """
     if not size:
         return 0, 0
     if padded:
@@ -364,8 +394,12 @@ def _of_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
 
 
 def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:
-    """A digest of the first of the inputs that do not lie in memory of the model's `own`, 0 where
-    one is out of reach; and how many numbers all of them hold."""
+    """A digest of the first inputs of a model, 0 if one cannot be read; and how many elements all
+    inputs have.
+
+    Args:
+        own: inputs in this `memory` do not count: they are outputs of the model itself.
+    """
     total = 0
     for leaf in leaves(inputs, None, without=own):
         head, body = digest(leaf, None)
