@@ -153,6 +153,15 @@ def test_a_check_has_a_sample_a_clean_twin_and_a_test(path: Path) -> None:
     assert (ROOT / "tests" / family / f"test_{stem}.py").exists()
 
 
+def test_nothing_is_decided_by_a_name_that_is_written_twice() -> None:
+    """Evidence that another check reads has a constant for a name: one that is renamed on one side
+    only would disarm the other."""
+    reads = re.compile(r"""evidence(\.get\(|\[)["'](?!.*\] = )""")
+    for path in [*CHECKS.rglob("*.py"), *(PACKAGE / "analysis").rglob("*.py")]:
+        assert not [n for n, line in enumerate(path.open(), 1) if reads.search(line)
+                    and not line.rstrip().endswith("= [")], name_of(path)  # fmt: skip
+
+
 def test_codes_and_names_are_unique() -> None:
     checks = all_checks()
     assert len({c.code for c in checks}) == len({c.name for c in checks}) == len(checks)

@@ -19,6 +19,7 @@ from ddpdoctor.analysis.data.phrases import (
 from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import ExceptionPassed, OptimizerSeen
 from ddpdoctor.events.amp import told_at
+from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
@@ -116,7 +117,7 @@ class UnevenBatches(Check):
         )
         if other.check == "first-failure":
             # Any other failure has its own cause.
-            return any(text in str(other.evidence.get("message")) for text in LOST)
+            return any(text in str(other.evidence.get(MESSAGE)) for text in LOST)
         return late and other.check in follows
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from ddpdoctor.analysis.replicas.replicas import (
     replicas,
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
+from ddpdoctor.report.evidence_names import FINITE_ON
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Run, ranks_do, some
 
@@ -120,7 +121,7 @@ def _brought(mine: Finding, other: Finding) -> bool:
     return (
         within
         and same
-        and bool(other.evidence.get("finite on"))
+        and bool(other.evidence.get(FINITE_ON))
         and bool({*other.subjects} & {*mine.subjects})
     )
 

@@ -32,6 +32,7 @@ from ddpdoctor.events import (
     RankExiting,
     SpawnFailed,
 )
+from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run, fold_ranks, ranks_text, shorten
 
@@ -163,7 +164,7 @@ class FirstFailure(Check):
             else _fix(run, first, ranks, same_text=_other_text(same) is None),
             fix_kind=FixKind.CHECK,
             evidence={
-                "message": message[:2000],
+                MESSAGE: message[:2000],
                 **({"written_by_another_rank": missing.path} if missing else {}),
                 **_traceback(first),
                 **_aftermath(first.at, others),
@@ -187,7 +188,7 @@ class FirstFailure(Check):
             + "; no rank was seen to fail on its own",
             fix="look at the ranks not named here, and at the network between them",
             fix_kind=FixKind.CHECK,
-            evidence={"message": message[:2000]},
+            evidence={MESSAGE: message[:2000]},
             at=first.at,
         )
 
@@ -246,7 +247,7 @@ class FirstFailure(Check):
             f"processes: the ends of {late} follow from it",
             fix="read the exception",
             fix_kind=FixKind.CHECK,
-            evidence={"message": raised.message[:2000], **_aftermath(raised.wall, followers)},
+            evidence={MESSAGE: raised.message[:2000], **_aftermath(raised.wall, followers)},
             at=raised.wall,
         )
 

@@ -42,6 +42,7 @@ from ddpdoctor.analysis.waiting.failures import (
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import gone, unanswered, victims, waiting_for
 from ddpdoctor.events import CallSite, RankExiting, Statement
+from ddpdoctor.report.evidence_names import STEPS_TAKEN
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text, shorten
 
@@ -197,7 +198,7 @@ class RankExitedEarly(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "left": fold_ranks(ranks),
-                "steps": {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)},
+                STEPS_TAKEN: {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)},
                 **({} if since is None else {UNEVEN_SINCE: since}),
                 **(loop.evidence if loop else {}),
                 **(victims(now, waiting) if first.made else {"waiting_in": call}),
@@ -208,7 +209,7 @@ class RankExitedEarly(Check):
 
 def _left_of(mine: Finding) -> set[int]:
     """The ranks that left: they are not at fault where others entered a branch alone."""
-    steps = mine.evidence.get("steps")
+    steps = mine.evidence.get(STEPS_TAKEN)
     if mine.rule != "entered-alone" or not isinstance(steps, dict):
         return {*mine.ranks}
     return {int(rank) for rank in steps} - {*mine.ranks}

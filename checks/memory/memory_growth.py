@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.process.memory_samples import MIB, human, medians
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
+from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, ranks_do, whom
 
@@ -154,7 +155,9 @@ class MemoryGrowth(Check):
         if other.check == "rank-died":  # the kernel kills with SIGKILL where memory runs out
             killed = other.rule == "killed-outside" and "SIGKILL" in other.subjects
             return killed or other.rule in ("out-of-memory", "unknown-end")
-        message = str(other.evidence.get("message", "")) if other.check == "first-failure" else ""
+        if other.check != "first-failure":
+            return False
+        message = str(other.evidence.get(MESSAGE, ""))
         return "memory" in message.lower()  # torch's own text, as in `CUDA out of memory`
 
     def _report(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:

@@ -18,6 +18,7 @@ from ddpdoctor.analysis.process.shared_files import (
     writes,
 )
 from ddpdoctor.events import FileRead, FileWritten
+from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run, counted, fold_ranks, listed, ranks_do, ranks_text, shorten
 
@@ -107,7 +108,7 @@ class CheckpointRace(Check):
     def explains(self, mine: Finding, other: Finding) -> bool:
         if other.check == "checkpoint-before-sync":
             return bool(set(mine.subjects) & set(other.subjects))
-        message = str(other.evidence.get("message", ""))
+        message = str(other.evidence.get(MESSAGE, ""))
         # Texts of torch and pickle about a corrupt file.
         torn = ("PytorchStreamReader", "EOFError", "invalid load key", "Ran out of input")
         if other.check != "first-failure":

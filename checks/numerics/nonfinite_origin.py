@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.events import NonFinite, ScalerStep, Sketch, Wrapped
+from ddpdoctor.report.evidence_names import FINITE_ON
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, listed, plural, whom
 
@@ -135,7 +136,7 @@ class NonfiniteOrigin(Check):
                 "rows of the batch": list(event.rows),
                 "backwards without a step": event.skipped or "",
                 "brought by a gradient of step": step if _brought(event) else "",
-                "finite on": [
+                FINITE_ON: [
                     r.rank for r in run.training_ranks() if _brought(event) and r not in firsts
                 ],
                 **({"largest parameter": event.largest} if exploded else {}),

@@ -94,8 +94,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         location: the user's line; `label` says what is wrong there, in a few words.
         summary: one sentence with the numbers, present tense; stands alone.
         fix: an action, as code where it can be; `fix_kind` says how it may be applied.
-        evidence: the figures that prove it; printed, and never read by the code.
-        facts: what other checks may ask of it (`explains`), by names of the code; never printed.
+        evidence: the figures that prove it. An entry that another check reads (`explains`) has a
+            typed value and a name that is a constant of the code.
         rule: which rule of the check decided, in kebab-case; a name for life, the check's own where
             it has one rule only.
         deadlocked: no rank concerned can ever go on. Where it is proven, a run is stopped for it.
@@ -120,7 +120,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     related: tuple[Related, ...] = ()
     fix_kind: FixKind = FixKind.CHECK
     evidence: Evidence = {}
-    facts: Mapping[str, object] = {}
     rule: str = ""
     deadlocked: bool = False
     consequences: tuple[Consequence, ...] = ()

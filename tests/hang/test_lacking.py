@@ -122,6 +122,6 @@ def test_a_rank_that_leaves_so(lead: int, follows: bool) -> None:
     (mine,) = check.examine(drift_run({0: [pattern(0)], 1: local(3, 3)}, count=COUNT))
     left = RankExitedEarly().finding(
         ranks=(1,), subjects=("DDP backward",), summary="", cause="", fix="",
-        evidence={"steps": {"1": COUNT, "0": COUNT - lead}}, deadlocked=True,
+        evidence={"steps_taken": {"1": COUNT, "0": COUNT - lead}}, deadlocked=True,
     )  # fmt: skip
     assert check.explains(mine, left) is follows

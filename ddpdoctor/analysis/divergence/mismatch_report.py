@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...report.evidence_names import STEPS_TAKEN
 from ...report.findings import Evidence, Finding, Related
 from ...run import Location, Run, fold_ranks, ranks_do, ranks_text
 from ...run.phrases import listed, some
@@ -202,7 +203,7 @@ def _progress(run: Run, divergence: CallDivergence) -> Evidence:
     steps = {r: run.ranks[r].steps for r in divergence.calls}
     if len(set(steps.values())) < 2:
         return {}
-    return {"steps_taken": {str(r): n for r, n in steps.items()}}
+    return {STEPS_TAKEN: {str(r): n for r, n in steps.items()}}
 
 
 def standstill(run: Run, mismatch: Mismatch) -> Standstill:

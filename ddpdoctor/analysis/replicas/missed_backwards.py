@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ...report.evidence_names import STEPS_TAKEN
 from ...report.findings import Finding
 from .gradient_patterns import Span, patterns
 from .replica import Member
@@ -67,12 +68,10 @@ def puts_ahead(mine: Finding, other: Finding) -> bool:
 def _sides(mine: Finding, other: Finding) -> tuple[dict[int, int], dict[int, int]]:
     """The optimizer steps of the ranks that missed backwards, and of the others, which wait in a
     backward of DDP; empty where `other` is not of that kind."""
-    if other.check == "collective-mismatch" and BACKWARD in other.subjects:
-        steps = other.evidence.get("steps_taken")
-    elif other.check == "rank-exited-early" and other.subjects == (BACKWARD,):
-        steps = other.evidence.get("steps")
-    else:
+    mismatch = other.check == "collective-mismatch" and BACKWARD in other.subjects
+    if not mismatch and not (other.check == "rank-exited-early" and other.subjects == (BACKWARD,)):
         return {}, {}
+    steps = other.evidence.get(STEPS_TAKEN)
     taken = {int(n): count for n, count in steps.items()} if isinstance(steps, dict) else {}
     ahead = {n: count for n, count in taken.items() if n in mine.ranks}
     if other.check == "rank-exited-early" and ahead.keys() != {*other.ranks}:
