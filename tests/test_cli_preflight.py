@@ -31,6 +31,6 @@ def test_what_differs_is_told_by_rank() -> None:
     head, *rest = _who([base, base, other])
     assert head.startswith("3 ranks on 2 nodes")
     assert rest == [
-        "differs: NCCL_DEBUG is 'not set' on ranks 0-1; 'INFO' on rank 2",
-        "differs: torch is '2.13.0' on ranks 0-1; '2.12.0' on rank 2",
+        "NCCL_DEBUG differs: 'not set' on ranks 0-1; 'INFO' on rank 2",
+        "torch differs: '2.13.0' on ranks 0-1; '2.12.0' on rank 2",
     ]

@@ -80,7 +80,7 @@ def test_a_torchrun_option_is_a_value_where_one_is_expected() -> None:
     [
         ("--budgte 3 t.py", "did you mean --budget?"),
         ("--nprocs 3 t.py", "did you mean --nproc-per-node?"),
-        ("--zzz t.py", "options of the script stand after it"),
+        ("--zzz t.py", "options of the script come after the script"),
         ("--out", "--out needs a value"),
         ("--nnodes", "--nnodes needs a value"),
         ("--quiet=1 t.py", "takes no value"),

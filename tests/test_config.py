@@ -130,7 +130,7 @@ def test_fail_on() -> None:
     [
         ({"rais_on": "error"}, "did you mean 'raise_on'"),
         ({"evry": 3}, "did you mean 'every'"),
-        ({"colour": "red"}, "there are raise_on, "),
+        ({"colour": "red"}, "options: raise_on, "),
         ({"select": ["drfit"]}, "did you mean drift"),
         ({"raise_on": "fault"}, "'fault' is not one of"),
         ({"every": 0}, "^every: 0 is not a whole number"),

@@ -298,9 +298,9 @@ from ddpdoctor.launch.rendezvous_wait import Gathering
 from ddpdoctor.launch.torchrun import TorchrunArgs
 
 class Monitor:
-    ranks_wait, run, begun, standing = False, None, False, property(lambda self: self)
+    ranks_wait, run, begun, stall_detector = False, None, False, property(lambda self: self)
     tick = stopped = swept = reaped = lambda self, *a: None
-    news = lambda self: ()
+    take_notices = lambda self: ()
     def failed(self, error): raise error
     rank_pids = lambda self: {1} if sys.argv[1] == "ranks" else set()
 
@@ -316,8 +316,8 @@ sys.exit(watch.run(["sh", "-c", deaf], os.environ, new_session=True))
 @pytest.mark.parametrize(
     ("case", "status", "said"),
     [
-        ("alone", 128 + 9, "torchrun is given up to"),
-        ("ranks", 7, "the ranks are given up to"),
+        ("alone", 128 + 9, "for torchrun to end"),
+        ("ranks", 7, "for the ranks to end"),
         ("exec", 7, "waiting for the command to end"),
     ],
 )
@@ -351,11 +351,11 @@ def test_nodes_that_do_not_come_are_told_once(
     now = after_s - 1
     assert told.look(False) == here.look(True) == ("", "")
     now = after_s + 1
-    line = "waiting for the other nodes at h:1, 1 of 2 here"
+    line = "waiting for other nodes at h:1; only this one of 2 is here"
     assert told.look(False) == gives_up.look(False) == (line, "")
     now = 1000.0
     assert told.look(False) == here.look(False) == ("", "")
-    assert "did not come to h:1 within 200 s" in gives_up.look(False)[1]
+    assert "did not reach h:1 within 200 s" in gives_up.look(False)[1]
 
 
 def test_one_node_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The commands of `ddpdoctor`. Each starts without torch; what a command needs, it imports."""
+"""The commands of `ddpdoctor`. None imports torch; each imports what else it needs when it runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .parsers import Parser, formatter
 from .split import UsageError
 
 COMMANDS = {
-    "run": "launch a script through torchrun, examine every rank, report at the end",
-    "exec": "the same for any other launcher: mp.spawn, accelerate, srun, mpirun",
-    "report": "what is wrong with a run that ended, from its folder",
-    "explain": "what a check means, how it knows, what to do; without a name, all checks",
+    "run": "launch a script with torchrun, examine every rank, report at the end",
+    "exec": "the same with any other launcher: mp.spawn, accelerate, srun, mpirun",
+    "report": "report on a finished or killed run, from its folder",
+    "explain": "explain a check: what it finds, how it knows, how to fix it",
     "watch": "live view of a running run, one row per rank",
-    "compare": "what changed between two runs",
-    "preflight": "before training: same software, can the ranks talk, how fast",
+    "compare": "compare two runs",
+    "preflight": "before training: compare software, test and time communication",
 }
-"""Name to what it does; a module of this package each, with `configure` and `main`."""
+"""Each command with its help text; a module of this package each, with `configure` and `main`."""
 
 MISUSED = 2
 INTERRUPTED = 130
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("DDPDOCTOR_DEBUG"):
             raise
         _say(
-            f"a defect in ddpdoctor itself: {error!r}; please report it with what "
-            "`DDPDOCTOR_DEBUG=1` in front of the same command prints"
+            f"internal error: {error!r}; please report it with the output of the same command "
+            "after `DDPDOCTOR_DEBUG=1`"
         )
         return DEFECT
 
 
 def _lose_output() -> None:
-    """What Python flushes at exit must go somewhere."""
+    """Redirect stdout to the null device, since Python flushes it once more at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -108,11 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="ddpdoctor",
         usage="ddpdoctor COMMAND ...",
         description=(
-            "Runs a PyTorch distributed training job and says what is wrong with it:\n"
+            "Runs a PyTorch distributed training job and reports what is wrong with it:\n"
             "which fault, which rank, which line, why, and what to change.\n\n"
             f"commands:\n{table}"
         ),
-        epilog="ddpdoctor COMMAND --help says more of each.",
+        epilog="ddpdoctor COMMAND --help describes a command.",
         formatter_class=formatter,
     )
     parser.commands = tuple(COMMANDS)

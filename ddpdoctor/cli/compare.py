@@ -1,5 +1,6 @@
-"""What changed between two runs: findings that appeared, went and stayed; step time and the other
-figures that both runs have. Both are examined anew, by the same checks."""
+"""Compare two runs: findings that are new, gone or unchanged, step time and other figures.
+
+Both runs are diagnosed again, with the same checks."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from .parsers import add_settings, given
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", metavar="RUN_A", help="folder of the run before")
-    parser.add_argument("after", metavar="RUN_B", help="folder of the run after")
+    parser.add_argument("before", metavar="RUN_A", help="folder of the first run")
+    parser.add_argument("after", metavar="RUN_B", help="folder of the second run")
     add_settings(parser, ("select", "ignore"))
 
 

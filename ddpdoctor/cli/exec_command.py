@@ -1,7 +1,7 @@
-"""Examine a run that another launcher starts: a script that calls mp.spawn itself,
-accelerate launch, srun, mpirun, plain torchrun.
+"""Examine a run that another launcher starts: a script that calls mp.spawn, accelerate launch,
+srun, mpirun or plain torchrun.
 
-Exit status: as of ddpdoctor run.
+The exit status is that of ddpdoctor run.
 """
 
 from __future__ import annotations

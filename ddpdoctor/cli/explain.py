@@ -1,4 +1,4 @@
-"""What a check means, how it knows, what to do; without a name, all checks."""
+"""Explain a check: what it finds, how it knows, how to fix it; without a name, list all checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "check",
         nargs="?",
         metavar="CHECK",
-        help="a name, a code, the beginning of a code or a family; without it, all checks",
+        help="a name, a code, the beginning of a code or a family; default: all checks",
     )
 
 
@@ -50,5 +50,5 @@ def _unknown(word: str) -> str:
     near += difflib.get_close_matches(lower, [c.name for c in checks], 3, 0.5)
     near += difflib.get_close_matches(word.upper(), [c.code for c in checks], 2, 0.7)
     near += [c.name for c in checks if len(lower) > 2 and lower in c.name and c.name not in near]
-    hint = f"near it: {', '.join(near[:4])}" if near else "ddpdoctor explain lists all of them"
+    hint = f"similar: {', '.join(near[:4])}" if near else "ddpdoctor explain lists all checks"
     return f"no check is called {word!r}; {hint}"

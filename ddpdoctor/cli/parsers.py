@@ -1,4 +1,4 @@
-"""What the commands' parsers share: one-line errors, the look of `--help`, the doctor's options."""
+"""What the commands' parsers share: one-line errors, style of `--help`, the doctor's options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMINING = ("select", "ignore", "fail_on", "json", "html")
 
 
 class Parser(argparse.ArgumentParser):
-    """An error is one line, not a page of usage."""
+    """A parser whose errors are one line instead of the usage text."""
 
     commands: tuple[str, ...] = ()
 
@@ -22,13 +22,13 @@ class Parser(argparse.ArgumentParser):
         if self.commands and "invalid choice" in message:
             word = message.partition("invalid choice: ")[2].partition(" (choose")[0].strip("'\"")
             near = difflib.get_close_matches(word, self.commands, 1)
-            known = f"did you mean {near[0]}?" if near else f"it has {', '.join(self.commands)}"
+            known = f"did you mean {near[0]}?" if near else f"commands: {', '.join(self.commands)}"
             raise UsageError(f"no command is called {word!r}; {known}")
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def formatter(prog: str) -> argparse.HelpFormatter:
-    """rich's look, loaded when a help text is printed."""
+    """A formatter in the style of rich, which is imported only when a help text is printed."""
     from rich_argparse import RawDescriptionRichHelpFormatter
 
     class Formatter(RawDescriptionRichHelpFormatter):
@@ -39,7 +39,8 @@ def formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
-    """Declare doctor options; what was not given stays out of the namespace."""
+    """Add the doctor's options of these names to a parser. Those that are not given stay out of its
+    namespace, so that other sources apply."""
     group = parser.add_argument_group("doctor options")
     for setting in (BY_NAME[name] for name in names):
         text = setting.help.replace("%", "%%")
@@ -65,5 +66,5 @@ def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> Non
 
 
 def given(namespace: argparse.Namespace) -> dict[str, object]:
-    """The doctor options in a parsed command line, unread."""
+    """The doctor's options that a command line gives, by name, as text."""
     return {k: v for k, v in vars(namespace).items() if k in BY_NAME}

@@ -1,9 +1,9 @@
-"""Before training: do all ranks see the same software, environment and devices, can they reach
-each other, how fast are the collectives.
+"""Before training: check that all ranks have the same software, environment and devices and can
+reach each other, and measure how fast collectives are.
 
-Takes the options of torchrun that the training will be launched with, and no script. Exit status:
-4 where the other nodes did not come (within --hang-after, 120 s where that is left out),
-3 where an error was found (see --fail-on), else as of ddpdoctor run.
+Takes the torchrun options that the training will be launched with, and no script. Exit status:
+4 if the other nodes did not arrive (within --hang-after, by default 120 s), 3 if an error was
+found (see --fail-on), else that of ddpdoctor run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .split import UsageError, split
 
 PROGRAM = "ddpdoctor.launch.preflight"
 GATHERS_S = 120.0
-"""So long its ranks wait for each other as well."""
+"""How long nodes wait for each other; its ranks wait as long (`launch.preflight.TIMEOUT_S`)."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
             f"{parts.command[0]}"
         )
     if taken := parts.flags & {"-m", "--module", "--no-python", "--run-path"}:
-        raise UsageError(f"preflight runs no script, so {min(taken)} has no meaning; leave it out")
+        raise UsageError(f"preflight runs no script, so {min(taken)} has no meaning; omit it")
     options = prepared(parts)
     changed = dataclasses.replace(
         options,

@@ -1,7 +1,7 @@
-"""What is wrong with a run, from its folder, also of a run that was killed.
+"""Report on a run from its folder, also if the run was killed.
 
-Several folders are the nodes of one run. Exit status: 3 where --fail-on was reached, 2 where a
-folder cannot be used, else 0.
+Several folders are the nodes of one run. Exit status: 3 if --fail-on was reached, 2 if a folder
+cannot be used, else 0.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("text", *render.FORMATS),
         default="text",
-        help="how to print it on stdout (default: text)",
+        help="format of the report on stdout (default: text)",
     )
-    parser.add_argument("--rank", type=int, metavar="R", help="tell the story of one rank")
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="show the timeline of one rank instead"
+    )
     add_settings(parser, EXAMINING)
 
 
 def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.rank is not None and args.format != "text":
-        raise UsageError(f"--rank tells a story in text: leave out --format {args.format}")
+        raise UsageError(f"--rank prints text only: omit --format {args.format}")
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
     attempts = open_run(args.folders)
@@ -63,7 +65,7 @@ def _story(attempts: Attempts, number: int) -> str:
         from ..run import fold_ranks
 
         known = fold_ranks(r for run in attempts.runs for r in run.ranks)
-        raise FolderError(f"rank {number} left no record; there are ranks {known}")
+        raise FolderError(f"rank {number} left no record; recorded ranks: {known}")
     stacks = [
         path
         for folder in attempts.folders

@@ -1,11 +1,11 @@
-"""Launch a script through torchrun, examine every rank, print what is wrong at the end.
+"""Launch a script with torchrun, examine every rank, and report what is wrong at the end.
 
-Every option of torchrun is accepted and means what it means there. With none of --nnodes,
---nproc-per-node, --standalone and --rdzv-*: --standalone, and one process per visible GPU, or 2
-where there is none. Everything after the script belongs to the script. A script that starts its
-ranks itself (mp.spawn) is run by ddpdoctor exec instead.
+All options of torchrun are accepted. Without --nnodes, --nproc-per-node, --standalone and
+--rdzv-*, the defaults are --standalone and one process per visible GPU, or 2 without GPUs.
+Everything after the script is passed to the script. A script that starts its ranks itself
+(mp.spawn) is run as by ddpdoctor exec.
 
-Exit status: 4 where the doctor stopped a hung run; else training's own where it is not 0; 3 where
+Exit status: 4 if ddpdoctor stopped a hung run; else that of training if it is not 0; 3 if
 --fail-on was reached; else 0.
 """
 
@@ -51,7 +51,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
 
 
 def _alone(parts: Split, spawning: Spawning) -> list[str]:
-    """The command for a script that starts its ranks itself; says that it is run like that.
+    """The command for a script that starts its ranks itself; tells the user about it.
 
     Raises:
         UsageError: torchrun was to start it on several nodes.
@@ -59,9 +59,11 @@ def _alone(parts: Split, spawning: Spawning) -> list[str]:
     script, words = parts.command[0], shlex.join(parts.command)
     why = f"{script} starts its own ranks ({spawning.call}, line {spawning.line})"
     if parts.flags & {"--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-backend"}:
-        raise UsageError(f"{why}, torchrun would again; type ddpdoctor exec -- python {words}")
-    ignored = f"; {' '.join(sorted(parts.flags))} not needed" if parts.flags else ""
-    said = f"{why}: running it as `ddpdoctor exec -- python {words}`{ignored}"
+        raise UsageError(
+            f"{why}, and torchrun would start them again; type ddpdoctor exec -- python {words}"
+        )
+    ignored = f"; ignoring {' '.join(sorted(parts.flags))}" if parts.flags else ""
+    said = f"{why}: running `ddpdoctor exec -- python {words}` instead{ignored}"
     print(f"ddpdoctor: {printable(said)}", file=sys.stderr)
     return [sys.executable, *parts.command]
 
@@ -70,11 +72,16 @@ def _check_processes(parts: Split) -> None:
     """Raises UsageError for numbers that torchrun answers with an assertion."""
     said = torchrun.parse(parts.launcher).options.get("nproc-per-node", "")
     if said.lstrip("-").isdecimal() and int(said) < 1:
-        raise UsageError(f"--nproc-per-node: {said!r} is not a number of processes, 1 or more")
+        raise UsageError(f"--nproc-per-node: {said!r} is not a number of processes; give 1 or more")
 
 
 def prepared(parts: Split) -> Options:
-    """The options, with the names of checks looked up before anything is started."""
+    """The options, checked before anything is started.
+
+    Raises:
+        UsageError: a file that they name cannot be written.
+        SelectionError: a name of a check is not known.
+    """
     options = resolve(parts.doctor)
     registry.select(options.select, options.ignore)
     for flag, path in (("--json", options.json), ("--html", options.html)):
@@ -86,19 +93,21 @@ def _check_writable(flag: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise UsageError(f"{flag}: {path} is a folder; give a file, {path / 'findings'}.{flag[2:]}")
+        raise UsageError(
+            f"{flag}: {path} is a folder; give a file such as {path / 'findings'}.{flag[2:]}"
+        )
     place = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not os.access(place, os.W_OK) or (place != path and not place.is_dir()):
-        raise UsageError(f"{flag}: {path} may not be written; give another file")
+        raise UsageError(f"{flag}: no permission to write {path}; give another file")
 
 
 def _check_script(parts: Split) -> None:
-    """Raises UsageError where torchrun would fail on every rank, a page each."""
+    """Raises UsageError for a script on which torchrun would fail with a traceback of each rank."""
     if not parts.command:
         raise UsageError("no script to run; type ddpdoctor run [options] train.py [arguments]")
     script = parts.command[0]
     if script.startswith("-"):
-        raise UsageError(f"{script!r} stands where the script should; put the script first")
+        raise UsageError(f"expected the script, got {script!r}; put the script first")
     if not _is_script(parts):
         return
     path = Path(script)

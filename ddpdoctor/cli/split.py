@@ -1,7 +1,7 @@
-"""Which words of a command line are the doctor's, the launcher's and the script's.
+"""Splits a command line into the doctor's options, the launcher's options and the command.
 
-The script may have options of its own that are spelled like the doctor's, so everything after it
-is left alone. To find it one must know which of torchrun's options take a value.
+The script may have options with the same names as the doctor's, so nothing after the script is
+read. To find the script it must be known which of torchrun's options take a value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TORCHRUN: Mapping[str, bool] = {
     **{f"--{name}": True for name in VALUED},
     **{f"-{short}": name in VALUED for short, name in SHORT.items() if name != "help"},
 }
-"""torchrun's options, spelled with dashes, to whether they take a value."""
+"""torchrun's options, with dashes, and whether each takes a value."""
 
 SWITCHES = frozenset(s.name for s in SETTINGS if not s.metavar)
 
@@ -27,19 +27,19 @@ HELP = ("-h", "--help")
 
 
 class UsageError(Exception):
-    """The command line cannot be understood. One line that says what to type instead."""
+    """The command line is wrong; the message is one line that says what to type instead."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A command line, taken apart.
+    """The parts of a command line.
 
     Attributes:
-        doctor: values of the doctor's options, unread, by field of `config.Options`.
+        doctor: the doctor's options as text, by field of `config.Options`.
         launcher: the launcher's options as they were written.
         command: the script (or module, or program) and everything after it.
-        flags: names of the launcher's options that were given, spelled with dashes in full.
-        help: `--help` stands before the script.
+        flags: full names, with dashes, of the launcher's options that were given.
+        help: whether `--help` comes before the script.
     """
 
     doctor: Mapping[str, object]
@@ -50,13 +50,13 @@ class Split:
 
 
 def split(argv: Iterable[str], launcher: Mapping[str, bool] = TORCHRUN) -> Split:
-    """Take a command line apart, up to the script.
+    """Split a command line.
 
     Args:
-        launcher: the launcher's options to whether they take a value.
+        launcher: the launcher's options, and whether each takes a value.
 
     Raises:
-        UsageError: an option that neither knows, or one without its value.
+        UsageError: an option is unknown, or lacks its value.
     """
     words = list(argv)
     doctor: dict[str, object] = {}
@@ -92,13 +92,18 @@ def split(argv: Iterable[str], launcher: Mapping[str, bool] = TORCHRUN) -> Split
 
 
 def _own(name: str) -> str | None:
-    """The doctor's option of that name; never abbreviated, so that none can shadow torchrun's."""
+    """The doctor's option of a name, None where there is none. Abbreviations do not count, as they
+    could shadow options of torchrun."""
     switches = {"--no-live": "live"}
     return switches.get(name) or next((s.name for s in SETTINGS if s.flag == name), None)
 
 
 def _known(name: str, launcher: Mapping[str, bool], has_value: bool) -> str:
-    """The launcher's option in full; torchrun takes unique abbreviations and underscores."""
+    """The full name of a launcher's option: torchrun accepts unique abbreviations and underscores.
+
+    Raises:
+        UsageError: the option is unknown or ambiguous.
+    """
     plain = name.replace("_", "-") if name.startswith("--") else name[:2]
     if plain in launcher:
         return plain
@@ -110,12 +115,12 @@ def _known(name: str, launcher: Mapping[str, bool], has_value: bool) -> str:
     if has_value and launcher:  # newer than the table: it cannot hide where the script begins
         return plain
     close = _closest(plain, [*(s.flag for s in SETTINGS), *launcher])
-    hint = f"did you mean {close}?" if close else "options of the script stand after it"
+    hint = f"did you mean {close}?" if close else "options of the script come after the script"
     raise UsageError(f"unknown option {name}; {hint}")
 
 
 def _closest(word: str, names: list[str]) -> str:
-    """The one that begins most alike, else the one spelled most alike."""
+    """The name with the longest common prefix, else the most similar one, else an empty text."""
     shared = {
         name: sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, name, strict=False))
@@ -129,7 +134,8 @@ def _closest(word: str, names: list[str]) -> str:
 
 
 def _written(word: str, name: str, full: str) -> str:
-    """As typed, abbreviations in full: argparse finds those with two spellings ambiguous."""
+    """An option as typed, but with its full name: argparse finds abbreviations of options with two
+    spellings ambiguous."""
     short = name.startswith("--") and name.replace("_", "-") != full
     return full + word[len(name) :] if short else word
 
@@ -146,5 +152,5 @@ def _take(words: list[str], name: str) -> str:
 
 
 def _joined(before: object, text: str, name: str) -> str:
-    """Selections add up, of the others the last one counts."""
+    """The value of an option that may come twice: selections add up, else the last one counts."""
     return f"{before},{text}" if before and name in ("select", "ignore") else text

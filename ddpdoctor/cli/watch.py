@@ -1,6 +1,6 @@
 """Live view of a running run, one row per rank, until it ends or Ctrl-C.
 
-Where stdout is no terminal: the table as it is now, once.
+If stdout is not a terminal, the table is printed once.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     try:
         watch(recording)
     except KeyboardInterrupt:
-        print(f"stopped watching; the run goes on. ddpdoctor report {folder.path}")
+        print(f"stopped watching; the run continues. ddpdoctor report {folder.path}")
     return 0

@@ -1,4 +1,4 @@
-"""The doctor inside a program: a decorator and a context manager, for any launcher."""
+"""ddpdoctor inside a program: a decorator and a context manager that work with any launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m ddpdoctor.embedded ORDERS`: started by a rank, not by hand."""
+"""`python -m ddpdoctor.embedded ORDERS`: started by a rank, not directly."""
 
 from .monitor_process import main
 

@@ -1,6 +1,6 @@
-"""What the decorator does in a rank: finds the folder, starts the probe and the monitor.
+"""What the decorator does in a rank: it finds the run folder and starts the probe and the monitor.
 
-Whatever goes wrong here is said once and costs the examination, never the run.
+An error here is printed once and ends the examination, never the run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ..storage.run_folder import RunFolder
 from . import monitor_process, shared_folder
 
 MEET_S, FIRST_MEET_S = 5.0, 15.0
-"""A rank waits so long for the monitor, which may still be starting, and then never again."""
+"""How long a rank waits for the monitor, the first time while it may still start. After a wait in
+vain the rank does not wait again."""
 REPORT_S = 15.0
-"""At the end of a block, so long for the other ranks and the report."""
+"""How long the end of a block waits for the other ranks and the report."""
 PROMPT_S = 4.0
-"""At the end of the process, so long for the report to be printed."""
+"""How long the end of the process waits for the report to be printed."""
 POLL_S = 0.005
 
 
 class RankSession:
-    """The examination of this process, if it is a rank. One per process."""
+    """The examination of this process, if it is a rank; one per process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -48,7 +49,7 @@ class RankSession:
         self._meets = True
 
     def prepare(self, asked: dict[str, Any]) -> None:
-        """Have torch watched; recording starts once this process is a rank."""
+        """Install the probe; recording starts when this process becomes a rank."""
         if self._prepared or self._failed:
             return
         self._prepared = True
@@ -68,7 +69,7 @@ class RankSession:
             self._give_up(error)
 
     def begin(self, asked: dict[str, Any], *, block: bool = False) -> None:
-        """The decorated function is called, or a block entered, for the first time."""
+        """Start: the decorated function is called, or a block entered, for the first time."""
         self.prepare(asked)
         if self._failed:
             return
@@ -88,7 +89,8 @@ class RankSession:
             self._give_up(error)
 
     def _open(self, rank: int, world_size: int) -> tuple[Path, dict[str, Any]] | None:
-        """Called by the probe: the folder to record in, and a monitor that watches it."""
+        """The folder to record in and the probe's options, for the probe; starts the monitor. None
+        where that fails."""
         if self._failed:
             return None
         try:
@@ -113,7 +115,7 @@ class RankSession:
         try:
             self._watch(folder, options, launch)
         except Exception as error:
-            self._say(f"no monitor ({error!r}); afterwards type ddpdoctor report {folder.path}")
+            self._say(f"no monitor ({error!r}); for the report type ddpdoctor report {folder.path}")
         chosen = {
             "budget": options.budget,
             "every": options.every,
@@ -124,7 +126,7 @@ class RankSession:
         return folder.path, chosen
 
     def _watch(self, folder: RunFolder, options: Options, launch: shared_folder.Launch) -> None:
-        """Start the monitor of this node, if no other rank has."""
+        """Start the monitor of this node, unless another rank has done so."""
         if not shared_folder.is_first_here(folder):
             return
         info = folder.read_info()
@@ -144,7 +146,7 @@ class RankSession:
         atexit.register(self._before_exit)
 
     def verdict(self, raise_on: str, asked: dict[str, Any], call: int) -> Verdict | None:
-        """Whether this rank has to stop after its call with that number."""
+        """The verdict by which this rank has to stop after call number `call`, None to continue."""
         if self._failed:
             return None
         try:
@@ -164,14 +166,14 @@ class RankSession:
         return verdict if verdict is not None and verdict.at_call <= call else None
 
     def raising(self, fault: Exception) -> None:
-        """What the program does next, it does because of our exception."""
+        """Record that our exception is raised: what the program does next follows from it."""
         with contextlib.suppress(Exception):
             from .. import probe
 
             probe.note_exception(fault, None, caught=True)
 
     def left(self) -> None:
-        """A call raised: the other ranks are not to wait for this one."""
+        """Record that a call raised, so that the other ranks do not wait for this one."""
         if self._counter is not None:
             with contextlib.suppress(OSError):
                 self._counter.set(LEFT)
@@ -190,7 +192,7 @@ class RankSession:
         return True
 
     def _meet(self, call: int) -> bool:
-        """Wait until the monitor has judged what came up to this call; False where none does."""
+        """Wait until the monitor has diagnosed all up to this call; False where it does not."""
         assert self._place is not None
         looked = self._place.looked_at()
         deadline = time.monotonic() + (MEET_S if looked else FIRST_MEET_S)
@@ -203,7 +205,7 @@ class RankSession:
         return True
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
-        """The block ends; recording does too. Where it raised, the report comes later."""
+        """End of the block: stop recording and wait for the report, unless the block raised."""
         if not self._ours or self._failed:
             return
         try:
@@ -214,7 +216,7 @@ class RankSession:
             self._place = self._counter = None
             if probe.current_recorder() is None and not resolve(self._asked).quiet:
                 self._say(
-                    "nothing to examine: in this process the block forms no process group and "
+                    "nothing to examine: in this process the block creates no process group and "
                     "takes no optimizer step"
                 )
             probe.leave(error, trace)
@@ -224,7 +226,7 @@ class RankSession:
             self._give_up(problem)
 
     def report(self) -> Report | None:
-        """The report that the monitor wrote."""
+        """The report that the monitor has written, None where there is none (yet)."""
         if self.folder is None:
             return None
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -239,7 +241,7 @@ class RankSession:
             self._wait_for_report()
 
     def _wait_for_report(self, limit_s: float = PROMPT_S) -> None:
-        """Stay until the report is printed, so that the shell's prompt comes after it."""
+        """Wait until the report is printed, so that the shell's prompt comes after it."""
         if os.getpid() != self.pid or self.folder is None:
             return
         deadline = time.monotonic() + limit_s
@@ -269,12 +271,12 @@ def session() -> RankSession:
 
 
 def _examined_from_outside() -> bool:
-    """`ddpdoctor run` or `exec` stands around this process."""
+    """Whether this process runs under `ddpdoctor run` or `exec`."""
     return bool(os.environ.get("DDPDOCTOR_DIR"))
 
 
 def _who(launch: shared_folder.Launch) -> tuple[int, int]:
-    """Rank and world size, -1 where nothing says."""
+    """Rank and world size, -1 where they are not known."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -288,7 +290,7 @@ def _rank_of(stem: str) -> int:
 
 
 def _plain(options: Options) -> dict[str, Any]:
-    """Options as JSON can carry them."""
+    """The options in types that JSON supports."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

@@ -1,7 +1,7 @@
-"""The monitor of a run that no `ddpdoctor run` stands around: `python -m ddpdoctor.embedded`.
+"""The monitor of a run without `ddpdoctor run`: `python -m ddpdoctor.embedded`.
 
-Started by the first rank of a node to come, it lives until the ranks of that node are done, and
-then writes and prints the report.
+The first rank of a node starts it. It lives until the ranks of that node have ended, and then
+writes and prints the report.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from .shared_folder import reported
 TICK_S = 0.25
 TICK_WHILE_RANKS_WAIT_S = 0.02
 FIRST_RANK_S = 60.0
-"""So long for the first rank to write its first record."""
+"""How long it waits for the first record of the first rank."""
 LATE_RANK_S = 5.0
-"""So long for the other ranks of the node, once all that came are done."""
+"""How long it waits for further ranks of the node after all known ones have ended."""
 RESTART_S = 60.0
 LAST_WORDS_S = 5.0
 
 SHELL = '"$@" &'
-"""Lets the rank have no child that it would have to wait for."""
+"""Starts the command in the background, so that it is not a child of the rank, which might wait for
+its children."""
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What the rank that starts the watcher tells it.
+    """What the rank that starts the watcher passes to it.
 
     Attributes:
-        options: what the rank read from the program, the environment and the file.
+        options: the options from the program, the environment and the configuration file.
         launcher: pid of the ranks' parent.
         local_size: ranks that this node will have, 0 where unknown.
     """
@@ -58,7 +59,7 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 def start(orders: Orders) -> None:
-    """Start a watcher that is no child of this process.
+    """Start a watcher that is not a child of this process.
 
     Raises:
         OSError: there is no shell or no Python to run.

@@ -1,4 +1,4 @@
-"""`ddpdoctor.checkup`, `ddpdoctor.examine`, `ddpdoctor.run.load`."""
+"""The Python interface: `ddpdoctor.checkup`, `ddpdoctor.examine` and `ddpdoctor.load`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ R = TypeVar("R")
 
 
 class FaultFound(Exception):
-    """A fault that `raise_on` asked to be stopped by. The report is written already.
+    """Raised on every rank for a fault that `raise_on` selects; the report is written before.
 
     Attributes:
-        findings: what was found, worst first.
+        findings: the findings that stop the program, worst first.
+        folder: the run folder.
     """
 
     __module__ = "ddpdoctor"
@@ -55,23 +56,23 @@ def checkup(
     **options: Any,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def checkup(function: Any = None, /, **options: Any) -> Any:
-    """Examine the run that the decorated function belongs to; it takes one training step.
+    """Examine the run of the decorated function, which takes one training step.
 
         @ddpdoctor.checkup(select=["drift"], every=10, raise_on="error")
         def train_step(batch): ...
 
-    Under `ddpdoctor run` it adds nothing but `raise_on`. Under any other launcher the ranks write
-    the same run folder, and a monitor beside them prints the report when they are done.
+    Under `ddpdoctor run` it only adds `raise_on`. Under any other launcher the ranks record to one
+    run folder, and a monitor process prints the report when they have ended.
 
     Args:
-        raise_on: `error`, `warning` or `note`: stop every rank, after the same call, by
-            `FaultFound` once such a finding was made and reported.
+        raise_on: `error`, `warning` or `note`: once there is a finding of that severity or worse,
+            write the report and raise `FaultFound` on every rank, after the same call.
         options: any option of `ddpdoctor run`, by name (`out`, `select`, `ignore`, `every`,
             `budget`, `quiet`, ...).
 
     Raises:
-        TypeError: it decorates no function.
-        ValueError: an option does not exist or has a value it cannot have.
+        TypeError: what it decorates is not a function.
+        ValueError: an option is unknown or has an invalid value.
     """
     asked = _checked(options)
     raise_on = _severity(options)
@@ -81,7 +82,7 @@ def checkup(function: Any = None, /, **options: Any) -> Any:
 
 
 class _Calls:
-    """What surrounds each call of a decorated function."""
+    """The context of each call of a decorated function."""
 
     def __init__(self, asked: dict[str, Any], raise_on: str | None) -> None:
         self._asked = asked
@@ -113,7 +114,7 @@ class _Calls:
 
 
 def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> Any:
-    """A function of the same kind, which its caller may ask for (`inspect.iscoroutinefunction`)."""
+    """The decorated function, of the same kind: coroutine, generator or plain function."""
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(asked, raise_on, function.__func__))
     if isinstance(function, type):
@@ -156,7 +157,7 @@ def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> An
 
 
 class examine:
-    """Examine what happens in a `with` block; the report is written when it ends.
+    """Examine a `with` block; the report is written when it ends.
 
         with ddpdoctor.examine(out="runs/a", raise_on="error") as examination:
             train()
@@ -190,12 +191,12 @@ class examine:
 
     @property
     def report(self) -> Report | None:
-        """What was found; None where it is not known (yet)."""
+        """The report; None where there is none (yet)."""
         return session().report()
 
 
 def load(*folders: str | os.PathLike[str]) -> Report:
-    """The report on a run from its folder (several: the nodes of one run), examined anew.
+    """Diagnose a run from its folder (several: the nodes of one run) and return the report.
 
     Raises:
         TypeError: no folder is given.
@@ -220,7 +221,11 @@ def _severity(options: dict[str, Any]) -> str | None:
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, refused where the command line would refuse them."""
+    """The options that were given.
+
+    Raises:
+        ValueError: the command line would refuse one of them.
+    """
     from ..config import BY_NAME
     from ..report import registry
 
@@ -233,7 +238,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     for name in asked:
         if name not in BY_NAME:
             near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"options: {', '.join(names)}"
             raise ValueError(f"no option is called {name!r}; {hint}")
     try:
         known = resolve(asked, environ={}, in_python=True)

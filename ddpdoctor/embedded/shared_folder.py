@@ -1,8 +1,8 @@
-"""Where the ranks of one launch meet: the same folder on all of them, without communication.
+"""The run folder of a launch: all its ranks find the same one, without communication.
 
-What the ranks of a launch have in common, and no other launch has, is known to each of them: the
-launcher's process and when it started, or the scheduler's number of the job step. The folder's name
-comes from it, and `run.json` bears it: who finds another's run there takes the next name.
+Each rank knows what identifies its launch: the launcher's process and its start time, or the
+scheduler's number of the job step. The folder's name is derived from it, and `run.json` holds it: a
+rank that finds another launch's `run.json` in a folder takes the next name.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ _ATTEMPT = re.compile(r"/attempt_\d+/")
 
 @dataclass(frozen=True)
 class Launch:
-    """What this process knows of the launch that it is part of.
+    """The launch that this process is part of.
 
     Attributes:
-        key: the same on all ranks of this launch (on this node, where nodes share nothing), and on
-            no other.
-        name: for the folder; sorts by time where a time is known.
-        local_size: ranks on this node, 0 where unknown.
-        told: how many ranks the launcher said there are, -1 where it did not.
-        single: no other launch that goes on at the same time has that key, where there are
-            several ranks.
+        key: identifies the launch: equal on all its ranks (of this node, if nodes share nothing).
+        name: the name of its folder; sorts by time where that is known.
+        local_size: the number of ranks on this node, 0 where unknown.
+        told: the number of ranks by the launcher's environment, -1 where it does not say.
+        single: no other launch with several ranks can have the same key at the same time.
     """
 
     key: str
@@ -58,7 +56,7 @@ class Launch:
 
 
 def this_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """From the environment that the launcher gave this process, and from its parent."""
+    """The launch of this process, from its environment and its parent process."""
     environ = _environment() if environ is None else environ
     origin, born = _origin(environ)
     script = PurePath(sys.argv[0]).stem if sys.argv and sys.argv[0] else "run"
@@ -80,7 +78,7 @@ def this_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def open_folder(out: Path | None, launch: Launch, *, stem: str | None = None) -> RunFolder:
-    """The folder of this launch, made by whichever rank comes first.
+    """The folder of a launch, created by its first rank.
 
     Args:
         stem: the name of this rank's file, if it is known; a folder that holds it is another run's.
@@ -96,7 +94,7 @@ def open_folder(out: Path | None, launch: Launch, *, stem: str | None = None) ->
 
 
 def is_first_here(folder: RunFolder) -> bool:
-    """Whether this process is the one of its node to start the monitor; says yes once."""
+    """Whether this process has to start the monitor of its node: true for the first caller only."""
     try:
         fd = os.open(_mark(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -106,7 +104,7 @@ def is_first_here(folder: RunFolder) -> bool:
 
 
 def reported(folder: RunFolder) -> None:
-    """This node's monitor is done."""
+    """Record that the monitor of this node has reported."""
     _mark(folder).unlink(missing_ok=True)
 
 
@@ -139,8 +137,8 @@ def _joined(place: Path, launch: Launch, stem: str | None) -> RunFolder:
 
 
 def _is_twin(launch: Launch, file: Path) -> bool:
-    """Whether who writes that file takes itself for the same rank of this very launch, and not of
-    one before it."""
+    """Whether a rank's file is being written by another process of this launch with the same rank,
+    rather than being left by an earlier launch."""
     if not launch.single or max(launch.told, launch.world_size) < 2:
         return False
     from ..events import RankStarted
@@ -153,7 +151,7 @@ def _is_twin(launch: Launch, file: Path) -> bool:
 
 
 def _claim(folder: RunFolder, launch: Launch) -> bool:
-    """Write `run.json` where there is none; exactly one rank succeeds."""
+    """Write `run.json` if there is none; returns whether it did, true for exactly one rank."""
     if folder.info_path.exists():
         return False
     if any(folder.rank_files()):  # a run that lost its run.json, or one that is being written
@@ -179,7 +177,7 @@ def _claim(folder: RunFolder, launch: Launch) -> bool:
 
 
 def _origin(environ: Mapping[str, str]) -> tuple[str, float]:
-    """What all ranks of a launch share, and when it began (0 where that is not known)."""
+    """What identifies the launch of this process, and when it began (0 where not known)."""
     parent = os.getppid()
     born = _born(parent)
     error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -219,7 +217,7 @@ def _modified(path: str) -> float:
 
 
 def _spare(launch: Launch) -> Path:
-    """Where the current folder may not be written."""
+    """A folder for runs whose current folder cannot be written."""
     return Path(tempfile.gettempdir()) / f"ddpdoctor-runs-{os.getuid()}" / launch.name
 
 
@@ -253,5 +251,5 @@ def _plain(name: str) -> str:
 
 
 def stem_of(launch: Launch) -> str | None:
-    """The name of this rank's file, None where the rank is not known yet."""
+    """The name of this rank's file without suffix, None where the rank is not known yet."""
     return rank_stem(launch.rank, launch.world_size) if launch.rank >= 0 else None

@@ -1,4 +1,4 @@
-"""Starts a run under the doctor's eyes and says how it went."""
+"""Launches a run so that its ranks are examined, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Imported when asked for: `report` needs torchrun's options only, and no monitor.
+    # Imported on demand: `report` needs only torchrun's options, not the monitor.
     if name not in ("exec_command", "run"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import session

@@ -1,7 +1,7 @@
 """torchrun itself, in a process of its own: `python -m ddpdoctor.launch.agent -- ARGS`.
 
-Everything is torchrun's (parser, rendezvous, restarts, redirections, exit status); this only
-brings the probe's variables into the ranks and writes down when their processes start and end.
+Parser, rendezvous, restarts, redirections and exit status are torchrun's own. This module only
+sets the probe's variables for the ranks and records when their processes start and end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Be told by SIGTERM when the supervisor is gone, so that no rank is left behind."""
+    """Get SIGTERM when the process `parent` (the supervisor) ends, so that no rank is left."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     except (OSError, AttributeError):
@@ -32,7 +32,7 @@ def die_with(parent: int) -> None:
 def main() -> None:
     text = os.environ.pop(VARIABLE, None)
     if text is None or sys.argv[1:2] != ["--"]:
-        sys.exit("ddpdoctor.launch.agent is started by `ddpdoctor run`, not by hand")
+        sys.exit("ddpdoctor.launch.agent is started by `ddpdoctor run`, not directly")
     orders = Orders.from_text(text)
     die_with(orders.supervisor)
     if orders.safe_path is None:
@@ -53,16 +53,16 @@ def main() -> None:
         if isinstance(error, ChildFailedError):
             observer.failed(error)
         with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-            sys.stderr.write(told(error))
+            sys.stderr.write(message_of(error))
             sys.stderr.flush()
         sys.exit(1)  # as an exception that nobody catches
 
 
-def told(error: Exception) -> str:
-    """What a person needs of an exception that ends torchrun.
+def message_of(error: Exception) -> str:
+    """What to print of an exception that ends torchrun.
 
-    Its frames lie in torchrun and in this file, never in the user's program, so that they are
-    shown only where torchrun fails in a way that it does not foresee.
+    Its frames are in torchrun and in this file, never in the user's program, so they are printed
+    only for failures that torchrun does not foresee.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""What the supervisor tells the agent, in one variable that no rank sees."""
+"""What the supervisor passes to the agent, in an environment variable that the ranks do not get."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ VARIABLE = "DDPDOCTOR_AGENT"
 
 @dataclass(frozen=True)
 class Orders:
-    """Read and removed by the agent before torchrun starts.
+    """Orders for the agent, which reads and removes them before torchrun starts.
 
     Attributes:
-        environment: to add for the ranks.
-        supervisor: its pid.
-        safe_path: what PYTHONSAFEPATH was; the supervisor sets it for the agent alone.
+        environment: variables to add for the ranks.
+        node_file: where to record the starts and ends of processes.
+        supervisor: the supervisor's pid.
+        safe_path: the user's PYTHONSAFEPATH; the supervisor sets it only for the agent.
     """
 
     environment: dict[str, str]

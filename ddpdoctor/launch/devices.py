@@ -6,7 +6,7 @@ import os
 
 
 def visible_gpus() -> int:
-    """What `torch.cuda.device_count()` would say, from NVML and CUDA_VISIBLE_DEVICES."""
+    """The value of `torch.cuda.device_count()`, from NVML and CUDA_VISIBLE_DEVICES."""
     present = _gpus_present()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:

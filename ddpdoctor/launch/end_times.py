@@ -1,7 +1,7 @@
-"""When processes end, to the millisecond.
+"""Records when processes end, to the millisecond.
 
-torchrun looks ten times a second or less, so that all who died within one look seem to die at
-once. Who was first is the root of a failure, so a thread waits on the processes' pidfds.
+torchrun polls at most ten times a second, so processes that end between two polls seem to end at
+the same time. The first is the root cause of a failure, so a thread waits on the processes' pidfds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import time
 
 
 class EndClock:
-    """Notes when watched processes end; says nothing where the kernel has no pidfds."""
+    """Records when watched processes end; records nothing where the kernel has no pidfds."""
 
     def __init__(self) -> None:
         self._ends: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def watch(self, pids: list[int]) -> None:
-        """Wait for these children of ours; call it before they can have been collected."""
+        """Watch these child processes; call it before any of them can have been waited for."""
         opened: dict[int, int] = {}
         with contextlib.suppress(AttributeError, OSError):  # older than Linux 5.3, or out of files
             for pid in pids:
@@ -30,7 +30,7 @@ class EndClock:
             threading.Thread(target=self._wait, args=(opened,), daemon=True).start()
 
     def ended(self, pid: int) -> float:
-        """When a process that is gone ended, on the monotonic clock; now, where not noticed."""
+        """When a process ended, on the monotonic clock; the current time if that was not seen."""
         with self._lock:
             return self._ends.get(pid, time.monotonic())
 

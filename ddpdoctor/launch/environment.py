@@ -1,4 +1,4 @@
-"""The variables that bring the probe into the ranks."""
+"""The environment variables that load the probe into the ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FLIGHT_RECORDER_ENTRIES = "2000"
 
 
 class LaunchError(Exception):
-    """The run cannot be started like this. One line that says what to type instead."""
+    """The run cannot be started like this; the message says in one line what to type instead."""
 
 
 def environment(folder: RunFolder, options: Options) -> dict[str, str]:
-    """What to add to a launcher's environment so that its ranks are examined.
+    """The variables to add to a launcher's environment so that its ranks are examined.
 
     Raises:
         LaunchError: `--debug-level detail` would crash this run.
@@ -53,8 +53,8 @@ def debug_level(options: Options) -> str | None:
         return None
     if options.debug_level == "detail" and not visible_gpus():
         raise LaunchError(
-            "--debug-level detail crashes DistributedDataParallel on gloo, which a run without "
-            "GPUs uses; type --debug-level info"
+            "--debug-level detail crashes DistributedDataParallel with gloo, the backend without "
+            "GPUs; type --debug-level info"
         )
     return options.debug_level.upper()
 

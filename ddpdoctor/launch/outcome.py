@@ -1,4 +1,4 @@
-"""After the run: how it ended, what is wrong with it, and where that is written."""
+"""After the run: how it ended, the report on it, and where the report is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAIL_ON_REACHED = 3
 
 
 def now() -> str:
-    """The time as it stands in `run.json`."""
+    """The current time in the format of `run.json`."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -66,17 +66,17 @@ def outcome(run: Run, status: int, stopped_by: str) -> str:
 
 
 def _gave_up(run: Run, rank: int) -> bool:
-    """Whether the backend's timeout ended that rank."""
+    """Whether a rank failed with the timeout of its backend."""
     raised = run.ranks[rank].exception if rank in run.ranks else None
     texts = ("Timed out waiting", "collective operation timeout", "failed to pass monitoredBarrier")
     return raised is not None and any(text in raised.message for text in texts)
 
 
 def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None) -> Report:
-    """The report on the last attempt, with what was wrong in earlier ones.
+    """The report on the last attempt, with the findings of earlier ones.
 
     Args:
-        unsaved: how the run ended, where that could not be written to its folder.
+        unsaved: how the run ended, if that could not be written to its folder.
     """
     checks = registry.select(options.select, options.ignore)
     recording = Recording(folder)
@@ -88,7 +88,7 @@ def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None)
 
 
 def publish(folder: RunFolder, report: Report, options: Options) -> None:
-    """Write the report to every place it belongs; one that fails does not take the others."""
+    """Write the report to all its destinations; one that fails does not prevent the others."""
     from .. import render
 
     saved = False
@@ -111,7 +111,7 @@ def publish(folder: RunFolder, report: Report, options: Options) -> None:
 
 
 def _drop_empty_dumps(folder: RunFolder) -> None:
-    """Ranks open their file for stacks in advance; the run is over, and none was asked for."""
+    """Remove empty stack files: ranks open them in advance, and no stack was requested."""
     for attempt in folder.attempts():
         for path in folder.attempt_path(attempt).glob("rank-*.stacks.txt"):
             with contextlib.suppress(OSError):
@@ -120,7 +120,8 @@ def _drop_empty_dumps(folder: RunFolder) -> None:
 
 
 def exit_status(training: int, stopped_by: str, report: Report | None, options: Options) -> int:
-    """The first that applies: hung and stopped, training's own, `--fail-on`, 0."""
+    """The first that applies: 4 if the doctor stopped the run, training's own, 3 if `--fail-on` was
+    reached, 0."""
     if stopped_by == "doctor":
         return STOPPED_BY_DOCTOR
     if training:
@@ -169,7 +170,7 @@ def _append_to_log(
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Say that `what` could not be written, and go on."""
+    """Report that `what` could not be written, and continue."""
     try:
         yield
     except OSError as error:

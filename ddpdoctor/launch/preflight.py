@@ -1,6 +1,7 @@
-"""What `ddpdoctor preflight` runs on every rank: meet the others, compare, measure.
+"""The program that `ddpdoctor preflight` runs on every rank: it compares environments and times
+collectives.
 
-A program like any other: it is launched and examined the way a training script is.
+It is launched and examined like a training script.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_")
 
 
 def main() -> int:
-    """Rank 0 prints; the status is 1 where a collective gives a wrong result."""
+    """Run the checks; rank 0 prints. Returns 1 if a collective gives a wrong result, else 0."""
     import torch
     import torch.distributed as dist
 
@@ -50,7 +51,7 @@ def main() -> int:
 
 
 def _manifest(device: object) -> Manifest:
-    """What must be equal on all ranks, and `node`."""
+    """What must be equal on all ranks, and the rank's `node`."""
     import torch
 
     facts = {
@@ -70,13 +71,13 @@ def _manifest(device: object) -> Manifest:
 
 
 def _who(everyone: list[Manifest]) -> list[str]:
-    """The ranks that see the same, then what differs."""
-    from ..run import ranks_text
+    """Lines that say which ranks can reach each other, and what differs between them."""
+    from ..run import counted, ranks_text
 
     nodes = {m["node"] for m in everyone}
     first = everyone[0]
     lines = [
-        f"{len(everyone)} ranks on {len(nodes)} node{'s' * (len(nodes) > 1)} can reach each other: "
+        f"{counted(len(everyone), 'rank')} on {counted(len(nodes), 'node')} can reach each other: "
         f"torch {first['torch']}, Python {first['Python']}, CUDA {first['CUDA']}, {first['device']}"
     ]
     names = sorted({name for m in everyone for name in m} - {"node"})
@@ -85,13 +86,13 @@ def _who(everyone: list[Manifest]) -> list[str]:
         for rank, manifest in enumerate(everyone):
             values.setdefault(manifest.get(name, "not set"), []).append(rank)
         if len(values) > 1:
-            told = "; ".join(f"{v!r} on {ranks_text(r)}" for v, r in values.items())
-            lines.append(f"differs: {name} is {told}")
+            sides = "; ".join(f"{v!r} on {ranks_text(r)}" for v, r in values.items())
+            lines.append(f"{name} differs: {sides}")
     return lines
 
 
 def _measure(device: object) -> tuple[list[str], bool]:
-    """The table of speeds, and whether every sum was right."""
+    """The table of times, and whether every all_reduce gave the right sum."""
     import torch
     import torch.distributed as dist
 
@@ -106,17 +107,17 @@ def _measure(device: object) -> tuple[list[str], bool]:
         dist.all_reduce(tensor)
         right &= bool((tensor == world).all())
         seconds = _timed(lambda t=tensor: dist.all_reduce(t), device)  # type: ignore[misc]
-        # As nccl-tests counts it, so that worlds of different size can be compared.
+        # The bus bandwidth of nccl-tests, so that different world sizes can be compared.
         speed = size / seconds * 2 * (world - 1) / world / 1e9
-        told = f"{size // 1024} KiB" if size < 1024**2 else f"{size // 1024**2} MiB"
-        lines.append(f"{'all_reduce':<12}{told:>10}{seconds * 1000:>9.3f} ms{speed:>11.3f} GB/s")
+        shown = f"{size // 1024} KiB" if size < 1024**2 else f"{size // 1024**2} MiB"
+        lines.append(f"{'all_reduce':<12}{shown:>10}{seconds * 1000:>9.3f} ms{speed:>11.3f} GB/s")
     if not right:
-        lines.append("all_reduce gave a wrong sum: the devices or their links are at fault")
+        lines.append("all_reduce returns a wrong sum: check the devices and their links")
     return lines, right
 
 
 def _timed(call: Callable[[], object], device: object) -> float:
-    """Median seconds of a call, once it is warm."""
+    """The median time of a call in seconds, after one call to warm up."""
     import torch
 
     times = []

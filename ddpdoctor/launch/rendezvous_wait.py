@@ -1,4 +1,4 @@
-"""Before any rank is there: torchrun waits for the other nodes, and says nothing of it."""
+"""Tells the user that torchrun waits for other nodes, which torchrun itself does not say."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from .torchrun import TorchrunArgs, nodes, said
 
 LATE_S = 30.0
-"""Where the user did not say: as long as ranks may stand still before their first step."""
+"""The default of `--hang-after` before training begins."""
 MOST_S = 60.0
-"""The line comes after that at the latest: whoever sits before a silent terminal wants to know."""
+"""The message comes after this time at the latest, however long `--hang-after` is."""
 _PORT = "29500"
 
 
 class Gathering:
-    """Call `look` until ranks have started.
+    """The wait for other nodes; call `look` repeatedly until ranks have started.
 
     Args:
-        hang_after: as the user said, None where that was left to us.
-        gives_up_s: how long it may take at most; None for as long as torchrun waits.
+        hang_after: the option of that name, None for `auto`.
+        gives_up_s: how long the wait may take at most; None for as long as torchrun waits.
     """
 
     def __init__(
@@ -38,7 +38,11 @@ class Gathering:
         self._told = False
 
     def look(self, begun: bool) -> tuple[str, str]:
-        """A line for the user, and why the run must be stopped; empty for none."""
+        """A message for the user, and why the run must be stopped; each empty if there is none.
+
+        Args:
+            begun: whether ranks have started.
+        """
         self._over = self._over or begun
         if self._over:
             return "", ""
@@ -46,18 +50,20 @@ class Gathering:
         line = ""
         if waited > self._late and not self._told:
             self._told = True
-            line = f"waiting for the other nodes at {self._place}, 1 of {self._count} here"
+            line = (
+                f"waiting for other nodes at {self._place}; only this one of {self._count} is here"
+            )
         if self._gives_up is None or waited <= self._gives_up:
             return line, ""
         self._over = True
         return line, (
-            f"the other nodes did not come to {self._place} within {self._gives_up:.0f} s, or this "
-            f"one could not reach it; 1 of {self._count} here"
+            f"the other nodes did not reach {self._place} within {self._gives_up:.0f} s, or this "
+            f"one cannot; only this one of {self._count} is here"
         )
 
 
 def _place(args: TorchrunArgs, environ: Mapping[str, str]) -> str:
-    """Where torchrun of all nodes meet."""
+    """The rendezvous address of torchrun."""
     if endpoint := said(args, environ, "rdzv-endpoint"):
         return endpoint
     address = said(args, environ, "master-addr") or "127.0.0.1"

@@ -44,19 +44,19 @@ class Session:
     options: Options
 
     def write_info(self) -> None:
-        """Nodes that share a folder have one `run.json`, that of the first of them."""
+        """Write `run.json`. Nodes that share a folder have one, that of the first node."""
         there = self.folder.read_info()
         mine = self.info.node_rank
         if mine == 0 or there is None or there.node_rank == mine:
             self.folder.write_info(self.info)
 
     def finish(self, status: int, stopped_by: str) -> int:
-        """Close the records, diagnose, report; returns the status of the whole."""
+        """Close the records, diagnose and report; returns the exit status of the command."""
         report = None
         try:
             self.monitor.finish()
         except Exception as error:
-            outcome.say(f"the last look failed ({error!r})")
+            outcome.say(f"the monitor failed at the end ({error!r})")
         try:
             run = Recording(self.folder).refresh(self.folder.attempts()[-1])
             self.info = outcome.ended(self.info, run, status, stopped_by)
@@ -67,18 +67,18 @@ class Session:
             report = outcome.examine(self.folder, self.options, unsaved)
             outcome.publish(self.folder, report, self.options)
         except Exception as error:  # training's status must come through whatever we got wrong
-            outcome.say(f"the report failed ({error!r}); the records are in {self.folder.path}")
+            outcome.say(f"no report ({error!r}); the records are in {self.folder.path}")
             if os.environ.get("DDPDOCTOR_DEBUG"):
                 traceback.print_exc()
         return outcome.exit_status(status, stopped_by, report, self.options)
 
 
 def run(options: Options, torchrun_args: Sequence[str], *, gathers_s: float | None = None) -> int:
-    """Launch through torchrun, examine every rank, report; returns the exit status.
+    """Launch with torchrun, examine every rank, report; returns the exit status.
 
     Args:
-        torchrun_args: torchrun's options, the script and its arguments; none of the doctor's.
-        gathers_s: how long the nodes may take to come; None for as long as torchrun waits.
+        torchrun_args: torchrun's options, the script and its arguments; no options of the doctor.
+        gathers_s: how long the nodes may take to arrive; None for as long as torchrun waits.
     """
     args = torchrun.with_defaults(torchrun_args, os.environ)
     parsed = torchrun.parse(args)
@@ -107,7 +107,7 @@ def run(options: Options, torchrun_args: Sequence[str], *, gathers_s: float | No
 
 
 def exec_command(options: Options, command: Sequence[str]) -> int:
-    """The same for a command that starts its ranks itself."""
+    """Run a command that starts its ranks itself, examine them, report; returns the status."""
 
     def start(session: Session, added: dict[str, str]) -> tuple[int, str]:
         terminal = supervisor.shares_terminal()
@@ -141,7 +141,7 @@ def _examined(
 
 
 def _tell_outer(folder: RunFolder) -> None:
-    """A ddpdoctor around this one is to see no rank; it can say where they are."""
+    """Tell an outer ddpdoctor, which sees no rank of this run, where its records are."""
     outer = os.environ.get("DDPDOCTOR_DIR")
     for _, path in RunFolder(outer).node_files()[:1] if outer else ():
         with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ def _watched(
     new_session: bool,
     gathering: Gathering | None = None,
 ) -> tuple[int, str]:
-    """Run the launcher to its end; its status, and who stopped it."""
+    """Run the launcher to its end; returns its status and who stopped it (see `Supervisor`)."""
     with _live(session) as view:
         watch = supervisor.Supervisor(
             session.monitor, forward=forward, view=view, say=outcome.say, gathering=gathering
@@ -175,7 +175,7 @@ def _watched(
 
 @contextlib.contextmanager
 def _live(session: Session) -> Iterator[Callable[[Run], None] | None]:
-    """The table while the run goes on, where one is wanted and the view itself finds a terminal."""
+    """The live table of the run; None where it is not wanted. It shows only on a terminal."""
     if session.options.live is False or session.options.quiet:
         yield None
         return
@@ -225,7 +225,7 @@ def _prepare(
 
 
 def _open_folder(out: Path | None, stem: str, shared: str | None) -> RunFolder:
-    """A new folder, or the one that another node of the same run has made."""
+    """A new run folder, or the one that another node of the same run has created."""
     if out is not None:
         there = RunFolder(out).read_info()
         if there and shared and there.id == shared and there.ended_at is None:
@@ -241,7 +241,7 @@ def _open_folder(out: Path | None, stem: str, shared: str | None) -> RunFolder:
 
 
 def _stem(command: Sequence[str]) -> str:
-    """The script of a command, or the command."""
+    """A name for a command: that of its script, else of its program."""
     scripts = [PurePath(word).stem for word in command if word.endswith(".py")]
     return scripts[0] if scripts else PurePath(command[0]).stem
 

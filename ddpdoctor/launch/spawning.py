@@ -1,7 +1,7 @@
-"""Recognises scripts that start their ranks themselves, which torchrun would start once more each.
+"""Recognises scripts that start their ranks themselves and so must not be run by torchrun.
 
-Such a script, run under torchrun, spawns all its ranks in every process of torchrun's: they meet on
-one port, and crash or hang there. The source is read, never run.
+Under torchrun such a script spawns all its ranks in each of torchrun's processes. These share one
+port, and crash or hang there. The source is parsed, not executed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FROM_LAUNCHER = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "is_torchelastic_launched")
-"""A script that looks for one of these knows torchrun, and may spawn only where it is not there."""
+"""A script that uses one of these supports torchrun, and may spawn only without it."""
 
 _SPAWNERS = (
     "torch.multiprocessing.spawn",
@@ -33,7 +33,7 @@ class Spawning:
 
 
 def starts_its_own_ranks(script: Path) -> Spawning | None:
-    """The call that starts the ranks, None where there is none or where it is not certain."""
+    """The call by which a script starts its ranks; None where it is not certain that it does."""
     try:
         content = script.read_bytes()
         tree = ast.parse(content)
@@ -63,7 +63,8 @@ def _target(call: ast.Call) -> str | None:
 
 
 def _groups_made(name: str | None, functions: dict[str, ast.FunctionDef]) -> set[int]:
-    """The calls that make the group, in that function and those of the script that it calls."""
+    """The `init_process_group` calls (their ids) in a function and in the functions of the script
+    that it calls."""
     made: set[int] = set()
     todo, seen = [name], set()
     while todo:
@@ -103,7 +104,7 @@ def _reads_rank(tree: ast.AST) -> bool:
 
 
 def _imported(tree: ast.AST) -> dict[str, str]:
-    """Local names to what they stand for."""
+    """Imported names of the script, and what each stands for."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Waits for the launcher's process: ticks the monitor, passes signals on, keeps the status."""
+"""Waits for the launcher's process, and meanwhile runs the monitor and forwards signals."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ VIEW_S = 1.0
 _LAST_WORDS_S = 5.0
 _IMPATIENT_S = 3.0
 TORCHRUNS_S = 30.0
-"""torchrun kills ranks that have not ended that long after they were told to."""
+"""torchrun kills ranks that have not ended this long after it sent them a signal."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Signals:
-    """Collects the signals that come while the block runs; the loop acts on them."""
+    """Collects the signals that arrive during a `with` block, for the loop to handle."""
 
     def __init__(self) -> None:
         self.stops: list[signal.Signals] = []
@@ -71,7 +71,7 @@ class Supervisor:
         stopped_by: `doctor`, `interrupt`, `terminate`, or empty.
 
     Args:
-        gathering: of the nodes, where the launcher is torchrun.
+        gathering: the wait for other nodes, if the launcher is torchrun.
     """
 
     def __init__(
@@ -125,7 +125,8 @@ class Supervisor:
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
     def _ask(self, work: Callable[[], T], otherwise: T) -> T:
-        """What the monitor says: nothing that fails there may end the run or hold a signal back."""
+        """The result of `work`, a call of the monitor, or `otherwise` if it fails: an error there
+        must not end the run or delay a signal."""
         try:
             return work()
         except Exception as error:
@@ -163,15 +164,15 @@ class Supervisor:
 
     def _how_long(self) -> str:
         if not self._gathering:
-            return "waiting for the command to end; Ctrl-C once more ends it and its ranks at once"
+            return "waiting for the command to end; press Ctrl-C again to kill it and its ranks"
         ranks = bool(self._monitor.rank_pids())
-        whom, them = ("the ranks are", "them") if ranks else ("torchrun is", "it")
+        whom, them = ("the ranks", "them") if ranks else ("torchrun", "it")
         limit = f"{TORCHRUNS_S:.0f} s"
-        return f"{whom} given up to {limit} to end; Ctrl-C once more ends {them} at once"
+        return f"waiting up to {limit} for {whom} to end; press Ctrl-C again to kill {them}"
 
     def _end_the_deaf(self, now: float) -> None:
-        """End a torchrun that was told to, and has no rank left to wait for: while it waits for
-        other nodes in native code it hears no signal that Python handles."""
+        """End a torchrun that does not react to the stop signal and has no rank left: while it
+        waits for other nodes in native code, Python's signal handlers do not run."""
         if not (self._gathering and self._child and self.stopped_by):
             return
         if self._monitor.rank_pids():
@@ -183,7 +184,7 @@ class Supervisor:
             self._child.terminate()
 
     def _obey(self, signals: Signals) -> None:
-        """First signal: end the run in good order. Second: at once."""
+        """Handle stop signals: the first ends the run in an orderly way, the second kills it."""
         came, self._handled = signals.stops[self._handled :], len(signals.stops)
         for number in came:
             if not self.stopped_by:
@@ -212,9 +213,9 @@ class Supervisor:
                 process.kill()
 
     def _sweep(self, status: int) -> None:
-        """Leave no rank behind where its launcher was killed or told to stop.
+        """End ranks that are left where their launcher was killed or stopped.
 
-        After an ordinary end, what still runs was meant to (a TensorBoard that the script
+        After a normal end, processes that still run are left alone (a TensorBoard that the script
         started, say).
         """
         if status >= 0 and not self.stopped_by:
@@ -235,7 +236,7 @@ class Supervisor:
                     process.kill()
 
     def _reap(self, launcher: int) -> None:
-        """Collect adopted processes that ended, but never the launcher: `Popen` waits for it."""
+        """Collect ended child processes, except the launcher, for which `Popen` waits."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 look = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -248,12 +249,12 @@ class Supervisor:
 
 
 def to_launcher(pid: int, number: signal.Signals) -> None:
-    """torchrun hands it on to its ranks, which may have something to save."""
+    """Signal torchrun, which forwards the signal to its ranks; they may have something to save."""
     os.kill(pid, number)
 
 
 def to_group(pid: int, number: signal.Signals) -> None:
-    """What a terminal would do: signal the whole group of the command."""
+    """Send a signal to the whole process group of the command, as a terminal does."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
@@ -261,18 +262,18 @@ def to_group(pid: int, number: signal.Signals) -> None:
 
 
 def on_terminal(pid: int, number: signal.Signals) -> None:
-    """The command shares our terminal, which has sent it SIGINT and SIGQUIT already."""
+    """Signal a command on our terminal, which has already sent it SIGINT and SIGQUIT."""
     if number not in (signal.SIGINT, signal.SIGQUIT):
         os.kill(pid, number)
 
 
 def shares_terminal() -> bool:
-    """Whether a command may want to ask its user something (a password for mpirun)."""
+    """Whether stdin is a terminal, so that the command may ask its user something (a password)."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 def _wait(child: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Whether the child has ended; returns as soon as it has."""
+    """Wait up to `timeout` seconds for a child; whether it has ended."""
     try:
         fd = os.pidfd_open(child.pid)
     except (AttributeError, OSError):
@@ -287,7 +288,7 @@ def _wait(child: subprocess.Popen[bytes], timeout: float) -> bool:
 
 
 def _adopt_orphans() -> None:
-    """Ranks whose launcher died become our children, so that they can be found and ended."""
+    """Become the parent of ranks whose launcher dies, so that they can be found and ended."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -1,9 +1,9 @@
-"""Watches torchrun's worker processes from inside torchrun, and writes down their ends.
+"""Records the start and end of torchrun's worker processes, from inside torchrun.
 
-Reaches into `torch.distributed.elastic.multiprocessing.api` (private parts, the same from torch
-2.4 to 2.15): `PContext.start/_poll/_close`, `SubprocessContext.subprocess_handlers`,
-`MultiprocessContext._pc`. Where one of them is gone, ends are known from `ChildFailedError` alone:
-who failed, but not when, and nothing of the ranks that ended well.
+It uses private parts of `torch.distributed.elastic.multiprocessing.api` (unchanged from torch 2.4
+to 2.15): `PContext.start/_poll/_close`, `SubprocessContext.subprocess_handlers`,
+`MultiprocessContext._pc`. Without them, ends are known only from `ChildFailedError`: which ranks
+failed, but not when, and nothing about ranks that ended well.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Observer:
                 self._wrap_close(context)
 
     def failed(self, error: Any) -> None:
-        """What torchrun's own exception knows of ranks whose end was not seen."""
+        """Record the ends of failed ranks that were not seen, from torchrun's exception."""
         with _Quiet():
             for rank, failure in error.failures.items():
                 if failure.pid not in self._known:
@@ -158,7 +158,7 @@ def _codes(context: Any) -> Iterator[tuple[int, int, int | None]]:
 
 
 class _Quiet:
-    """Whatever goes wrong in watching, torchrun goes on."""
+    """Suppresses errors of the observer, so that torchrun continues."""
 
     def __enter__(self) -> None:
         return None
@@ -172,7 +172,7 @@ def _is_torchruns(kind: type[BaseException]) -> bool:
 
 
 class _Patience:
-    """Holds back further signals while torchrun ends its workers.
+    """Defers further signals while torchrun ends its workers.
 
     A scheduler signals every process of a job, so that the agent gets SIGTERM twice: from it and
     from the supervisor. A second one in the middle of the clean-up would leave ranks behind.

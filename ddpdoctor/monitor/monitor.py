@@ -1,7 +1,7 @@
-"""One per node: follows the folder, watches the ranks' processes, samples memory.
+"""The monitor, one per node: reads the run folder, watches the ranks' processes, samples memory.
 
-Runs inside the supervisor, never imports torch, and never lets an error out: a monitor that fails
-costs observations, not the run.
+It runs inside the supervisor, does not import torch, and raises no errors: if it fails, only
+observations are lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 SAMPLE_S = 1.0
 SAMPLES_PER_AGE = 600
-"""Samples written are at least `age / SAMPLES_PER_AGE` apart: a day takes 3,600, not 86,400."""
+"""Samples are written at least `age / SAMPLES_PER_AGE` apart, so that files of long runs are small:
+a day has 3,600 samples, not 86,400."""
 
 _GRACE_S = 1.0
 
@@ -54,8 +55,8 @@ class Watched:
     """A rank's process.
 
     Attributes:
-        born: start time in clock ticks; a later process with the same pid is another one.
-        gone: when it was found gone, on the monotonic clock.
+        born: start time in clock ticks, which tells it from a later process with the same pid.
+        gone: when it was found to have ended, on the monotonic clock.
     """
 
     rank: int
@@ -71,7 +72,8 @@ class Watched:
     looked: float = 0.0
 
     def runnable(self, now: float, threads: dict[int, int]) -> float | None:
-        """Threads that ran or wanted to since the last call, on average (see `RankSample`)."""
+        """How many threads ran or waited for a core since the last call, on average (see
+        `RankSample`); None where that is not known."""
         before, self.threads = self.threads, threads
         since, self.looked = now - self.looked, now
         if not before or not threads or since <= 0:
@@ -84,8 +86,8 @@ class Monitor:
     """Call `tick` about four times a second, `finish` once at the end.
 
     Attributes:
-        run: what the folder says now of the latest attempt.
-        troubles: errors of its own, each once.
+        run: the latest attempt, as recorded in the folder so far.
+        troubles: the monitor's own errors, each once.
         watched: the processes of this node's ranks, by pid.
     """
 
@@ -140,7 +142,7 @@ class Monitor:
         self._check_memory_limit(always=True)
 
     def tick(self) -> str | None:
-        """Look once. Returns why the run has to be stopped, or None to let it go on."""
+        """Look once. Returns why the run has to be stopped, or None to let it continue."""
         try:
             attempt = self.folder.attempts()[-1]
             self.run = self.recording.refresh(attempt)
@@ -157,11 +159,12 @@ class Monitor:
             return None
 
     def judge(self, run: Run) -> str | None:
-        """Why the run has to be stopped: it stands still for good."""
+        """Why the run has to be stopped because it is deadlocked or stalled, or None."""
         return self.stall_detector.look(run, self.rank_pids())
 
     def _spawned_twice(self, run: Run) -> str | None:
-        """Ranks that a script spawned in every process of torchrun's: they never meet."""
+        """Why the run has to be stopped because a script spawned its ranks in each of torchrun's
+        processes, where they can never form a group; None otherwise."""
         if self.launcher != "run" or self.options.on_hang == "report":
             return None
         alive = self.rank_pids()
@@ -172,15 +175,15 @@ class Monitor:
             if len(parents) > 1:
                 script = " ".join(spawned[0].argv)
                 return (
-                    f"the script starts its own ranks, once in each of torchrun's processes, and "
-                    f"{len(parents)} of them are rank {rank.rank}; "
+                    f"the script starts its own ranks in each of torchrun's processes, so "
+                    f"{len(parents)} processes are rank {rank.rank}; "
                     f"type ddpdoctor exec -- python {script}"
                 )
         return None
 
     @property
     def ranks_wait(self) -> bool:
-        """Whether ranks may stand waiting for a look of ours; `tick` more often then."""
+        """Whether ranks may be waiting for the monitor's verdict; `tick` more often then."""
         return self._verdicts.asked
 
     def _judge_for_ranks(self, attempt: int) -> None:
@@ -194,29 +197,29 @@ class Monitor:
             self.failed(error)
 
     def stopped(self, by: str, reason: str) -> None:
-        """Write down that the run is being stopped, before it is."""
+        """Record that the run is about to be stopped."""
         self._write(Stopped(at=time.monotonic(), by=by, reason=reason))
 
     def reaped(self, pid: int, code: int) -> None:
-        """The supervisor collected an adopted process; `code` as in `Popen.returncode`."""
+        """Take the exit code (as `Popen.returncode`) of a child that the supervisor waited for."""
         self._reaped[pid] = code
 
     def swept(self, pids: set[int]) -> None:
-        """The supervisor ends these ranks, whose launcher is gone."""
+        """Take the ranks that the supervisor ends because their launcher is gone."""
         self._swept |= pids
 
     def rank_pids(self) -> set[int]:
-        """Processes of this node's ranks that were still there at the last look."""
+        """Pids of this node's ranks that were alive at the last look."""
         return {w.pid for w in self.watched.values() if w.gone is None}
 
     @property
     def begun(self) -> bool:
-        """Whether any rank of this node was seen, or its launcher says that it started one."""
+        """Whether any rank of this node was seen, or its launcher has recorded starting one."""
         own = self.run.nodes.get(self.node_rank) if self.run else None
         return bool(self.watched or (own and own.of(ProcessStarted)))
 
     def finish(self) -> None:
-        """Last look, after the launcher's process has ended."""
+        """Look for the last time, after the launcher's process has ended, and close the file."""
         self.tick()
         try:
             for watched in self.watched.values():
@@ -239,7 +242,7 @@ class Monitor:
         self._gpus.close()
 
     def _discover(self, run: Run) -> None:
-        """Ranks of this node: those their launcher's agent started, or that say they are here."""
+        """Find the ranks of this node: those that torchrun started, and those that recorded it."""
         own = run.nodes.get(self.node_rank, Facts())
         for started in own.of(ProcessStarted):
             self._watch(started.rank, started.pid, started.attempt)
@@ -291,7 +294,7 @@ class Monitor:
             watched.state = stat.state
 
     def _record_end(self, watched: Watched) -> None:
-        """Write the end of a process that nobody else has written."""
+        """Record the end of a process, unless it is on record already."""
         known = self._known_end(watched)
         if known is not None and known.pid == watched.pid:
             return
@@ -323,8 +326,8 @@ class Monitor:
         self._recorded.add(watched.pid)
 
     def _last_words(self, pid: int) -> tuple[int | None, bool]:
-        """What a rank that said no goodbye left: minus the signal that it crashed by, and whether
-        it left nothing at all."""
+        """What is known of the end of a rank that recorded none: minus the number of the signal by
+        which it crashed (None where unknown), and whether it left no stacks either."""
         for one in self.run.processes() if self.run else ():
             if one.started and one.started.pid == pid and not one.latest(RankExiting):
                 path = stack_dumps.beside(one.path)

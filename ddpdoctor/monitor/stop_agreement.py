@@ -1,10 +1,10 @@
-"""How ranks learn, without talking to each other, that they must stop because of a fault.
+"""How ranks agree, without communication, to stop after the same call because of a fault.
 
-A program that says `raise_on` has its ranks count their calls in small files of the run folder.
-After each of the first calls, and after calls 16, 32, ..., every rank waits a moment for the
-monitor, which judges once all have come that far: a fault stops all ranks at that very call. In
-between, the monitor judges now and then and names a call that no rank has reached yet. No rank goes
-on alone, and none waits for ever.
+With `raise_on`, the ranks count their calls in small files of the run folder. After each of the
+first calls, and after calls 16, 32, ..., every rank waits a moment for the monitor, which diagnoses
+the run when all ranks have come that far: a fault stops all of them after that call. In between,
+the monitor diagnoses the run now and then, and stops the ranks after a call that none has reached
+yet. No rank continues alone, and none waits forever.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from ..storage.run_folder import RunFolder, write_private
 from ..storage.safe_fd import mapped
 
 GATHER_S = 3.0
-"""So long after the last one that came, no further rank is waited for in this folder."""
+"""How long after the last rank has started further ranks are waited for in this folder."""
 LOOK_S = 2.0
 LOOK_SHARE = 10
-"""A look that took long is not repeated before ten times that."""
+"""A diagnosis is not repeated before `LOOK_S`, nor before this many times what it took, so that it
+takes little of a core."""
 
 AHEAD_S = 1.0
-"""The call to stop at lies at least this far ahead of the fastest rank."""
+"""The call to stop after is at least this far ahead of the fastest rank, so that no rank has passed
+it when it reads the verdict."""
 
 MEETINGS_AT_FIRST = 8
-"""After so many calls, one by one: a run may be over before the next power of two."""
+"""Ranks wait after each of this many first calls: a short run may end before a power of two."""
 
 END_OF_BLOCK = 1 << 40
-"""As the number of a call: the end of a `with` block, where all ranks wait."""
+"""The call number that stands for the end of a `with` block, where all ranks wait."""
 LEFT = 1 << 41
-"""As a count: this rank's call raised; nobody is to wait for it."""
+"""The count of a rank whose call raised: no rank waits for it."""
 
 _COUNT = struct.Struct("<q")
 
@@ -48,7 +50,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What the program asked for; the first rank to ask decides."""
+    """The options of the program; those of the first rank to ask count."""
 
     raise_on: str
     select: tuple[str, ...] = ()
@@ -63,13 +65,13 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Looked(msgspec.Struct, frozen=True):
-    """The monitor has judged everything up to that call of every rank."""
+    """The monitor has diagnosed the run up to this call of every rank."""
 
     call: int
 
 
 class Place:
-    """The files of one run folder that ranks and monitor meet in."""
+    """The files of a run folder by which ranks and monitor agree."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "verdict"
@@ -78,7 +80,7 @@ class Place:
         self.looked = self.path / "looked.json"
 
     def ask(self, request: Request) -> None:
-        """Ask for verdicts; what another rank asked before stays.
+        """Ask for verdicts; a request that another rank made before stays.
 
         Raises:
             OSError: the folder cannot be written.
@@ -91,7 +93,7 @@ class Place:
         return Counter(self.path / f"rank-{rank}.calls")
 
     def counts(self) -> dict[int, int]:
-        """Calls of every rank that counts, by rank."""
+        """The number of calls so far, by rank."""
         found = {}
         for path in self.path.glob("rank-*.calls"):
             number = path.stem.removeprefix("rank-")
@@ -118,7 +120,7 @@ class Counter:
 
 
 class Judge:
-    """The monitor's side, for one attempt. Call `look` as often as it ticks."""
+    """Decides in the monitor, for one attempt, if ranks must stop; call `look` at each tick."""
 
     def __init__(self, folder: RunFolder, attempt: int = 0) -> None:
         self.attempt = attempt
@@ -134,7 +136,7 @@ class Judge:
         return not self.decided and self._place.request.exists()
 
     def look(self, run: Run | None, refresh: Callable[[], Run]) -> None:
-        """Judge, where somebody asked for it.
+        """Diagnose the run if a rank asked for it, and decide when all have to stop.
 
         Args:
             refresh: reads what has been written since `run` was read.
@@ -189,7 +191,7 @@ class Judge:
 
 
 class _Rate:
-    """Calls a second, of late."""
+    """The recent number of calls per second."""
 
     def __init__(self) -> None:
         self._count, self._at = 0, time.monotonic()
@@ -204,12 +206,13 @@ class _Rate:
 
 
 def is_meeting_point(call: int) -> bool:
-    """Whether ranks wait for the monitor after this call: the first ones and the powers of two."""
+    """Whether ranks wait for the monitor after a call: the first ones and the powers of two."""
     return 0 < call <= MEETINGS_AT_FIRST or (call > 0 and call & (call - 1) == 0)
 
 
 def _all_here(run: Run, counting: int) -> bool:
-    """Whether every rank that records in this folder counts; those of other nodes may not."""
+    """Whether all ranks that record in this folder count their calls (`counting` ranks do). Ranks
+    of other nodes may record elsewhere."""
     started = [rank.started.wall for rank in run.ranks.values() if rank.started]
     return counting >= max(1, run.world_size) or (
         counting >= len(started) > 0 and time.time() - max(started) > GATHER_S

@@ -1,4 +1,4 @@
-"""What the operating system and NVML say of processes and memory. No torch, no opinion."""
+"""Facts about processes, memory and GPUs, from /proc, control groups and NVML. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_LIMIT = 1 << 60  # how control groups of version 1 spell "none"
 
 @dataclass(frozen=True)
 class Stat:
-    """A line of `/proc/<pid>/stat`: `born` in clock ticks, `exit_code` of a zombie as in Popen."""
+    """A process in `/proc/<pid>/stat`; `born` in clock ticks, a zombie's `exit_code` as Popen's."""
 
     state: str
     parent: int
@@ -32,7 +32,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process and its descendants hold; `pids` of all of them."""
+    """Memory of a process and of its descendants in bytes, and the `pids` of all of them."""
 
     own: int
     children: int
@@ -41,7 +41,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Memory of our control group, None where it cannot be told or has no limit."""
+    """Memory of our control group in bytes; None where it is not known or has no limit."""
 
     limit: int | None = None
     used: int | None = None
@@ -49,7 +49,7 @@ class GroupMemory:
 
 
 def _told(*names: object) -> str:
-    """A file of /proc. Read several times a second for every process: no `Path`.
+    """The text of a file of /proc. Without `Path`, for speed: each is read several times a second.
 
     Raises:
         OSError: there is no such process, or thread.
@@ -59,12 +59,12 @@ def _told(*names: object) -> str:
 
 
 def cores() -> int:
-    """Cores this process may run on."""
+    """The number of cores this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of CPU time that our control group may use; None where unlimited."""
+    """The CPU quota of our control group in cores; None where unlimited."""
     try:
         lines = _told("self", "cgroup").splitlines()
     except OSError:
@@ -74,7 +74,7 @@ def cpu_quota() -> float | None:
 
 
 def _quotas(controllers: str, path: str) -> Iterator[float]:
-    """Every limit on the way from our group to the root."""
+    """The CPU quotas of a control group and of its parents, in cores."""
     names: tuple[str, ...] = ("cpu.max",)
     if not controllers:
         root = Path("/sys/fs/cgroup")
@@ -96,7 +96,7 @@ def _quotas(controllers: str, path: str) -> Iterator[float]:
 
 
 def runnable_ns(pids: Iterable[int]) -> dict[int, int]:
-    """By thread: nanoseconds that it has run or waited for a core so far."""
+    """For each thread, the nanoseconds that it has run or waited for a core so far."""
     found: dict[int, int] = {}
     for pid in pids:
         try:
@@ -123,7 +123,7 @@ def available_bytes() -> int:
 
 
 def stat(pid: int) -> Stat | None:
-    """None where there is no such process."""
+    """The state of a process; None where there is no such process."""
     try:
         text = _told(pid, "stat")
     except OSError:
@@ -137,8 +137,8 @@ def stat(pid: int) -> Stat | None:
 
 
 def has_open(pid: int, path: Path) -> bool:
-    """Whether a process has a descriptor of that file, going by its name (where files hang, so
-    would a look at them)."""
+    """Whether a process has opened a file, judged by the file's name: on a file system that hangs,
+    looking at the file itself would hang too."""
     try:
         for link in (_PROC / str(pid) / "fd").iterdir():
             if os.path.basename(_target(link)) == path.name:
@@ -156,7 +156,7 @@ def _target(link: Path) -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all its threads; 0 where there is no such process."""
+    """User and system time of all threads of a process; 0 where there is no such process."""
     try:
         text = _told(pid, "stat")
         fields = text.rpartition(")")[2].split()
@@ -166,7 +166,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wanted_seconds(pid: int) -> float:
-    """Seconds that the main thread has run or waited for a core: the same on a busy machine."""
+    """Seconds that the main thread has run or waited for a core. Unlike CPU time, these do not
+    depend on how busy the machine is."""
     try:
         fields = _told(pid, "task", pid, "schedstat").split()
         return (int(fields[0]) + int(fields[1])) / 1e9
@@ -175,7 +176,7 @@ def wanted_seconds(pid: int) -> float:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for a signal, so that sending it ends nothing."""
+    """Whether a process has a handler for a signal, so that the signal does not end it."""
     try:
         for line in _told(pid, "status").splitlines():
             if line.startswith("SigCgt:"):
@@ -186,7 +187,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Its direct children."""
+    """The pids of the direct children of a process."""
     found: list[int] = []
     try:
         tasks = list((_PROC / str(pid) / "task").iterdir())
@@ -201,8 +202,8 @@ def children(pid: int) -> list[int]:
 
 
 def orphans() -> int:
-    """Processes that outlived the one that started them and that are children of this one now,
-    beside the only one that it has started; -1 where it is not told of such."""
+    """How many processes have become children of this one because their parent ended, besides the
+    one child that it has started itself; -1 where it does not adopt such processes."""
     adopts = ctypes.c_int(0)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
@@ -213,7 +214,7 @@ def orphans() -> int:
 
 
 def waits_in(pid: int) -> str:
-    """The kernel function that the process sleeps in, empty where it runs or that is not told."""
+    """The kernel function in which a process sleeps; empty where it runs or that is not known."""
     try:
         text = _told(pid, "wchan").strip()
     except OSError:
@@ -222,15 +223,15 @@ def waits_in(pid: int) -> str:
 
 
 class Tree:
-    """Who is whose child on this machine, looked at again and again: most processes are not ours,
-    and are asked for their parent once."""
+    """The tree of processes on this machine. The parent of a process is read once, as most of them
+    belong to others and the tree is updated often."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
         self._children: dict[int, list[int]] = {}
 
     def look(self) -> None:
-        """Take in which processes have come and gone."""
+        """Update the tree by the processes that have started and ended."""
         before, self._parents, self._children = self._parents, {}, {}
         for name in os.listdir(_PROC):
             if not name.isdecimal():
@@ -245,7 +246,7 @@ class Tree:
             self._children.setdefault(parent, []).append(pid)
 
     def memory(self, pid: int) -> Memory | None:
-        """None where the process is gone."""
+        """Memory of a process and its descendants; None where the process has ended."""
         own = _resident(pid)
         if own is None:
             return None
@@ -265,7 +266,7 @@ class Tree:
 
 
 def _resident(pid: int) -> tuple[int, int] | None:
-    """Resident bytes, and those of them that files and shared memory back."""
+    """Resident bytes of a process, and how many of these are backed by files or shared memory."""
     try:
         fields = _told(pid, "statm").split()
     except OSError:
@@ -274,7 +275,7 @@ def _resident(pid: int) -> tuple[int, int] | None:
 
 
 def control_group_memory() -> GroupMemory:
-    """Limit, use and OOM kills of the control group we run in (both versions)."""
+    """Memory limit, use and OOM kills of our control group (version 1 or 2)."""
     try:
         lines = _told("self", "cgroup").splitlines()
     except OSError:
@@ -322,7 +323,7 @@ def _counter(path: Path, name: str) -> int | None:
 
 
 class Gpus:
-    """NVIDIA devices by NVML; every question has an empty answer where there are none."""
+    """NVIDIA GPUs by NVML; where there are none, every method returns an empty result."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -355,7 +356,7 @@ class Gpus:
             return ()
 
     def by_process(self) -> dict[int, dict[int, int]]:
-        """Bytes by pid and device."""
+        """GPU memory in bytes, by pid and device index."""
         held: dict[int, dict[int, int]] = {}
         for index, handle in enumerate(self._handles):
             try:
@@ -369,7 +370,7 @@ class Gpus:
         return held
 
     def used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes in use and percent of time busy, by device."""
+        """Memory in use in bytes, and utilisation in percent, by device."""
         used: list[int] = []
         busy: list[int] = []
         for handle in self._handles:

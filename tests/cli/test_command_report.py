@@ -152,9 +152,9 @@ def test_report_of_one_rank(good: Path, capsys: Caught) -> None:
     assert "last step at train.py:88" in out
     assert "rank-1.stacks.txt\n  Thread 0x1\n    File train.py, line 88" in out
     assert "\x1b" not in out
-    assert "there are ranks 0-1" in refused(capsys, "report", good, "--rank", "5")
+    assert "recorded ranks: 0-1" in refused(capsys, "report", good, "--rank", "5")
     told = refused(capsys, "report", good, "--rank", "1", "--format", "json")
-    assert "leave out --format json" in told
+    assert "omit --format json" in told
 
 
 def test_defaults_from_the_file(good: Path, somewhere: Path, capsys: Caught) -> None:

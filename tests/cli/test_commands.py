@@ -81,9 +81,9 @@ def test_explain_lists_all(capsys: Caught) -> None:
 
 
 def test_explain_unknown(capsys: Caught) -> None:
-    assert "near it: toy-step" in refused(capsys, "explain", "toystep")
+    assert "similar: toy-step" in refused(capsys, "explain", "toystep")
     assert "ddpdoctor explain lists all" in refused(capsys, "explain", "qqqqq")
-    assert "near it: DDP999" in refused(capsys, "explain", "999")
+    assert "similar: DDP999" in refused(capsys, "explain", "999")
     assert "type ddpdoctor explain DDP997" in refused(capsys, "explain", "DDP997,DDP999")
 
 
@@ -162,7 +162,9 @@ def test_report_refuses_files_that_cannot_be_written_before_the_run(
 ) -> None:
     (tmp_path / "train.py").write_text("")
     assert "is a folder" in refused(capsys, "run", "--json", tmp_path, "train.py")
-    assert "may not be written" in refused(capsys, "run", "--html", "train.py/x.html", "train.py")
+    assert "no permission to write" in refused(
+        capsys, "run", "--html", "train.py/x.html", "train.py"
+    )
 
 
 def test_no_processes_is_refused(tmp_path: Path, capsys: Caught) -> None:
@@ -204,7 +206,7 @@ def test_a_defect_of_ours_is_one_line(
 ) -> None:
     monkeypatch.setattr("ddpdoctor.cli.report.open_run", lambda _: 1 / 0)
     assert main(["report", str(good)]) == 70
-    assert capsys.readouterr().err.startswith("ddpdoctor: a defect in ddpdoctor itself")
+    assert capsys.readouterr().err.startswith("ddpdoctor: internal error")
 
 
 def test_names_that_are_not_utf8(tmp_path: Path, capsys: Caught) -> None:

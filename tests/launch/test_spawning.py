@@ -110,7 +110,7 @@ def test_such_a_script_is_run_without_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKER + SPAWNS_ELSEWHERE.replace("from worker", "# from"))
     status, printed = run([*DOCTOR, "train.py"], cwd=tmp_path)
     assert status == 0, printed[-3000:]
-    assert "running it as `ddpdoctor exec -- python train.py`" in printed
+    assert "running `ddpdoctor exec -- python train.py` instead" in printed
     report = load(tmp_path / "run")
     assert [(r.rank, r.state) for r in report.ranks] == [(0, "finished"), (1, "finished")]
 
