@@ -421,7 +421,7 @@ def test_a_doctor_in_a_doctor_says_where_the_ranks_are(
 ) -> None:
     outer = write_folder(tmp_path / "outer", {}, launcher="exec")
     (nobody,) = diagnose(load([outer]), []).coverage.lost
-    assert nobody.startswith("no Python process of this command was seen to be a rank")
+    assert nobody.startswith("no Python process of this command was a rank")
     monkeypatch.setenv("DDPDOCTOR_DIR", str(outer.path))
     _tell_outer(RunFolder(tmp_path / "inner"))
     (told,) = diagnose(load([outer]), []).coverage.lost
