@@ -170,4 +170,4 @@ def test_a_rank_whose_torch_was_found_late_is_not_called_observed(tmp_path: Path
     seen = load([launched(USED_BEFORE, tmp_path)])
     (told,) = unobserved(seen)
     assert told.ranks == (0,)
-    assert "found only after init_process_group" in told.reason
+    assert "noticed only after init_process_group" in told.reason
