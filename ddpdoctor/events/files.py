@@ -44,7 +44,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
 
 
 class FileLocked(Event, frozen=True, tag="file-locked"):
-    """A lock on an open file was requested (`flock`, `lockf`); recorded the first times per file."""
+    """A lock on an open file was requested (`flock`, `lockf`); recorded at first."""
 
     path: str
     site: int

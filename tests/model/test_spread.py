@@ -101,6 +101,8 @@ def test_numbers_are_counted_by_group(monkeypatch):
     window = exchanges._Window()
     monkeypatch.setattr(exchanges, "_window", window)
     monkeypatch.setattr(exchanges._following, "enable", lambda: None)
+    fresh = exchanges.parallelism._Parallelism()
+    monkeypatch.setattr(exchanges.parallelism, "_parallelism", fresh)
     for group, op in ((1, "barrier"), (2, "barrier"), (1, "send")):
         call = exchanges.Call(
             op=op, group=group, p2p=op == "send", tensors=(torch.ones(5, dtype=int),)

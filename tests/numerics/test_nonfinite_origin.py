@@ -206,7 +206,7 @@ def test_what_accumulates_is_remembered_until_the_gradients_are_cleared(
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), torch.nan)
     monkeypatch.setattr(numerics.wrapped_models, "live", list)
-    monkeypatch.setattr(numerics.optimizers, "held", lambda: {id(weight): weight})
+    monkeypatch.setattr(numerics.optimizers, "parameters", lambda: {id(weight): weight})
     monkeypatch.setattr(numerics, "compiling", lambda: False)
     numerics._state.__init__()  # type: ignore[misc]
     numerics._state.plain = torch.Tensor
