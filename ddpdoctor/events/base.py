@@ -13,9 +13,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     Subclasses are the vocabulary: each has a `tag` that is for life. Fields may be added with a
     default, never renamed or dropped, so that older folders stay readable.
 
-    Two kinds of numbers differ from rank to rank and are made alike when a run is read: fields
-    called `model`, `models` and `optimizer` (see `numbering`), and those that `RANKS` names, which
-    hold ranks as the program counts them and get the launcher's numbers (see `worlds`).
+    Two kinds of numbers differ between ranks and are translated when a run is read: fields called
+    `model`, `models` and `optimizer` (see `run.align_numbers`), and those that `RANKS` names, which
+    hold the program's ranks and get the launcher's numbers (see `run.subgroup_ranks`).
 
     Attributes:
         at: seconds on the node's monotonic clock (`time.monotonic`), comparable between the
