@@ -160,7 +160,7 @@ def closures():
     for code in called:
         name = getattr(code, "co_qualname", "")  # Python 3.11
         ours = "/ddpdoctor/" in code.co_filename and "importlib" not in code.co_filename
-        guard = code.co_name in ("exit", "call") or "Usual." in name
+        guard = code.co_name in ("exit", "call") or "FastPath." in name
         if "<locals>" in name and ours and not guard:
             found[f"{pathlib.Path(code.co_filename).stem}.{name}"] = code
     return dict(sorted(found.items()))
