@@ -31,7 +31,7 @@ class Loop:
             number, self.known.steps = self.known.steps, self.known.steps + 1
             self.known.began = self.now
             self.known.step = Step(lambda: None, self.known, number, line, self.now)  # type: ignore[arg-type]
-            optimizers._join(self.recorder, self.known, number, self.now)
+            optimizers._record_step(self.recorder, self.known, number, self.now)
 
     def told(self) -> list[StepDone]:
         return [e for e in Lines(self.path).events() if isinstance(e, StepDone)]

@@ -26,7 +26,7 @@ cent."""
 ROWS = 1021
 """Rows of random signs, then reused: a prime, as no tensor's shape has that period."""
 _SCATTER = 0x9E3779B97F4A7C15
-"""Fibonacci hashing: 2**64 / golden ratio, whose product spreads small differences over all bits."""
+"""Fibonacci hashing: the product with 2**64 / golden ratio spreads differences over all bits."""
 
 
 class Unsuited(Exception):

@@ -1,4 +1,5 @@
-"""The autograd nodes that write `.grad`: where DDP listens, so the truth of what it will see."""
+"""Which gradients a backward produces: hooks for the time of one backward, on what arrives at each
+parameter's AccumulateGrad node. DDP's own hooks are there too, so this is what DDP sees."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def _edges() -> Any:
     import torch
 
     class Edges(torch.autograd.Function):
-        """Takes all parameters at once: its inputs' nodes are theirs. Thirty times cheaper than
-        `torch.autograd.graph.get_gradient_edge` on each."""
+        """A function of all parameters: the next functions of its node are their AccumulateGrad
+        nodes. Thirty times cheaper than `torch.autograd.graph.get_gradient_edge` on each."""
 
         @staticmethod
         def forward(ctx: Any, *parameters: Any) -> Any:
@@ -32,9 +33,9 @@ def _edges() -> Any:
 
 
 def nodes_of(parameters: Sequence[Any]) -> list[Any]:
-    """The AccumulateGrad node of each parameter, None for those that need no gradient.
+    """The AccumulateGrad node of each parameter, None for those that require no gradient.
 
-    A node keeps its parameter alive: let go of them at once.
+    A node keeps its parameter alive: do not keep it.
     """
     import torch
 
@@ -46,14 +47,14 @@ def nodes_of(parameters: Sequence[Any]) -> list[Any]:
 
 
 class GradientHooks:
-    """Shows what arrives at the `.grad` of parameters for the time of one backward.
+    """Hooks on the gradients of parameters, for the time of one backward.
 
-    They stand on the tensors: a hook on a node leaves behind, once removed, what autograd calls in
-    every backward to come (2 us per parameter, as much as a hook that is there), and so does an
-    empty dictionary of hooks.
+    They are tensor hooks: a hook on a node leaves something behind when removed that autograd calls
+    in every later backward (2 us per parameter, as much as the hook itself). So does an empty
+    dictionary of tensor hooks, which is why it is removed too.
 
     Attributes:
-        alone: in the last backward that was looked at no tensor had hooks of the user's.
+        alone: no tensor had hooks of the program's in the last backward.
     """
 
     def __init__(self) -> None:
@@ -61,8 +62,8 @@ class GradientHooks:
         self.alone = False
 
     def add(self, looks: Iterable[tuple[Any, Callable[[Any], None]]]) -> None:
-        """Call each look with the gradient, None where the graph gives none, before it is
-        accumulated into the parameter that it stands with."""
+        """Have each callback called with the gradient of its parameter before that is accumulated;
+        with None if the graph reaches the parameter without a gradient."""
         import torch
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -77,6 +78,7 @@ class GradientHooks:
             self.alone = all(type(key) is GradientHooks for hooks in hooked for key in hooks)
 
     def remove(self) -> None:
+        """Remove the hooks; call it after the backward."""
         import torch
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -90,23 +92,24 @@ class GradientHooks:
 
 
 class Captures:
-    """`torch.autograd.grad` inside of a backward: what arrives at a parameter is not accumulated.
+    """`torch.autograd.grad` inside of a backward: gradients then arrive but are not accumulated.
 
     Attributes:
-        depth: how many are running.
+        depth: how many such calls are running.
     """
 
     depth = 0
 
 
 class FiringWatch:
-    """Counts, during one backward only, how often each parameter's gradient becomes ready.
+    """Counts, during one backward, how often the gradient of each parameter becomes ready.
 
     Attributes:
         counts: by position; a position that is missing was not reached.
-        given: positions reached with a gradient. The others among `counts` DDP takes for ready
-            too: with `find_unused_parameters` it leads the backward to all outputs of the forward,
-            also to those that the loss is not made of.
+        given: positions reached with a gradient. DDP takes the others in `counts` for ready too:
+            with `find_unused_parameters` the backward visits all outputs of the forward, also those
+            that the loss does not use.
+        on_complete: called once when all parameters are ready, inside the backward.
     """
 
     def __init__(self, parameters: Sequence[Any], positions: Sequence[int]) -> None:
@@ -131,9 +134,10 @@ class FiringWatch:
         if gradient is not None:
             self.given.add(position)
         if len(counts) == self._total and self.on_complete is not None:
-            # DDP may now wait for the other ranks, for ever: what is known must be told here.
+            # DDP may now wait for the other ranks, for ever: what is known must be recorded here.
             complete, self.on_complete = self.on_complete, None
             complete()
 
     def stop(self) -> None:
+        """Stop counting; call it after the backward."""
         self._hooks.remove()

@@ -1,5 +1,7 @@
-"""Parts of the graph that `torch.autograd.grad(..., create_graph=True)` made: no line of the user's
-stands for their operations. Nodes are told apart by torch's numbers, which rise as they are made.
+"""Which nodes of the graph `torch.autograd.grad(..., create_graph=True)` created. Their operations
+are no line of the user's; the line of the call stands for them.
+
+Nodes are recognised by torch's sequence numbers, which rise in order of creation.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from ..recording.recorder import Recorder
 from ..recording.torch_compat import graph, node_number, saved
 
 MOST = 64
+"""The latest calls that are remembered: older graphs are freed by then."""
 
 
 class NodeRange(NamedTuple):
-    """Nodes from number `first` to before `end` were made by a call at `site`."""
+    """The nodes from number `first` to before `end` were created by a call at `site`."""
 
     first: int
     end: int
@@ -25,28 +28,32 @@ _ranges: deque[NodeRange] = deque(maxlen=MOST)
 
 
 def forget() -> None:
+    """Forget all calls."""
     _ranges.clear()
 
 
 def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Before a call of `torch.autograd.grad`: what `ends` wants to know of it."""
+    """Before a call of `torch.autograd.grad`: the number of the next node, to be passed to `ends`;
+    -1 if the call creates no graph."""
     creates = args[4] if len(args) > 4 else kwargs.get("create_graph")
     return graph.next_number() if creates else -1
 
 
 def ends(recorder: Recorder, first: int) -> None:
+    """After the call: remember the nodes that it created."""
     if first >= 0:
         _ranges.append(NodeRange(first, graph.next_number(), recorder.site()))
 
 
 def site_of(node: Any) -> int:
-    """The line of the call that made a node, -1 for those of a forward."""
+    """The site of the call that created a node; -1 for nodes of a forward."""
     number = node_number(node)
     return next((t.site for t in reversed(_ranges) if t.first <= number < t.end), -1)
 
 
 def singular(node: Any) -> str:
-    """The operation of a forward's node, where it was given what it has no finite derivative at."""
+    """The operation of a node (`sqrt`, say) if its input has a value at which the derivative is not
+    finite; else empty."""
     kind = type(node).__name__.rstrip("0123456789").removesuffix("Backward").lower()
     try:
         if kind == "sqrt":
@@ -61,6 +68,6 @@ def singular(node: Any) -> str:
             found = (saved(node, "_saved_self").abs() == 1).any()
         else:
             return ""
-    except (LookupError, AttributeError, RuntimeError, TypeError):  # an exponent of several, say
+    except (LookupError, AttributeError, RuntimeError, TypeError):  # a tensor as exponent, say
         return ""
     return kind if bool(found) else ""

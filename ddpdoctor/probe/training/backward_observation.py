@@ -1,4 +1,5 @@
-"""What a backward does to a model: its gradients and its group, looked at before and after."""
+"""What a backward did to a wrapped model: its gradients and the count of collectives of its group,
+read before and after."""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ from .tracked_model import Model
 
 
 class BackwardObservation:
-    """A model around one backward, for all watchers: it is taken once before, once after.
+    """One model during one backward, read once for all watchers.
 
     Attributes:
-        wrapper: of the model, None where it is gone.
-        group: its process group, None where the wrapper is gone.
-        expected: a forward of it waits for this backward.
-        before, after: identity and version of the gradients of `Model.sample`.
-        sequence: torch's count of the group's collectives before, `sequence_after` after; -1 where
-            unknown.
-        communicated: the group did meanwhile, for this model; touched: the backward reached
-            parameters of the model. Both are known after it.
-        watched: positions of the parameters that are watched, where the backward is examined
-            whole, or the one before it over the same forward was; firing: what becomes ready.
+        wrapper: the DDP object, None if it is gone.
+        group: its process group, None if the wrapper is gone.
+        expected: a forward of the model waits for this backward.
+        before, after: (id, version) of the gradients of `Model.sample`.
+        sequence, sequence_after: torch's count of the group's collectives, before and after the
+            backward; -1 if unknown.
+        communicated: the group communicated during the backward, for this model.
+        touched: the backward reached parameters of the model.
+        watched: positions of the parameters whose gradients are counted, if this backward is
+            examined, or the one before it over the same forward was.
+        firing: counts these gradients as they become ready; None if there are none to count.
     """
 
     __slots__ = (
@@ -47,7 +49,7 @@ class BackwardObservation:
             self.firing = FiringWatch([parameters[i] for i in self.watched], self.watched)
 
     def after_backward(self) -> None:
-        """After the backward."""
+        """Read again after the backward."""
         self.after = versions(self.model.sampled)
         self.sequence_after = sequence_number(self.group)
         self.communicated = self.sequence_after != self.sequence
@@ -61,7 +63,7 @@ class BackwardObservation:
         return frozenset([p for p, old, new in changed if old != new])
 
     def untouched(self) -> tuple[int, ...] | None:
-        """Positions that got no gradient; None where that was not watched."""
+        """Positions of expected parameters that got no gradient; None if these were not counted."""
         if self.firing is None:
             return None
         used = self.firing.given if self.model.find_unused else self.firing.counts

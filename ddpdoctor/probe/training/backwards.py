@@ -1,4 +1,5 @@
-"""Backwards: which models they belong to, whether they communicated, what got no gradient."""
+"""Wraps `torch.autograd.backward`: which models a backward belongs to, whether it synchronised, and
+which parameters got no gradient. Fires the hooks of `lifecycle`."""
 
 from __future__ import annotations
 
@@ -19,10 +20,19 @@ from .tracked_model import Model
 
 LOST = "backwards, and with them unused parameters and unsynchronised steps"
 
-_BACKWARD, _USER = int(Phase.BACKWARD), int(Phase.USER)  # see `Stage`
+_BACKWARD, _USER = int(Phase.BACKWARD), int(Phase.USER)  # plain numbers, see `Stage`
 
 
 class _Backwards:
+    """Counts of this process.
+
+    Attributes:
+        depth: backwards running now, one inside the other; `nested`: inside the outermost so far.
+        count: outermost backwards that have ended; `synced` of them communicated.
+        seconds: spent in them since it was last read.
+        step: optimizer steps before the end of the last one.
+    """
+
     depth = 0
     nested = 0
     count = 0
@@ -40,26 +50,27 @@ def running() -> bool:
 
 
 def count() -> int:
-    """Outermost backwards so far in this process."""
+    """How many outermost backwards have ended in this process."""
     return _state.count
 
 
 def since(step: int) -> bool:
-    """Whether one ended after that many optimizer steps."""
+    """Whether a backward has ended since that many optimizer steps were taken."""
     return _state.step >= step
 
 
 def synced() -> int:
-    """Those that communicated."""
+    """How many outermost backwards communicated."""
     return _state.synced
 
 
 def counts() -> tuple[int, int]:
-    """`count` and `synced`."""
+    """(`count`, `synced`)"""
     return _state.count, _state.synced
 
 
 def take_seconds() -> float:
+    """Seconds spent in backwards since the last call."""
     spent, _state.seconds = _state.seconds, 0.0
     return spent
 
@@ -100,7 +111,7 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward that a routine step has next."""
+    """The backward that comes next on the fast path; None if this call is not that."""
     step = steady_state.expected
     if step is None or (backward := (now := step.next).backward) is None:
         return None
@@ -133,14 +144,14 @@ def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _observe_fast(recorder: Recorder, step: Plan, backward: Backward) -> None:
-    """What is to be seen before a backward: what watchers observation for, and the gradients."""
+    """Before a backward on the fast path: fire its hook, and read the version of a gradient."""
     lifecycle.backward_begins.fire_fast(recorder, backward)
     step.before = version(step.sampled())
 
 
 def _ends_fast(recorder: Recorder, backward: Backward, result: None) -> None:
-    """The model's gradients are there, and were averaged if its group communicated. If neither is
-    so, the backward was of something else, and the model's own is still to come."""
+    """After a backward on the fast path: it was the model's if its group communicated or a gradient
+    changed. Otherwise it was of something else, and the model's own is still to come."""
     step = steady_state.expected
     if step is None:
         _ends(recorder, backward, result, None)
@@ -184,7 +195,8 @@ def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | No
     _state.seconds += time.monotonic() - backward.began
     step = steady_state.expected
     if step is not None and backward is step.next.backward:
-        steady_state.stage = Stage.BETWEEN  # as far as it got
+        # It began on the fast path and raised: what has passed of the step ends before it.
+        steady_state.stage = Stage.BETWEEN
         steady_state.stop(recorder)
     backward.error, backward.nested = error, _state.nested
     waiting = 0
@@ -213,7 +225,7 @@ def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | No
 
 
 def _observed(backward: Backward) -> ObservedCall | None:
-    """A backward that may be part of a routine step."""
+    """A backward as `SteadyState` compares it; None for one that must not be on the fast path."""
     alone = len(backward.observations) == len(backward.models) == 1
     if not alone or backward.error is not None or backward.observations[0].sequence < 0:
         return None
@@ -244,7 +256,11 @@ def _credit(observations: list[BackwardObservation]) -> None:
 def _attribute(
     backward: Backward, observation: BackwardObservation, step: int, *, alone: bool
 ) -> None:
-    """Tell whether this backward was (also) that model's, and what it left out."""
+    """Decide whether a backward was (also) a model's, and which parameters it left out.
+
+    Args:
+        alone: this is the only model whose forward waits for a backward.
+    """
     model = observation.model
     communicated, touched = observation.communicated, observation.touched
     if communicated and (observation.expected or touched):

@@ -1,4 +1,8 @@
-"""Collectives that a wrapped model makes by itself, from C++: log to the ring as any other."""
+"""The collectives that DDP issues itself, from C++: logs them like those of the program.
+
+In its constructor; in a forward, to broadcast buffers or to rebuild buckets; in a synchronised
+backward, as one call for all its buckets.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def install() -> None:
     _open.__init__()  # type: ignore[misc]
     around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
     lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
-    # Of routine steps the brackets themselves tell.
+    # On the fast path `forwards`, `backwards` and `optimizers` call this module themselves.
     lifecycle.forward_begins.subscribe(_forward_begins, fast_path=False, lost=LOST)
     lifecycle.forward_ends.subscribe(_forward_ends, fast_path=False, lost=LOST)
     lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
@@ -33,13 +37,13 @@ def install() -> None:
 
 
 class _Open:
-    """Calls of wrapped models that have begun.
+    """The collectives of DDP that have begun.
 
     Attributes:
-        forwards: model, call, and torch's count of the group's collectives before it, where nothing
-            else tells whether there was one.
-        backwards: observation (None in a routine step), and call.
-        buffers: there are models whose forwards broadcast them.
+        forwards: (model, number in the ring, sequence number of the group before it); the latter is
+            -1 if the forward is certain to communicate.
+        backwards: (observation, None on the fast path; number in the ring).
+        buffers: there are models that broadcast buffers in their forwards.
     """
 
     def __init__(self) -> None:
@@ -81,8 +85,8 @@ def _forward_begins(recorder: Recorder, forward: Forward) -> None:
 
 
 def forward_opens(log: CallLog, forward: Forward, now: float) -> None:
-    """A forward that will broadcast the buffers, or in which DDP orders its buckets anew as the
-    first backward had them, is a collective of its group. The rank enters the forward now."""
+    """Log a forward that is a collective: DDP will broadcast buffers, or rebuild its buckets in the
+    order of the first backward."""
     ddp, model = forward.wrapper, forward.model
     if (_open.buffers or model.rebuilds) and model.group >= 0:
         certain = broadcasts(ddp)
@@ -93,12 +97,12 @@ def forward_opens(log: CallLog, forward: Forward, now: float) -> None:
 
 
 def broadcasts(wrapper: Any) -> bool:
-    """Whether a wrapper's forward will broadcast its buffers."""
+    """Whether a wrapper's next forward will broadcast its buffers."""
     return _open.buffers and wrapper.will_sync_module_buffers()
 
 
 def forward_recurs(model: Model, number: int) -> None:
-    """In a routine step a forward will broadcast the buffers, and that was log down."""
+    """A forward on the fast path will broadcast buffers, and is logged under this number."""
     _open.forwards.append((model, number, -1))
 
 
@@ -128,6 +132,8 @@ def forward_closes(recorder: Recorder, log: CallLog, forward: Forward, now: floa
 
 
 def _rebuilds(forward: Forward) -> bool:
+    """Whether DDP may rebuild its buckets in this forward: once, after the first synchronised
+    backward."""
     model = forward.model
     return model.rebuilds and forward.grad_enabled and model.synced_backwards > 0
 
@@ -158,7 +164,7 @@ def _backward_begins(recorder: Recorder, backward: Backward) -> None:
 
 
 def backward_recurs(number: int) -> None:
-    """In a routine step a backward will average the gradients, and that was log down."""
+    """A backward on the fast path will average gradients, and is logged under this number."""
     _open.backwards.append((None, number))
 
 

@@ -1,4 +1,5 @@
-"""A rank's own gradients, before they are averaged: which of them tell of the others."""
+"""Whether a gradient is finite, and which gradients to sample: a NaN in the loss reaches nearly all
+parameters, so a few small ones stand for the others."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from .tracked_model import Model
 
 FIRST_PARAMETERS = 4
 MOST_LOOKED_AT, LARGEST = 32, 1 << 20
-"""Parameters, and elements of each."""
+"""How many parameters are sampled, and how many elements each may have: the gradients are read in
+the backward."""
 
 
 def finite_gradient(gradient: Any) -> bool:
-    """As `finite`, which asks much of a tensor."""
+    """Whether all elements of a gradient are finite: `digests.finite`, with a short cut for plain
+    dense tensors."""
     import torch
 
     plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
@@ -22,9 +25,11 @@ def finite_gradient(gradient: Any) -> bool:
 
 
 def sampled_positions(model: Model) -> list[int]:
-    """Positions of those whose gradients tell of the others': a small one among the first, as what
-    comes from the loss passes most others before it; then of each pair of a weight and a bias the
-    bias, and what stands alone, as many as `MOST_LOOKED_AT`."""
+    """Positions of the parameters whose gradients are sampled.
+
+    The smallest of the first ones, which a backward reaches last, after most others; then biases,
+    and weights without one, `MOST_LOOKED_AT` at most, evenly spread.
+    """
     there = ((i, model.parameters[i]()) for i in model.expected)
     sizes = {i: p.numel() for i, p in there if p is not None and p.requires_grad}
     if not sizes:

@@ -1,4 +1,5 @@
-"""Forwards of wrapped models."""
+"""Wraps `DistributedDataParallel.forward`: counts the forwards of wrapped models and fires their
+hooks in `lifecycle`."""
 
 from __future__ import annotations
 
@@ -20,10 +21,19 @@ from .tracked_model import Model
 
 LOST = "forwards of wrapped models"
 
-_FORWARD, _USER = int(Phase.FORWARD), int(Phase.USER)  # see `Stage`
+_FORWARD, _USER = int(Phase.FORWARD), int(Phase.USER)  # plain numbers, see `Stage`
 
 
 class _Forwards:
+    """Counts of this process.
+
+    Attributes:
+        hooked: `forward` is wrapped.
+        adopting: there may be wrappers that were created before torch was wrapped.
+        inside: forwards running now.
+        registrations: parameters registered in the process, when last asked.
+    """
+
     def __init__(self) -> None:
         self.hooked = False
         self.adopting = False
@@ -38,7 +48,7 @@ _state = _Forwards()
 
 
 def count() -> int:
-    """Forwards of all wrappers so far, with and without gradients."""
+    """How many forwards of wrappers there were, with and without gradients."""
     return _state.count
 
 
@@ -48,7 +58,7 @@ def running() -> bool:
 
 
 def take_seconds() -> float:
-    """Seconds spent in them since the last call."""
+    """Seconds spent in forwards since the last call."""
     spent, _state.seconds = _state.seconds, 0.0
     return spent
 
@@ -62,10 +72,11 @@ def install() -> None:
 
 
 def adopt(recorder: Recorder) -> None:
-    """Take up the models that were wrapped before this process was watched. One that is still
-    being made, or that the garbage collector does not know, is met at its next forward."""
+    """Record the models that were wrapped before torch was. One whose constructor is running, or
+    that the garbage collector does not track, is recorded at its next forward."""
     _state.adopting = True
-    when_imported("torch._dynamo", lambda _: _take_up(recorder), lost=LOST)  # as for `_hook`
+    # To wrap forward needs torch._dynamo, see `_hook`.
+    when_imported("torch._dynamo", lambda _: _take_up(recorder), lost=LOST)
 
 
 def _take_up(recorder: Recorder) -> None:
@@ -76,8 +87,8 @@ def _take_up(recorder: Recorder) -> None:
 
 
 def _wrappers() -> list[Any]:
-    """Every living DistributedDataParallel, in the order in which they were made as far as it is
-    known: older generations first. torch keeps no list of them."""
+    """Every living DistributedDataParallel, by the garbage collector, as torch keeps no list. Older
+    generations first, which is roughly the order of creation: numbers must agree on all ranks."""
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     return [
@@ -155,15 +166,15 @@ def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _due(number: int) -> bool:
-    """Whether a model's forward of that number is looked at closely: also where parameters were
-    made since the last one, which may be the model's."""
+    """Whether a model's forward of that number is sampled; also if parameters were created since
+    the last one, which may be the model's."""
     made = module_origins.registrations()
     new, _state.registrations = made != _state.registrations, made
     return new or lifecycle.looked_at(number)
 
 
 def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward that a routine step has next."""
+    """The forward that comes next on the fast path; None if this call is not that."""
     step = steady_state.expected
     if step is None or (forward := (now := step.next).forward) is None:
         return None
@@ -206,7 +217,7 @@ def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _observe_fast(recorder: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
-    """What is to be seen before a forward that somebody waits for."""
+    """Before a forward on the fast path that a watcher waits for: fire its hooks."""
     forward.frame = frame
     lifecycle.forward_begins.fire_fast(recorder, forward)
     forward.model.looked_at = lifecycle.next_looked_at(number)
@@ -216,7 +227,7 @@ def _observe_fast(recorder: Recorder, forward: Forward, number: int, frame: Fram
 
 
 def _ends_fast(recorder: Recorder, token: tuple[Forward, float], result: Any) -> None:
-    if steady_state.stage != Stage.FORWARD:  # something else happened meanwhile
+    if steady_state.stage != Stage.FORWARD:  # the fast path was left during the forward
         _ends(recorder, token, result, None)
         return
     step, (forward, began) = steady_state.expected, token

@@ -1,7 +1,7 @@
-"""The moments of training that several watchers care about, and who is told.
+"""The hooks of training: moments that watchers subscribe to.
 
-One module brackets each moment (`models` the forwards, `autograd` the backwards, `optimizers` the
-steps); watchers subscribe. A watcher that fails is counted and switched off on its own.
+They are fired by `wrapped_models`, `forwards`, `backwards`, `optimizers`, and the watcher of
+loaders.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from .records import Backward, Forward, Loading, Step
 from .tracked_model import Model
 
 PULSES_FIRST = 16
+"""The first steps each have a pulse, so that short runs are seen too."""
 PULSE_S, PULSES_PER_PACE, SLOWEST_S = 0.04, 32, 0.64
-"""Seconds between pulses after the first ones; twice as many after so many pulses."""
+"""Seconds between later pulses, doubled after every 32 of them up to the slowest: what is done in a
+pulse then costs a bounded share of the time."""
 
 
 wrapped: Hook[Model] = Hook("wrapped")
@@ -21,49 +23,50 @@ loading_ends: Hook[Loading] = Hook("loading ends")
 loading_failed: Hook[Loading] = Hook("loading failed")
 forward_begins: Hook[Forward] = Hook("forward begins")
 forward_due: Hook[Forward] = Hook("forward due")
-"""One with gradients begins that is looked at closely: see `looked_at`."""
+"""A forward with gradients begins that is sampled, see `looked_at`."""
 trial_begins: Hook[Forward] = Hook("trial begins")
-"""A forward without gradients begins, or one of a wrapper in evaluation mode."""
+"""A forward without gradients begins, or one of a wrapper in evaluation mode; `trial_ends` is its
+end."""
 forward_ends: Hook[Forward] = Hook("forward ends")
 trial_ends: Hook[Forward] = Hook("trial ends")
 forward_failed: Hook[Forward] = Hook("forward failed")
 backward_begins: Hook[Backward] = Hook("backward begins")
 gradients_ready: Hook[tuple[Backward, Model]] = Hook("gradients ready")
-"""Inside a backward: every gradient that DDP waits for is there (only where examined)."""
+"""Inside a backward that is examined: every gradient that DDP waits for is ready."""
 backward_ends: Hook[Backward] = Hook("backward ends")
 backward_examined: Hook[Backward] = Hook("backward examined")
-"""After one in which at least one model was examined whole."""
-backward_unannounced: Hook[Backward] = Hook("backward astray")
-"""After one that reached a model although no forward of its wrapper was pending."""
+"""After a backward in which all gradients of at least one model were counted."""
+backward_unannounced: Hook[Backward] = Hook("backward unannounced")
+"""After a backward that reached a model although no forward of its wrapper was pending."""
 backward_failed: Hook[Backward] = Hook("backward failed")
 gradients_missing: Hook[tuple[Model, int]] = Hook("gradients missing")
-"""A backward at a line (a site) left DDP waiting for gradients of a model."""
+"""(model, site): a backward at that line left DDP waiting for gradients of the model."""
 step_begins: Hook[Step] = Hook("step begins")
 step_due: Hook[Step] = Hook("step due")
-"""One begins that is looked at closely: see `told_at`."""
-fast_step_due: Hook[Step] = Hook("routine due")
-"""A routine step begins that somebody waits for: see `Optimizer.due_at`."""
+"""A step begins that is sampled, see `events.amp.told_at`."""
+fast_step_due: Hook[Step] = Hook("fast step due")
+"""A step begins on the fast path that a watcher waits for, see `Optimizer.due_at`."""
 step_inside: Hook[Step] = Hook("step inside")
-"""One begins inside a backward, maybe under DDP's lock: of these the other moments of a step do not
-tell."""
+"""A step begins inside a backward, maybe under DDP's lock; the other hooks of a step do not fire
+for it."""
 step_ends: Hook[Step] = Hook("step ends")
 closure_ends: Hook[Step] = Hook("closure ends")
-"""Just before that, where the step had a closure: only now are the gradients its own."""
+"""Just before `step_ends` if the step had a closure: only now are the gradients its own."""
 pulse: Hook[Step] = Hook("pulse")
-"""After a step: the first `PULSES_FIRST`, then no more than one in some time."""
+"""After a step: each of the first `PULSES_FIRST`, then one in some time."""
 
 
 def looked_at(forward: int) -> bool:
-    """Whether a model's forward of that number is looked at closely, or the next one is the first
-    to be so; the same on every rank."""
+    """Whether a model's forward of that number is sampled, or the next one is the first of those
+    sampled: watchers can prepare for it. Equal on every rank."""
     return forward < 128 or (forward + 1) % 16 < 2
 
 
 def next_looked_at(forward: int) -> int:
-    """The first one after that number that is."""
+    """The number of the next forward after `forward` for which `looked_at` holds."""
     return forward + 1 if looked_at(forward + 1) else (forward + 1) // 16 * 16 + 15
 
 
 def until_pulse(pulses: int) -> float:
-    """Seconds until the next pulse, after so many."""
+    """Seconds until the next pulse, after so many pulses."""
     return min(PULSE_S * 2 ** (pulses // PULSES_PER_PACE), SLOWEST_S)

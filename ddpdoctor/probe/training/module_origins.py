@@ -1,4 +1,4 @@
-"""Where each module and parameter was made, so that a finding can point at the line."""
+"""The lines of the user's code that created each module and parameter, for findings to point at."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ LOST = "the lines that make modules"
 
 
 class _Origins:
-    """The user's line that called a module's class, by module. Known also from before the
-    process became a rank, so lines are numbered only when asked for.
+    """What is known of the modules of this process, also from before it became a rank: so lines get
+    their sites only when asked for.
 
     Attributes:
-        copies: modules that no constructor made: copied or unpickled ones.
+        lines: the user's line that called a module's class.
+        parameters: by module, the user's line that assigned each parameter.
+        copies: modules that were copied or unpickled, without their constructor.
+        registrations: how many parameters were registered.
+        user_code: whether a code object is the user's.
     """
 
     def __init__(self) -> None:
@@ -85,35 +89,35 @@ def _watch_copies(kind: Any) -> None:
 
 
 def origin_line(module: Any) -> tuple[CodeType, int] | None:
-    """The user's line that made a module, None where unknown (a copy, say)."""
+    """The user's line that created a module; None if unknown (for a copy, say)."""
     return _origins.lines.get(module) if hasattr(module, "_modules") else None
 
 
 def origin_site(module: Any) -> int:
-    """The number of the user's line that made a module, -1 where unknown."""
+    """The site of the user's line that created a module; -1 if unknown."""
     recorder = current_recorder()
     line = origin_line(module)
     return recorder.sites.number(*line) if recorder is not None and line else -1
 
 
 def parameter_site(module: Any, name: str) -> int:
-    """The number of the user's line that gave a module this parameter, -1 where a library did."""
+    """The site of the user's line that assigned this parameter to a module; -1 if a library did."""
     recorder = current_recorder()
     line = _origins.parameters.get(module, {}).get(name)
     return recorder.sites.number(*line) if recorder is not None and line else -1
 
 
 def added_site(module: Any, name: str) -> int:
-    """The number of the user's line that brought in a parameter which the model did not have: the
-    one that made its module, if it came with that."""
+    """The site of the user's line that added a parameter to a model later: the line that created
+    the module if that brought it along, else the line that assigned the parameter."""
     line = _origins.parameters.get(module, {}).get(name)
     born = origin_site(module) if line is None or line[0].co_name == "__init__" else -1
     return born if born >= 0 else parameter_site(module, name)
 
 
 def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
-    """Names of parameters by identity, and the outermost modules that hold them, the one that
-    holds the most first; as far as the modules are known."""
+    """Names of parameters by id, and the outermost known modules that contain them, the one with
+    most of them first."""
     wanted = {id(p) for p in parameters}
     known = living_modules()
     children = {id(c) for m in known for c in m._modules.values() if c is not None}
@@ -131,7 +135,7 @@ def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
 
 
 def living_modules() -> list[Any]:
-    """All modules that exist, as far as they are known."""
+    """All living modules that are known."""
     return [*_origins.lines, *(m for m in _origins.copies if m not in _origins.lines)]
 
 
@@ -141,7 +145,8 @@ def in_some_module(parameter: Any) -> bool:
 
 
 def registrations() -> int:
-    """How many parameters were registered in this process; a new one may change a wrapped model."""
+    """How many parameters were registered in this process. If it rises, a wrapped model may have
+    changed."""
     return _origins.registrations
 
 
@@ -165,8 +170,8 @@ def _missed(error: Exception) -> None:
 
 
 def _record_origin(module: Any, frame: FrameType | None) -> None:
-    # Step out of the constructors of the module itself (`super().__init__()` in the user's class)
-    # to the line that called its class.
+    # Step out of the module's own constructors (`super().__init__()` in the user's class) to the
+    # line that called its class.
     while frame is not None and frame.f_code.co_name == "__init__":
         names = frame.f_code.co_varnames
         if not names or variables(frame).get(names[0], module) is not module:

@@ -1,4 +1,4 @@
-"""Which wrapped models' parameters an optimizer holds."""
+"""Which wrapped models an optimizer trains: sets `Step.holdings` before each step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ LOST = "which models an optimizer trains, and with it drift and unsynchronised s
 
 
 class _Known:
+    """What is known of one optimizer.
+
+    Attributes:
+        holdings: the models that it trains.
+        size, models: how many parameters it had, and how many models there were, at that time.
+    """
+
     def __init__(self) -> None:
         self.holdings: list[OptimizerModel] = []
         self.size = -1
@@ -20,18 +27,19 @@ class _Known:
 
 
 def install() -> None:
-    """To be called before the watchers subscribe that read `Step.holdings`."""
+    """Must be called before the watchers that read `Step.holdings` subscribe."""
     lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
     lifecycle.fast_step_due.subscribe(_step_begins, lost=LOST)
 
 
 def steps_taken(holding: OptimizerModel) -> int:
-    """How many steps the optimizer of a holding has taken, -1 where that is gone."""
+    """How many steps the optimizer has taken; -1 if it is gone."""
     return next((k.steps for k in optimizers.known() if k.number == holding.optimizer), -1)
 
 
 def steps_of(model: Model) -> int:
-    """Steps so far of the optimizer that trains a model, 0 where none is known to."""
+    """How many steps the optimizer of a model has taken (the most, if it has several); 0 if none is
+    known."""
     notes = ((known.steps, known.notes.get(_Known)) for known in optimizers.known())
     mine = [n for n, k in notes if k is not None and any(h.model is model for h in k.holdings)]
     return max(mine, default=0)
@@ -42,7 +50,7 @@ def _step_begins(recorder: Recorder, step: Step) -> None:
     if known is None:
         known = step.known.notes[_Known] = _Known()
     count = wrapped_models.count()
-    # Parameters may be added to an optimizer at any time; few do.
+    # Parameters may be added to an optimizer at any time, but rarely are: looked at when sampled.
     if step.due or known.models != count:
         optimizer = step.optimizer()
         groups = () if optimizer is None else optimizer.param_groups

@@ -1,4 +1,9 @@
-"""Optimizers and their steps."""
+"""Hooks into optimizers: records them and their steps, and fires the hooks of `lifecycle`.
+
+The hooks are torch's global ones for all optimizers. The pre-hook must run after those that the
+program registered on the optimizer, which may still edit gradients; so if there are any, it adds
+another hook at their end for the time of the step.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,26 @@ from .steady_state import FastPath, Stage, steady_state
 
 PART, LOST = "optimizer-step", "optimizer steps"
 _LAST = "ddpdoctor"
-_OPTIMIZER, _USER = int(Phase.OPTIMIZER), int(Phase.USER)  # see `Stage`
+"""Key of our hook among the optimizer's own, where torch uses numbers."""
+_OPTIMIZER, _USER = int(Phase.OPTIMIZER), int(Phase.USER)  # plain numbers, see `Stage`
 
 STEPS_IN_FULL = 2000
 JOINED_S, JOINED_LATER_S = 0.25, 1.0
-"""After the first steps of an optimizer those within so many seconds are told in one record, and
-after `STEPS_IN_FULL` within a second. The ring has the number of the last one in any case."""
+"""After the first steps of an optimizer (`sampling.FIRST_STEPS`), the steps of `JOINED_S` seconds
+share one record, and after `STEPS_IN_FULL` those of a second: fast loops would fill the record. The
+ring has the number of the last step in any case."""
 
 
 class _Optimizers:
+    """The optimizers of this process.
+
+    Attributes:
+        known: those that have stepped; `count` of them so far.
+        sites: where each was created.
+        waiting: those with steps that are not recorded yet.
+        pulse_at: when the next pulse is due; `pulses` so far.
+    """
+
     def __init__(self) -> None:
         self.known: WeakIdentityMap[Optimizer] = WeakIdentityMap()
         self.sites: WeakIdentityMap[int] = WeakIdentityMap()
@@ -43,36 +59,38 @@ class _Optimizers:
 
 _optimizers = _Optimizers()
 _first_step: list[Callable[[], None]] = []
-"""Called once, where an optimizer steps in a process that is no rank."""
+"""Called once, when an optimizer steps in a process that is no rank."""
 
 
 def at_first_step(call: Callable[[], None]) -> None:
-    """Where an optimizer steps in a process that is no rank: it may become one there."""
+    """Call `call` once when an optimizer steps in a process that is no rank, which may make it
+    one."""
     _first_step[:] = [call]
 
 
 def known_optimizer(optimizer: Any) -> Optimizer | None:
-    """What is known of an optimizer that has stepped."""
+    """What is known of an optimizer; None if it has not stepped."""
     return _optimizers.known.get(optimizer)
 
 
 def known() -> list[Optimizer]:
-    """Of every living optimizer that has stepped."""
+    """What is known of every living optimizer that has stepped."""
     return list(_optimizers.known.values())
 
 
 def made() -> list[Any]:
-    """Every optimizer that exists, whether it has stepped or not."""
+    """Every living optimizer, whether it has stepped or not."""
     every = dict.fromkeys([*_optimizers.sites, *_optimizers.known])
     return [o for o in every if hasattr(o, "param_groups")]
 
 
 def made_at(optimizer: Any) -> int:
+    """The site at which an optimizer was created; -1 if unknown."""
     return _optimizers.sites.get(optimizer, -1)
 
 
 def parameters() -> dict[int, Any]:
-    """All parameters that any optimizer holds, by identity."""
+    """All parameters of all optimizers, by id."""
     return {id(p): p for o in made() for group in o.param_groups for p in group["params"]}
 
 
@@ -94,7 +112,7 @@ def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """The first hook before a step, before those of the user's that may still edit gradients."""
+    """torch's global pre-hook, which runs before those of the optimizer."""
     if (recorder := current.recorder) is None:
         while _first_step:
             _first_step.pop()()
@@ -108,15 +126,15 @@ def _pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     if others is not None:
         others.pop(_LAST, None)
         others[_LAST] = _last_pre_hook
-    elif _usual.begins(recorder, (optimizer, args), kwargs) is None:
+    elif _fast_path.begins(recorder, (optimizer, args), kwargs) is None:
         run_hook(recorder, PART, LOST, _begins, optimizer, args, kwargs)
 
 
 def _last_pre_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Where there are others it is among the optimizer's own hooks, for as long as a step takes."""
+    """The last of the optimizer's own pre-hooks, for the time of one step, if there are others."""
     if (recorder := current.recorder) is None:
         return
-    if _usual.begins(recorder, (optimizer, args), kwargs) is None:
+    if _fast_path.begins(recorder, (optimizer, args), kwargs) is None:
         run_hook(recorder, PART, LOST, _begins, optimizer, args, kwargs)
 
 
@@ -129,7 +147,7 @@ def _post_hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     except Exception as error:
         recorder.trouble(PART, error, LOST)
     if steady_state.stage == Stage.STEP:
-        _usual.ends(recorder, optimizer, None)
+        _fast_path.ends(recorder, optimizer, None)
     else:
         run_hook(recorder, PART, LOST, _ends, optimizer)
 
@@ -165,7 +183,7 @@ def _begins(recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _begins_fast(recorder: Recorder, args: Any, kwargs: Any) -> Any:
-    """The optimizer's part of a routine step."""
+    """The optimizer step that comes next on the fast path; None if this call is not that."""
     expected = steady_state.expected
     if expected is None or (known := (now := expected.next).optimizer) is None:
         return None
@@ -188,7 +206,7 @@ def _begins_fast(recorder: Recorder, args: Any, kwargs: Any) -> Any:
 
 
 def _due_fast(recorder: Recorder, known: Optimizer, step: Step) -> None:
-    """Somebody waits for this step, and says which is the next."""
+    """Before a step on the fast path that a watcher waits for: fire the hooks for it."""
     step.due = told_at(step.number)
     known.due_at = next_told_at(step.number)
     lifecycle.fast_step_due.fire(recorder, step)
@@ -196,8 +214,8 @@ def _due_fast(recorder: Recorder, known: Optimizer, step: Step) -> None:
         lifecycle.step_due.fire(recorder, step)
 
 
-def _join(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
-    """Put a step on record: at once, or with those that follow at the same line soon."""
+def _record_step(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
+    """Record a step: at once, or together with steps that follow soon at the same line."""
     assert known.step is not None
     site, joined = known.step.site, known.joined
     if joined is not None and joined.site != site:
@@ -222,14 +240,14 @@ def _join(recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
 
 
 def _take_seconds(joined: JoinedSteps) -> None:
-    """What was spent in each phase since the last time that somebody asked."""
+    """Add the seconds spent in each phase since the last call."""
     joined.data_s += loading.take_seconds()
     joined.forward_s += forwards.take_seconds()
     joined.backward_s += backwards.take_seconds()
 
 
 def _emit_steps(recorder: Recorder) -> None:
-    """Write the steps that wait, before anything that happened after them is."""
+    """Write the steps that wait; called before any other event is written, to keep the order."""
     recorder.before_events = None
     waiting, _optimizers.waiting = _optimizers.waiting, []
     for known in waiting:
@@ -286,7 +304,8 @@ def _emit_seen(recorder: Recorder, optimizer: Any, known: Optimizer, closure: bo
 
 
 def _pieces(optimizer: Any) -> tuple[int, ...]:
-    """The ranks that hold pieces of the very parameters that this one does."""
+    """The ranks over which an optimizer's parameters are sharded; empty if they are not DTensors of
+    one mesh."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     meshes = {getattr(p, "device_mesh", None) for p in parameters}
     mesh = meshes.pop() if len(meshes) == 1 else None
@@ -297,15 +316,15 @@ def _ends(recorder: Recorder, optimizer: Any) -> None:
     known = _optimizers.known.get(optimizer)
     if known is None or known.step is None:
         return
-    now = _count(recorder, known)
+    now = _count_step(recorder, known)
     if not backwards.running():
         if known.step.closure:
             lifecycle.closure_ends.fire(recorder, known.step)
         lifecycle.step_ends.fire(recorder, known.step)
         steady_state.learn(recorder, known, known.step.site)
         if now >= _optimizers.pulse_at or recorder.step <= lifecycle.PULSES_FIRST:
-            _beat(recorder, known.step, now)
-    if known.steps == FIRST_STEPS + 1:  # what it cost to look at each of them is told apart
+            _fire_pulse(recorder, known.step, now)
+    if known.steps == FIRST_STEPS + 1:  # the first steps, all sampled, have a cost of their own
         recorder.emit_cost(anyway=True)
 
 
@@ -315,7 +334,7 @@ def _ends_fast(recorder: Recorder, optimizer: Any, _: None) -> None:
     if expected is None or known is None or known.step is None:
         _ends(recorder, optimizer)
         return
-    now = _count(recorder, known)
+    now = _count_step(recorder, known)
     expected.call_log.step_ended(recorder.step, now)
     expected.ring.enter(_USER, known.step.site, now)
     if expected.next.following is not None:
@@ -325,25 +344,26 @@ def _ends_fast(recorder: Recorder, optimizer: Any, _: None) -> None:
     if lifecycle.step_ends.on_fast_path:
         lifecycle.step_ends.fire_fast(recorder, known.step)
     if now >= _optimizers.pulse_at:
-        _beat(recorder, known.step, now)
+        _fire_pulse(recorder, known.step, now)
 
 
-def _count(recorder: Recorder, known: Optimizer) -> float:
-    """A step is over: count it, put it on record; the time."""
+def _count_step(recorder: Recorder, known: Optimizer) -> float:
+    """Count and record a step that is over; returns the time."""
     now = time.monotonic()
     step, known.steps = known.steps, known.steps + 1
     recorder.step += 1
     recorder.moves += 1
     with recorder.lock:
-        _join(recorder, known, step, now)
+        _record_step(recorder, known, step, now)
     return now
 
 
-def _beat(recorder: Recorder, step: Step, now: float) -> None:
+def _fire_pulse(recorder: Recorder, step: Step, now: float) -> None:
+    """Fire a pulse, and choose the time of the next."""
     _optimizers.pulses += 1
     _optimizers.pulse_at = now + lifecycle.until_pulse(_optimizers.pulses)
     lifecycle.pulse.fire(recorder, step)
     recorder.emit_cost()
 
 
-_usual = FastPath(PART, LOST, _begins_fast, _ends_fast)
+_fast_path = FastPath(PART, LOST, _begins_fast, _ends_fast)

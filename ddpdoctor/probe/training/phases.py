@@ -1,5 +1,7 @@
-"""What the rank is doing when it is in no collective, for the ring's header. Of forwards, backwards
-and the end of steps `calls` tells together with their calls."""
+"""What the rank is doing when it is in no collective (its phase), in the ring's header.
+
+Forwards, backwards and the end of steps are entered by `ddp_collectives`, with their calls.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ def install() -> None:
         (lifecycle.step_begins, Phase.OPTIMIZER),
         (hooks.leaving, Phase.LEAVING),
     ):
-        emitted = phase is not Phase.OPTIMIZER  # see `optimizers`
+        emitted = phase is not Phase.OPTIMIZER  # entered by `optimizers` itself on the fast path
         moment.subscribe(_enters(phase), fast_path=emitted, lost=LOST)
-    around(process_groups.holders(), "init_process_group", before=_joins, after=_goes_on, lost=LOST)
+    around(process_groups.holders(), "init_process_group", before=_joins, after=_joined, lost=LOST)
     around(process_groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
     around((c10d, dist), "destroy_process_group", before=_destroys, after=_destroyed, lost=LOST)
 
@@ -41,29 +43,29 @@ def _enters(phase: Phase) -> Any:
     return enters
 
 
-def _now(recorder: Recorder, phase: Phase, site: int) -> None:
+def _enter(recorder: Recorder, phase: Phase, site: int) -> None:
     if log := call_log_of(recorder):
         log.ring.phase(phase, site)
 
 
 def _joins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _now(recorder, Phase.INIT, recorder.site())
+    _enter(recorder, Phase.INIT, recorder.site())
 
 
 def _destroys(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _now(recorder, Phase.LEAVING, recorder.site())
+    _enter(recorder, Phase.LEAVING, recorder.site())
 
 
-def _goes_on(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _now(recorder, Phase.USER, -1)
+def _joined(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+    _enter(recorder, Phase.USER, -1)
 
 
 def _destroyed(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _now(recorder, Phase.USER, recorder.site())
+    _enter(recorder, Phase.USER, recorder.site())
 
 
 def _makes_group(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Creating a group is a collective of the whole world, unless asked otherwise."""
+    """Log `new_group`: a collective of the whole world, unless it uses local synchronisation."""
     log = call_log_of(recorder)
     local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
     if log is None or local:

@@ -1,4 +1,4 @@
-"""What the hooks of training are told: a forward, a backward, an optimizer step."""
+"""What the hooks of training pass to watchers: a forward, a backward, an optimizer step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from .tracked_model import Model
 
 
 class JoinedSteps:
-    """Steps of one optimizer that wait to be told in one record.
+    """Steps of one optimizer that wait to be written as one record.
 
     Attributes:
-        step, at, backwards, synced: of the last of them; backwards are counted since the start.
-        wall_s, data_s, forward_s, backward_s, optimizer_s: sums over them.
+        step, at: number and time of the last step.
+        backwards, synced: backwards, and those that communicated, since the start of the process.
+        wall_s, data_s, forward_s, backward_s, optimizer_s: sums over the steps.
     """
 
     __slots__ = (
@@ -36,8 +37,14 @@ class Optimizer:
     """What the probe knows of one optimizer.
 
     Attributes:
-        due_at: no sooner than before this step anybody wants to be told of a routine one.
-        notes: what watchers know of it, by their own class; dies with the optimizer.
+        number: in the order of the first steps.
+        reference: weak, to the optimizer.
+        steps: taken so far.
+        due_at: the next step before which watchers want to be called on the fast path.
+        began: when the last step began; `step` is that step.
+        notes: what watchers know of the optimizer, by a class of their own; gone with it.
+        joined: steps that are not recorded yet; `emitted_at`: when some were recorded last, and
+            `backwards`, `synced` up to then.
     """
 
     def __init__(self, number: int, optimizer: Any) -> None:
@@ -55,12 +62,13 @@ class Optimizer:
 
 
 class OptimizerModel:
-    """The parameters of one model that one optimizer steps. Keeps nothing alive.
+    """The parameters of one model that one optimizer trains. Keeps nothing alive.
 
     Attributes:
-        positions: in `Wrapped.parameters`, ascending. The first optimizer of a model also answers
-            for its frozen parameters: they are replicated too. `held` are the same as a set.
-        synchronised: those of `positions` whose gradients DDP averages.
+        positions: in `Wrapped.parameters`, ascending. With the first optimizer of a model also its
+            frozen parameters, so that these are compared too; they are replicated as well.
+        held: the positions as a set.
+        synchronised: the positions of parameters whose gradients DDP averages.
     """
 
     def __init__(self, model: Model, optimizer: int, positions: list[int]) -> None:
@@ -72,7 +80,7 @@ class OptimizerModel:
         self.synchronised = [p for p in positions if p in expected]
 
     def parameters(self, positions: list[int]) -> list[Any]:
-        """The parameters at positions, None for those that are gone."""
+        """The parameters at some positions, None for those that are gone."""
         return [self.model.parameters[p]() for p in positions]
 
 
@@ -89,11 +97,12 @@ class Forward:
     """One forward of a wrapped model.
 
     Attributes:
-        args, kwargs: what the user passed; output what came back (at the end, None before).
-            Watchers must not keep them.
-        frame: the user's that makes the call; at the begin only.
-        grad_enabled: gradients were on; sync: DDP meant to synchronise the next backward.
-        error: what the forward raised, at the end.
+        args, kwargs: the arguments. Watchers must not keep them.
+        output: the result, None before the end. Watchers must not keep it.
+        frame: the user's frame that calls; at the begin only.
+        grad_enabled: gradients were enabled.
+        sync: DDP is to synchronise the next backward.
+        error: the exception that the forward raised, at the end.
     """
 
     model: Model
@@ -113,21 +122,22 @@ class Backward:
     """One outermost backward.
 
     Attributes:
-        number: how many this process had before it.
+        number: outermost backwards of this process before it.
         roots: the tensors it starts from. Watchers must not keep them.
-        frame: the user's that calls it; at the begin only.
-        observations: one at every model that it might be of.
-        models: at the end, the models whose parameters it reached and that it was told apart
-            from the pending ones by; `synced` are those whose group communicated meanwhile.
-        untouched: at the end, by model number, positions (as in `Wrapped.parameters`) of expected
-            parameters whose gradient it did not touch; only for models examined whole.
-        expected_sync: by model number, whether DDP meant to synchronise.
-        fired: by model number, how often the gradient at a position became ready; only for models
-            examined whole, also where the backward failed.
+        frame: the user's frame that calls it; at the begin only.
+        observations: one for every model that it might belong to; empty on the fast path.
+        models: at the end, the models that it belongs to: a forward waited for it, and it reached
+            their parameters.
+        synced: at the end, numbers of the models whose group communicated during it.
+        untouched: at the end, by model number, positions (in `Wrapped.parameters`) of expected
+            parameters without a gradient; only for models that were examined.
+        expected_sync: by model number, whether DDP was to synchronise.
+        fired: by model number, how often the gradient at each position became ready; only for
+            models that were examined, also if the backward failed.
         nested: backwards inside it so far: re-entrant checkpointing runs them.
-        continued: at the end, the models whose forward an earlier one left unfinished.
+        continued: at the end, models whose forward an earlier backward left unfinished.
         unannounced: at the end, models whose parameters it reached although no forward of theirs
-            was pending, and whether their group communicated meanwhile.
+            was pending; each with whether its group communicated.
     """
 
     number: int
@@ -152,9 +162,11 @@ class Step:
     """One optimizer step, at its begin (gradients final, nothing applied) or end.
 
     Attributes:
-        closure: the optimizer calls a closure that runs forward and backward: at the begin the
-            gradients are those of the step before.
-        due: it is looked at closely: see `emitted_at`.
+        optimizer: weak reference to it.
+        number: steps of this optimizer before it.
+        closure: the optimizer calls a closure that runs forward and backward, so that at the begin
+            the gradients are those of the step before.
+        due: it is sampled, see `events.amp.told_at`.
         holdings: the wrapped models that the optimizer trains.
     """
 

@@ -1,4 +1,5 @@
-"""Tensors as they were, to be compared with what they have become."""
+"""Digests and a few values of tensors at one moment, to find later whether the program edited them
+and by which factor."""
 
 from __future__ import annotations
 
@@ -11,20 +12,26 @@ from .write_counts import version
 from .written_gradients import WrittenGradients
 
 Values = list[list[float]]
-"""Some of each tensor."""
+"""A few values of each tensor."""
 
 
 class TensorSnapshot:
-    """Some tensors as they were.
+    """Some tensors of a model at one moment.
+
+    Functions of torch that edit gradients (`clip_grad_norm_`, say) report when they begin
+    (`called`) and end (`returned`); changes in between are theirs, all others the program's own.
+
+    Args:
+        sampled: keep a few values too, else version counters.
 
     Attributes:
-        latest: digests when it was last seen whether one of torch's functions changes them.
-        beside: something else changed them before that.
-        functions: those of torch's that have written to any of the model's; `changers` what changed
-            some of these, and the site that called it.
-        since: values when `latest` was; spans: values before and after what something else than
-            these functions made of them.
-        touched: of gradients, those that were written to, whether their values are here or not.
+        numbers: digests at that moment; `values` are a few values.
+        latest: digests when a function of torch last began or ended; `since` are the values then.
+        beside: the program itself changed the tensors before `latest`.
+        functions: functions of torch that wrote to any gradient of the model.
+        changers: functions of torch that changed these tensors, with the site of the call.
+        spans: values before and after each change by the program itself.
+        touched: for gradients, which were written to, also those without values here.
     """
 
     def __init__(self, positions: list[int], tensors: list[Any], sampled: bool) -> None:
@@ -39,7 +46,7 @@ class TensorSnapshot:
         self.touched: WrittenGradients | None = None
 
     def only(self, positions: Set[int]) -> TensorSnapshot:
-        """The same of those of them that are among these."""
+        """A copy restricted to the tensors at some positions."""
         kept = [n for n, position in enumerate(self.positions) if position in positions]
         part = TensorSnapshot([self.positions[n] for n in kept], [], sampled=True)
         part.numbers, part.latest = ([row[n] for n in kept] for row in (self.numbers, self.latest))
@@ -50,7 +57,7 @@ class TensorSnapshot:
         return part
 
     def called(self, tensors: list[Any]) -> None:
-        """A function of torch's is about to change them: what did so before was something else."""
+        """A function of torch is about to change the tensors: earlier changes are not its own."""
         if (now := digests(tensors)) != self.latest:
             self.beside, self.latest = True, now
             self.spans.append((self.since, values := _values(tensors)))
@@ -59,7 +66,7 @@ class TensorSnapshot:
             self.touched.look()
 
     def returned(self, tensors: list[Any], name: str, site: int) -> None:
-        """It has."""
+        """A function of torch has returned (its call at `site`): changes since `called` are its."""
         if self.touched is None or self.touched.pass_over():
             self.functions[name] = None
         if (now := digests(tensors)) != self.latest:
@@ -67,8 +74,8 @@ class TensorSnapshot:
             self.since = _values(tensors)
 
     def besides(self, now: TensorSnapshot) -> float:
-        """The one number by which something else than these functions multiplied them until now;
-        0 where there is none."""
+        """The factor by which the program itself multiplied the tensors until now; 0 if its changes
+        were no multiplication by one factor."""
         last = [(self.since, now.values)] if now.numbers != self.latest else []
         spans = [*self.spans, *last]
         return prod(ratio(*span) for span in spans) if spans else 0.0
@@ -79,13 +86,13 @@ def _values(tensors: list[Any]) -> Values:
 
 
 def rewritten(before: TensorSnapshot, now: TensorSnapshot) -> list[int]:
-    """Those that were written to, whatever they are now."""
+    """Positions of tensors that were written to, whether their values changed or not."""
     versions = zip(before.positions, before.versions, now.versions, strict=False)
     return [position for position, old, new in versions if old != new]
 
 
 def ratio(before: Values, now: Values) -> float:
-    """The one number that the values were multiplied by, 0 where there is none."""
+    """The factor that all values were multiplied by; 0 if there is no such factor."""
     if [len(row) for row in before] != [len(row) for row in now]:
         return 0.0
     rows = zip(before, now, strict=True)
@@ -94,14 +101,15 @@ def ratio(before: Values, now: Values) -> float:
         return 0.0
     ratios = [b / a for a, b in pairs]
     middle = sorted(ratios)[len(ratios) // 2]
+    # 1e-5: the rounding of float32, twice; factors of interest differ by far more.
     if middle and all(abs(r / middle - 1) < 1e-5 for r in ratios):
         return float(f"{middle:.5g}")
     return 0.0
 
 
 def state_of(optimizer: Any, parameter: Any) -> int:
-    """Stands for an optimizer's state of a parameter: another number where it is another tensor, or
-    was changed in place."""
+    """A hash of an optimizer's state of a parameter, without reading values: it changes if a tensor
+    in it is replaced or written to."""
     state = getattr(optimizer, "state", None)
     held = None if state is None or parameter is None else state.get(parameter)
     return hash(

@@ -1,10 +1,10 @@
-"""Steps like the ones before: the same forwards and backwards of one model, and the same optimizers
-that step after them, at the same lines.
+"""The fast path: steps that repeat the ones before, with the same forwards and backwards of one
+model, and the same optimizer steps after them, at the same lines.
 
-Most steps of most programs are such. In them nothing is to be learned about which backward belongs
-to which model or whether the gradients that are applied were averaged, and what is not learned
-costs nothing. At the first sign of anything else (`stop`) those who were left out are told what
-has happened in this step so far, and the rest of it is looked at as any other.
+Most steps of most programs are such. Nothing new can be learned from them about which backward
+belongs to which model, or whether gradients were averaged; so most watchers are not called. When
+anything else happens (`stop`), those watchers get what has passed of the step so far (the hook
+`interrupted`), and the rest of the step takes the ordinary path.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from .records import Backward, Forward, Optimizer, Step
 from .tracked_model import Model
 
 FIRST = 64
-"""Steps of an optimizer that are looked at like any other."""
+"""The first steps of an optimizer never take the fast path: what changes early (warm-up, freezing)
+is seen in full."""
 
 ALIKE, MOST_ALIKE = 2, 64
-"""Steps in a row that must have been alike before one is expected to be; twice as many whenever one
-was not, up to the most."""
+"""Equal steps in a row before the next one takes the fast path; doubled, up to the most, whenever a
+step leaves it: for a program that changes often, leaving costs more than the fast path saves."""
 
 
-MOST_PASSES = 64
-"""Forwards and backwards of a routine step."""
+MOST_CALLS = 64
+"""Forwards and backwards in a step on the fast path, at most: bounds what is compared and kept."""
 
 
 class Stage:
-    """How far a routine step has come. Plain numbers: looking up an enum's member takes longer."""
+    """How far a step on the fast path has come. Plain numbers: an enum's members are slower."""
 
     NONE = 0
     FORWARD = 1
@@ -50,11 +51,11 @@ class Stage:
 
 
 class ObservedCall(NamedTuple):
-    """A forward, a backward or an optimizer's step as it was looked at.
+    """A forward, a backward or an optimizer step that was observed on the ordinary path.
 
     Attributes:
         of: the model, or the optimizer.
-        sync: the forward told DDP to average, or the backward did.
+        sync: a forward after which DDP is to synchronise, or a backward that did.
     """
 
     kind: type[Forward] | type[Backward] | type[Step]
@@ -65,17 +66,17 @@ class ObservedCall(NamedTuple):
 
 @dataclass(slots=True)
 class PlannedCall:
-    """A forward, a backward or an optimizer's step in a routine step, the others are None; the same
-    object in every routine step.
+    """One call of a step on the fast path. The object is reused in every such step.
 
     Attributes:
-        backward: its `looks` are empty.
-        sync: as in `ObservedCall`; pending: forwards that wait for their backward, before it.
-        hook: names it to `Sites.caller`.
-        depth, code, instruction: of the user's frame that was in it last; moved: that is not the
-            one before.
-        call: what the model does by itself in it.
-        following: the next one, None for the last.
+        forward, backward, optimizer: which of these it is; the others are None.
+        sync: a forward after which DDP is to synchronise, or a backward that does.
+        pending: forwards that wait for their backward when it begins.
+        hook: its name for `Sites.caller`.
+        call: the collective that DDP issues in it; None if it has never issued one.
+        depth, code, instruction: of the user's frame that made the call last time.
+        moved: this time it was another frame or instruction.
+        following: the next call of the step, None for the last.
     """
 
     forward: Forward | None
@@ -93,17 +94,17 @@ class PlannedCall:
     following: PlannedCall | None = None
 
     def frame(self, recorder: Recorder) -> FrameType | None:
-        """The user's frame in this call; None where it is at another line than is expected."""
+        """The user's frame that makes this call; None if it is at another line than planned."""
         try:
             frame = sys._getframe(self.depth)
         except ValueError:
-            return self._meet(recorder)
+            return self._find_frame(recorder)
         if frame.f_code is not self.code or frame.f_lasti != self.instruction:
-            return self._meet(recorder)
+            return self._find_frame(recorder)
         self.moved = False
         return frame
 
-    def _meet(self, recorder: Recorder) -> FrameType | None:
+    def _find_frame(self, recorder: Recorder) -> FrameType | None:
         frame, site = recorder.sites.caller(self.hook)
         self.moved = True
         if frame is None or site != self.site:
@@ -117,16 +118,16 @@ class PlannedCall:
 
 @dataclass(slots=True)
 class Plan:
-    """A routine step.
+    """The calls that a step on the fast path makes, and how far it has come.
 
     Attributes:
-        wrapper: of the model; sampled: reference to one of its parameters.
-        tape: of the recorder, with its ring.
-        syncs: backwards that average.
-        first, next: of its passes, and the one that is to come.
-        averaged: the last backward of this step did.
-        sequence: torch's count of the group's collectives before the backward; before: identity
-            and version of the first gradient then.
+        wrapper: weak reference to the DDP object; `sampled` to one of the model's parameters.
+        call_log, ring: of the recorder.
+        syncs: backwards that synchronise.
+        first: the first call; `next`: the one to come.
+        averaged: the last backward of this step synchronised.
+        sequence: torch's count of the group's collectives before the backward; `before`: (id,
+            version) of the sampled gradient then.
     """
 
     model: Model
@@ -142,11 +143,11 @@ class Plan:
     before: tuple[int, int] = NO_GRADIENT
 
     def examined(self) -> bool:
-        """Whether one of the backwards of the step that begins may be one to examine."""
+        """Whether a backward of the step that begins may be one that is examined."""
         return self.model.examined_within(self.syncs)
 
     def observe_next_step(self) -> None:
-        """As in `SteadyState`."""
+        """Have watchers called at the next optimizer step, see `Optimizer.due_at`."""
         one: PlannedCall | None = self.next
         while one is not None and one.optimizer is None:
             one = one.following
@@ -154,8 +155,7 @@ class Plan:
             one.optimizer.due_at = 0
 
     def passed(self) -> list[PlannedCall]:
-        """The forwards and backwards of this step that are over, and that nothing has been made of
-        yet by an optimizer."""
+        """The forwards and backwards of this step so far that no optimizer step has used yet."""
         found: list[PlannedCall] = []
         one = self.first
         while one is not self.next and one.following is not None:
@@ -165,43 +165,44 @@ class Plan:
 
 
 interrupted: Hook[Plan] = Hook("interrupted")
-"""A step that began as a routine one is none: what has passed of it is still to be told."""
+"""A step has left the fast path: watchers that were not called get its plan, and see `passed`."""
 
 
 class SteadyState:
-    """Whether the next step, or the one that is running, is a routine one.
+    """Decides whether the next step, or the one that is running, takes the fast path.
 
     Attributes:
-        expected: it is, or may be.
-        history: the forwards and backwards that may be part of a routine step, and the optimizers'
-            steps after them; None for any other forward or backward.
+        expected: the plan of that step; None for the ordinary path.
+        stage: how far the step has come on the fast path.
+        history: the calls of the step that is running; None for a call that cannot be on the fast
+            path.
     """
 
     def __init__(self) -> None:
         self.expected: Plan | None = None
         self.stage = Stage.NONE
         self.history: list[ObservedCall | None] = []
-        self._last: list[ObservedCall | None] = []
-        self._alike = 0
+        self._previous: list[ObservedCall | None] = []
+        self._repeats = 0
         self._repeats_needed = ALIKE
         self._broken = False
 
     def observe(self, seen: ObservedCall | None) -> None:
-        """A forward with gradients, or a backward, that was looked at."""
+        """Add a forward with gradients, or a backward, of the ordinary path."""
         last = self.history[-1] if self.history else None
-        if last is not None and last.kind is Step:  # another routine step begins
-            self._alike = self._alike + 1 if self.history == self._last else 0
-            self._last, self.history = self.history, []
-        if len(self.history) <= MOST_PASSES:  # more are no routine
+        if last is not None and last.kind is Step:  # another step begins
+            self._repeats = self._repeats + 1 if self.history == self._previous else 0
+            self._previous, self.history = self.history, []
+        if len(self.history) <= MOST_CALLS:  # one more than the limit: `_may_repeat` refuses it
             self.history.append(seen)
 
     def learn(self, recorder: Recorder, optimizer: Optimizer, site: int) -> None:
-        """An optimizer's step that was looked at is over: whether it ends a routine step, and the
-        next is expected to be like it."""
-        if len(self.history) <= MOST_PASSES:
+        """Add an optimizer step of the ordinary path that is over; plan the next step like this one
+        if enough steps in a row were equal."""
+        if len(self.history) <= MOST_CALLS:
             self.history.append(ObservedCall(Step, optimizer, site, False))
-        enough = self._alike + 1 >= self._repeats_needed and optimizer.steps >= FIRST
-        if enough and recorder.call_log is not None and self.history == self._last:
+        enough = self._repeats + 1 >= self._repeats_needed and optimizer.steps >= FIRST
+        if enough and recorder.call_log is not None and self.history == self._previous:
             self._expect(recorder.call_log, self.history)
 
     def _expect(self, log: CallLog, history: list[ObservedCall | None]) -> None:
@@ -209,26 +210,26 @@ class SteadyState:
         wrapper = seen[0].of.wrapper if seen else None
         if wrapper is None or joins(wrapper()):
             return
-        first = _passes(seen, log)
+        first = _plan_calls(seen, log)
         syncs = sum(one.sync for one in seen if one.kind is Backward)
         model = seen[0].of
         sampled = model.sampled[0]
         self.expected = Plan(model, wrapper, sampled, log, log.ring, syncs, first, first)
 
     def pause(self) -> None:
-        """The next step is looked at more closely, although it is expected to be like the last."""
+        """Take the ordinary path in the next step, although it is expected to be like the last."""
         if self.stage == Stage.NONE:
             self.expected = None
 
     def stop(self, recorder: Recorder) -> None:
-        """It is not what was expected: tell those who were left out of what has passed."""
+        """Leave the fast path, as something unexpected happens."""
         if self.stage == Stage.BACKWARD:
-            self._broken = True  # as soon as that is over
+            self._broken = True  # left when the backward is over: its effects are read then
         else:
             self._interrupt(recorder)
 
     def settle(self, recorder: Recorder, *, broken: bool) -> None:
-        """The end of a backward was told: stop, if that is still to be done."""
+        """Leave the fast path after a backward that was `broken`, or during which `stop` came."""
         if broken or self._broken:
             self._interrupt(recorder)
 
@@ -239,29 +240,32 @@ class SteadyState:
             self._repeats_needed = min(2 * self._repeats_needed, MOST_ALIKE)
             interrupted.fire(recorder, self.expected)
         self.expected, self.stage, self.history = None, Stage.NONE, []
-        self._alike, self._broken = 0, False
+        self._repeats, self._broken = 0, False
 
     def observe_next_step(self) -> None:
-        """Have those who wait for a step told of the next one."""
+        """Have watchers called at the next optimizer step, even on the fast path."""
         if self.expected is not None:
             self.expected.observe_next_step()
 
     def give_up(self) -> None:
-        """Expect nothing for the rest of the run."""
+        """Take the ordinary path for the rest of the run."""
         self.expected, self.stage, self._repeats_needed = None, Stage.NONE, sys.maxsize
 
     def averaged(self, model: Model) -> bool:
-        """Whether the last backward averaged a model's gradients, in a routine step."""
+        """Whether a step is on the fast path and its last backward averaged a model's gradients."""
         step = self.expected
         return step is not None and step.model is model and step.averaged
 
 
 def _may_repeat(history: list[ObservedCall | None]) -> list[ObservedCall]:
-    """The history, if a step of these may be a routine one: each backward is of all the forwards
-    since the one before, and averages if the last of them asked for it; so does the last one, and
-    only then do optimizers step. Else nothing."""
+    """The calls, if a step of these can take the fast path; else empty.
+
+    It can if they are of one model, each backward covers all forwards since the one before, and
+    synchronises if the last of these asked for it; the last backward synchronises; and all
+    optimizer steps come after it.
+    """
     seen = [one for one in history if one is not None]
-    if len(seen) != len(history) or len(seen) > MOST_PASSES:
+    if len(seen) != len(history) or len(seen) > MOST_CALLS:
         return []
     model, asked, pending, stepping = seen[0].of, False, 0, False
     for kind, of, _, sync in seen:
@@ -280,8 +284,8 @@ def _may_repeat(history: list[ObservedCall | None]) -> list[ObservedCall]:
     return seen
 
 
-def _passes(history: list[ObservedCall], log: CallLog) -> PlannedCall:
-    """The passes of a step, linked; the first of them."""
+def _plan_calls(history: list[ObservedCall], log: CallLog) -> PlannedCall:
+    """Link the planned calls of a step; returns the first."""
     passes: list[PlannedCall] = []
     pending = 0
     for kind, of, site, sync in history:
@@ -290,7 +294,7 @@ def _passes(history: list[ObservedCall], log: CallLog) -> PlannedCall:
         if backward is not None:
             backward.expected_sync[of.number] = sync
         optimizer = of if kind is Step else None
-        hook = f"{len(passes)} of a routine step"
+        hook = f"{len(passes)} of a planned step"
         does = "DDP forward" if forward else "DDP backward"
         call = log.recurring(of.group, does, of.number) if optimizer is None else None
         passes.append(PlannedCall(forward, backward, optimizer, site, sync, pending, hook, call))
@@ -304,13 +308,13 @@ steady_state = SteadyState()
 
 
 class FastPath:
-    """Brackets a call of routine steps (see `around`): what fails in it is counted, and from then
-    on no step is a routine one.
+    """The hooks of `around` for calls on the fast path. If one fails, that is recorded, and no
+    step takes the fast path any more.
 
     Args:
-        begins: (recorder, args, kwargs) a token, None where this is not what comes next. The user's
-            modes are in place (see `call_without_modes`).
-        ends: (recorder, token, result).
+        begins: called with (recorder, args, kwargs); returns a token, or None if this is not the
+            call that comes next. The user's modes are active (see `call_without_modes`).
+        ends: called with (recorder, token, result).
     """
 
     __slots__ = ("begins", "ends")
@@ -350,5 +354,5 @@ class FastPath:
 
 
 def forget() -> None:
-    """Expect nothing any more."""
+    """Reset; for a new run in the same process."""
     steady_state.__init__()  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""What is known of one wrapped model."""
+"""What is known of one wrapped model: what DDP was given, and where it is between forward, backward
+and synchronisation."""
 
 from __future__ import annotations
 
@@ -14,34 +15,39 @@ from ..tensors import gradient_versions
 
 
 class Model:
-    """What the probe knows of one wrapper. Holds no reference that keeps anything alive.
+    """What the probe knows of one wrapped model. Keeps nothing alive.
 
     Attributes:
         number: in the order of wrapping, as in `Wrapped.model`.
-        names, trainable: of its parameters as they were given.
-        parameters: weak references, in the order of `Wrapped.parameters`; `expected` are the
-            positions of those that DDP synchronises, `ignored` of those it was told to ignore.
-        buffers: names and shapes of those it was given.
+        wrapper: weak reference to the DDP object, None before it is complete.
+        inner: weak reference to the module.
+        names, trainable: of the parameters, when wrapped.
+        parameters: weak references, in the order of `Wrapped.parameters`.
+        expected: positions of the parameters that DDP synchronises.
+        ignored: positions of those that DDP was told to ignore.
+        buffers: names and shapes of the buffers, when wrapped.
         superseded: a later wrapper has taken the module, and this one is not called any more.
-        sample: a few of the expected ones, which tell whether a backward reached the model;
-            `sampled` are references to them.
+        sample: positions of a few expected parameters, whose gradients show whether a backward
+            reached the model; `sampled` are references to them.
         made_at: the line that wraps it.
-        group: number of the process group, -1 where it is not known.
-        forwards: forwards with gradients; `pending` of them wait for their backward, `unsynced`
-            were under `no_sync`, last at `unsynced_site`.
+        group: number of the process group, -1 if unknown.
+        forwards: forwards with gradients.
+        pending: forwards that wait for their backward; `pending_sync`: DDP is to synchronise then.
+        unsynced: forwards under `no_sync`, the last one at `unsynced_site`.
         running: forwards with gradients that have begun and not ended. Their backward may run
             inside of them (Lightning's manual optimisation); `answered_inside`: one has.
-        rebuilds: DDP has yet to order its buckets as the first backward had them, which it does in
-            the next forward with gradients.
-        armed: a forward has told DDP to average in the next backward, and none has done so yet.
-        backwards: those that reached it; `synced_backwards` that should have synchronised.
-        unfinished: a backward that was to average them left DDP waiting for gradients, of those at
-            `left` where it was examined; another one over the same forwards may bring them.
-        looked_at: the number of the forward before which no routine one is looked at closely.
-        next_examined: the number of `synced_backwards` at which `examined` holds next.
+        rebuilds: DDP will rebuild its buckets in the order of the first backward, in the next
+            forward with gradients.
+        armed: a forward has told DDP to synchronise the next backward, and none has done so yet.
+        backwards: backwards that reached it; `synced_backwards` should have synchronised.
+        unfinished: a backward that should have synchronised left DDP waiting for gradients (of the
+            positions `left`, if it was examined); another one over the same forward may bring them.
+        looked_at: number of the next forward that is sampled on the fast path.
+        next_examined: number of the next synchronised backward that is examined.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
-            forward. `forward_step`, `backward_step`: the optimizer steps before the last ones,
-            `forwards_in_step` as many as `forward_step`.
+            forward.
+        forward_step, backward_step: optimizer steps before the last forward and backward;
+            `forwards_in_step` forwards had this `forward_step`.
     """
 
     def __init__(self, number: int, module: Any, parameters: list[Any], expected: list[int]):
@@ -84,16 +90,20 @@ class Model:
         self.looked_at = 0
 
     def ddp(self) -> Any:
-        """The wrapper, None where there is none yet or any more."""
+        """The DDP object; None if it is not complete, or gone."""
         return None if self.wrapper is None else self.wrapper()
 
     def gradients(self) -> list[tuple[int, int]]:
-        """Identity and version of the sampled gradients; (0, -1) where there is none."""
+        """(id, version) of each sampled gradient; (0, -1) if there is none."""
         return gradient_versions.versions(self.sampled)
 
     def began(self, site: int, sync: bool, step: int) -> None:
-        """A forward with gradients begins at a line, after so many optimizer steps; `sync`: the
-        next backward is to average."""
+        """A forward with gradients begins.
+
+        Args:
+            sync: DDP is to synchronise the next backward.
+            step: optimizer steps so far.
+        """
         self.forwards += 1
         self.pending += 1
         self.running += 1
@@ -111,9 +121,15 @@ class Model:
             self.unsynced, self.unsynced_site = self.unsynced + 1, site
 
     def ended(self, meant: bool, sync: bool) -> None:
-        """A forward with gradients ends; `meant`: its backward is to average, said its beginning,
-        and `sync` says its end. DDP prepares for a backward to come only where `sync` holds; who
-        has switched it off meanwhile had the backward inside the forward."""
+        """A forward with gradients ends.
+
+        DDP prepares for a backward only if it is to synchronise at the end of the forward. If a
+        program switched that off during the forward, its backward ran inside.
+
+        Args:
+            meant: DDP was to synchronise the backward, when the forward began; `sync`: when it
+                ended.
+        """
         self.running -= 1
         if self.answered_inside and not self.running:
             self.answered_inside = False
@@ -121,7 +137,12 @@ class Model:
                 self.pending, self.pending_sync, self.armed = 0, False, False
 
     def reached(self, step: int, averaged: bool) -> None:
-        """A backward reached it, after so many optimizer steps, and averaged its gradients."""
+        """A backward reached the model's parameters.
+
+        Args:
+            step: optimizer steps so far.
+            averaged: the group communicated during it.
+        """
         self.backwards += 1
         self.backwards_now += 1
         self.backward_step = step
@@ -129,7 +150,7 @@ class Model:
             self.armed = False
 
     def answered(self) -> None:
-        """That was the backward of the forwards that were pending."""
+        """The backward of the pending forwards has ended."""
         self.synced_backwards += self.pending_sync
         if self.running:
             self.pending, self.answered_inside = self.running, True
@@ -137,17 +158,21 @@ class Model:
             self.pending, self.pending_sync = 0, False
 
     def waits_for(self, left: tuple[int, ...] | None, averaged: bool) -> None:
-        """What DDP does after a backward; it left gradients at these positions out, if known."""
+        """Decide whether DDP still waits for gradients after a backward that was to synchronise.
+
+        Args:
+            left: positions without a gradient; None if unknown.
+        """
         expects = not self.find_unused and not self.static_graph
         self.unfinished = bool(left) if expects and left is not None else not averaged
         self.left = left or ()
 
     def examined(self) -> bool:
-        """Whether its next backward that synchronises is examined whole."""
+        """Whether the gradients of its next synchronised backward are counted."""
         return self.examined_within(1)
 
     def examined_within(self, backwards: int) -> bool:
-        """Whether one of the next so many that synchronise may be."""
+        """Whether one of the next so many synchronised backwards is examined."""
         made = self.synced_backwards
         if made > self.next_examined:
             count = len(self.expected)
@@ -155,6 +180,6 @@ class Model:
         return made + backwards > self.next_examined
 
     def live_parameters(self) -> list[Any] | None:
-        """The parameters, or None where the model is gone."""
+        """The parameters; None if the model is gone."""
         alive = [ref() for ref in self.parameters]
         return None if any(p is None for p in alive) else alive

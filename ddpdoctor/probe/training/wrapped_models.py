@@ -1,4 +1,5 @@
-"""Models wrapped for distributed training: what DDP was given, and its forwards."""
+"""Wraps the constructor of DistributedDataParallel: records what it was given, and keeps the list
+of wrapped models."""
 
 from __future__ import annotations
 
@@ -23,6 +24,13 @@ LOST = "models wrapped in DistributedDataParallel"
 
 
 class _Models:
+    """The wrapped models of this process.
+
+    Attributes:
+        all: in order of wrapping.
+        live: those whose wrapper exists; `gone`: whose wrapper is gone. Without superseded ones.
+    """
+
     def __init__(self) -> None:
         self.all: list[Model] = []
         self.live: list[Model] = []
@@ -34,27 +42,28 @@ _models = _Models()
 
 
 def live() -> list[Model]:
-    """Models whose wrapper still exists."""
+    """Models whose wrapper exists, without superseded ones."""
     for model in _models.live:
         if model.wrapper is None or model.wrapper() is None:
-            _sort()
+            _refresh()
             break
     return _models.live
 
 
-def _sort() -> None:
-    """Tell the models whose wrapper exists from those whose wrapper is gone."""
+def _refresh() -> None:
+    """Fill `live` and `gone` again."""
     known = [m for m in _models.all if m.wrapper is not None and not m.superseded]
     _models.live = [m for m in known if m.ddp() is not None]
     _models.gone = [m for m in known if m.ddp() is None]
 
 
 def supersede(model: Model) -> None:
-    """A wrapper is made, or called: others around the same module may live on, forgotten."""
+    """Mark other wrappers of a module as superseded: this one was just created or called, and the
+    others may live on unused."""
     for other in _models.all:
         other.superseded |= other.inner() is model.inner()
     model.superseded = False
-    _sort()
+    _refresh()
 
 
 def count() -> int:
@@ -63,7 +72,7 @@ def count() -> int:
 
 
 def discarded() -> list[Model]:
-    """Models whose wrapper is gone although they live on, and that no other wrapper has taken."""
+    """Models that are alive, but whose wrapper is gone, with no other wrapper around them."""
     current = live()
     if not _models.gone:
         return []
@@ -72,13 +81,14 @@ def discarded() -> list[Model]:
 
 
 def covered() -> set[int]:
-    """Identities of all parameters that some wrapper was given, or that its model has by now."""
+    """Ids of all parameters that a wrapper was given, or that a wrapped model has by now."""
     given = {id(p) for m in _models.all for ref in m.parameters if (p := ref()) is not None}
     now = {id(p) for m in live() if (i := m.inner()) is not None for p in i.parameters()}
     return given | now
 
 
 def of_wrapper(wrapper: Any) -> Model | None:
+    """The model of a DDP object; None if its wrapping was not seen."""
     return _models.by_wrapper.get(wrapper)
 
 
@@ -90,7 +100,7 @@ def install() -> None:
 
 
 def _wrapping(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record what is about to be wrapped: the constructor itself may hang or abort."""
+    """Record what is about to be wrapped; before the constructor, which may hang or abort."""
     given = arguments(args, kwargs)
     module = given.get("module")
     if module is None:
@@ -145,7 +155,7 @@ def _frozen_site(recorder: Recorder) -> int:
 
 
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What DDP's constructor was given, defaults included, by name."""
+    """The arguments of DDP's constructor by name, with defaults."""
     from torch.nn.parallel.distributed import DistributedDataParallel
 
     given = dict(zip(("self", "module"), args, strict=False)) | kwargs
@@ -165,7 +175,7 @@ def _group(given: dict[str, Any]) -> Any:
 
 
 def _submodules(module: Any) -> tuple[Submodule, ...]:
-    """The submodules that hold parameters, themselves or below them."""
+    """The submodules that have parameters, themselves or in submodules of theirs."""
     holders = {""}
     listed = list(module.named_modules())
     for name, part in listed:
@@ -201,11 +211,12 @@ def _tensor(name: str, value: Any, trainable: bool, ignored: bool, site: int = -
 
 
 def buffer_of(name: str, buffer: Any) -> Tensor:
+    """The record of a buffer."""
     return _tensor(name, buffer, False, False)
 
 
 def tensor_of(name: str, parameter: Any) -> Tensor:
-    """A parameter that no wrapper was given."""
+    """The record of a parameter."""
     return _tensor(name, parameter, bool(parameter.requires_grad), False)
 
 
@@ -214,10 +225,10 @@ def _wrapped(recorder: Recorder, token: Any, result: Any, error: BaseException |
         return
     model, reference = token
     if (wrapper := reference()) is not None:
-        _join(recorder, model, wrapper)
+        _complete(recorder, model, wrapper)
 
 
-def _join(recorder: Recorder, model: Model, wrapper: Any) -> None:
+def _complete(recorder: Recorder, model: Model, wrapper: Any) -> None:
     model.wrapper = weakref.ref(wrapper)
     supersede(model)
     model.find_unused = bool(wrapper.find_unused_parameters)
@@ -229,12 +240,12 @@ def _join(recorder: Recorder, model: Model, wrapper: Any) -> None:
 
 
 def adopted(recorder: Recorder, wrapper: Any) -> Model:
-    """A model that was wrapped before this process was watched; this place stands for the wrap."""
+    """Record a model that was wrapped before torch was; the site is the current line."""
     known = (
         "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
         "broadcast_buffers",
     )  # fmt: skip
     given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
     model = _emit(recorder, wrapper.module, given, adopted=True)
-    _join(recorder, model, wrapper)
+    _complete(recorder, model, wrapper)
     return model

@@ -1,7 +1,7 @@
-"""How often parameters were written to, as torch counts it; no value is read.
+"""Which parameters something other than the optimizer has written to, by torch's version counters.
 
-An optimizer writes to a parameter equally often in each of its steps. What is more than that,
-something else has written.
+An optimizer writes to a parameter equally often in each step. Writes beyond that are not its own.
+No value is read.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from ..recording.recorder import Recorder
 from .records import OptimizerModel
 
 PER_STEP = 128
-"""Parameters that are asked, at most, for each step since the last time."""
+"""Parameters asked per optimizer step, on average: larger models are asked once in some steps."""
 
 EMITTED_AT_MOST = 300
+"""Events per optimizer and model: a program that writes in every step has shown itself by then."""
 
 
 class WriteCounts:
-    """Of the parameters that one optimizer holds of one model.
+    """The version counters of the parameters of one model that one optimizer trains.
 
     Attributes:
-        step: of the optimizer, before which they were asked last, -1 for never; versions: what they
-            said.
-        usual: writes per step, None where it is not known yet; each: as it seems since the last
-            time, None where it is no whole number.
+        step: the optimizer step before which they were read last, -1 for never.
+        versions: the counters then.
+        usual: writes per step by the optimizer, None if not known yet.
+        each: writes per step between the last two readings, None if that is no whole number.
+        emitted: events so far.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,8 @@ class WriteCounts:
         self.emitted = 0
 
     def since(self, step: int, versions: list[int]) -> dict[int, list[int]]:
-        """Which were written to more often than usual, by how often; by index."""
+        """Compare with the counters read now, before `step`: the indices of parameters written to
+        more often than usual, by the number of extra writes."""
         steps, before = step - self.step, self.versions
         self.step, self.versions = step, versions
         if not before:
@@ -55,14 +58,15 @@ class WriteCounts:
             if each is not None and each == self.each[index]:
                 self.usual[index] = each
             self.each[index] = each
-            # So many more in each step are the optimizer's own: with weight decay now, say.
+            # Equally many extra writes in each step are the optimizer's own: it may use weight
+            # decay from now on.
             if more > 0 and (steps == 1 or more % steps):
                 found.setdefault(more, []).append(index)
         return found
 
 
 def version(tensor: Any) -> int:
-    """How often torch has seen it change in place; -1 where it does not count."""
+    """The version counter of a tensor; -1 for None and inference tensors, which have none."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -74,14 +78,19 @@ def record_writes(
     *,
     last: bool = False,
 ) -> None:
-    """Before a step of the optimizer, or after its `last`: tell what else has written since."""
+    """Record writes by something other than the optimizer since the last reading.
+
+    Args:
+        step: number of the optimizer step that begins.
+        last: no step begins, the run ends.
+    """
     since, due = writes.step, 0 if last else len(holding.positions) // PER_STEP
     if step <= since or step - since < due or writes.emitted >= EMITTED_AT_MOST:
         return
     parameters = holding.parameters(holding.positions)
     try:
         versions = [p._version for p in parameters]
-    except (AttributeError, RuntimeError):  # some are gone, or torch does not count theirs
+    except (AttributeError, RuntimeError):  # some are gone, or inference tensors
         versions = [version(p) for p in parameters]
     for times, found in writes.since(step, versions).items():
         writes.emitted += 1
