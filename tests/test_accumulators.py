@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddpdoctor.probe.training.accumulate_grad import Captures, FiringWatch, nodes_of
-from ddpdoctor.probe.training.backward_observation import Look
+from ddpdoctor.probe.training.backward_observation import BackwardObservation
 
 
 def watched(model: nn.Module) -> FiringWatch:
@@ -43,7 +43,7 @@ def test_a_gradient_that_is_none_is_ready_for_ddp_too() -> None:
     watch.stop()
     assert model[1].grad is None
     assert watch.counts == {0: 1, 1: 1}
-    look = Look.__new__(Look)
+    look = BackwardObservation.__new__(Look)
     look.watched, look.firing, look.model = range(2), watch, Mock(find_unused=False)
     assert look.untouched() == ()
     look.model = Mock(find_unused=True)  # DDP leads the backward to what the loss has no part in
