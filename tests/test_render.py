@@ -169,7 +169,9 @@ def _hostile() -> Report:
     return msgspec.structs.replace(report, run=run, ranks=ranks, tables=tables)
 
 
-@pytest.mark.parametrize("show", [render.text, *render.FORMATS.values()])
+@pytest.mark.parametrize(
+    "show", [render.text, *(f for n, f in render.FORMATS.items() if n != "json")]
+)
 def test_hostile_data_is_harmless_and_short(show: object) -> None:
     text = show(_hostile())  # type: ignore[operator]
     assert not [c for c in set(text) if not c.isprintable() and c != "\n"]

@@ -341,7 +341,7 @@ def _watch_batches(base: Any) -> None:
             loading_time.ns += clock() - began
             lifecycle.loading_ends.fire(recorder, loading)
             if iteration is not None:
-                _loading_failed(recorder, iteration, Loading(loading.site, error))
+                _loading_failed(recorder, iteration, loading.site, error)
             unframe(error)
             raise
         now = clock()
@@ -404,13 +404,15 @@ def _batch_delivered(
         recorder.trouble("data.look", error, LOST)
 
 
-def _loading_failed(recorder: Recorder, iteration: Iteration, loading: Loading) -> None:
+def _loading_failed(
+    recorder: Recorder, iteration: Iteration, site: int, error: BaseException
+) -> None:
     try:
-        if isinstance(loading.error, StopIteration):
+        if isinstance(error, StopIteration):
             iteration.exhausted = True
             _close(recorder, iteration)
         else:
-            lifecycle.loading_failed.fire(recorder, loading)
+            lifecycle.loading_failed.fire(recorder, Loading(site, error))
     except Exception as trouble:
         recorder.trouble("data.close", trouble, LOST)
 
