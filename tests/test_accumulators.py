@@ -43,7 +43,7 @@ def test_a_gradient_that_is_none_is_ready_for_ddp_too() -> None:
     watch.stop()
     assert model[1].grad is None
     assert watch.counts == {0: 1, 1: 1}
-    look = BackwardObservation.__new__(Look)
+    look = BackwardObservation.__new__(BackwardObservation)
     look.watched, look.firing, look.model = range(2), watch, Mock(find_unused=False)
     assert look.untouched() == ()
     look.model = Mock(find_unused=True)  # DDP leads the backward to what the loss has no part in

@@ -144,8 +144,8 @@ class Run:
         return False
 
     def outcome(self) -> str:
-        """How the run ended: `completed`, `failed`, `hung`, `killed`, or `incomplete` where no end is
-        on record."""
+        """How the run ended: `completed`, `failed`, `hung`, `killed`, or `incomplete` where no end
+        is on record."""
         if self.info.outcome:
             return self.info.outcome
         if self.stall is not None:
