@@ -235,9 +235,12 @@ def _observed(backward: Backward) -> ObservedCall | None:
 
 
 def _credit(observations: list[BackwardObservation]) -> None:
-    """Models that share a group share its count, with each other and with the program: one whose
-    forwards told DDP not to average it did not communicate. Where DDP was to average one that this
-    backward reached, nor did another that it was not to average."""
+    """Decide which models communicated, as models that share a group share its count of
+    collectives, with each other and with the program.
+
+    A model whose forwards were all under `no_sync` did not. Of several of one group, those that DDP
+    was not to synchronise did not if there is one that it was, and that this backward reached.
+    """
     for observation in observations:
         observation.communicated &= observation.model.armed or not observation.expected
     moved = [observation for observation in observations if observation.communicated]
