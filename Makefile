@@ -52,10 +52,10 @@ golden: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --golden -m "not slow"
 
 samples: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "exhaustive or not exhaustive" tests/test_samples.py
+	$(BIN)/python -m pytest -n $(WORKERS) -m "exhaustive or not exhaustive" tests/whole/test_samples.py
 
 no-harm: $(INSTALLED)
-	$(BIN)/python -m pytest -m exhaustive tests/test_no_harm.py tests/test_fail_open.py
+	$(BIN)/python -m pytest -m exhaustive tests/whole/test_no_harm.py tests/whole/test_fail_open.py
 
 torch-tests: $(INSTALLED)
 	$(BIN)/python -m pytest -s -m exhaustive tests/torch_own
