@@ -72,6 +72,26 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         golden.write(Path(path), found)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which tests did not pass at once: one that a doctor misjudges now and then is seen."""
+    again: dict[str, list[str]] = {}
+    for report in terminalreporter.getreports("rerun"):
+        again.setdefault(report.nodeid, []).append(reason(report))
+    if again:
+        tests = "1 test was" if len(again) == 1 else f"{len(again)} tests were"
+        terminalreporter.line(f"{tests} run again:")
+    for name, reasons in sorted(again.items()):
+        times = f" ({len(reasons)} times)" if len(reasons) > 1 else ""
+        terminalreporter.line(f"  {name}{times}: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def reason(report: pytest.TestReport) -> str:
+    """What failed, in one line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = str(crash.message if crash else report.longrepr or "?").splitlines()
+    return f"{report.when}: " * (report.when != "call") + " ".join(lines[:3])[:200]
+
+
 def pytest_testnodedown(node: Any, error: object) -> None:
     for path, found in getattr(node, "workeroutput", {}).get("golden", {}).items():
         golden.results.setdefault(path, {}).update(found)
