@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import golden
+import preloaded
 import pytest
 
 REAL = {
     "broken_probe", "test_alive", "test_architecture", "test_chaos", "test_checkup",
-    "test_cli_preflight", "test_fail_open", "test_launch", "test_no_harm", "test_real",
-    "test_routine", "test_samples", "test_spawning", "test_tracebacks", "test_users_objects",
+    "test_cli_preflight", "test_fail_open", "test_launch", "test_no_harm", "test_preloaded",
+    "test_real", "test_routine", "test_samples", "test_spawning", "test_tracebacks",
+    "test_users_objects",
 }  # fmt: skip
 """Modules that start ranks. torch itself aborts at teardown now and then, ports are taken, a busy
 machine stalls: one run of such a test proves nothing, so a failing one is tried again."""
@@ -36,10 +38,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", action="store_true", help="write the golden reports anew")
+    parser.addoption("--fresh", action="store_true", help="start every Python anew, fork none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     golden.watch()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Processes are not forked where a test is tried again, so that no test fails by that."""
+    again = getattr(item, "execution_count", 1) > 1
+    preloaded.fresh = again or item.config.getoption("fresh")
 
 
 @pytest.hookimpl(wrapper=True)

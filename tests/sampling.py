@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from preloaded import FORKED_LIMIT_S, preloaded
 
 from ddpdoctor.report.findings import Finding, Report, Severity
 
@@ -132,7 +133,7 @@ def launched(sample: Sample, folder: Path, *, limit_s: float = LIMIT_S) -> tuple
         AssertionError: the doctor wrote nothing; the message is what was printed instead.
     """
     out = folder / "run"
-    status, printed = run(command(sample, out), cwd=folder, limit_s=limit_s)
+    status, printed = run(command(sample, out), cwd=folder, limit_s=limit_s, forked=True)
     findings = out / "findings.json"
     assert findings.exists(), f"no findings.json, exit status {status}:\n{printed[-4000:]}"
     return status, msgspec.json.decode(findings.read_bytes(), type=Report)
@@ -144,8 +145,16 @@ def run(
     cwd: Path,
     environment: dict[str, str] | None = None,
     limit_s: float = LIMIT_S,
+    forked: bool = False,
 ) -> tuple[int, str]:
-    """Exit status and output of a command; it and all its children end with the time limit."""
+    """Exit status and output of a command; it and all its children end with the time limit.
+
+    Args:
+        forked: from a Python that has torch imported already, where that can be had.
+    """
+    if forked and (ready := preloaded()):
+        whole = inherited() if environment is None else environment
+        return ready.run(words, cwd=cwd, environment=whole, limit_s=min(limit_s, FORKED_LIMIT_S))
     with subprocess.Popen(
         list(words),
         cwd=cwd,
