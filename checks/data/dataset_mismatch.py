@@ -182,7 +182,7 @@ def _evidence(
         "differs": list(difference.names),
         "same entries in another order": difference.reordered,
         "digests": difference.digests,
-        "ranks with equal digests": list(map(ranks_text, equal_ranks(difference.digests))),
+        "distinct selections": " | ".join(map(ranks_text, equal_ranks(difference.digests))),
         "kind": KINDS.get(difference.kind, "entries"),
         **({"same samples at other indices": f"{moved} of {of}"} if moved else {}),
         **({"held out, but trained on by other ranks": held_out} if held_out else {}),

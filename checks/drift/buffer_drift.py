@@ -111,7 +111,7 @@ class BufferDrift(Check):
             subjects=tuple(late.names),
             location=wrapped,
             label="broadcasts only buffers registered before this line",
-            related=tuple(Related("they matter here", s) for s in (spot or saved,) if s),
+            related=tuple(Related(_used(late.names), s) for s in (spot or saved,) if s),
             summary=f"{_buffers(late.names)} of {group.any.wrapped.kind}, registered after the "
             f"wrap, {plural(len(late.names), 'differs', 'differ')} between ranks, first seen at "
             f"step {late.steps[0]}",
@@ -170,7 +170,7 @@ class BufferDrift(Check):
             label = f"calls the {what}, not the wrapper"
             related = (Related(group.any.wrapped.here, wrapped),) if wrapped else ()
         else:
-            location, related = wrapped, (Related("they matter here", spot),) if spot else ()
+            location, related = wrapped, (Related(_used(found.names), spot),) if spot else ()
             broadcast = rule == NOT_COPIED
             label = group.any.wrapped.here if broadcast else "buffers are not synchronised"
         return self.finding(
@@ -196,6 +196,12 @@ class BufferDrift(Check):
 def _buffers(names: list[str]) -> str:
     """`buffer a`, `buffers a and b`."""
     return f"{plural(len(names), 'buffer')} {some(names)}"
+
+
+def _used(names: list[str]) -> str:
+    """The label of a line that evaluates or saves buffers which differ."""
+    many = len(names)
+    return f"the differing {plural(many, 'buffer is', 'buffers are')} used here"
 
 
 def _rule(group: Replicas, found: Divergence, spot: Location | None) -> str:

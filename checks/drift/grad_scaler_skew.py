@@ -209,7 +209,7 @@ class GradScalerSkew(Check):
             subjects=(event.kind,),
             location=location,
             label=label,
-            related=(Related("steps with it", stepped),) if stepped and elsewhere else (),
+            related=(Related("the scaler steps here", stepped),) if stepped and elsewhere else (),
             summary=f"the loss scale differs between ranks at scaler step {call}: "
             f"{_scales(scales)}",
             cause=cause,

@@ -196,7 +196,7 @@ class HyperparameterSkew(Check):
                     | {f"rank {n}": str(groups[i].get(name)) for n, groups in values.items()}
                     for name, i in options[:8]
                 ],
-                "changes_after_which_options_differ": len(skewed),
+                "option_changes_that_left_the_ranks_different": len(skewed),
                 **({AHEAD: list(early)} if early else {}),
                 **({LEFT_OUT: list(short)} if short else {}),
             }
@@ -383,7 +383,7 @@ def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Ca
         spot = members[stepping[0]].rank.location(call.site)
         if plateau:
             text = "ReduceLROnPlateau gets a different metric on each rank and decides locally"
-            label = "decides by each rank's own metric"
+            label = "decides from each rank's local metric"
             return Cause(LOCAL_METRIC, text, SAME_METRIC, label, spot, related=related)
         text = f"the ranks step {call.kind} at different times, or created it differently"
         label = "steps on every rank, but not equally"

@@ -132,15 +132,15 @@ class OptimizerStateDrift(Check):
                     fix="modify `optimizer.state` on every rank in the same way, or not at all",
                     label="steps with different state",
                 )
-        what = ", ".join(_name(d.kind) for d in diverged)
+        what = listed([_name(d.kind) for d in diverged])
         tensors = {
             _name(d.kind): f"{counted(len(d.names), 'tensor')}, from step {d.first}"
             for d in diverged
         }
         yield self.finding(
             **causes.fields(group, first, cause),
-            summary=f"the optimizer's {what} of {some(first.names)} "
-            f"{causes.differ(len(tensors) * len(first.names), first.split, run)}, "
+            summary=f"optimizer state ({what}) of {some(first.names)} "
+            f"{causes.differ(1, first.split, run)}, "
             f"first seen at step {first.first}{causes.of_optimizer(group)}",
             evidence={
                 "state_was_loaded": cause.rule in state_loading.RULES,

@@ -100,11 +100,11 @@ class ParameterDrift(Check):
     - Manual synchronisation: gradients synchronised in less than half of the steps, unless an
       all-reduce made in every step stops for good and nothing replaces it; groups whose ranks send
       to each other; copies that are equal again later.
-    - Manual synchronisation that leaves out whole layers is a note (heads of their own may be
-      intended), and so is an optimizer left out that holds one part of the model. It is a warning
-      if the layers were synchronised before, or the optimizer's parameters are not one part; an
-      error if parameters of one layer are treated differently, or (suspected) if consecutive layers
-      of a larger part are left out after a collective carried all parameters before the first step.
+    - Note: manual synchronisation leaves out whole layers (separate heads may be intended), or one
+      optimizer that holds one part of the model.
+    - Warning: the layers were synchronised before, or the optimizer's parameters are not one part.
+    - Error: parameters of one layer are treated differently; suspected: consecutive layers of a
+      larger part are left out, although a collective sent all parameters before the first step.
     """
 
     code = "DDP402"
@@ -242,14 +242,17 @@ class ParameterDrift(Check):
         severity: Severity = Severity.ERROR,
     ) -> Finding:
         unheld = group.any.optimizer == UNHELD
-        begun = f"{'synchronised backward' if unheld else 'step'} {found.first}"
+        counted = "synchronised backward" if unheld else "step"
+        begun = f"{counted} {found.first}"
         if unseen := found.unseen:
-            begun = f"a {'backward' if unheld else 'step'} between {unseen[0]} and {found.first}"
-        begun += "" if unheld else causes.of_optimizer(group)
-        when = {"step": f"from {begun} on", "eval": AT_EVALUATION, "end": AT_THE_END}
+            begun = f"a {counted} between {unseen[0]} and {found.first}"
+        of = " (counted from 0)" if unheld else causes.of_optimizer(group)
+        since = f"since {begun}{of}" if of else f"from {begun} on"
+        when = {"step": since, "eval": AT_EVALUATION, "end": AT_THE_END}
         when["again"] = when["eval"]
         if cause.trained:
             when["end"] = f"at the end of the run, since step {cause.trained.first} at the latest"
+        size = causes.by_how_much(group, found)
         fields = causes.fields(group, found, cause)
         if found.point != "step":
             fields["steps"] = cause.trained
@@ -257,8 +260,8 @@ class ParameterDrift(Check):
             **fields,
             severity=severity,
             summary=f"{some(found.names)} of {group.any.wrapped.kind} "
-            f"{causes.differ(len(found.names), found.split, run)}"
-            f"{causes.by_how_much(group, found)} {when[found.point]}",
+            f"{causes.differ(len(found.names), found.split, run)} {when[found.point]}"
+            f"{size and ','}{size}",
             evidence=causes.evidence(group, found) | cause.evidence,
         )
 

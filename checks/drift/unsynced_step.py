@@ -53,16 +53,16 @@ REASONS = {
         "the last backward before the step runs under `no_sync()`, or with DDP's flag off",
         "synchronisation was switched off for the last backward before the step, so each rank kept "
         "its own gradients",
-        "synchronise the micro-batch that steps: enter `no_sync()` only while "
+        "synchronise the last micro-batch before the step: enter `no_sync()` only while "
         "`(i + 1) % accumulation != 0`",
-        "still off for the micro-batch that steps",
+        "gradient sync is off for the last micro-batch before the step",
     ),
     "forward only": Reason(
         "forward-only",
         "synchronisation is off during the forward, and on again in backward",
         "synchronisation was off during the forward and on again in backward; DDP decides in the "
         "forward",
-        "run the forward of the micro-batch that steps outside `no_sync()` as well",
+        "run the forward of the last micro-batch before the step outside `no_sync()` as well",
         "covers the forward only",
     ),
     "second backward": Reason(
@@ -116,12 +116,12 @@ REDUCER_CONFUSED = ("`initialize_buckets` must NOT be called", "still allreduced
 
 FLAG = "require_backward_grad_sync"
 FLAG_FIXES = {
-    "no_sync": f"set `{FLAG} = True` before the forward of the micro-batch that steps",
+    "no_sync": f"set `{FLAG} = True` before the forward of the last micro-batch before the step",
     "forward only": f"set `{FLAG}` before the forward: DDP reads it when the forward ends",
 }
 ANOTHER = (
-    "step right after the backward that synchronises, which is another one: let `no_sync()` and "
-    "`optimizer.step()` follow the same condition"
+    "another backward synchronises, not the one before the step: use one condition for both, so "
+    "that `no_sync()` is off exactly in the micro-batch after which `optimizer.step()` runs"
 )
 ENOUGH = 0.5
 """Elements communicated per element of the gradients from which on they may be the gradients."""

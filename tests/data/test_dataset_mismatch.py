@@ -147,7 +147,7 @@ def test_the_rank_that_is_alone_is_named() -> None:
     ]  # fmt: skip
     (finding,) = found(DatasetMismatch(), run_of(*ranks))
     assert finding.ranks == (2,)
-    assert finding.evidence["ranks with equal digests"] == ["ranks 0-1,3", "rank 2"]
+    assert finding.evidence["distinct selections"] == "ranks 0-1,3 | rank 2"
 
 
 def test_a_listing_in_another_order() -> None:

@@ -285,8 +285,7 @@ def test_one_tensor_differs_and_several_differ():
 
 def test_the_groups_of_equal_ranks():
     (finding,) = ParameterDrift().examine(run_of({n: [last(n == 2)] for n in range(4)}))
-    groups = finding.evidence["groups_of_equal_ranks"]
-    assert groups == ["ranks 0-1,3", "rank 2"]
+    assert finding.evidence["distinct_copies"] == "ranks 0-1,3 | rank 2"
 
 
 def test_loaded_on_several_ranks():

@@ -36,7 +36,7 @@ def test_gradients_that_one_line_edits_in_each_group():
     ranks = {n: [edits[n], digests("gradients", APART if n > 1 else SAME)] for n in range(4)}
     (finding,) = GradientDrift().examine(run_of(ranks))
     assert (finding.ranks, finding.steps.first, finding.location.line) == ((2, 3), 1, 33)
-    assert finding.evidence["modified_on"] == [2, 3]
+    assert finding.evidence["modified_on_ranks"] == [2, 3]
     assert finding.evidence["groups"] == [
         {"ranks": "0,2", "from_step": 1}, {"ranks": "1,3", "from_step": 1},
     ]  # fmt: skip

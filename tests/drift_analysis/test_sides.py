@@ -27,7 +27,7 @@ def test_a_later_look_of_the_gradients_tells_who_is_apart():
         r0=rows(0, 2, 3), r1=rows(0, 1, 3), r2=rows(0, 1, 2, 3, at_1=7, at_3=7)
     ))  # fmt: skip
     assert (finding.ranks, finding.steps.first) == ((2,), 1)
-    assert finding.evidence["groups_of_equal_ranks"] == ["ranks 0-1", "rank 2"]
+    assert finding.evidence["distinct_gradients"] == "ranks 0-1 | rank 2"
     assert finding.evidence["not_compared_at_first"] == "rank 0"
     assert finding.evidence["groups_according_to"] == "gradients at step 3"
 
@@ -78,7 +78,7 @@ def test_where_other_looks_do_not_agree_none_is_blamed(later):
     }
     finding = told(gradients(**tables))
     assert finding.ranks == (1, 2)
-    assert finding.evidence["groups_of_equal_ranks"] == ["rank 1", "rank 2"]
+    assert finding.evidence["distinct_gradients"] == "rank 1 | rank 2"
 
 
 @pytest.mark.parametrize("whole", [True, False])

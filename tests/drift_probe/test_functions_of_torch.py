@@ -51,7 +51,7 @@ def finding_of(*ranks):
 def test_what_one_rank_calls_is_named_before_what_all_do(mine, others):
     finding = finding_of([clipped(EVERYWHERE), mine], [clipped(EVERYWHERE), others], [others])
     assert (finding.ranks, finding.location.line) == ((0,), 35)
-    assert finding.evidence["modified_on"] == [0]
+    assert finding.evidence["modified_on_ranks"] == [0]
 
 
 def test_a_function_that_all_call_is_not_named_for_changing_them_on_one():

@@ -119,7 +119,7 @@ def _fields(
         "cause": cause,
         "fix": fix,
         "evidence": {
-            "applied_over_mean_of_the_ranks": float(f"{ratio:.5g}"),
+            "ratio_of_applied_gradient_to_mean_over_ranks": float(f"{ratio:.5g}"),
             "written_as": written,
             "step": event.step,
         },

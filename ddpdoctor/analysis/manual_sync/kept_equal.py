@@ -374,16 +374,15 @@ def _cause(rule: str, found: ReplicaDivergence, options: Options | None) -> str:
     """What happened between the look at which the copies were equal and the next one."""
     begin, end = found.steps
     steps = f"step {begin}" if end == begin + 1 else f"a step from {begin} to {end - 1}"
-    if found.stopped:
-        steps = f"any step from {begin} on"
     if rule in (SYNC_STOPPED, STEP_NOT_SYNCED):
         missing = tuple(n for n, count in found.missing.items() if count)
         everyone = len(missing) == len(found.copies.members)
-        who = "no rank" + " of the group" * found.copies.part if everyone else ranks_text(missing)
-        verb = "passes" if everyone else plural(len(missing), "does not pass", "do not pass")
+        who = f"{ranks_text(missing)} {plural(len(missing), 'does', 'do')} not, and each rank"
         return (
-            f"{who} {verb} all gradients of {steps} to a collective, as in "
-            f"{'step 0' if found.once else 'the steps before'}, and each applies its own"
+            f"in {'step 0' if found.once else 'earlier steps'} every rank"
+            f"{' of the group' * found.copies.part} passed all gradients to a collective; "
+            f"{f'from step {begin} on' if found.stopped else f'in {steps}'} "
+            f"{'no rank does, and each' if everyone else who} applies its own"
             + (
                 f"; {ranks_text(found.other_group)} still synchronise theirs"
                 if found.other_group

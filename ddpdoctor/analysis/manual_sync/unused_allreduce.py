@@ -64,7 +64,7 @@ def reported(finding: Finding, alike: dict[Rank, Unwrapped], where: str) -> Find
         "all-reduce `p.grad` itself",
         evidence=finding.evidence
         | {
-            "norm of what was reduced over that of the gradients applied": sorted(
+            "ratio of norms, reduced copy to applied gradients": sorted(
                 {round(s.copied, 4) for r in alike for s in _looks(r, event.optimizer)}
             ),
         },

@@ -98,7 +98,7 @@ def written(group: Replicas, found: Divergence) -> Cause:
         "on each rank. DDP averages gradients; it broadcasts parameters only at construction",
         fix="create such copies (`p.detach().clone()`) after `DistributedDataParallel(...)`, when "
         "all ranks have rank 0's parameters, or broadcast them once: `dist.broadcast(copy, 0)`",
-        label="equal only from here to the first update",
+        label="the ranks are equal after this line, but only until the first update",
         location=wrap_line(group),
         ranks=found.minority,
     )
@@ -153,7 +153,7 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
     facts: dict[str, object] = {
         "differing": f"{len(found.names)} of {_tensors(found)}",
         "comparisons_that_differ": f"{len(found.keys)} of {found.compared} since the first",
-        "groups_of_equal_ranks": [ranks_text(ranks) for ranks in found.split],
+        _distinct(found): " | ".join(ranks_text(ranks) for ranks in found.split),
         **_who_was_compared(found),
         "modules": by_module(found.names),
     }
@@ -167,6 +167,11 @@ def evidence(group: Replicas, found: Divergence) -> dict[str, object]:
 
 LAST_EQUAL = "last_equal_at_step"
 """Evidence: the last step (a number) at which the copies were equal as far as compared."""
+
+
+def _distinct(found: Divergence) -> str:
+    """What the ranks hold different versions of, in the name of the evidence that lists them."""
+    return "distinct_gradients" if found.kind in ("gradients", "local") else "distinct_copies"
 
 
 def _who_was_compared(found: Divergence) -> dict[str, object]:
@@ -258,7 +263,7 @@ def is_rounding(distance: float | None) -> bool:
 
 
 def by_how_much(group: Replicas, found: Divergence) -> str:
-    """` by 3 % of their norm`; empty where that was not measured."""
+    """` by up to 3 % of the norm`, the largest that was seen; empty where it was not measured."""
     distance = largest_distance(group, found)
     if distance is None:
         return ""
@@ -266,7 +271,7 @@ def by_how_much(group: Replicas, found: Divergence) -> str:
         return " by rounding errors"
     percent = 100 * distance
     shown = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
-    return f" by {shown} % of their norm"
+    return f" by up to {shown} % of the norm"
 
 
 def differ(count: int, split: list[tuple[int, ...]], run: Run) -> str:

@@ -12,12 +12,12 @@ from ...run import fold_ranks, ranks_text
 Reported = tuple[tuple[int, ...], Finding]
 """A finding, and the group of ranks that it is about."""
 
-MODIFIED_ON = "modified_on"
-RESTORED_ON = "restored_on"
-NO_GRADIENT_ON = "no_gradient_on"
-ZEROS_ON = "zeros_on"
-WRITTEN_ON = "written_on"
-LOADED_ONLY_ON = "loaded_only_on"
+MODIFIED_ON = "modified_on_ranks"
+RESTORED_ON = "restored_on_ranks"
+NO_GRADIENT_ON = "no_gradient_on_ranks"
+ZEROS_ON = "zeros_on_ranks"
+WRITTEN_ON = "written_on_ranks"
+LOADED_ONLY_ON = "loaded_only_on_ranks"
 
 RANK_LISTS = (
     MODIFIED_ON, RESTORED_ON, NO_GRADIENT_ON, ZEROS_ON, WRITTEN_ON, LOADED_ONLY_ON,

@@ -152,7 +152,10 @@ def _fix(rule: str, moment: _Moment, *, lasting: bool, rounding: bool) -> str:
     if rounding:
         return f"{SAME_EVERYWHERE}; {RESTORE_FROM_COPY}"
     if moment is _FIRST_PARAMETERS and not lasting:
-        return "make it before `DistributedDataParallel(...)`, which broadcasts rank 0's parameters"
+        return (
+            "modify the parameters before `DistributedDataParallel(...)`, which then broadcasts "
+            "rank 0's"
+        )
     return SAME_EVERYWHERE
 
 
