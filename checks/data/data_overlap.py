@@ -47,7 +47,7 @@ class DataOverlap(Check):
     - ranks that read the same files
     - a custom sampler whose shares overlap
     - parts of one dataset (`Subset`, slices of a list) that each rank selects and that overlap
-    - data that differs between ranks, except for some ranks that hold the same
+    - data that should differ between ranks but is the same on some of them
     - samples that are picked at random, from a generator in the same state on all ranks
     - a loop without a loader that feeds the same slices or the same random positions
 
@@ -64,9 +64,9 @@ class DataOverlap(Check):
     every eighth and ever fewer. Without a wrapper, it is some values of each rank's own gradients
     before the program synchronises them, in four steps. Only host memory is read.
 
-    Selections overlap if one begins with the end of another (three in ten samples or more), or if
-    nine in ten samples are equal; the data beneath must be the same on all ranks, and both ranks
-    must read that much of it. Lists that each rank holds are compared by digests.
+    Selections overlap if the last samples of one are the first of another (at least three in ten),
+    or if nine in ten samples are equal; the data beneath must be the same on all ranks, and both
+    ranks must read that much of it. Lists that each rank holds are compared by digests.
 
     The finding is proven. It is suspected if samples could not be compared, are all identical or
     change each time they are read, and if inputs are unknown or seem to be random.
@@ -107,7 +107,8 @@ class DataOverlap(Check):
         "repeated-parts": "some ranks deliver the same samples, while others deliver other ones",
         "equal-random-generators": "the dataset picks samples at random, equally on all ranks",
         "overlapping-selections": "the ranks select parts of one dataset that overlap",
-        "different-shuffles": "each rank takes its share of another order",
+        "different-shuffles": "the ranks shuffle in different orders and each takes its share of "
+        "its own",
         "overlapping-shares": "the sampler yields some samples on several ranks",
         "equal-inputs": "without a loader, ranks feed a model the same inputs",
         "equal-random-inputs": "without a loader, ranks feed a model equal random numbers",
@@ -194,8 +195,8 @@ class DataOverlap(Check):
             subjects=(work.kind,),
             location=rank.location(work.event.site),
             label="the same inputs on these ranks",
-            summary=f"{whom(work.ranks, run.world_size)} compute bit-identical gradients of "
-            f"{work.kind} in all {count} compared steps, before they exchange them"
+            summary=f"the local gradients of {work.kind}, before any exchange, are bit-identical "
+            f"on {whom(work.ranks, run.world_size)} in all {count} compared steps"
             + (" (from equal random inputs)" if work.drawn else "")
             + (" (from inputs that never change)" if work.constant else ""),
             cause="each of these ranks trains on the same samples, so they do the work of one",
@@ -203,7 +204,7 @@ class DataOverlap(Check):
             "the rank to the seed",
             evidence={
                 "steps compared": work.steps,
-                "for example": [float(f"{v:.6g}") for v in work.event.local[:8]],
+                "first gradient values": [float(f"{v:.6g}") for v in work.event.local[:8]],
                 "inputs are known to be equal": work.seen,
                 "inputs are random": work.drawn,
             },

@@ -94,7 +94,7 @@ class IdenticalAugmentation(Check):
             else "the ranks use the same seed, and loading draws from their generators",
             fix=drawn.fix,
             evidence={
-                "states at the begin of the epoch": {
+                "random states at the start of the epoch": {
                     r.rank.rank: _digests(r.epochs[0].began.random) for r in readers[:SHOWN_RANKS]
                 },
                 "base seeds": {

@@ -11,7 +11,7 @@ from ddpdoctor.analysis.data.loaders import Reader
 from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since
 from ddpdoctor.events import GroupReady, SamplerRefused
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run, ranks_text, some, whom
+from ddpdoctor.run import Rank, Run, ranks_do, ranks_text, some
 
 FIX = "omit both (torch takes them from the default group), or pass them: `DistributedSampler(\
 dataset, num_replicas=dist.get_world_size(), rank=dist.get_rank())`"
@@ -139,10 +139,10 @@ class SamplerRankMismatch(Check):
             location=reader.sampler_at,
             label="num_replicas and rank do not match the group",
             related=(*_group(reader.rank, set(audit.epochs)), *related(reader, sampler=False)),
-            summary=f"the sampler of {dataset(reader)} has num_replicas={reader.seen.replicas} and "
-            f"{_sampler_ranks(fault)} on {whom(fault.ranks, run.world_size)}: "
+            summary=f"{ranks_do(fault.ranks, 'build')} the sampler of {dataset(reader)} with "
+            f"{_arguments(fault)}: "
             f"{among}{len(audit.shared)} samples are read by several ranks"
-            + (f", {audit.never} by none" if audit.complete else "")
+            + (f", {audit.never} by none" if audit.complete and audit.never else "")
             + since(reader),
             cause=f"{len(audit.epochs)} ranks average their gradients, so each needs "
             f"num_replicas={len(audit.epochs)} and a distinct rank below that"
@@ -184,10 +184,15 @@ def _odd(fault: LoaderFault) -> Reader:
     return next((r for r in fault.readers if r.seen.sampler_rank != r.rank.rank), fault.readers[0])
 
 
-def _sampler_ranks(fault: LoaderFault) -> str:
-    """`rank=0`, or `ranks 0, 1, 0 and 1` where they differ."""
+def _arguments(fault: LoaderFault) -> str:
+    """`num_replicas=2 and rank=0`, or `rank=0, 1, 0 and 1` where they differ."""
+    replicas = [r.seen.replicas for r in fault.readers]
     taken = [r.seen.sampler_rank for r in fault.readers]
-    return f"rank={taken[0]}" if len(set(taken)) == 1 else f"ranks {some(taken, 8)}"
+    return f"num_replicas={_values(replicas)} and rank={_values(taken)}"
+
+
+def _values(given: list[int]) -> str:
+    return str(given[0]) if len(set(given)) == 1 else some(given, 8)
 
 
 def _model_parallel(rank: Rank, averaging: set[int]) -> tuple[int, ...]:

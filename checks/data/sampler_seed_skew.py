@@ -33,8 +33,8 @@ class SamplerSeedSkew(Check):
     and so on): some must be read by several ranks. The finding is proven.
 
     ## Why it hurts
-    Each rank takes its share of another order, so some samples are read by several ranks and others
-    by none. Nothing fails, and the epoch has the expected length.
+    The ranks shuffle in different orders and each takes its share of its own, so some samples are
+    read by several ranks and others by none. Nothing fails, and the epoch has the expected length.
 
     ## How to fix it
     Give all ranks the same `seed` (omit the argument), and call `sampler.set_epoch(epoch)` on every
@@ -97,7 +97,7 @@ class SamplerSeedSkew(Check):
             f"({on_each_rank(given.items())}): {len(audit.shared)} samples are read by "
             f"{'several of ' * (len(fault.ranks) > 2)}{whom(fault.ranks, run.world_size)}"
             + (f", {audit.never} by none" if audit.complete else ""),
-            cause=f"each rank takes its share of another order{why}",
+            cause=f"the ranks shuffle in different orders and each takes its share of its own{why}",
             fix=fix,
             fix_kind=kind,
             evidence={
@@ -111,7 +111,7 @@ class SamplerSeedSkew(Check):
 
 
 ADVICE: Mapping[str, tuple[str, str, FixKind]] = {
-    "different-seeds": ("", "use the same `seed` on all ranks (omit it)", FixKind.SAFE),
+    "different-seeds": ("", "use the same `seed` on all ranks, or omit the argument", FixKind.SAFE),
     "different-epochs": (
         ": `set_epoch` is called with different numbers",
         "use the same epoch number on all ranks: if the run was resumed, load the same checkpoint "

@@ -29,10 +29,7 @@ PLAIN = ("RandomSampler", "SequentialSampler")
 LOST = ("closed by peer", "Timed out", "reset by peer")
 """What gloo and NCCL say where another rank is gone."""
 
-JOIN = (
-    "train inside `with Join([model]):`, which covers neither other collectives nor the "
-    "optimizer's state"
-)
+JOIN = "use `with Join([model]):` (it covers no other collectives and no optimizer state)"
 
 FIRST = (
     "stop all ranks when the first one has no more batches (`all_reduce` with `ReduceOp.MIN`, "
@@ -160,7 +157,7 @@ class UnevenBatches(Check):
         ahead = _ahead(readers, shortest, number + 1)
         began = next(iter(epochs.values())).began
         which = f"the epoch from step {began.step} on" if reader.turn.before else f"epoch {number}"
-        label = "another number of batches on each rank"
+        label = "the ranks have different numbers of batches"
         # What explains the counts on its own comes before what is usual: shards of unequal length.
         if sizes:
             rule, label = "batch-size", "the batch size differs between ranks"
@@ -201,7 +198,7 @@ class UnevenBatches(Check):
                 "dataset": dataset(reader),
                 **({"lengths": lengths} if lengths else {}),
                 **({"batch sizes": sizes} if sizes else {}),
-                "waiting ranks": list(longest),
+                "waiting": ranks_text(longest),
                 **({"steps before the next epoch": ahead} if ahead else {}),
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
@@ -332,8 +329,8 @@ def _fix(reader: Reader, rule: str, least: int) -> str:
         )
     if rule == "dataset-length":
         return (
-            f"{SHORTEST}, cut the ranks' shards to one length, or {JOIN}; a `DistributedSampler` "
-            "would shard each of them again"
+            f"either {SHORTEST}, or cut the shards to one length, or {JOIN}. A "
+            "`DistributedSampler` does not help: it would shard each rank's shard again"
         )
     if seen.iterable:
         return f"give every rank the same number of samples, {FIRST}, or {JOIN}"

@@ -19,7 +19,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, counted, title_of
+from ddpdoctor.run import Rank, Run, counted, plural, title_of
 
 
 class DdpBypassed(Check):
@@ -106,8 +106,7 @@ class DdpBypassed(Check):
             if call >= 0
             else "backward of a forward that bypasses DDP",
             related=models.related(rank, ((wrapped.here, wrapped.site), ("backward", first.site))),
-            summary=f"{_applied(title, last)} that bypass DistributedDataParallel, "
-            f"{models.on_ranks(run, (r.rank for r in seen))}",
+            summary=f"{_applied(title, last)}, {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(title, last),
             fix="keep the result of `DistributedDataParallel(...)` and call it; give the inner "
             f"model another name: no `{wrapper} = {wrapper}.module`"
@@ -168,8 +167,14 @@ def _to_its_end(rank: Rank, last: Bypassed) -> Bypassed:
 
 def _applied(kind: str, last: Bypassed) -> str:
     if last.optimizer == UNHELD:
-        return f"the program itself applies gradients of {kind} at least {last.count} times"
-    return f"the optimizer takes {counted(last.count, 'step')} on gradients of {kind}"
+        return (
+            f"the program applies gradients of {kind} that bypassed DistributedDataParallel, at "
+            f"least {counted(last.count, 'time')}"
+        )
+    return (
+        f"{counted(last.count, 'optimizer step')} {plural(last.count, 'applies', 'apply')} "
+        f"gradients of {kind} that bypassed DistributedDataParallel"
+    )
 
 
 def _cause(kind: str, last: Bypassed) -> str:

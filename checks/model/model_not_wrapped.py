@@ -45,11 +45,11 @@ class ModelNotWrapped(Check):
     """A model is trained without synchronised gradients
 
     ## What it finds
-    Several ranks of a process group step an optimizer on parameters of no wrapper. The gradients
-    differ between the ranks when they are applied, so each rank trains its own model. Since the
-    first step, no collective carried the gradients; or only after they were applied; or only copies
-    of them, whose result is not written back. If one rank broadcast its parameters before the first
-    step, that makes them equal once only.
+    Several ranks of a process group step an optimizer on parameters that are in no wrapper. The
+    gradients differ between the ranks when they are applied, so each rank trains its own model.
+    Since the first step, no collective carried the gradients; or only after they were applied; or
+    only copies of them, whose result is not written back. A broadcast of the parameters before the
+    first step makes them equal once; it does not keep them equal.
 
     Also the parameters that an optimizer's own synchronisation leaves out, or that miss the hooks
     which all-reduce the others; such models beside tensor or sequence parallelism; and ranks
@@ -85,15 +85,16 @@ class ModelNotWrapped(Check):
     - Gradients or parameters are synchronised manually: one by one, in flat buffers, in hooks, in
       the optimizer's step, only in some steps, or as updates.
     - FSDP, tensor parallelism, pipelines; training on one rank only; ranks with different models.
-    - Hyperparameter searches: without a sampler that shards the data, the models of one line differ
-      in shape between ranks, or are trained with other options from the first step on.
+    - Hyperparameter searches: without a sampler that shards the data, the models created on one
+      line differ in shape between ranks, or are trained with other options from the first step on.
     - A line makes three or more such models beside a wrapped one (test-time adaptation).
     - A manual synchronisation leaves out some parameters of a model (see `parameter-drift`).
     - Copies of what DDP averages, flat or in another precision.
 
-    Only a note: the ranks stay bit-identical and exchange no gradients (same data, same seed). Not
-    even that if no backward computes the gradients and something is exchanged (evolution
-    strategies), or if objects large enough to hold them are exchanged in half of the steps.
+    Only a note: the ranks stay bit-identical and exchange no gradients (same data, same seed). No
+    finding at all if the gradients do not come from a backward and something is exchanged
+    (evolution strategies), or if objects large enough to hold the gradients are exchanged in half
+    of the steps.
     """
 
     code = "DDP305"

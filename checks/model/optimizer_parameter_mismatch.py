@@ -23,6 +23,10 @@ LITTLE = 0.1
 on purpose."""
 
 
+REPLACED = ("built-before-sharding", "stale-parameters")
+"""Rules where the parameters that are held and not trained were those of the model before."""
+
+
 class OptimizerParameterMismatch(Check):
     """The optimizer does not hold the parameters that are trained
 
@@ -108,6 +112,7 @@ class OptimizerParameterMismatch(Check):
         spot = rank.location(event.site)
         unfrozen = chosen and _unfrozen(rank, wrapped, event)
         rule = _rule(event, owner=bool(whose), unfrozen=unfrozen, earlier=earlier)
+        gone = rule in REPLACED
         certain = event.stale or _mostly_frozen(event) or whose or unfrozen
         return self.finding(
             rule=rule,
@@ -116,7 +121,7 @@ class OptimizerParameterMismatch(Check):
             steps=Steps(begin, last, last + 1 - begin) if last >= begin else None,
             subjects=event.missing,
             location=spot or rank.location(event.made) or rank.location(wrap_site),
-            label=f"holds the parameters of {owner}" if owner else _label(event),
+            label=f"holds the parameters of {owner}" if owner else _label(event, gone=gone),
             related=models.related(
                 rank,
                 (
@@ -133,10 +138,12 @@ class OptimizerParameterMismatch(Check):
                 "in no optimizer": len(event.missing),
                 "parameters with gradients": event.trained,
                 "held by the optimizer": event.held,
-                "held but not trained": len(event.stale),
+                "held but no longer in the model" if gone else "held but not trained": len(
+                    event.stale
+                ),
                 "held but frozen": event.frozen,
                 "empty groups": event.empty,
-                "shapes of those not trained": list(event.stale[:8]),
+                "their shapes" if gone else "shapes of those not trained": list(event.stale[:8]),
             },
             at=rank.wall(event.at),
         )
@@ -235,10 +242,11 @@ def _rule(event: Ownership, *, owner: bool, unfrozen: bool, earlier: bool) -> st
     return "empty-group" if event.empty else "not-covered"
 
 
-def _label(event: Ownership) -> str:
+def _label(event: Ownership, *, gone: bool) -> str:
     if event.stale:
         count = len(event.stale)
-        return f"holds {counted(count, 'parameter')} that {plural(count, 'is', 'are')} not trained"
+        held = f"holds {counted(count, 'parameter')} that {plural(count, 'is', 'are')}"
+        return f"{held} no longer in the model" if gone else f"{held} not trained"
     return f"leaves out {counted(len(event.missing), 'parameter')}"
 
 

@@ -130,10 +130,10 @@ def _summary(
     names: tuple[str, ...],
 ) -> str:
     if len(without) < len(left):
-        count = len(names)
+        get = plural(len(names), "gets", "get")
         return (
-            f"{some(names)} of {title} {plural(count, 'gets', 'get')} no gradient at step {step} "
-            f"{models.on_ranks(run, without)}, but {plural(count, 'does', 'do')} on the others"
+            f"{some(names)} of {title} {get} no gradient {models.on_ranks(run, without)} at step "
+            f"{step}, but {get} one on the other {plural(len(left) - len(without), 'rank')}"
         )
     common = set.intersection(*left.values())
     groups = equal_ranks({r: tuple(sorted(missing - common)) for r, missing in left.items()})
@@ -192,7 +192,7 @@ def _cause(wrapped: Wrapped, title: str, parts: list[models.Part], allowed: bool
     text += f"the loss depends on {title} on some ranks only"
     if allowed:
         return f"{text}. The options of DDP allow that, so training is correct"
-    return f"{text}. Ranks that use it wait for its gradients from those that do not"
+    return f"{text}. The ranks that use it then wait for a gradient that the others never send"
 
 
 def _fix(parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str) -> str:

@@ -111,9 +111,9 @@ class ReadyTwice(Check):
             evidence={
                 "parameter": event.parameter,
                 "ready more than once": list(event.twice[:20]),
-                "backwards inside it": event.nested,
-                "forwards it belongs to": event.forwards,
-                "earlier backwards over these": event.backwards,
+                "nested backwards": event.nested,
+                "forwards in this backward": event.forwards,
+                "earlier backwards over the same forwards": event.backwards,
                 "find_unused_parameters": event.find_unused,
                 "static_graph": event.static_graph,
             },

@@ -40,7 +40,7 @@ def test_and_explained_after_it() -> None:
     (finding,) = examine(part(36, ended=False), part(24))
     assert finding.confidence is Confidence.PROVEN
     assert finding.ranks == (1,)
-    assert finding.evidence["waiting ranks"] == [0]
+    assert finding.evidence["waiting"] == "rank 0"
 
 
 def test_data_that_is_only_later_fewer_on_one_rank() -> None:
