@@ -20,7 +20,7 @@ from ddpdoctor.analysis.divergence.mismatch_report import (
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.events import CallSite, CommHook, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, listed, ranks_do, ranks_text
+from ddpdoctor.run import Run, listed, ranks_text
 
 CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
 NAMES = {
@@ -116,7 +116,7 @@ class CollectiveShapeMismatch(Check):
             steps=divergence.when,
             subjects=(op,),
             location=divergence.location,
-            label=f"{ranks_do(culprits, 'use')} different {names}",
+            label=_label(mismatch),
             related=related(divergence, place, divergence.location),
             summary=f"{op} is called with different {names}: {calls}{mismatch.elsewhere}",
             cause=f"the ranks pass different {names} to the same {op} (call {divergence.index} of "
@@ -189,6 +189,20 @@ class CollectiveShapeMismatch(Check):
             },
             at=now.at,
         )
+
+
+def _label(mismatch: Mismatch) -> str:
+    """Who passes what else, and than whom; all ranks where nothing tells who is right."""
+    culprits, differs = mismatch.culprits, mismatch.divergence.differs
+    names = [NAMES[d] for d in differs if d in NAMES]
+    every = {rank for one in (mismatch.divergence, *mismatch.others) for rank in one.calls}
+    others = every - {*culprits}
+    if len(culprits) == 1:
+        what = f"a different {listed([name.removesuffix('s') for name in names])}"
+    else:
+        what = f"different {listed(names)}"
+    passes = f"{ranks_text(culprits)} pass{'es' if len(culprits) == 1 else ''} {what}"
+    return f"{passes} than {ranks_text(others)}" if others else passes
 
 
 def _different_hooks(run: Run) -> tuple[RankSnapshot, dict[int, CommHook | None]] | None:

@@ -21,7 +21,7 @@ from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, fold_ranks, ranks_do, ranks_text
+from ddpdoctor.run import Run, ranks_do, ranks_text
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall",
@@ -154,7 +154,7 @@ class GroupCreationMismatch(Check):
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "groups_made": {str(r): n for r, n in made.items()},
-                "waiting": fold_ranks(s.rank.rank for s in waits),
+                "waiting": ranks_text(s.rank.rank for s in waits) if waits else "no rank",
             },
             at=place.rank.wall(place.call.began) if place.call else run.started,
         )

@@ -325,5 +325,8 @@ def _fix(rule: str, rank: Rank, sender: Rank | None, *, crashed: bool) -> str:
                 "with `python -X faulthandler`"
             )
     if rank.signal == "SIGKILL":
-        return "see `dmesg` and the log of the scheduler for the sender; watch the memory figures"
+        return (
+            "look in `dmesg` and the scheduler's log for who killed it, and check whether memory "
+            "ran out"
+        )
     return "find out who sent the signal: a time limit, a scheduler, another program"

@@ -44,7 +44,7 @@ from ddpdoctor.analysis.waiting.wait_graph import gone, unanswered, victims, wai
 from ddpdoctor.events import CallSite, RankExiting, Statement
 from ddpdoctor.report.evidence_names import STEPS_TAKEN
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text, shorten
+from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text, shorten
 
 BranchLine = tuple[Location, Statement]
 """A branch that only some ranks enter, and its line."""
@@ -197,7 +197,7 @@ class RankExitedEarly(Check):
             fix=_fix(rule, only, loop, left[0].rank, first),
             fix_kind=FixKind.CHECK,
             evidence={
-                "left": fold_ranks(ranks),
+                "left": ranks_text(ranks),
                 STEPS_TAKEN: {str(s.rank.rank): s.rank.steps for s in (*left, *waiting)},
                 **({} if since is None else {UNEVEN_SINCE: since}),
                 **(loop.evidence if loop else {}),

@@ -19,7 +19,7 @@ from ddpdoctor.analysis.waiting.wait_graph import (
 )
 from ddpdoctor.events import CallSite, InitEntered
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Phase, Rank, Run, fold_ranks, ranks_do, ranks_text, ranks_were
+from ddpdoctor.run import Phase, Rank, Run, ranks_do, ranks_text, ranks_were
 
 
 class RankMissing(Check):
@@ -28,17 +28,18 @@ class RankMissing(Check):
     ## What it finds
     Ranks that wait in a collective longer than the stall time for a rank that is somewhere else: in
     a loop, a sleep, a lock, a download, the `backward` of a custom function, or stopped by a
-    signal, with the line that sent it where a rank did. Also named are a thread of that rank that
-    failed before, and a `with` block that it waits to enter while others wait inside.
+    signal; if a rank sent that signal, the line that did so is named. Also named are a thread of
+    that rank that failed before, and a `with` block that it waits to enter while others wait
+    inside.
 
     ## How it knows
     Each rank records every call before it makes it: ranks that wait in one are compared with those
     that have not begun it. The finding is made when that has lasted for the stall time:
     `--hang-after`, or else the largest of 10 s (30 s before training begins), three times the step
-    time, and 1.5 times the longest pause so far that ended well. While all ranks compute, the given
-    time, or these 10 or 30 s, count six times. The node's monitor then takes the stacks, and the
-    stack of the missing rank shows where it is. The finding is suspected; it is proven where the
-    backend's own timeout ended the wait.
+    time, and 1.5 times the longest pause so far that ended well. While all ranks are
+    computing, the given time, or the 10 or 30 s, is six times as long. The node's monitor then
+    takes the stacks, and the stack of the missing rank shows where it is. The finding is suspected;
+    it is proven where the backend's own timeout ended the wait.
 
     ## Why it hurts
     Every other rank stands still, and after the backend's timeout the error is raised on the ranks
@@ -124,7 +125,7 @@ class RankMissing(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "call_number": first.call.index if first.call else -1,
-                "missing": fold_ranks(ranks),
+                "missing": ranks_text(ranks),
                 **victims(now, waiting),
                 "cpu_share_of_missing": absent[0].cpu,
                 "time_to_verdict_s": round(waited, 2),

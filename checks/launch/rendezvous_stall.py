@@ -131,7 +131,7 @@ class RendezvousStall(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "attempt": run.attempt,
-                "waiting": fold_ranks(ranks),
+                "waiting": ranks_text(ranks),
                 "rendezvous": entered.rendezvous if entered else "",
                 **({"message": raised[:500]} if raised else {}),
             },
@@ -160,7 +160,7 @@ class RendezvousStall(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "groups_before": len(before),
-                "in_init_process_group": fold_ranks(ranks),
+                "in_init_process_group": ranks_text(ranks),
                 "rendezvous": entered.rendezvous,
             },
             at=first.wall(entered.at),
@@ -193,7 +193,7 @@ class RendezvousStall(Check):
             "machines can reach it",
             fix_kind=FixKind.CHECK,
             evidence={
-                "waiting": fold_ranks(ranks),
+                "waiting": ranks_text(ranks),
                 "rendezvous": place,
                 **({"stuck": _no_short_timeout(run, waiting)} if never else {}),
             },
@@ -262,8 +262,8 @@ class RendezvousStall(Check):
             fix=fix,
             fix_kind=FixKind.CHECK,
             evidence={
-                "waiting": fold_ranks(r.rank for r in waiting),
-                "missing": fold_ranks(absent),
+                "waiting": ranks_text(r.rank for r in waiting),
+                "missing": ranks_text(absent),
                 "world_size_expected": world,
                 **(
                     {"processes_seen": seen}

@@ -368,7 +368,10 @@ def _cause(origin: str, event: NonFinite, rank: Rank) -> str:
             "known, since not all gradients are checked before they are averaged"
         )
     if origin == AT_START:
-        return "they were so before the first step: by their initialisation or a checkpoint"
+        return (
+            "they were not finite before the first step: their initialisation or a checkpoint made "
+            "them so"
+        )
     return (
         "the step before made them so: by a gradient that was not finite (not all are checked), by "
         "the optimizer itself, or by an overflow of the dtype"

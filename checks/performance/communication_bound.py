@@ -105,15 +105,15 @@ class CommunicationBound(Check):
             location=rank.location(wrapped.site) if wrapped else None,
             label=f"waits {step.exposed_s * 1e3:.0f} ms for gradients in each step",
             summary=(
-                f"gradient all-reduce takes {step.exposed_s * 1e3:.0f} of {step.wall_s * 1e3:.0f} "
-                f"ms of each step ({step.exposed_s / step.wall_s:.0%}) without overlap with the "
-                "backward"
+                f"each step spends {step.exposed_s * 1e3:.0f} of its {step.wall_s * 1e3:.0f} ms "
+                f"({step.exposed_s / step.wall_s:.0%}) waiting for gradient all-reduce that the "
+                "backward does not hide"
             ),
             cause=(
                 f"the all-reduce of {size / MIB:.3g} MB of gradients in "
                 f"{counted(len(times.bucket_bytes), 'bucket')} takes "
                 f"{times.communication_s * 1e3:.0f} ms"
-                + (f", {step.averaging} times a step" if step.averaging > 1 else "")
+                + (f", {step.averaging} times a step" if step.averaging > 1 else " in all")
             ),
             fix=_fix(times, step, name),
             fix_kind=FixKind.CHECK,

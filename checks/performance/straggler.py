@@ -135,9 +135,9 @@ class Straggler(Check):
             steps=worst.steps,
             subjects=(phase,),
             location=rank.location(pace.sites[segment % len(PHASES)]),
-            label=f"{worst.excess_s[segment] * 1e3:.0f} ms a step longer "
+            label=f"rank {worst.rank} spends {worst.excess_s[segment] * 1e3:.0f} ms more per step "
             + ("after this line" if between else "here")
-            + f" than on {ranks_text(others)}",
+            + f" than {ranks_text(others)}",
             related=_related(rank, pace, segment),
             summary=f"{ranks_do(others, 'wait')} {waits_s * 1e3:.0f} of "
             f"{worst.whole(worst.rank) * 1e3:.0f} ms in {span} for {ranks_text(ranks)}, which "
@@ -425,25 +425,26 @@ def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
 def _cause(slow: _Slow, segment: int, words: str) -> str:
     excess = slow.excess_s
     usual = slow.usual(slow.rank, segment)
+    others = "the others" if len(slow.windows[0]) > 2 else "the other"
     reported = (
-        f"{usual * 1e3:.0f} ms {words} on rank {slow.rank}, {(usual - excess[segment]) * 1e3:.0f} "
-        "ms on the others"
+        f"rank {slow.rank} spends {usual * 1e3:.0f} ms {words}, {others} "
+        f"{(usual - excess[segment]) * 1e3:.0f} ms, {_when(slow)}"
     )
     if excess[segment] < 0.5 * slow.lag_s:
-        reported += "; the rest is lost in other phases: the rank is slower in general"
+        reported += "; the rest of its delay is in other phases: the rank is slower in general"
     if (delayed := slow.delayed(slow.rank)) >= SHARE * slow.lag_s:
         reported += (
             f"; the machine lacks cores: for {delayed * 1e3:.0f} ms of a step rank {slow.rank} was "
             "ready, but something else ran on its core; without that it would still be about "
             f"{slow.lag_s * 1e3:.0f} ms behind"
         )
-    return f"{reported}; {_when(slow)}"
+    return reported
 
 
 def _when(slow: _Slow) -> str:
     """Since which step the rank is slow, and until which one if it became normal again."""
     first, last = slow.windows[0][slow.rank], slow.windows[-1][slow.rank]
-    since, reported = first.step - first.count + 1, "since the beginning"
+    since, reported = first.step - first.count + 1, "since the beginning of the run"
     if since > first.count:
         seen = slow.every[slow.first - 1][slow.rank].step if slow.first else -1
         reported = f"since {_either(seen + 1, since)}"
@@ -470,7 +471,7 @@ _PHASES = (
     ("after loading", "between a batch and the forward"),
     ("after forward", "between forward and backward"),
     ("after backward", "between the backward and the optimizer step"),
-    ("between steps", "between two steps"),
+    ("between steps", "between steps"),
 )
 """By segment of the step: a name, and where the time goes. First the phases, then the code after
 each of them."""

@@ -62,7 +62,7 @@ NONE: dict[str, float] = {}
         ("backward", 12, "in the backward"),
         ("optimizer", 13, "optimizer's step"),
         ("after data", 10, "between a batch and the forward"),
-        ("after step", 13, "between two steps"),
+        ("after step", 13, "between steps"),
     ],
 )
 def test_a_slow_rank_in_each_phase(phase: str, line: int, words: str) -> None:

@@ -136,6 +136,9 @@ class Explanation:
         blamed, divergence = self.blamed_loop, self.divergence
         if blamed is not None and not blamed.known:
             return f"ranks are in different rounds of a loop: {sides}"
+        one_op = len({made.signature.op for made in divergence.calls.values()}) == 1
+        if one_op and not divergence.extra and not divergence.shifted:
+            return f"ranks make different calls of {self.op}: {sides}"
         if blamed or (self._skipped and not divergence.extra and not divergence.shifted):
             return f"{self.who} skipped {self.op}: {sides}"
         if divergence.extra:

@@ -25,14 +25,14 @@ def failed_thread(now: Snapshot, stand: RankSnapshot) -> ThreadFailed | None:
 
 
 def failed_thread_remark(thread: ThreadFailed | None) -> str:
-    """A clause for the end of a cause: how a failed thread may be why the rank waits."""
+    """A sentence for the end of a cause: how a failed thread may be why the rank waits."""
     if thread is None:
         return ""
     first = thread.message.strip().splitlines()[:1]
     why = ": ".join([thread.kind, *first])
     return (
-        f"; its thread {thread.thread} had failed with {why[:200]}: the rank waits forever if that "
-        "thread was to deliver what it waits for"
+        f'. The rank\'s thread "{thread.thread}" failed earlier with {why[:200]}; if the rank is '
+        "waiting for that thread's result, it waits forever"
     )
 
 
