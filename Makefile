@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := samples/model/unused_parameter.py
 DEMO_RUN := build/demo
 
-.PHONY: help demo test golden samples no-harm torch-tests frameworks chaos lint format readme picture clean
+.PHONY: help demo test test-all golden samples no-harm torch-tests frameworks chaos lint format readme picture clean
 .DEFAULT_GOAL := help
 
 # Tests start some thousands of processes: without compiled modules each would compile them again.
@@ -15,6 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo         install into .venv and examine a faulty sample"
 	@echo "make test         run the tests"
+	@echo "make test-all     also the tests that take long"
 	@echo "make golden       write what checks say in tests anew, after a change of words"
 	@echo "make samples      every sample, also those that show a fault in other clothes"
 	@echo "make no-harm      all clean samples with and without the doctor, bit by bit; the doctor broken"
@@ -45,7 +46,11 @@ demo: $(INSTALLED)
 # Ranks wait for each other much of the time, so two tests at once are of use even on two cores.
 WORKERS ?= 2
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Also what takes long: every sample, no-harm, PyTorch's own tests, every function of the probe broken.
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "exhaustive or not exhaustive"
 
 # What checks say, word for word, in tests/golden/: read the difference before you commit it.
 golden: $(INSTALLED)
