@@ -45,19 +45,21 @@ demo: $(INSTALLED)
 
 # Ranks wait for each other much of the time, so two tests at once are of use even on two cores.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
 
 # Also what takes long: every sample, no-harm, PyTorch's own tests, every function of the probe broken.
+# Every Python is started anew, where `make test` forks many from one that has torch imported.
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "exhaustive or not exhaustive"
+	$(PYTEST) --fresh -m "exhaustive or not exhaustive"
 
 # What checks say, word for word, in tests/golden/: read the difference before you commit it.
 golden: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --golden -m "not slow"
+	$(PYTEST) --golden -m "not slow"
 
 samples: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "exhaustive or not exhaustive" tests/whole/test_samples.py
+	$(PYTEST) --fresh -m "exhaustive or not exhaustive" tests/whole/test_samples.py
 
 no-harm: $(INSTALLED)
 	$(BIN)/python -m pytest -m exhaustive tests/whole/test_no_harm.py tests/whole/test_fail_open.py

@@ -23,17 +23,22 @@ TRIES = 3
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Tests that start ranks are tried again; exhaustive ones and those of frameworks
-    run only where `-m` names them."""
+    """Tests that start ranks are tried again, and come first, so that the workers end together;
+    exhaustive ones and those of frameworks run only where `-m` names them."""
     for item in items:
-        if item.module.__name__.rpartition(".")[2] in REAL:
+        if starts_ranks(item):
             item.add_marker(pytest.mark.flaky(reruns=TRIES - 1))
+    items.sort(key=lambda i: (i.get_closest_marker("slow") is None, not starts_ranks(i)))
     asked = config.option.markexpr
     unasked = [name for name in ("exhaustive", "frameworks") if name not in asked]
     left = [i for i in items if any(i.get_closest_marker(name) for name in unasked)]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [i for i in items if i not in left]
+
+
+def starts_ranks(item: pytest.Function) -> bool:
+    return item.module.__name__.rpartition(".")[2] in REAL
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

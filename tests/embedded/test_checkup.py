@@ -55,7 +55,7 @@ def test_the_fault_is_found_under_any_launcher(
 @pytest.mark.parametrize("launch", [torchrun, doctor])
 def test_all_ranks_stop_at_the_same_call(launch: Callable[..., list[str]], tmp_path: Path) -> None:
     words = launch("faulty", "raise")
-    status, printed = run(words, cwd=write(tmp_path))
+    status, printed = run(words, cwd=write(tmp_path), forked=True)
     assert status == 1
     stopped = re.findall(r"rank (\d) stopped in step (\d+): (DDP\d+)", printed)
     assert sorted(stopped) == [("0", "0", "DDP301"), ("1", "0", "DDP301")]
@@ -113,7 +113,9 @@ for step in range(3):
 def test_a_restart_is_recorded_apart_in_the_same_folder(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RESTARTED)
     launcher = torchrun()
-    status, printed = run([*launcher[:-1], "--max-restarts", "1", "program.py"], cwd=tmp_path)
+    status, printed = run(
+        [*launcher[:-1], "--max-restarts", "1", "program.py"], cwd=tmp_path, forked=True
+    )
     assert status == 0, printed[-3000:]
     stopped = re.findall(r"rank (\d) stopped in step (\d+) of attempt (\d+)", printed)
     assert sorted(stopped) == [("0", "0", "1"), ("1", "0", "1")]
@@ -126,13 +128,13 @@ def test_a_restart_is_recorded_apart_in_the_same_folder(tmp_path: Path) -> None:
 
 def test_a_clean_program_goes_through_and_computes_the_same(tmp_path: Path) -> None:
     write(tmp_path)
-    status, with_doctor = run(torchrun("raise"), cwd=tmp_path)
+    status, with_doctor = run(torchrun("raise"), cwd=tmp_path, forked=True)
     assert status == 0
     report = reported(tmp_path / "run")
     assert [f for f in report.findings if f.severity.value != "note"] == []
     plain = (tmp_path / "program.py").read_text().replace("@ddpdoctor.checkup", "# ")
     (tmp_path / "program.py").write_text(plain)
-    _, without = run(torchrun(), cwd=tmp_path)
+    _, without = run(torchrun(), cwd=tmp_path, forked=True)
 
     def results(printed: str) -> list[str]:
         return sorted(re.findall(r"rank \d of 2 ends with -?[\d.e]+\d", printed))
@@ -187,7 +189,7 @@ with ddpdoctor.examine(out="run", quiet=True):
 
 def test_blocks_are_examined_one_by_one_though_all_was_there_before(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(BLOCKS)
-    status, printed = run(torchrun(), cwd=tmp_path)
+    status, printed = run(torchrun(), cwd=tmp_path, forked=True)
     assert status == 1, printed[-3000:]
     assert printed.count("quiet []") == 2
     assert printed.count("found ['DDP301'] (0, 1)") == 2
@@ -234,7 +236,7 @@ def test_the_monitor_killed_costs_the_report_and_nothing_else(tmp_path: Path) ->
         try:
 """
     (tmp_path / "program.py").write_text(program.replace("        try:\n", kill[1:], 1))
-    status, printed = run(torchrun("raise"), cwd=tmp_path)
+    status, printed = run(torchrun("raise"), cwd=tmp_path, forked=True)
     assert status == 0, printed[-3000:]
     assert printed.count("ends with") == 2
     assert ddpdoctor.load(tmp_path / "run").run.world_size == 2
@@ -243,7 +245,7 @@ def test_the_monitor_killed_costs_the_report_and_nothing_else(tmp_path: Path) ->
 def test_a_folder_that_cannot_be_written_is_not_the_run_s_problem(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "run").write_text("a file stands where the folder should")
-    status, printed = run(torchrun("once"), cwd=tmp_path)
+    status, printed = run(torchrun("once"), cwd=tmp_path, forked=True)
     assert status == 0, printed[-3000:]
     assert printed.count("ends with") == 2
     assert "not examined" in printed
@@ -287,7 +289,7 @@ def test_a_model_that_was_wrapped_before_the_examination(
 ) -> None:
     """The decorated function is defined below the wrap, and may never call the wrapper."""
     (tmp_path / "program.py").write_text(WRAPPED_BEFORE.replace("{forward}", forward))
-    status, printed = run(torchrun(), cwd=tmp_path)
+    status, printed = run(torchrun(), cwd=tmp_path, forked=True)
     assert status == 0, printed[-3000:]
     findings = reported(tmp_path / "run").findings
     assert [f.check for f in findings if f.severity.value != "note"] == checks
