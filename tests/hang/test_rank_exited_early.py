@@ -69,7 +69,7 @@ def test_a_peer_that_was_lost_in_communication_of_torchs_own(tmp_path: Path) -> 
     (finding,) = found(in_no_call(tmp_path, [RankExiting(at=START + 5, how="return")]))
     assert finding.rule == "entered-alone"
     assert finding.ranks == (0,)
-    assert finding.evidence["left"] == "1"
+    assert finding.evidence["left"] == "rank 1"
     assert [str(r.location) for r in finding.related] == ["train.py:30"]
 
 

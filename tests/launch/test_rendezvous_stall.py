@@ -53,7 +53,7 @@ def test_one_rank_is_elsewhere() -> None:
     assert finding.confidence is Confidence.SUSPECTED
     assert finding.location is not None
     assert (finding.location.line, finding.location.source) == (3, "login()")
-    assert finding.evidence["waiting"] == "0"
+    assert finding.evidence["waiting"] == "rank 0"
 
 
 def test_one_rank_left_before_it() -> None:
