@@ -16,6 +16,9 @@ FEW = (
 )
 """In every test run; the others where `-m exhaustive` asks for them (make no-harm)."""
 
+FORKED = FEW[1]
+"""With and without the doctor in forks of one Python; all others in new processes."""
+
 NOT_COMPARABLE = ("exec", "--module", "-m", "--no-python")
 
 
@@ -36,10 +39,13 @@ def launcher_options(sample: Sample) -> list[str]:
     return list(split([*sample.command, "script.py"]).launcher)
 
 
-def seen(words: list[str], folder: Path) -> tuple[int, list[str], dict[str, str]]:
+def seen(words: list[str], folder: Path, forked: bool) -> tuple[int, list[str], dict[str, str]]:
     folder.mkdir()
     status, printed = run(
-        words, cwd=folder, environment=inherited(WITNESS=str(folder), PYTHONHASHSEED="0")
+        words,
+        cwd=folder,
+        environment=inherited(WITNESS=str(folder), PYTHONHASHSEED="0"),
+        forked=forked,
     )
     digests = {p.name: p.read_text() for p in folder.glob("witness-*.txt")}
     assert digests, printed[-3000:]
@@ -51,6 +57,7 @@ def seen(words: list[str], folder: Path) -> tuple[int, list[str], dict[str, str]
 @pytest.mark.parametrize("sample", comparable())
 def test_the_doctor_changes_nothing(sample: Sample, tmp_path: Path) -> None:
     options = launcher_options(sample)
+    forked = sample.name == FORKED
     script = [str(WITNESS), str(sample.path)]
     if not any(o.startswith(("--nnodes", "--rdzv", "--standalone")) for o in options):
         options = ["--standalone", *options]
@@ -58,9 +65,9 @@ def test_the_doctor_changes_nothing(sample: Sample, tmp_path: Path) -> None:
         options += ["--nproc-per-node", "2"]
     plain = [sys.executable, "-m", "torch.distributed.run", *options, *script]
     doctor = [sys.executable, "-m", "ddpdoctor", "run", "--out", "run", *sample_options(sample)]
-    without = seen(plain, tmp_path / "without")
-    with_doctor = seen([*doctor, *options, *script], tmp_path / "with")
-    if with_doctor[2] != without[2] != seen(plain, tmp_path / "again")[2]:
+    without = seen(plain, tmp_path / "without", forked)
+    with_doctor = seen([*doctor, *options, *script], tmp_path / "with", forked)
+    if with_doctor[2] != without[2] != seen(plain, tmp_path / "again", forked)[2]:
         pytest.skip("computes something else each time without the doctor, too")
     assert with_doctor[2] == without[2]
     if without[0] == 0:  # torch itself aborts now and then when correct scripts leave
