@@ -145,6 +145,9 @@ HARD_TIMES |= {
 FEW = ("disk full", "odd surroundings", "folder gone")
 """In every test run; the others where `-m exhaustive` asks for them (make no-harm)."""
 
+FORKED = FEW[1:]
+"""From a Python with torch imported, in every test run; all others in new processes."""
+
 
 def sums_of(printed: str) -> list[str]:
     """What the two ranks computed."""
@@ -161,7 +164,8 @@ def alone() -> list[str]:
         script.write_text(re.sub("SETUP|DURING", "pass", TRAIN))
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         # The status does not count: torch itself aborts now and then when correct scripts leave.
-        _, printed = run([sys.executable, "-m", *torchrun, str(script)], cwd=Path("/proc"))
+        words = [sys.executable, "-m", *torchrun, str(script)]
+        _, printed = run(words, cwd=Path("/proc"), forked=True)
         return sums_of(printed)
 
 
@@ -178,11 +182,12 @@ def test_training_goes_on_in_hard_times(name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.replace("SETUP", trouble.setup).replace("DURING", trouble.during))
     main = f"{trouble.doctor}\nimport sys\nfrom ddpdoctor.cli import main\nsys.exit(main())"
-    doctor = [sys.executable, "-c", main, "run", "--out", str(place / "run")]
+    started = ["-c", main] if trouble.doctor else ["-m", "ddpdoctor"]
+    doctor = [sys.executable, *started, "run", "--out", str(place / "run")]
     command = [*doctor, "--nproc-per-node", "2", str(script)]
     if trouble.mount:
         command = [*after(trouble.mount, place), *command]
-    status, printed = run(command, cwd=Path("/proc"))
+    status, printed = run(command, cwd=Path("/proc"), forked=name in FORKED)
     assert status == 0, printed[-3000:]
     assert sums_of(printed) == alone()
     assert "Traceback" not in printed
