@@ -322,11 +322,11 @@ def test_the_loader_is_joined_by_its_lines_not_by_its_number() -> None:
     assert finding.ranks == (0, 1)
 
 
-def rows_of_a_batch(begins: int, rows: int = 8) -> list[Event]:
+def rows_of_a_batch(begins: int, rows: int = 8, loaders: tuple[int, ...] = ()) -> list[Event]:
     """Forwards that are given a slice of each batch."""
     return [
         ForwardInput(at=0, model=0, forward=n, site=4, digest=0, numbers=40, rows=rows, fed=True,
-                     begins=begins)
+                     loaders=loaders, begins=begins)
         for n in range(4)
     ]  # fmt: skip
 
@@ -338,6 +338,13 @@ def test_each_rank_takes_its_own_rows_of_every_batch(trains: bool) -> None:
     assert not examine(*([*rows_of_a_batch(8 * r), *reads] for r in range(2)))
     assert examine(*([*rows_of_a_batch(8), *reads] for r in range(2)))
     assert examine(*([*rows_of_a_batch(4 * r), *reads] for r in range(2)))
+
+
+def test_rows_of_batches_of_another_loader() -> None:
+    reads = loader(0, [EVERYTHING], content=1)
+    own, other = ([*rows_of_a_batch(0, loaders=(n,)), *reads] for n in (0, 1))
+    assert not examine(own, [*rows_of_a_batch(8, loaders=(0,)), *reads])
+    assert examine(other, [*rows_of_a_batch(8, loaders=(1,)), *reads])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from functools import lru_cache
 from ...events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
 from ...run import Rank, Run
 from .data_calls import exchange_in_own_group, received_from_peers
+from .loaders import Reader, batch_size
 
 FEWEST, LATER = 3, 4
 """Compared forwards with equal inputs that suffice: where all are equal, and where they are equal
@@ -66,52 +67,55 @@ def inputs(run: Run) -> tuple[Inputs, ...]:
     return tuple(Inputs(m, kinds[m], g, by) for (m, g), by in found.items() if len(by) > 1)
 
 
-def sharded_inputs(run: Run, ranks: frozenset[int], size: int) -> bool:
-    """Whether these ranks feed a wrapped model, at every compared forward, each its own rows of one
-    batch: consecutive rows in the order of the ranks, or distinct ones that together are no more
-    than a batch (`x[rank::world_size]`).
-
-    Args:
-        size: samples in a batch.
+def _inputs_from(run: Run, readers: Sequence[Reader]) -> Iterator[list[list[ForwardInput]]]:
+    """For every model that all of these ranks feed: the compared forwards, each with the inputs of
+    every rank, in the order of the ranks. Forwards known to be fed by other loaders are left out.
     """
+    loaders = {r.rank.rank: {epoch.seen.loader for epoch in r.epochs} for r in readers}
+    for given in inputs(run):
+        if not loaders.keys() <= given.by_rank.keys():
+            continue
+        each = ({r: given.by_rank[r][n] for r in sorted(loaders)} for n in given.common())
+        yield [
+            list(forward.values())
+            for forward in each
+            if all(not e.loaders or loaders[r] & set(e.loaders) for r, e in forward.items())
+        ]
+
+
+def sharded_inputs(run: Run, readers: Sequence[Reader]) -> bool:
+    """Whether these ranks feed a wrapped model, at every compared forward, each its own rows of one
+    batch of this loader: consecutive rows in the order of the ranks, or distinct ones that together
+    are no more than a batch (`x[rank::world_size]`)."""
+    size = batch_size(readers)
     return any(
-        _consecutive_rows(given, ranks) or _distinct_rows(given, ranks, size)
-        for given in inputs(run)
-        if ranks <= given.by_rank.keys()
+        len(forwards) >= FEWEST
+        and (
+            all(map(_consecutive_rows, forwards)) or all(_distinct_rows(f, size) for f in forwards)
+        )
+        for forwards in _inputs_from(run, readers)
     )
 
 
-def _distinct_rows(given: Inputs, ranks: frozenset[int], size: int) -> bool:
-    common = given.common()
-    rows = [[given.by_rank[r][n] for r in ranks] for n in common]
-    return len(common) >= FEWEST and all(
-        0 < sum(e.rows for e in each) <= size
-        and len({e.digest for e in each} - {0}) == len(ranks)
-        and all(e.fed for e in each)
-        for each in rows
+def _distinct_rows(forward: list[ForwardInput], size: int) -> bool:
+    return (
+        0 < sum(e.rows for e in forward) <= size
+        and len({e.digest for e in forward} - {0}) == len(forward)
+        and all(e.fed for e in forward)
     )
 
 
-def _consecutive_rows(given: Inputs, ranks: frozenset[int]) -> bool:
-    common = given.common()
-    members = [given.by_rank[r] for r in sorted(ranks)]
-    return len(common) >= FEWEST and all(
-        0 < a[n].rows <= b[n].begins - a[n].begins
-        for a, b in itertools.pairwise(members)
-        for n in common
-    )
+def _consecutive_rows(forward: list[ForwardInput]) -> bool:
+    return all(0 < a.rows <= b.begins - a.begins for a, b in itertools.pairwise(forward))
 
 
-def equal_batches(run: Run, ranks: frozenset[int]) -> int:
+def equal_batches(run: Run, readers: Sequence[Reader]) -> int:
     """How many distinct batches of a loader these ranks fed a wrapped model, the same ones on every
     rank at every compared forward; 0 where some differ."""
     best = 0
-    for given in inputs(run):
-        if not ranks <= given.by_rank.keys():
-            continue
-        members = [given.by_rank[r] for r in sorted(ranks)]
-        fed = [n for n in given.common() if all(f[n].fed and f[n].training for f in members)]
-        found = [{f[n].digest for f in members} for n in fed]
+    for forwards in _inputs_from(run, readers):
+        fed = [forward for forward in forwards if all(e.fed and e.training for e in forward)]
+        found = [{e.digest for e in forward} for forward in fed]
         if any(len(digests) > 1 or 0 in digests for digests in found):
             return 0
         distinct = len(set().union(*found))

@@ -118,7 +118,7 @@ def _indexed(
         )
     if not all(r.seen.payloads for r in readers) and _sibling_differs(run, loader, ranks):
         return None
-    if made[0].same_order and sharded_inputs(run, ranks, batch_size(readers)):
+    if made[0].same_order and sharded_inputs(run, readers):
         return None  # each rank takes its rows of the same batches
     if several := _ranks_by_dataset(readers):
         return _repeated_datasets(run, loader, several, made) if loader.trains else None
@@ -178,8 +178,8 @@ def _equal_streams(
     if not loader.trains or len(readers) < 2 or not (indexless or (disjoint and drawn)):
         return None
     ranks = frozenset(r.rank.rank for r in readers)
-    samples, batches = equal_positions(readers), equal_batches(run, ranks)
-    if not (samples or batches) or sharded_inputs(run, ranks, batch_size(readers)):
+    samples, batches = equal_positions(readers), equal_batches(run, readers)
+    if not (samples or batches) or sharded_inputs(run, readers):
         return None
     return LoaderFault(
         "data-overlap",
@@ -220,7 +220,7 @@ def _repeated_datasets(
         intended = ranks in groups_of(readers[0].rank) or agreement(readers) is not Agreement.SAME
         if not own or intended:
             continue
-        if own[0].same_order and sharded_inputs(run, ranks, batch_size(readers)):
+        if own[0].same_order and sharded_inputs(run, readers):
             continue
         if (fault := _unsharded(loader, readers, own, [])) is not None and fault.doubt is None:
             found.append(replace(fault, check="data-overlap", overlap="repeated-parts"))
