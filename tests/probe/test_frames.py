@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from ddpdoctor.probe.recording.frames import updates_statistics, variables
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.source.line_tracer import LINES_AT_MOST, Tracer
 from ddpdoctor.probe.training import module_origins
+from ddpdoctor.probe.training.steady_state import PlannedCall
 from ddpdoctor.storage.run_folder import EventWriter
 
 
@@ -160,3 +162,20 @@ def test_whoever_gives_data_to_update_bn_is_told_so() -> None:
     update_bn(batches(), torch.nn.BatchNorm1d(2))
     list(batches())
     assert asked == [True, False]
+
+
+def test_the_frame_of_a_planned_call_keeps_nothing_alive(tmp_path: Path) -> None:
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+
+    class Activations: ...
+
+    def step() -> weakref.ref[Activations]:
+        activations = Activations()
+        PlannedCall(None, None, None, -1, False, 0, "forward", None).frame(recorder)
+        return weakref.ref(activations)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()

@@ -95,6 +95,10 @@ class PlannedCall:
 
     def frame(self, recorder: Recorder) -> FrameType | None:
         """The user's frame that makes this call; None if it is at another line than planned."""
+        # A frame that refers to itself lives until the next garbage collection, with those of its
+        # callers and the tensors in them: depth 0, which is not known yet, is not looked at.
+        if not self.depth:
+            return self._find_frame(recorder)
         try:
             frame = sys._getframe(self.depth)
         except ValueError:
