@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.data_calls import gathered
-from ddpdoctor.analysis.data.epoch_audit import Audit, audits
+from ddpdoctor.analysis.data.division import divided_loaders
+from ddpdoctor.analysis.data.epoch_audit import Audit
+from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, figures, related
 from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.analysis.data.loaders import Loader, Reader
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related
-from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Confidence, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Run, counted, plural, ranks_text, some
 
 
-class SamplerPaddingDuplicates(Check):
+class SamplerPaddingDuplicates(LoaderCheck):
     """The sampler pads, so that some samples count twice
 
     ## What it finds
@@ -50,7 +51,6 @@ class SamplerPaddingDuplicates(Check):
 
     code = "DDP504"
     name = "sampler-padding-duplicates"
-    family = "data"
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         "padded-evaluation": "torch's sampler pads in an evaluation",
@@ -59,13 +59,10 @@ class SamplerPaddingDuplicates(Check):
         "custom-sampler": "a custom sampler yields samples on several ranks in an evaluation",
     }
 
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
-
     def examine(self, run: Run) -> Iterable[Finding]:
         faulty = {id(f.loader) for f in faults(run)}
-        for loader, ranks, made in audits(run):
-            readers = loader.of(ranks)
+        for division in divided_loaders(run):
+            loader, readers, made = division.loader, division.everyone, division.audits
             if id(loader) not in faulty and all(_pads(r) for r in readers):
                 yield from self._judge(loader, readers, made)
 
@@ -87,12 +84,12 @@ class SamplerPaddingDuplicates(Check):
         owners = sorted({r for i in repeated for r in audit.readers_of(i)})
         bound = _bound(audit)
         named = some(repeated, 6) if audit.sampled == 1 else "not all on record"
-        yield self.finding(
+        yield self.of_reader(
+            reader,
             rule=_rule(loader, own=own, gathered=gathered),
             severity=Severity.NOTE if note else Severity.WARNING,
             confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,
             ranks=tuple(owners),
-            subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="yields some samples on several ranks"
             if own

@@ -8,19 +8,13 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
+from ddpdoctor.analysis.data.loader_check import SHORTEST, LoaderCheck, dataset, on_each_rank
 from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, loaders
-from ddpdoctor.analysis.data.phrases import (
-    SHORTEST,
-    dataset,
-    no_loader,
-    on_each_rank,
-    related,
-)
 from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import ExceptionPassed, OptimizerSeen
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.report.evidence_names import MESSAGE
-from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
+from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 PLAIN = ("RandomSampler", "SequentialSampler")
@@ -44,7 +38,7 @@ AFTERWARDS = (
 )
 
 
-class UnevenBatches(Check):
+class UnevenBatches(LoaderCheck):
     """Ranks have different numbers of batches
 
     ## What it finds
@@ -79,7 +73,6 @@ class UnevenBatches(Check):
 
     code = "DDP508"
     name = "uneven-batches"
-    family = "data"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
         "batch-size": "only the batch size differs between ranks",
@@ -89,9 +82,6 @@ class UnevenBatches(Check):
         "dataset-length": "the datasets have different lengths",
         "unequal-shares": "the sampler, or an iterable dataset, yields more on some ranks",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if run.outcome() == "completed":
@@ -179,14 +169,12 @@ class UnevenBatches(Check):
             rule = _rule(reader, unequal=unequal)
             cause = _cause(reader, rule, lengths)
             fix = _fix(reader, rule, least) if loader.trains else AFTERWARDS
-        return self.finding(
+        return self.of_reader(
+            reader,
             rule=rule,
             confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
             ranks=odd_ones(equal_ranks(sizes)) if sizes else whole or shortest,
-            subjects=(reader.seen.dataset,),
-            location=reader.made_at,
             label=label,
-            related=related(reader),
             summary=f"ranks have different numbers of batches in {which}: {least} on rank "
             f"{shortest[0]}, {reported[longest[0]]} on rank {longest[0]}",
             cause=cause,

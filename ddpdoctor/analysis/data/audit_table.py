@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from ...events import EpochEnded
 from ...report.findings import Table
 from ...run import Run, fold_ranks
-from .epoch_audit import Audit, audits, partitioned
-from .loader_faults import of_check, own_datasets
+from .datasets import own_datasets
+from .division import divided_loaders
+from .epoch_audit import Audit, partitioned
+from .loader_check import use
+from .loader_faults import of_check
 from .loaders import Loader, in_order, loaders
-from .phrases import use
+from .thresholds import FEWEST_TO_ORDER
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
 NOTHING = "-"
@@ -18,23 +21,22 @@ LOADERS = 8
 """Most loaders in the table; loaders with equal rows count once."""
 ROWS = 8
 """Most rows of one loader; epochs with equal rows share one, and surplus ones in the middle too."""
-FEWEST = 8
-"""Indices that suffice to tell one order from another."""
 LISTED = 8
 """Most ranks for which the lengths of their datasets are listed one by one."""
 
 
 def audit_table(run: Run) -> Iterator[Table]:
     """One table, or none where no loader was iterated."""
-    audited = audits(run)
+    audited = divided_loaders(run)
     overlaps = of_check(run, "data-overlap")
     sets = [f for f in overlaps if f.parts]
     mismatches = [*of_check(run, "dataset-mismatch"), *sets]
     counts: dict[tuple[tuple[str, ...], ...], int] = {}
-    for loader, ranks, made in audited:
-        own = own_datasets(loader.of(ranks)) and not any(partitioned(a) for a in made)
+    for division in audited:
+        loader, made = division.loader, division.audits
+        own = own_datasets(division.everyone) and not any(partitioned(a) for a in made)
         own = own or _indexless(made[0])
-        differs = any(ranks.issuperset(f.ranks) for f in mismatches if f.loader is loader)
+        differs = any(division.ranks.issuperset(f.ranks) for f in mismatches if f.loader is loader)
         found = (f.beneath for f in (*overlaps, *mismatches) if f.loader is loader and f.beneath)
         beneath = next(found, ())
         of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or differs)))
@@ -45,7 +47,7 @@ def audit_table(run: Run) -> Iterator[Table]:
         for of_loader, count in counts.items()
         for name, *row in of_loader
     ]
-    reported = {id(loader) for loader, _, _ in audited}
+    reported = {id(division.loader) for division in audited}
     for loader in loaders(run):
         if id(loader) not in reported and len(rows) < LOADERS * ROWS:
             rows.append(_unaudited(loader))
@@ -150,7 +152,7 @@ def _same(before: EpochEnded, now: EpochEnded) -> bool:
     if before.samples == now.samples:
         return before.order == now.order
     count = min(len(before.head), len(now.head))
-    return count >= FEWEST and before.head[:count] == now.head[:count]
+    return count >= FEWEST_TO_ORDER and before.head[:count] == now.head[:count]
 
 
 def _unaudited(loader: Loader) -> tuple[str, ...]:
