@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.process.memory_samples import seen_from_outside
 from ddpdoctor.events import LoaderSeen, RankSample, StepDone, ThreadsSeen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Rank, Run, counted
@@ -148,14 +149,8 @@ class CpuOversubscribed(Check):
 
 def _samples(run: Run, rank: Rank) -> list[RankSample]:
     """The monitor's samples of a rank's process between its first and its last step."""
-    steps = rank.of(StepDone)
-    pid = rank.started.pid if rank.started else 0
-    return [
-        s
-        for n in run.nodes.values()
-        for s in n.of(RankSample)
-        if s.pid == pid and steps and steps[0].at < s.at <= steps[-1].at
-    ]
+    steps, every = rank.of(StepDone), seen_from_outside(run, rank)
+    return [s for s in every if steps and steps[0].at < s.at <= steps[-1].at]
 
 
 def _runnable(run: Run, ranks: list[Rank]) -> float | None:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble, StepDone
+from ddpdoctor.analysis.data.loader_check import no_loader
+from ddpdoctor.events import EpochEnded, LoaderSeen, StepDone
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_text
 
@@ -67,9 +68,8 @@ class DataBound(Check):
     }
 
     def unobserved(self, run: Run) -> str | None:
-        if not run.any(LoaderSeen):
-            failed = run.any(ProbeTrouble)
-            return "no DataLoader was seen" if failed else "no DataLoader was iterated"
+        if reason := no_loader(run):
+            return reason
         fewest = WARM_UP + FEWEST
         if not any(len(_steps(r)) >= FEWEST for r in run.ranks.values()):
             return f"fewer than {fewest} steps"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.data.forward_inputs import Inputs, inputs
 from ddpdoctor.events import (
     BatchSeen,
     EpochBegan,
     ForwardInput,
-    GroupReady,
     OptimizerSeen,
     StepDone,
-    Wrapped,
 )
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
@@ -85,15 +83,14 @@ class ImbalancedBatches(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         if any(e.joined for r in run.ranks.values() for e in r.of(EpochBegan)):
             return
-        for model, sizes in _by_model(run).items():
-            yield from self._judge(run, model, sizes)
+        for given in inputs(run):
+            if len(given.ranks) == run.world_size:
+                yield from self._judge(run, given)
 
-    def _judge(
-        self, run: Run, model: int, given: dict[int, dict[int, ForwardInput]]
-    ) -> Iterator[Finding]:
-        common = sorted(set.intersection(*(set(f) for f in given.values())))
-        common = [n for n in common if all(f[n].numbers for f in given.values())]
-        if len(given) < 2 or len(common) < FEWEST:
+    def _judge(self, run: Run, inputs_of: Inputs) -> Iterator[Finding]:
+        given, model = inputs_of.by_rank, inputs_of.model
+        common = [n for n in inputs_of.common() if all(f[n].numbers for f in given.values())]
+        if len(common) < FEWEST:
             return
         begin = 0
         excess = [_excess([f[n].numbers for f in given.values()]) for n in common]
@@ -125,7 +122,7 @@ class ImbalancedBatches(Check):
             severity=Severity.NOTE if meant else self.severity,
             ranks=(largest,) if steady else tuple(given),
             steps=_steps(rank, model, [[given[largest][n] for n in f] for f in (unequal, common)]),
-            subjects=(f"inputs of {next(w.kind for w in rank.of(Wrapped) if w.model == model)}",),
+            subjects=(f"inputs of {inputs_of.kind}",),
             location=rank.location(first.site),
             label="size differs between ranks",
             summary=f"the largest batch of a step is on average {typical:.0%} above the mean of "
@@ -195,15 +192,3 @@ def _weighted(run: Run, model: int) -> bool:
             return False
         unequal += len({e.size for e in batches}) > 1
     return unequal > 0
-
-
-def _by_model(run: Run) -> dict[int, dict[int, dict[int, ForwardInput]]]:
-    """Inputs by model, rank and number of the forward, for models that all ranks share."""
-    found: dict[int, dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
-    for rank in run.ranks.values():
-        whole = {g.group for g in rank.of(GroupReady) if len(g.ranks) == run.world_size}
-        shared = {w.model for w in rank.of(Wrapped) if w.group in whole}
-        for event in rank.of(ForwardInput):
-            if event.model in shared:
-                found[event.model].setdefault(rank.rank, {})[event.forward] = event
-    return found
