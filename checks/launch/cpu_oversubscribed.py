@@ -7,21 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.process.memory_samples import seen_from_outside
+from ddpdoctor.analysis.process.thresholds import CROWDED, FAR_OVER, FEWEST_THREAD_SAMPLES
 from ddpdoctor.events import LoaderSeen, RankSample, StepDone, ThreadsSeen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Rank, Run, counted
-
-FAR_OVER = 2.0
-"""Threads per core from which on they mostly wait for each other. Twice, since hyper-threads count
-as cores and a rank's main thread idles while its compute threads work."""
-
-CROWDED = 1.5
-"""Runnable threads per core that confirm an oversubscription which torch's own default number of
-threads only suggests: a default pool may exist and be idle."""
-
-FEWEST_SAMPLES = 3
-"""Of each rank, before the median of its runnable threads is used: one sample may fall into a
-moment of loading."""
 
 TOO_MANY_THREADS = "too-many-threads"
 TOO_MANY_WORKERS = "too-many-workers"
@@ -159,7 +148,7 @@ def _runnable(run: Run, ranks: list[Rank]) -> float | None:
     total = 0.0
     for rank in ranks:
         known = [s.runnable for s in _samples(run, rank) if s.runnable is not None]
-        if len(known) < FEWEST_SAMPLES:
+        if len(known) < FEWEST_THREAD_SAMPLES:
             return None
         total += statistics.median(known)
     return round(total, 1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.process.left_early import SHORT_S, gone_for_good, waits_for_all
+from ddpdoctor.analysis.process.left_early import gone_for_good, waits_for_all
 from ddpdoctor.analysis.process.rank_claims import claims, unentered
+from ddpdoctor.analysis.process.thresholds import SHORT_S
 from ddpdoctor.analysis.waiting import stale_store
 from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.forward_inputs import Inputs, inputs
+from ddpdoctor.analysis.process.thresholds import EXCESS, FEWEST_FORWARDS, LATER_FORWARDS, LEADING
 from ddpdoctor.events import (
     BatchSeen,
     EpochBegan,
@@ -16,16 +17,6 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
-
-FEWEST, LATER = 8, 4
-"""Forwards to compare, at least: of the whole run, or from one of them to the last."""
-
-EXCESS = 0.25
-"""By how much the largest batch of a step must exceed the mean of the ranks: less costs less than
-a fifth of the step."""
-
-STEADY = 0.9
-"""The share of steps in which one rank must have the largest batch to be named alone."""
 
 ONE_RANK_MORE = "one-rank-more-samples"
 ONE_RANK_LONGER = "one-rank-longer-samples"
@@ -90,7 +81,7 @@ class ImbalancedBatches(Check):
     def _judge(self, run: Run, inputs_of: Inputs) -> Iterator[Finding]:
         given, model = inputs_of.by_rank, inputs_of.model
         common = [n for n in inputs_of.common() if all(f[n].numbers for f in given.values())]
-        if len(common) < FEWEST:
+        if len(common) < FEWEST_FORWARDS:
             return
         begin = 0
         excess = [_excess([f[n].numbers for f in given.values()]) for n in common]
@@ -98,7 +89,11 @@ class ImbalancedBatches(Check):
             # Few of the later forwards were recorded, so the median is that of the first ones.
             begin = next((i for i, more in enumerate(excess) if more >= EXCESS), len(common))
             common, excess = common[begin:], excess[begin:]
-            if len(common) < LATER or common[-1] - common[0] < FEWEST or min(excess) < EXCESS:
+            if (
+                len(common) < LATER_FORWARDS
+                or common[-1] - common[0] < FEWEST_FORWARDS
+                or min(excess) < EXCESS
+            ):
                 return
         means = {r: statistics.mean(f[n].numbers for n in common) for r, f in given.items()}
         rows = {r: statistics.mean(f[n].rows for n in common) for r, f in given.items()}
@@ -110,7 +105,7 @@ class ImbalancedBatches(Check):
             all(f[n].numbers < given[largest][n].numbers for r, f in given.items() if r != largest)
             for n in common
         )
-        steady = leads >= STEADY * len(common)
+        steady = leads >= LEADING * len(common)
         equal_rows = all(len({f[n].rows for f in given.values()}) == 1 for n in common)
         rule = UNCOORDINATED
         if steady:

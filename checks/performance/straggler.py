@@ -8,31 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ddpdoctor.analysis.process.thresholds import (
+    AGREED,
+    FEWEST_WINDOWS,
+    LAG_SHARE,
+    LASTING,
+    NOTICEABLE_S,
+    PASSING,
+    PASSING_LEAST,
+    STEADY,
+)
 from ddpdoctor.events import LoaderSeen, Pace
 from ddpdoctor.events.timing import PHASES
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text
-
-FEWEST = 4
-"""Windows of a few steps each, at least: fewer may be slow by chance."""
-
-NOTICEABLE_S = 0.010
-SHARE = 0.2
-"""By how much a rank must be slower: seconds, and share of a step. Less is within the noise of a
-machine, and not worth a change."""
-
-STEADY = 0.8
-"""The share of windows, from one on to the end, in which the rank must be slow."""
-
-LASTING = 3
-"""The rank must be slow for at least one third (1 / `LASTING`) of the run, else it is a note."""
-
-PASSING, PASSING_LEAST = 8, 6
-"""A rank that was slow for a while only must be so without a break for one eighth (1 / `PASSING`)
-of the run, and for that many windows."""
-
-AGREED = 0.5
-"""The share of its lag for which the other ranks must be seen to wait, which confirms it."""
 
 SHOWN_S = 0.001
 """Shorter times are not listed in the evidence."""
@@ -100,7 +89,7 @@ class Straggler(Check):
     def unobserved(self, run: Run) -> str | None:
         if any(rank.waits_on_gpu for rank in run.ranks.values()):
             return "ranks wait for each other on the GPU, which the host does not see"
-        if len(_windows(run)) < FEWEST:
+        if len(_windows(run)) < FEWEST_WINDOWS:
             return "too few windows of eight steps (5 ms or longer, of one optimizer, on all ranks)"
         return None
 
@@ -277,7 +266,7 @@ class _Slow:
         """Without the first windows, in which it was slow in other phases, if enough are left."""
         whole, least = self.excess_s[self.segment], 0.5 * self.excess_s[self.segment]
         late = [self.excess_in(window, self.segment) >= least for window in self.windows]
-        if whole <= 0 or True not in late or len(late) - late.index(True) < FEWEST:
+        if whole <= 0 or True not in late or len(late) - late.index(True) < FEWEST_WINDOWS:
             return self
         first = self.places[late.index(True)]
         return replace(self, first=first) if first > self.places[0] else self
@@ -295,7 +284,7 @@ def _starved(rank: Rank, slow: _Slow) -> bool:
         return False
     loops = {window[rank.rank].sites[0] for window in slow.windows}
     helped = any(e.workers and e.loop_site in loops for e in rank.of(LoaderSeen))
-    return helped and max(map(slow.delayed, slow.windows[0])) >= SHARE * slow.lag_s
+    return helped and max(map(slow.delayed, slow.windows[0])) >= LAG_SHARE * slow.lag_s
 
 
 def _windows(run: Run) -> list[Window]:
@@ -328,7 +317,7 @@ def _lags(window: Window, *, alone: bool = True) -> dict[int, float]:
     slow = {}
     for rank, e in window.items():
         lag = own[rank] - usual - (max(0.0, e.delayed_s - held) if alone else 0.0)
-        if lag >= max(NOTICEABLE_S, SHARE * _wall(e)):
+        if lag >= max(NOTICEABLE_S, LAG_SHARE * _wall(e)):
             slow[rank] = lag
     quick = window.keys() - slow.keys()
     waits = {r: [window[o].waited_s for o in quick or window.keys() - {r}] for r in slow}
@@ -344,7 +333,7 @@ def _wall(pace: Pace) -> float:
 def _since(slow: Sequence[bool]) -> int | None:
     """The index of the first window since which a rank is slow nearly all the time; None where
     there is none. `slow`: by window, whether it is slow."""
-    for first in range(len(slow) - max(FEWEST, len(slow) // LASTING) + 1):
+    for first in range(len(slow) - max(FEWEST_WINDOWS, len(slow) // LASTING) + 1):
         if slow[first] and sum(slow[first:]) >= STEADY * (len(slow) - first):
             return first
     return None
@@ -432,7 +421,7 @@ def _cause(slow: _Slow, segment: int, words: str) -> str:
     )
     if excess[segment] < 0.5 * slow.lag_s:
         reported += "; the rest of its delay is in other phases: the rank is slower in general"
-    if (delayed := slow.delayed(slow.rank)) >= SHARE * slow.lag_s:
+    if (delayed := slow.delayed(slow.rank)) >= LAG_SHARE * slow.lag_s:
         reported += (
             f"; the machine lacks cores: for {delayed * 1e3:.0f} ms of a step rank {slow.rank} was "
             "ready, but something else ran on its core; without that it would still be about "
