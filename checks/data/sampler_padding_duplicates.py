@@ -83,10 +83,22 @@ class SamplerPaddingDuplicates(LoaderCheck):
         note = loader.trains or gathered
         owners = sorted({r for i in repeated for r in audit.readers_of(i)})
         bound = _bound(audit)
+        unless = "unless repeats are dropped, " if gathered else ""
+        error = f": {unless}an averaged metric is off by up to {bound:.2%}"
+        metric = {
+            "largest error of an averaged metric": f"{bound:.6f} of its range",
+            "results are gathered": gathered,
+        }
         named = some(repeated, 6) if audit.sampled == 1 else "not all on record"
         yield self.of_reader(
             reader,
-            rule=_rule(loader, own=own, gathered=gathered),
+            rule="custom-sampler"
+            if own
+            else "padded-training"
+            if loader.trains
+            else "padding-gathered"
+            if gathered
+            else "padded-evaluation",
             severity=Severity.NOTE if note else Severity.WARNING,
             confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,
             ranks=tuple(owners),
@@ -99,7 +111,7 @@ class SamplerPaddingDuplicates(LoaderCheck):
             f"{plural(surplus, 'is', 'are')} read {'by several ranks' if own else 'twice'} in an "
             f"epoch of {'training' if loader.trains else 'evaluation'} "
             f"({plural(surplus, 'index', 'indices')} {named}, on {ranks_text(owners)})"
-            + _effect(loader, bound, gathered=gathered),
+            + ("" if loader.trains else error),
             cause=f"{reader.seen.sampler} yields them on more than one rank"
             if own
             else f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
@@ -109,33 +121,10 @@ class SamplerPaddingDuplicates(LoaderCheck):
             evidence={
                 **figures(audit),
                 "for example": audit.duplicates(),
-                **({} if loader.trains else _metric(bound, gathered=gathered)),
+                **({} if loader.trains else metric),
             },
             at=reader.rank.wall(audit.epochs[reader.rank.rank].began.at),
         )
-
-
-def _rule(loader: Loader, *, own: bool, gathered: bool) -> str:
-    if own:
-        return "custom-sampler"
-    if loader.trains:
-        return "padded-training"
-    return "padding-gathered" if gathered else "padded-evaluation"
-
-
-def _effect(loader: Loader, bound: float, *, gathered: bool) -> str:
-    if loader.trains:
-        return ""
-    if gathered:
-        return f": unless repeats are dropped, an averaged metric is off by up to {bound:.2%}"
-    return f": an averaged metric is off by up to {bound:.2%}"
-
-
-def _metric(bound: float, *, gathered: bool) -> dict[str, object]:
-    return {
-        "largest error of an averaged metric": f"{bound:.6f} of its range",
-        "results are gathered": gathered,
-    }
 
 
 def _pads(reader: Reader) -> bool:

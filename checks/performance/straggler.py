@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import ClassVar
 
 from ddpdoctor.analysis.process.thresholds import (
@@ -25,6 +26,9 @@ from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text
 
 SHOWN_S = 0.001
 """Shorter times are not listed in the evidence."""
+
+WALL, WAITED, DELAYED = map(attrgetter, ("wall_s", "waited_s", "delayed_s"))
+"""Of a rank's step: all of it, what of it the rank waits for others, and what it has no core."""
 
 Window = Mapping[int, Pace]
 """The records of all ranks for the same steps, by rank."""
@@ -114,7 +118,9 @@ class Straggler(Check):
         between = segment >= len(PHASES)
         begun = first.step - first.count + 1
         others = [r for r in worst.windows[0] if r not in ranks]
-        waits_s = statistics.median(worst.waiting(r) for r in others) - worst.waiting(worst.rank)
+        waits_s = statistics.median(worst.median(r, WAITED) for r in others) - worst.median(
+            worst.rank, WAITED
+        )
         each = f"each of steps {begun}-{pace.step}" if worst.over else "each step"
         span = "a step" if worst.doubts else each
         return self.finding(
@@ -129,8 +135,8 @@ class Straggler(Check):
             + f" than {ranks_text(others)}",
             related=_related(rank, pace, segment),
             summary=f"{ranks_do(others, 'wait')} {waits_s * 1e3:.0f} of "
-            f"{worst.whole(worst.rank) * 1e3:.0f} ms in {span} for {ranks_text(ranks)}, which "
-            f"{'is' if len(ranks) == 1 else 'are'} slower {words}",
+            f"{worst.median(worst.rank, WALL) * 1e3:.0f} ms in {span} for {ranks_text(ranks)}, "
+            f"which {'is' if len(ranks) == 1 else 'are'} slower {words}",
             cause=_cause(worst, segment, words),
             fix=_MOVE_WORK if between else _FIXES[phase],
             evidence={
@@ -232,21 +238,13 @@ class _Slow:
         in which it had no core."""
         return statistics.median(self.every_lag[n][self.rank] for n in self.slow)
 
-    def whole(self, rank: int) -> float:
-        """A rank's median step, seconds."""
-        return statistics.median(w[rank].wall_s for w in self.windows)
-
-    def delayed(self, rank: int) -> float:
-        """For how many seconds of its median step a rank had no CPU core."""
-        return statistics.median(w[rank].delayed_s for w in self.windows)
+    def median(self, rank: int, seconds: Callable[[Pace], float]) -> float:
+        """The median of what a rank spends on something in a step, seconds."""
+        return statistics.median(seconds(w[rank]) for w in self.windows)
 
     def usual(self, rank: int, segment: int) -> float:
         """A rank's median time in a segment of the step, seconds."""
-        return statistics.median(w[rank].own_s[segment] for w in self.windows)
-
-    def waiting(self, rank: int) -> float:
-        """For how many seconds of its median step a rank waits for others."""
-        return statistics.median(w[rank].waited_s for w in self.windows)
+        return self.median(rank, lambda pace: pace.own_s[segment])
 
     @property
     def excess_s(self) -> list[float]:
@@ -284,7 +282,9 @@ def _starved(rank: Rank, slow: _Slow) -> bool:
         return False
     loops = {window[rank.rank].sites[0] for window in slow.windows}
     helped = any(e.workers and e.loop_site in loops for e in rank.of(LoaderSeen))
-    return helped and max(map(slow.delayed, slow.windows[0])) >= LAG_SHARE * slow.lag_s
+    return (
+        helped and max(slow.median(r, DELAYED) for r in slow.windows[0]) >= LAG_SHARE * slow.lag_s
+    )
 
 
 def _windows(run: Run) -> list[Window]:
@@ -399,13 +399,13 @@ def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
     ranks = list(slow.windows[0])
     longest = sorted(range(len(_PHASES)), key=lambda i: slow.usual(slow.rank, i), reverse=True)
     shown = [i for i in longest if any(slow.usual(r, i) >= SHOWN_S for r in ranks)]
-    held = any(slow.delayed(r) >= SHOWN_S for r in ranks)
+    held = any(slow.median(r, DELAYED) >= SHOWN_S for r in ranks)
     return {
         r: {
-            "step": slow.whole(r),
-            "waiting": slow.waiting(r),
+            "step": slow.median(r, WALL),
+            "waiting": slow.median(r, WAITED),
             **{_PHASES[i][0]: slow.usual(r, i) for i in shown},
-            **({"without a CPU core": slow.delayed(r)} if held else {}),
+            **({"without a CPU core": slow.median(r, DELAYED)} if held else {}),
         }
         for r in ranks
     }
@@ -421,7 +421,7 @@ def _cause(slow: _Slow, segment: int, words: str) -> str:
     )
     if excess[segment] < 0.5 * slow.lag_s:
         reported += "; the rest of its delay is in other phases: the rank is slower in general"
-    if (delayed := slow.delayed(slow.rank)) >= LAG_SHARE * slow.lag_s:
+    if (delayed := slow.median(slow.rank, DELAYED)) >= LAG_SHARE * slow.lag_s:
         reported += (
             f"; the machine lacks cores: for {delayed * 1e3:.0f} ms of a step rank {slow.rank} was "
             "ready, but something else ran on its core; without that it would still be about "

@@ -59,7 +59,7 @@ def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str,
     """The rows of one loader. `own`: each rank reads its own dataset."""
     folded: list[tuple[list[int], tuple[str, ...]]] = []
     for audit in made:
-        row = _row_of_own_datasets(audit, made) if own else _row(audit, made)
+        row = _row(audit, made, own)
         if folded and folded[-1][1] == row:
             folded[-1][0].append(audit.number)
         else:
@@ -71,45 +71,32 @@ def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str,
     return [(_name(loader), fold_ranks(numbers), *row) for numbers, row in folded]
 
 
-def _row(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
-    """The columns from `ranks` on, for ranks that share a dataset."""
+def _row(audit: Audit, made: tuple[Audit, ...], own: bool) -> tuple[str, ...]:
+    """The columns from `ranks` on. Where each rank reads its own dataset (`own`), equal indices are
+    not the same sample, so they are not counted."""
+    known = audit.complete or (not own and not audit.never)
+    counts = [str(audit.once), str(len(audit.repeated)), str(audit.never) if known else NOTHING]
     of = "" if audit.sampled == 1 else f" (1 in {audit.sampled})"
     return (
         fold_ranks(audit.epochs),
-        f"{audit.length}{of}",
-        str(audit.once),
-        str(len(audit.repeated)),
-        str(audit.never) if _known(audit) else NOTHING,
-        _order_column(_order(audit, made), left=not _known(audit)),
+        _lengths(audit) if own else f"{audit.length}{of}",
+        *([NOTHING] * 3 if own else counts),
+        _order_column(_order(audit, made), left=not known),
     )
 
 
-def _row_of_own_datasets(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
-    """The columns from `ranks` on, for ranks that each read their own dataset: equal indices are
-    not the same sample, so they are not counted."""
+def _lengths(audit: Audit) -> str:
+    """`40 / 30 (each rank its own)`: the lengths of the ranks' own datasets."""
     lengths = [audit.epochs[r].seen.length for r in sorted(audit.epochs)]
     equal = len(set(lengths)) == 1
-    whose = "index ignored" if _indexless(audit) else "each rank its own"
-    reported = " / ".join(map(str, lengths[:1] if equal else lengths))
+    listed = " / ".join(map(str, lengths[:1] if equal else lengths))
     if not equal and len(lengths) > LISTED:
-        reported = f"{min(lengths)} to {max(lengths)}"
-    return (
-        fold_ranks(audit.epochs),
-        f"{reported} ({whose})",
-        NOTHING,
-        NOTHING,
-        NOTHING,
-        _order_column(_order(audit, made), left=not audit.complete),
-    )
+        listed = f"{min(lengths)} to {max(lengths)}"
+    return f"{listed} ({'index ignored' if _indexless(audit) else 'each rank its own'})"
 
 
 def _indexless(audit: Audit) -> bool:
     return all(e.seen.indexless for e in audit.epochs.values())
-
-
-def _known(audit: Audit) -> bool:
-    """Whether it is known which samples no rank read."""
-    return audit.complete or not audit.never
 
 
 def _order_column(order: str | None, *, left: bool) -> str:

@@ -25,7 +25,7 @@ from .datasets import (
 from .division import Division, divided_loaders
 from .epoch_audit import Audit, by_chance, own_orders, pads, partitioned
 from .fault import CheckName, Doubt, Intended, LoaderFault
-from .forward_inputs import equal_batches, sharded_inputs
+from .forward_inputs import equal_batches
 from .loaders import Reader, loaders
 from .parts import divided, leaking, overlapping
 from .rng_state import equal_generators
@@ -101,7 +101,7 @@ def _equal_generators(d: Division) -> LoaderFault | None:
     if not d.loader.trains or len(d.readers) < 2 or not (indexless or (disjoint and drawn)):
         return None
     samples, batches = equal_positions(d.readers), equal_batches(d.run, d.readers)
-    if not (samples or batches) or sharded_inputs(d.run, d.readers):
+    if not (samples or batches) or d.takes_rows:
         return None
     return _fault(
         d,
