@@ -87,7 +87,7 @@ class LoaderShuffleLost(LoaderCheck):
 def _in_order(reader: Reader) -> bool:
     """Whether all training epochs of a rank came in the dataset's own order."""
     seen = reader.seen
-    ended = [e.ended for e in reader.epochs if e.ended is not None and e.ended.backwards]
+    ended = reader.training_ends
     return (
         seen.distributed
         and seen.shuffle is False

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.data.division import divided_loaders
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, figures, related, spelled, use
-from ddpdoctor.analysis.data.loader_faults import faults
+from ddpdoctor.analysis.data.loader_faults import sound_divisions
 from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
 from ddpdoctor.analysis.data.parts import selected
 from ddpdoctor.analysis.data.thresholds import SMALL_TAIL
@@ -58,12 +57,11 @@ class SamplerDropsTail(LoaderCheck):
     }
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        faulty = {id(f.loader) for f in faults(run)}
-        for division in divided_loaders(run):
+        for division in sound_divisions(run):
             loader, readers, made = division.loader, division.everyone, division.audits
             by_loader, by_sampler = sum(map(_dropped, readers)), _dropped_by_sampler(readers)
             most = by_loader + by_sampler
-            if most and id(loader) not in faulty:
+            if most:
                 whole = [a for a in made if len(a.epochs) == len(readers) and a.complete]
                 audit = next((a for a in whole if 0 < a.never <= most), None)
                 if audit is not None:

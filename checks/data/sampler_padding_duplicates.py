@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.data_calls import gathered
-from ddpdoctor.analysis.data.division import divided_loaders
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, figures, related
-from ddpdoctor.analysis.data.loader_faults import faults
+from ddpdoctor.analysis.data.loader_faults import sound_divisions
 from ddpdoctor.analysis.data.loaders import Loader, Reader
 from ddpdoctor.report.findings import Confidence, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Run, counted, plural, ranks_text, some
@@ -60,10 +59,9 @@ class SamplerPaddingDuplicates(LoaderCheck):
     }
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        faulty = {id(f.loader) for f in faults(run)}
-        for division in divided_loaders(run):
+        for division in sound_divisions(run):
             loader, readers, made = division.loader, division.everyone, division.audits
-            if id(loader) not in faulty and all(_pads(r) for r in readers):
+            if all(_pads(r) for r in readers):
                 yield from self._judge(loader, readers, made)
 
     def _judge(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .loaders import SCATTER, Epoch
+from .loaders import Epoch, in_sample
 from .thresholds import FEWEST_REPEATS, REPEATS
 
 NAMED = 20
@@ -78,11 +78,9 @@ class Audit:
     @cached_property
     def never(self) -> int:
         """How many of the compared indices of the dataset no rank read."""
-        if self.sampled == 1:
-            return max(0, self.length - len(self.total))
-        shift = 33 - self.sampled.bit_length()
-        subset = sum((i * SCATTER & 0xFFFFFFFF) >> shift == 0 for i in range(self.length))
-        return max(0, subset - len(self.total))
+        every = range(self.length)
+        known = len(every) if self.sampled == 1 else sum(in_sample(i, self.sampled) for i in every)
+        return max(0, known - len(self.total))
 
     def unseen(self) -> list[int]:
         """The first indices that no rank read; empty where not every index was compared."""

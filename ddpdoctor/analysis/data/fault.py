@@ -5,21 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ...report.findings import Evidence
 from ...run import Location
 from .epoch_audit import Audit
 from .loaders import Loader, Reader
 from .rng_state import EqualGenerators
-
-CheckName = Literal[
-    "sampler-missing",
-    "sampler-rank-mismatch",
-    "sampler-seed-skew",
-    "data-overlap",
-    "dataset-mismatch",
-]
 
 
 class Doubt(enum.Enum):
@@ -123,7 +114,7 @@ class LoaderFault:
         evidence: the figures of the rule, beyond those of the audit.
     """
 
-    check: CheckName
+    check: str
     rule: str
     loader: Loader
     ranks: tuple[int, ...]

@@ -24,7 +24,7 @@ from .datasets import (
 )
 from .division import Division, divided_loaders
 from .epoch_audit import Audit, by_chance, own_orders, pads, partitioned
-from .fault import CheckName, Doubt, Intended, LoaderFault
+from .fault import Doubt, Intended, LoaderFault
 from .forward_inputs import equal_batches
 from .loaders import Reader, loaders
 from .parts import divided, leaking, overlapping
@@ -49,6 +49,12 @@ def faults(run: Run) -> tuple[LoaderFault, ...]:
             shared = [f for s in sets if (f := stream_fault(loader, loader.of(s))) is not None]
             found += shared or worker_faults(loader)
     return tuple(_merged(found))
+
+
+def sound_divisions(run: Run) -> list[Division]:
+    """What ranks read of the loaders without a fault."""
+    faulty = {id(f.loader) for f in faults(run)}
+    return [d for d in divided_loaders(run) if id(d.loader) not in faulty]
 
 
 def of_check(run: Run, name: str) -> list[LoaderFault]:
@@ -79,7 +85,7 @@ def _merged(found: list[LoaderFault]) -> list[LoaderFault]:
 
 def _fault(
     division: Division,
-    check: CheckName,
+    check: str,
     rule: str,
     audit: Audit | None,
     ranks: Sequence[int] = (),

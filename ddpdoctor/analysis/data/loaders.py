@@ -24,7 +24,13 @@ from ...run import Location, Rank, Run
 from .thresholds import FEWEST_TO_ORDER
 
 SCATTER = 2654435761
-"""Multiplier of the hash by which both the probe and `Epoch.of_every` sample indices."""
+"""Multiplier of the hash by which both the probe and `in_sample` choose indices."""
+
+
+def in_sample(index: int, sampled: int) -> bool:
+    """Whether a sampling of one in `sampled` (a power of two) keeps this index."""
+    return (index * SCATTER & 0xFFFFFFFF) >> (33 - sampled.bit_length()) == 0
+
 
 Line = tuple[str, int] | None
 """File and number of a line, None where it is unknown."""
@@ -105,11 +111,9 @@ class Epoch:
             return []
 
     def of_every(self, sampled: int) -> list[int]:
-        """The indices that a sampling of one in `sampled` (a power of two) keeps."""
-        shift = 33 - sampled.bit_length()
-        if sampled == 1:
-            return self.indices
-        return [i for i in self.indices if (i * SCATTER & 0xFFFFFFFF) >> shift == 0]
+        """The indices that a sampling of one in `sampled` keeps."""
+        every = self.indices
+        return every if sampled == 1 else [i for i in every if in_sample(i, sampled)]
 
 
 @dataclass(eq=False)
@@ -136,6 +140,11 @@ class Reader:
     @property
     def trains(self) -> bool:
         return any(e.trained for e in self.epochs)
+
+    @property
+    def training_ends(self) -> list[EpochEnded]:
+        """The ends of its training epochs, as far as they are on record."""
+        return [e.ended for e in self.epochs if e.ended is not None and e.ended.backwards]
 
     @property
     def read(self) -> bool:
