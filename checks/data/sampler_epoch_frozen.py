@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, related, spelled, steps_from
-from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders
+from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders, same_order
 from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
 from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
 from ddpdoctor.report.findings import Finding, FixKind, Severity
@@ -229,7 +229,4 @@ def _same(reader: Reader, old: Epoch, new: Epoch) -> bool:
         return False
     if old.began.sampler_epoch != new.began.sampler_epoch or in_order(a):
         return False
-    if a.samples == b.samples:
-        return a.order == b.order and len(a.head) >= FEWEST_REPEATED
-    shorter = min(len(a.head), len(b.head))  # one was left early: compare how they begin
-    return shorter >= FEWEST_REPEATED and a.head[:shorter] == b.head[:shorter]
+    return len(a.head) >= FEWEST_REPEATED and same_order(a, b, FEWEST_REPEATED)

@@ -12,7 +12,7 @@ from .division import divided_loaders
 from .epoch_audit import Audit, partitioned
 from .loader_check import use
 from .loader_faults import of_check
-from .loaders import Loader, in_order, loaders
+from .loaders import Loader, in_order, loaders, same_order
 from .thresholds import FEWEST_TO_ORDER
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
@@ -120,7 +120,7 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str | None:
     if before is None:
         return "shuffled"
     last = {r: e.ended for r, e in before.epochs.items() if e.ended is not None}
-    same = [r for r, e in ends.items() if r in last and _same(last[r], e)]
+    same = [r for r, e in ends.items() if r in last and same_order(last[r], e, FEWEST_TO_ORDER)]
     if not same:
         return "new"
     return "as before" if len(same) == len(ends) else f"as before on {fold_ranks(same)}"
@@ -131,15 +131,6 @@ def _but_the_last(ended: EpochEnded, ranks: int) -> bool:
     dataset, as padding is."""
     *rising, last = ended.head or (0,)
     return len(ended.head) == ended.samples and rising == sorted(rising) and last < ranks
-
-
-def _same(before: EpochEnded, now: EpochEnded) -> bool:
-    """Whether two epochs had the same order. Where one was left early, their first indices
-    decide."""
-    if before.samples == now.samples:
-        return before.order == now.order
-    count = min(len(before.head), len(now.head))
-    return count >= FEWEST_TO_ORDER and before.head[:count] == now.head[:count]
 
 
 def _unaudited(loader: Loader) -> tuple[str, ...]:

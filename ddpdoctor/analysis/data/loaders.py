@@ -222,6 +222,15 @@ def in_order(ended: EpochEnded) -> bool:
     return ended.ascending or (len(head) >= FEWEST_TO_ORDER and list(head) == sorted(head))
 
 
+def same_order(before: EpochEnded, now: EpochEnded, fewest: int) -> bool:
+    """Whether two epochs had the same order. Where one was left early, their first indices decide,
+    if there are at least `fewest`."""
+    if before.samples == now.samples:
+        return before.order == now.order
+    count = min(len(before.head), len(now.head))
+    return count >= fewest and before.head[:count] == now.head[:count]
+
+
 @lru_cache(maxsize=1)
 def loaders(run: Run) -> tuple[Loader, ...]:
     """All loaders of the run. The lines that make and iterate a loader identify it across ranks,
