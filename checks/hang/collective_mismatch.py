@@ -6,23 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.divergence import group_cycles
-from ddpdoctor.analysis.divergence.divergences import divergences
-from ddpdoctor.analysis.divergence.explanations import RULES, Explanation, explain
+from ddpdoctor.analysis.divergence.explanations import rules
+from ddpdoctor.analysis.divergence.faults import PASSED_BY_ALL, Fault, faults
 from ddpdoctor.analysis.divergence.loop_exits import explains_shifted_schedule
-from ddpdoctor.analysis.divergence.mismatch_report import (
-    PASSED_BY_ALL,
-    Mismatch,
-    began,
-    each_once,
-    evidence,
-    related,
-    standstill,
-)
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import across_groups, cycle
 from ddpdoctor.events import CallSite
-from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.run import Run, State
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
@@ -74,17 +65,17 @@ class CollectiveMismatch(Check):
     name = "collective-mismatch"
     family = "hang"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {rule.value: text for rule, text in RULES.items()}
+    rules: ClassVar[Mapping[str, str]] = {**rules(name), **group_cycles.RULES}
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        found = [d for d in divergences(run) if d.key.name != "new_group" and not d.same_call]
-        explained = [explain(divergence) for divergence in found]
-        by_divergence = {id(one.divergence): one for one in explained}
-        for mismatch in each_once(one.divergence for one in explained):
-            yield self._report(run, mismatch, by_divergence[id(mismatch.divergence)])
+        for fault in faults(run, self.name):
+            still = fault.standstill
+            fields = fault.fields(still)
+            fields["cause"] = f"{fields['cause']}; {_effect(fault, deadlocked=still.deadlocked)}"
+            yield self.finding(**fields, fix_kind=FixKind.CHECK)
         now = snapshot_of(run)
         ring = [now.by_rank[r] for r in cycle(now)]
         if ring and across_groups(ring):
@@ -98,31 +89,24 @@ class CollectiveMismatch(Check):
         mixed = other.check in DRIFT and "DDP backward" in mine.subjects
         return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
 
-    def _report(self, run: Run, mismatch: Mismatch, why: Explanation) -> Finding:
-        divergence, culprits = mismatch.divergence, mismatch.culprits
-        still = standstill(run, mismatch)
-        left = why.blamed_loop
-        skips = left.skips if left else None
-        return self.finding(
-            rule=why.rule.value,
-            deadlocked=still.deadlocked,
-            ranks=tuple(sorted({*culprits, *skips.ranks})) if skips else culprits,
-            steps=(skips and skips.steps) or divergence.when,
-            subjects=tuple(sorted({m.signature.op for m in divergence.calls.values()})),
-            location=why.location,
-            label=why.label(culprits),
-            related=(
-                *(skips.tried if skips else ()),
-                *((Related("leads around the call", why.swallowed.head),) if why.swallowed else ()),
-                *related(divergence, divergence.call, why.location),
-            ),
-            summary=why.summary + mismatch.elsewhere,
-            cause=why.cause(still.deadlocked),
-            fix=why.fix,
-            fix_kind=FixKind.CHECK,
-            evidence={**evidence(run, mismatch), **(left.evidence if left else {})},
-            at=began(divergence, run.started),
-        )
+
+def _effect(fault: Fault, *, deadlocked: bool) -> str:
+    """What follows from it: where no rank goes on, some of the calls may have returned by then."""
+    if not deadlocked:
+        later = "" if fault.first.width else " or the run hangs later"
+        return f"different calls are matched with each other, so their data gets mixed up{later}"
+    ended = {
+        m.signature.op: m.rank.rank
+        for m in fault.first.calls.values()
+        if m.call is not None and m.call.state is State.DONE
+    }
+    if not ended:
+        return group_cycles.DEADLOCKED
+    op, rank = min(ended.items())
+    return (
+        f"different calls were matched with each other ({op} on rank {rank} returned with the "
+        f"data of another call), and now {group_cycles.DEADLOCKED}"
+    )
 
 
 def _concerns(mine: Finding, other: Finding) -> bool:

@@ -6,37 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.divergence.buffer_shapes import BufferMismatch, buffer_mismatches
-from ddpdoctor.analysis.divergence.divergence import describe_sides
 from ddpdoctor.analysis.divergence.divergences import divergences
-from ddpdoctor.analysis.divergence.mismatch_report import (
-    PASSED_BY_ALL,
-    Mismatch,
-    began,
-    each_once,
-    evidence,
-    related,
-    standstill,
-)
+from ddpdoctor.analysis.divergence.explanations import rules
+from ddpdoctor.analysis.divergence.faults import PASSED_BY_ALL, faults
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.events import CallSite, CommHook, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, listed, ranks_text
+from ddpdoctor.run import Run, ranks_text
 
 CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
-NAMES = {
-    "numel": "shapes",
-    "dtype": "dtypes",
-    "device": "devices",
-    "reduce_op": "reduce operations",
-    "root": "roots",
-}
-FIXES = {
-    "numel": "pass tensors of the same shape on every rank: pad them, or exchange the sizes first",
-    "dtype": "cast to one dtype on every rank before the call: `tensor.to(torch.float32)`",
-    "device": "put the tensor on the same type of device on every rank",
-    "reduce_op": "pass the same `op=` on every rank",
-    "root": "pass the same `src`/`dst` on every rank",
-}
 
 
 class CollectiveShapeMismatch(Check):
@@ -77,7 +55,7 @@ class CollectiveShapeMismatch(Check):
     family = "hang"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
-        "arguments": "one collective is called with different arguments",
+        **rules(name),
         "communication-hooks": "ranks registered different communication hooks on one model",
         "buffers": "DDP broadcasts buffers that have different shapes on the ranks",
     }
@@ -86,11 +64,10 @@ class CollectiveShapeMismatch(Check):
         return None if run.any(CallSite) or run.any(Wrapped) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        found = divergences(run)
-        for mismatch in each_once(d for d in found if d.key.name != "new_group" and d.same_call):
-            yield self._report(run, mismatch)
+        for fault in faults(run, self.name):
+            yield self.finding(**fault.fields(fault.standstill), fix_kind=FixKind.CHECK)
         # Hooks explain how a run ended, only where no call differs that would explain it better.
-        if not found and (hooked := _different_hooks(run)):
+        if not divergences(run) and (hooked := _different_hooks(run)):
             yield self._report_hooks(snapshot_of(run), *hooked)
         for sent in buffer_mismatches(run):
             yield self._report_buffers(sent)
@@ -99,33 +76,6 @@ class CollectiveShapeMismatch(Check):
         if other.check not in CONSEQUENCES or mine.evidence.get(PASSED_BY_ALL):
             return False
         return other.at == 0.0 or other.at >= mine.at - 1.0
-
-    def _report(self, run: Run, mismatch: Mismatch) -> Finding:
-        divergence, culprits = mismatch.divergence, mismatch.culprits
-        place = divergence.call
-        op = place.signature.op
-        names = listed([NAMES[d] for d in divergence.differs if d in NAMES])
-        calls = "; ".join(
-            f"{ranks_text(side)}: {made.signature.text}"
-            for side, made in describe_sides(divergence)
-        )
-        return self.finding(
-            rule="arguments",
-            deadlocked=standstill(run, mismatch).deadlocked,
-            ranks=culprits,
-            steps=divergence.when,
-            subjects=(op,),
-            location=divergence.location,
-            label=_label(mismatch),
-            related=related(divergence, place, divergence.location),
-            summary=f"{op} is called with different {names}: {calls}{mismatch.elsewhere}",
-            cause=f"the ranks pass different {names} to the same {op} (call {divergence.index} of "
-            f"{divergence.key}); gloo does not check this",
-            fix="; ".join(FIXES[d] for d in divergence.differs if d in FIXES),
-            fix_kind=FixKind.CHECK,
-            evidence=evidence(run, mismatch),
-            at=began(divergence, run.started),
-        )
 
     def _report_buffers(self, found: BufferMismatch) -> Finding:
         """DDP broadcasts the buffers at the start of a forward, whatever their shapes."""
@@ -189,20 +139,6 @@ class CollectiveShapeMismatch(Check):
             },
             at=now.at,
         )
-
-
-def _label(mismatch: Mismatch) -> str:
-    """Who passes what else, and than whom; all ranks where nothing tells who is right."""
-    culprits, differs = mismatch.culprits, mismatch.divergence.differs
-    names = [NAMES[d] for d in differs if d in NAMES]
-    every = {rank for one in (mismatch.divergence, *mismatch.others) for rank in one.calls}
-    others = every - {*culprits}
-    if len(culprits) == 1:
-        what = f"a different {listed([name.removesuffix('s') for name in names])}"
-    else:
-        what = f"different {listed(names)}"
-    passes = f"{ranks_text(culprits)} pass{'es' if len(culprits) == 1 else ''} {what}"
-    return f"{passes} than {ranks_text(others)}" if others else passes
 
 
 def _different_hooks(run: Run) -> tuple[RankSnapshot, dict[int, CommHook | None]] | None:

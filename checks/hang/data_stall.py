@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.divergence import thread_waits
+from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.failures import failures
 from ddpdoctor.analysis.waiting.patience import overdue
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
@@ -144,8 +144,8 @@ class DataStall(Check):
         here = next((s.made.location for s in waiting if s.made), None)
         others = sorted({s.rank.rank for s in waiting})
         waited, still = now.waited(stuck), max(s.still_s for s in stuck)
-        thread = thread_waits.failed_thread(now, first)
-        related = [*thread_waits.failed_thread_line(thread, first)]
+        thread = failed_threads.failed_thread(now, first)
+        related = [*failed_threads.failed_thread_line(thread, first)]
         related += [Related(f"{ranks_do(others, 'wait')} here", here)] if here else []
         if loop is not None and loop != where:
             related.insert(0, Related("the loop over the loader", loop))
@@ -161,7 +161,7 @@ class DataStall(Check):
             related=tuple(related),
             summary=f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} waited "
             f"{waited:.0f} s for a batch; " + _workers_text(first.stood, loader),
-            cause=_cause(rule, first.stood, loader) + thread_waits.failed_thread_remark(thread),
+            cause=_cause(rule, first.stood, loader) + failed_threads.failed_thread_remark(thread),
             fix=FIXES.get(rule, WORKERS) if workers else NO_WORKERS,
             fix_kind=FixKind.CHECK,
             evidence={

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.divergence.mismatch_report import never_created
+from ddpdoctor.analysis.divergence.faults import never_created
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
     Failure,

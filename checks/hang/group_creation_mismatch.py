@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.calls.call_logs import CallRecord, GroupCalls, call_logs
-from ddpdoctor.analysis.control_flow.branches import condition, head_of
-from ddpdoctor.analysis.divergence.divergence import CallDivergence
-from ddpdoctor.analysis.divergence.divergences import divergences
-from ddpdoctor.analysis.divergence.mismatch_report import (
-    NEVER_CREATED,
-    Mismatch,
-    began,
-    evidence,
-    related,
-    standstill,
-)
+from ddpdoctor.analysis.calls.call_logs import GroupCalls, call_logs
+from ddpdoctor.analysis.divergence.explanations import NEW_GROUP_ON_ALL, members, rules
+from ddpdoctor.analysis.divergence.faults import NEVER_CREATED, faults
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
-from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_do, ranks_text
+from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.run import Run, ranks_text
 
 CONSEQUENCES = (
     "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall",
@@ -62,8 +53,7 @@ class GroupCreationMismatch(Check):
     family = "hang"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
-        "different-order": "ranks create different groups at the same number",
-        "members-only": "every rank creates only the groups that it is a member of",
+        **rules(name),
         NEVER_CREATED: "some ranks never create a group that others create",
     }
 
@@ -71,45 +61,13 @@ class GroupCreationMismatch(Check):
         return None if run.any(CallSite) else "no collective was seen"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        found = next((p for p in divergences(run) if p.key.name == "new_group"), None)
-        if found is not None:
-            yield self._order(run, found)
+        if fault := next(iter(faults(run, self.name)), None):
+            yield self.finding(**fault.fields(fault.standstill), fix_kind=FixKind.TEMPLATE)
         else:
             yield from self._absent(run)
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
-
-    def _order(self, run: Run, divergence: CallDivergence) -> Finding:
-        sides: dict[tuple[int, ...], list[int]] = {}
-        for rank, made in divergence.calls.items():
-            sides.setdefault(made.signature.ranks, []).append(rank)
-        created = ", ".join(
-            f"{ranks_do(r, 'create')} {_members(members)}" for members, r in sides.items()
-        )
-        branched = _of_members(divergence)
-        mismatch = Mismatch(divergence)
-        cause = (
-            "every rank of the world must call new_group, members or not, and the calls are "
-            "matched by their order"
-        )
-        return self.finding(
-            rule="members-only" if branched else "different-order",
-            deadlocked=standstill(run, mismatch).deadlocked,
-            ranks=tuple(sorted(divergence.calls)) if branched else divergence.culprits,
-            steps=_late(divergence.call),
-            subjects=tuple(_members(members) for members in sides),
-            location=divergence.location,
-            label="other ranks create a different group",
-            related=branched or related(divergence, divergence.call, divergence.location),
-            summary=f"ranks create different process groups at call {divergence.index} of "
-            f"new_group: {created}",
-            cause=f"{cause}; here only its members create each group" if branched else cause,
-            fix=_FIX,
-            fix_kind=FixKind.TEMPLATE,
-            evidence=evidence(run, mismatch),
-            at=began(divergence, run.started),
-        )
 
     def _absent(self, run: Run) -> Iterator[Finding]:
         """Some ranks created more groups than others, which are elsewhere or gone."""
@@ -137,20 +95,20 @@ class GroupCreationMismatch(Check):
         if place is None:
             return
         stuck = bool(waits) and all(s.waits_for_good for s in (*waits, *elsewhere))
-        group = f"new_group({_members(place.signature.ranks)})"
+        group = f"new_group({members(place.signature.ranks)})"
         most_ranks = [r for r, n in made.items() if n == most]
         yield self.finding(
             rule=NEVER_CREATED,
             deadlocked=stuck,
             ranks=tuple(without if len(without) <= len(most_ranks) else most_ranks),
-            steps=_late(place),
-            subjects=(_members(place.signature.ranks),),
+            steps=Steps.of([place.step]) if place.step > 0 else None,
+            subjects=(members(place.signature.ranks),),
             location=place.location,
             label=f"never called by {ranks_text(without)}",
             summary=f"{ranks_text(most_ranks)} called {group}, but {ranks_text(without)} did not"
             + _meanwhile([s.doing for s in elsewhere if not s.gone]),
             cause="every rank of the world must call new_group, members or not",
-            fix=_FIX,
+            fix=NEW_GROUP_ON_ALL,
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "groups_made": {str(r): n for r, n in made.items()},
@@ -160,36 +118,5 @@ class GroupCreationMismatch(Check):
         )
 
 
-_FIX = (
-    "call new_group on every rank, in the same order, and keep the group with this rank: "
-    "`for ranks in all_groups: group = dist.new_group(ranks); mine = group if rank in ranks "
-    "else mine`; or pass `use_local_synchronization=True`"
-)
-
-
-def _of_members(divergence: CallDivergence) -> tuple[Related, ...]:
-    """The branch by which every rank creates only groups that it is a member of, or empty."""
-    found = [(made, condition(made)) for made in divergence.calls.values()]
-    heads = {around[1].line for _, around in found if around is not None}
-    if len(heads) != 1 or any(around is None for _, around in found):
-        return ()
-    if any(rank not in made.signature.ranks for rank, made in divergence.calls.items()):
-        return ()
-    place, head = found[0][1] or (None, None)
-    spot = divergence.call.rank.location(place.site) if place else None
-    if spot is None or head is None:
-        return ()
-    return (Related("only members enter this branch", head_of(spot, head)),)
-
-
-def _late(place: CallRecord) -> Steps | None:
-    """The step in which a group is created, where training had begun by then."""
-    return Steps.of([place.step]) if place.step > 0 else None
-
-
 def _meanwhile(doing: list[str]) -> str:
     return f" (meanwhile {doing[0]})" if doing else ""
-
-
-def _members(ranks: tuple[int, ...]) -> str:
-    return str(list(ranks)) if ranks else "all ranks"

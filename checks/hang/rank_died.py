@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddpdoctor.analysis.divergence.mismatch_report import never_created
+from ddpdoctor.analysis.divergence.faults import never_created
 from ddpdoctor.analysis.waiting.failures import (
     CLEAN_UP_S,
     Failure,

@@ -20,15 +20,15 @@ from ddpdoctor.analysis.control_flow.branches import (
 )
 from ddpdoctor.analysis.control_flow.caught_exceptions import caught
 from ddpdoctor.analysis.control_flow.jumps import may_end
+from ddpdoctor.analysis.divergence.faults import never_created
 from ddpdoctor.analysis.divergence.loop_exits import (
     MAY_END,
-    LoopExit,
+    LeftLoop,
     LoopExitKind,
     explains_shifted_schedule,
     loop_of_leaver,
     uneven_since,
 )
-from ddpdoctor.analysis.divergence.mismatch_report import never_created
 from ddpdoctor.analysis.divergence.periodic_calls import HISTORY
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
@@ -216,7 +216,7 @@ def _left_of(mine: Finding) -> set[int]:
 
 
 def _rule(
-    only: BranchLine | None, loop: LoopExit | None, departure: Departure, waiting: RankSnapshot
+    only: BranchLine | None, loop: LeftLoop | None, departure: Departure, waiting: RankSnapshot
 ) -> str:
     """Why ranks left too early: a branch or a loop says more than how their processes ended."""
     if only:
@@ -237,7 +237,7 @@ def _cause(
     left: list[RankSnapshot],
     waiting: list[RankSnapshot],
     only: BranchLine | None,
-    loop: LoopExit | None,
+    loop: LeftLoop | None,
 ) -> str:
     first = waiting[0]
     others = sorted({s.rank.rank for s in waiting})
@@ -318,7 +318,7 @@ def _lacks(now: Snapshot, leaver: RankSnapshot, waiting: RankSnapshot) -> str:
 def _fix(
     rule: str,
     only: BranchLine | None,
-    loop: LoopExit | None,
+    loop: LeftLoop | None,
     left: Rank,
     waiting: RankSnapshot,
 ) -> str:
@@ -435,7 +435,7 @@ def _well(rank: Rank) -> bool:
     return bool(leaving or destroyed(rank)) and not rank.exit_code
 
 
-def _left_at(rank: Rank, waiting: RankSnapshot) -> tuple[Location | None, str, LoopExit | None]:
+def _left_at(rank: Rank, waiting: RankSnapshot) -> tuple[Location | None, str, LeftLoop | None]:
     """The line by which a rank left, its label, and the loop that it left, if any: an explicit
     exit, the end of a loop, or that of its group."""
     leaving = rank.latest(RankExiting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.divergence import thread_waits
+from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.lock_wait import entering
 from ddpdoctor.analysis.waiting.patience import Overdue, overdue
 from ddpdoctor.analysis.waiting.sent_signals import stopping
@@ -97,7 +97,7 @@ class RankMissing(Check):
         here = first.made.location if first.made else None
         where = absent[0].location
         sender, sent = stopping(run, now, absent[0])
-        thread = thread_waits.failed_thread(now, absent[0])
+        thread = failed_threads.failed_thread(now, absent[0])
         block = entering(absent[0], waiting)
         return self.finding(
             rule="lock" if block else "failed-thread" if thread else _rule(absent[0]),
@@ -108,7 +108,7 @@ class RankMissing(Check):
             location=sent or where or here,
             label=f"stops {ranks_text(ranks[:1])} here" if sent else _label(absent[0], ranks),
             related=(
-                *thread_waits.failed_thread_line(thread, absent[0]),
+                *failed_threads.failed_thread_line(thread, absent[0]),
                 *(block.related if block else ()),
                 *((Related(f"{ranks_do(others, 'wait')} here", here),) if here else ()),
             ),
@@ -116,10 +116,10 @@ class RankMissing(Check):
             f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
             f"{they_are} {absent[0].doing}",
             cause=(block.cause if block else _cause(absent[0], why, sender))
-            + thread_waits.failed_thread_remark(thread),
+            + failed_threads.failed_thread_remark(thread),
             fix=block.fix
             if block
-            else thread_waits.FIX
+            else failed_threads.FIX
             if thread is not None
             else _fix(absent[0], first, why, sender),
             fix_kind=FixKind.CHECK,

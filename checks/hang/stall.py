@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.control_flow.jumps import ways_around
-from ddpdoctor.analysis.divergence import thread_waits
 from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
+from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.stale_store import CAUSE, FIX, formed_again
 from ddpdoctor.analysis.waiting.wait_graph import (
@@ -245,7 +245,7 @@ class Stall(Check):
         unknown = _without_record(now, stands)
         seen = [s for s in stands if not s.unknown] or stands
         least = min(seen, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
-        thread = thread_waits.failed_thread(now, least)
+        thread = failed_threads.failed_thread(now, least)
         again = formed_again(stands) if _together(stands) and not unknown else None
         rule = "group-formed-again" if again else _rule(stands, unknown)
         here = f"{_are(_with(stands, least))} here"
@@ -259,12 +259,12 @@ class Stall(Check):
             label="the group was formed again here" if again else here,
             related=(Related(here, least.location),)
             if again and least.location
-            else thread_waits.failed_thread_line(thread, least),
+            else failed_threads.failed_thread_line(thread, least),
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together else _doing(stands, least)),
             cause=CAUSE
             if again
-            else _why(rule, stands, unknown) + thread_waits.failed_thread_remark(thread),
+            else _why(rule, stands, unknown) + failed_threads.failed_thread_remark(thread),
             fix=FIX if again else _fix(rule, stands, unknown),
             fix_kind=FixKind.CHECK,
             evidence={

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
-from ...events import CALLERS
 from ...run import Run, State
 from ..calls.call_logs import (
     CallLogs,
@@ -17,10 +16,9 @@ from ..calls.call_logs import (
     call_logs,
     first_difference,
 )
-from ..control_flow.branches import arms, begins_round
-from ..control_flow.jumps import loops_around
+from ..control_flow.branches import arms
 from ..waiting.snapshot import snapshot_of
-from .divergence import WINDOW, CallDivergence, judge
+from .align import WINDOW, CallDivergence, compare
 from .reordered_calls import reordered
 
 NEAR = 4
@@ -102,46 +100,8 @@ def _of_group(known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls]) -> li
             break
         start = divergence.index + divergence.width
     else:
-        until = max(max(p.steps) for p in found.values())
-        return [replace(p, until=until) for p in found.values()]
-    timed = (replace(p, after=_after(known, logs, p)) for p in found.values())
-    return [replace(p, over=p.after > 0 and _is_outside(known, logs, p)) for p in timed]
-
-
-def _after(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> int:
-    """1 where the last of these calls follows the last optimizer step of all ranks; otherwise 0."""
-    taken = max(divergence.call.step, *divergence.steps, 0)
-    over = (_is_over(known, log, divergence.call, taken) for log in logs.values())
-    return int(taken > 0 and all(over))
-
-
-def _is_over(known: CallLogs, log: GroupCalls, made: CallRecord, taken: int) -> bool:
-    """Whether a rank took exactly so many steps, and had not begun another one by a call: it ended
-    well, or its model has not averaged gradients since."""
-    if known.steps_of(log.rank) != taken or log.rank.state == "finished":
-        return known.steps_of(log.rank) == taken
-    last = _averaged(known, log)
-    return last is not None and last.step == taken - 1 and not begins_round(made, last)
-
-
-def _is_outside(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence) -> bool:
-    """Whether the call is outside of the training loop: all its callers are on record, and none of
-    the loops around it is around the last averaging of gradients."""
-    place = divergence.call
-    last = _averaged(known, logs[place.rank.rank])
-    whole = place.site is not None and 0 < len(place.site.places) < CALLERS
-    around = _loops(last) if last is not None else set()
-    return whole and bool(around) and not divergence.again and not around & _loops(place)
-
-
-def _loops(made: CallRecord) -> set[tuple[str, int, str]]:
-    return {key for key, _, _, _ in loops_around(made.rank, made.site)}
-
-
-def _averaged(known: CallLogs, log: GroupCalls) -> CallRecord | None:
-    """The last call in which DDP averaged gradients in this group; None where it is long ago."""
-    last = (known.recorded(log, i) for i in range(log.issued - 1, log.issued - WINDOW, -1))
-    return next((m for m in last if m and m.signature.op == "DDP backward"), None)
+        return [replace(d, cut=start) for d in found.values()]
+    return list(found.values())
 
 
 def _next(
@@ -180,7 +140,7 @@ def _by_lines(
         if marks not in judged:
             judged[marks] = reordered(known, key, logs, index)
         if (divergence := judged[marks]) is not None:
-            return _again(known, logs, divergence, index)
+            return replace(divergence, index=index)
         start = index + 1
     return None
 
@@ -204,21 +164,14 @@ def _by_calls(
         if marks not in judged:
             judged[marks] = _judged(known, key, logs, index, end)
         if (divergence := judged[marks]) is not None:
-            return _again(known, logs, divergence, index)
+            return replace(divergence, index=index)
     return None
-
-
-def _again(
-    known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDivergence, index: int
-) -> CallDivergence:
-    made = known.recorded(logs[divergence.call.rank.rank], index)
-    return replace(divergence, index=index, steps=(made.step,) if made else ())
 
 
 def _judged(
     known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int, end: int
 ) -> CallDivergence | None:
-    divergence = judge(known, key, logs, index, end)
+    divergence = compare(known, key, logs, index, end)
     return divergence and replace(divergence, width=_width(known, logs, divergence))
 
 
@@ -237,12 +190,12 @@ def _there(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> list[Cal
 
 def _joined(before: CallDivergence, divergence: CallDivergence) -> CallDivergence:
     """A divergence, with a later one of the same kind added."""
-    culprits = divergence.culprits if len(divergence.culprits) < len(divergence.calls) else ()
+    known = (before, *before.variants)
+    new = () if any(divergence.calls is one.calls for one in known) else (divergence,)
     return replace(
         before,
-        culprits=tuple(sorted({*before.culprits, *culprits})),
         again=(*before.again, divergence.index),
-        steps=(*before.steps, *divergence.steps),
+        variants=(*before.variants, *new),
         width=before.width if divergence.width else 0,
     )
 

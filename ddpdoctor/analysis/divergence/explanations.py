@@ -1,355 +1,481 @@
-"""Why the ranks of a group are in different collectives: the rule that decides, and its words.
+"""Why the calls of ranks diverge, and who is at fault: one class for each rule, asked in the order
+of `EXPLANATIONS`. The first that answers wins; nothing else chooses the ranks of a finding.
 
-`explain` decides once which rule holds; label, summary, cause and fix follow from that.
+What is certain comes first: arguments that differ, an exception or a thread that was seen; then
+what the loops, the earlier rounds and the branches of the program tell; then the order of the calls
+alone.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from ...events import Place, Statement
-from ...run import Location, State, ranks_text
+from ...events import CallSite, Place, Site, Statement
+from ...report.findings import Related
+from ...run import Location, Rank, ranks_do, ranks_text
+from ...run.phrases import listed
+from ..calls.call_logs import CallRecord, lines
 from ..control_flow.branches import (
     condition,
     finalizer,
+    head_of,
     opener,
     parts,
+    passed,
+    same_lines,
     unbranched,
     unwrapped,
     where,
 )
-from ..control_flow.caught_exceptions import ExceptionExit, caught, way_out
+from ..control_flow.caught_exceptions import caught, way_out
 from ..control_flow.jumps import ways_around
-from .divergence import CallDivergence
-from .divergence_causes import SwallowedException, as_extra_call, entered, opposed, swallowed
-from .loop_exits import LoopExit, LoopExitKind, left_loop, with_leavers_at_fault
-from .mismatch_report import sides_text
-from .thread_waits import call_of_thread, group_fix, only_start_is_known, order_text
+from .align import CallDivergence
+from .attribution import WHO, Attribution
+from .entered_branches import entered, only_theirs, opposed
+from .explanation import ANOTHER_ORDER, Explanation, in_another_order, sides_text, what_was_skipped
+from .loop_exits import LeftLoop, left_loop
+from .suspects import Suspect
 
-DEADLOCKED = "the ranks are deadlocked"
 _WAYS_NAMED = 2
 
 
-class Rule(enum.Enum):
-    """What made the ranks diverge; the value is the rule's name in a finding."""
-
-    EXCEPTION_EXIT = "exception-exit"
-    SWALLOWED_EXCEPTION = "swallowed-exception"
-    THREAD = "thread"
-    FINALIZER = "finalizer"
-    SKIPPED_ROUND = "skipped-round"
-    LOOP_EXIT = "loop-exit"
-    MISSING_CALL = "missing-call"
-    OPPOSITE_BRANCHES = "opposite-branches"
-    BRANCH = "branch"
-    KEY_ORDER = "key-order"
-    REORDERED = "reordered"
-    GROUP_ORDER = "group-order"
-    UNEXPLAINED = "unexplained"
+NEW_GROUP_ON_ALL = (
+    "call new_group on every rank, in the same order, and keep the group with this rank: "
+    "`for ranks in all_groups: group = dist.new_group(ranks); mine = group if rank in ranks "
+    "else mine`; or pass `use_local_synchronization=True`"
+)
 
 
-RULES = {
-    Rule.EXCEPTION_EXIT: "an exception led a rank to a collective in `finally:` or `except:`",
-    Rule.SWALLOWED_EXCEPTION: "only an exception that was caught leads around the collective",
-    Rule.THREAD: "a thread calls a collective in the group that the main thread uses",
-    Rule.FINALIZER: "the collective is called in `__del__`, when an object is collected",
-    Rule.SKIPPED_ROUND: "some ranks skipped a round of a loop, or the rest of one",
-    Rule.LOOP_EXIT: "some ranks left a loop that others are still in",
-    Rule.MISSING_CALL: "a rank skipped a call that it made in every earlier round",
-    Rule.OPPOSITE_BRANCHES: "ranks take different branches of one `if`, with other collectives",
-    Rule.BRANCH: "only some ranks enter the branch around the collective",
-    Rule.KEY_ORDER: "ranks loop over the same names (keys, a set) in a different order",
-    Rule.REORDERED: "ranks make the same calls in a different order",
-    Rule.GROUP_ORDER: "ranks wait for each other in collectives of different groups",
-    Rule.UNEXPLAINED: "the calls differ, and nothing on record says why",
-}
+class DifferentGroups(Explanation):
+    rule = "different-order"
+    text = "ranks create different groups at the same number"
+    check = "group-creation-mismatch"
+    _cause = (
+        "every rank of the world must call new_group, members or not, and the calls are matched by "
+        "their order"
+    )
 
-Branch = tuple[Place, Statement]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A divergence, the rule that explains it, and what that rule is about.
-
-    Attributes:
-        divergence: with the ranks at fault, and the call to point at.
-        exit: the exception that led a rank to its call (`EXCEPTION_EXIT`).
-        swallowed: the handler that led around the call (`SWALLOWED_EXCEPTION`).
-        finalizer: the line in `__del__` that led to the call (`FINALIZER`).
-        loop: the loop that ranks left, or skipped a round of.
-        branch: the branch that only the ranks at fault entered.
-        opposite: other ranks are in another branch of the same `if`.
-    """
-
-    rule: Rule
-    divergence: CallDivergence
-    exit: ExceptionExit | None = None
-    swallowed: SwallowedException | None = None
-    finalizer: Location | None = None
-    loop: LoopExit | None = None
-    branch: Branch | None = None
-    opposite: bool = False
-
-    @property
-    def blamed_loop(self) -> LoopExit | None:
-        """The loop, where those who left it, or skipped a round of it, are the ranks at fault."""
-        loop = self.loop
-        if self.rule in (Rule.EXCEPTION_EXIT, Rule.SWALLOWED_EXCEPTION) or loop is None:
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        if suspect.divergence.key.name != "new_group":
             return None
-        return loop if loop.blames and tuple(loop.ranks) == self.divergence.culprits else None
+        return self._created(suspect, self._cause)
 
-    @property
-    def location(self) -> Location | None:
-        return self.blamed_loop.place if self.blamed_loop else self.divergence.location
-
-    @property
-    def op(self) -> str:
-        return self.divergence.call.signature.op
-
-    @property
-    def who(self) -> str:
-        return ranks_text(self.divergence.culprits)
-
-    def label(self, culprits: Collection[int]) -> str:
-        """What is wrong at the line; `culprits`: the ranks at fault, of other groups too."""
-        divergence, who = self.divergence, ranks_text(culprits)
-        if self.blamed_loop:
-            return self.blamed_loop.label
-        if self.exit:
-            return f"{who} reached this call after {self.exit.event.kind}"
-        if self.rule is Rule.THREAD and only_start_is_known(divergence.call):
-            return f"starts a thread that calls {self.op}"
-        if self._skipped:
-            return f"skipped by {who}"
-        if divergence.extra:
-            return "not called by every rank"
-        if divergence.shifted:
-            return "called in a different order than on the other ranks"
-        return "not what the other ranks call"
-
-    @property
-    def summary(self) -> str:
-        number = f"call {self.divergence.index} of {self.divergence.key}"
-        sides = f"at {number}, {sides_text(self.divergence)}"
-        blamed, divergence = self.blamed_loop, self.divergence
-        if blamed is not None and not blamed.known:
-            return f"ranks are in different rounds of a loop: {sides}"
-        one_op = len({made.signature.op for made in divergence.calls.values()}) == 1
-        if one_op and not divergence.extra and not divergence.shifted:
-            return f"ranks make different calls of {self.op}: {sides}"
-        if blamed or (self._skipped and not divergence.extra and not divergence.shifted):
-            return f"{self.who} skipped {self.op}: {sides}"
-        if divergence.extra:
-            return f"only some ranks call {self.op} here: {sides}"
-        if divergence.shifted:
-            return f"ranks make the same calls in a different order: {sides}"
-        return f"ranks call different collectives: {sides}"
-
-    @property
-    def _skipped(self) -> bool:
-        """Whether the ranks at fault did not make the call: the others entered its branch, or it
-        came in every earlier round."""
-        divergence = self.divergence
-        at_fault = divergence.call.rank.rank in divergence.culprits
-        entered_it = not at_fault and not divergence.shifted and self.branch is not None
-        return bool(divergence.left_out or self.swallowed or entered_it)
-
-    def cause(self, deadlocked: bool) -> str:
-        """What made the ranks diverge, and what follows from it."""
-        return f"{self._reason}; {self._effect(deadlocked)}"
-
-    def _effect(self, deadlocked: bool) -> str:
-        if deadlocked:
-            return _deadlock(self.divergence)
-        later = "" if self.divergence.width else " or the run hangs later"
-        return f"different calls are matched with each other, so their data gets mixed up{later}"
-
-    @property
-    def _reason(self) -> str:
-        divergence, branch = self.divergence, self.branch
-        match self.rule:
-            case Rule.EXCEPTION_EXIT if self.exit:
-                return self.exit.cause
-            case Rule.SWALLOWED_EXCEPTION if self.swallowed:
-                return f"{_caught(divergence, divergence.culprits)}{self.swallowed.cause}"
-            case Rule.THREAD:
-                return order_text(divergence.call)
-            case Rule.FINALIZER:
-                here = f" (here {where(branch[1])})" if branch else ""
-                return (
-                    f"{self.op} is called in `__del__` ({self.finalizer}), which Python runs when "
-                    f"it collects the object, at a different time on every rank{here}"
-                )
-            case Rule.SKIPPED_ROUND | Rule.LOOP_EXIT if self.loop:
-                return f"{_why(divergence, self.loop)}{self.loop.cause}"
-            case Rule.MISSING_CALL:
-                return (
-                    f"{_caught(divergence, divergence.culprits)}{self.who} made this call in each "
-                    f"of the last {divergence.left_out} rounds but not in this one{self._around}"
-                )
-            case Rule.OPPOSITE_BRANCHES if branch:
-                return (
-                    f"ranks take different branches of `{opener(branch[1])}`, whose collectives "
-                    "differ or come in a different order"
-                )
-            case Rule.BRANCH if branch:
-                return parts(branch[1])
-            case Rule.KEY_ORDER:
-                return (
-                    "the ranks loop over the same names in a different order (a `set` of strings "
-                    "is ordered differently in every process)"
-                )
-        return "collectives are matched by their order in the group, and the orders differ"
-
-    @property
-    def _around(self) -> str:
-        """What leads around the call that a rank skipped."""
-        if ways := ways_around(self.divergence.call):
-            return ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:_WAYS_NAMED])
-        return f": {parts(self.branch[1])}" if self.branch else ""
-
-    @property
-    def fix(self) -> str:
-        divergence, branch, op = self.divergence, self.branch, self.op
-        match self.rule:
-            case Rule.EXCEPTION_EXIT if self.exit:
-                return self.exit.fix
-            case Rule.SWALLOWED_EXCEPTION if self.swallowed:
-                return self.swallowed.fix
-            case Rule.THREAD:
-                return group_fix(divergence.call)
-            case Rule.FINALIZER:
-                return (
-                    f"do not call collectives in `__del__`: call {op} in an explicit `close()`, at "
-                    "the same point on every rank"
-                )
-            case Rule.SKIPPED_ROUND | Rule.LOOP_EXIT if self.loop:
-                return self.loop.fix
-        if divergence.left_out and branch is None:
-            return f"call {op} on every rank of the group in every round, or on none"
-        # Before the branches: both sides make the call, so moving it out of one helps nobody.
-        if divergence.shifted and not divergence.extra:
-            return (
-                "call the collectives in the same order on every rank (sort the keys looped over)"
-            )
-        if branch is not None and self.opposite:
-            return (
-                "call the same collectives in the same order in every branch of "
-                f"`{opener(branch[1])}`, or once outside of it"
-            )
-        if branch is not None and op.startswith("DDP"):
-            return unwrapped(branch[1], divergence.call)
-        if branch is not None:
-            here = divergence.location
-            what = f"call {op}" if here is None or op in here.source else "make this call"
-            return unbranched(branch[1], what)
-        if len(divergence.culprits) == len(divergence.calls):
-            return "call the same collectives in the same order on every rank of the group"
-        return f"call {op} on every rank of the group, or on none"
+    def _created(
+        self, blamed: Suspect, cause: str, related: tuple[Related, ...] = ()
+    ) -> Attribution:
+        sides: dict[tuple[int, ...], list[int]] = {}
+        for rank, made in blamed.divergence.calls.items():
+            sides.setdefault(made.signature.ranks, []).append(rank)
+        created = ", ".join(f"{ranks_do(r, 'create')} {members(m)}" for m, r in sides.items())
+        return self.blame(
+            blamed,
+            label="other ranks create a different group",
+            summary=f"ranks create different process groups at call {blamed.divergence.index} of "
+            f"new_group: {created}",
+            cause=cause,
+            fix=NEW_GROUP_ON_ALL,
+            related=related,
+            subjects=tuple(members(ranks) for ranks in sides),
+        )
 
 
-def explain(found: CallDivergence) -> Explanation:
-    """The first rule that explains a divergence.
+class MembersOnly(DifferentGroups):
+    rule = "members-only"
+    text = "every rank creates only the groups that it is a member of"
 
-    What is certain comes first: an exception or a thread that was seen, then what the loops, the
-    earlier rounds and the branches of the program tell, then the order of the calls alone.
-    """
-    divergence = _attributed(found)
-    if outs := _exits(divergence):
-        return Explanation(Rule.EXCEPTION_EXIT, divergence, exit=outs[0])
-    thread = call_of_thread(divergence)
-    around = None if thread else swallowed(divergence)
-    branch = entered(divergence)
-    known = Explanation(
-        Rule.UNEXPLAINED,
-        divergence,
-        swallowed=around,
-        loop=left_loop(divergence),
-        branch=branch,
-        opposite=branch is not None and opposed(divergence, *branch),
-    )
-    if around:
-        return replace(known, rule=Rule.SWALLOWED_EXCEPTION)
-    if thread:
-        return replace(known, rule=Rule.THREAD)
-    if (line := _when_collected(divergence)) is not None:
-        return replace(known, rule=Rule.FINALIZER, finalizer=line)
-    return replace(known, rule=_rule_of(known))
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        calls = suspect.divergence.calls
+        found = [around for made in calls.values() if (around := condition(made)) is not None]
+        if suspect.divergence.key.name != "new_group" or len(found) < len(calls):
+            return None
+        outside = any(rank not in made.signature.ranks for rank, made in calls.items())
+        if outside or len({head.line for _, head in found}) != 1:
+            return None
+        first, (place, head) = next(iter(calls.values())), found[0]
+        spot = first.rank.location(place.site)
+        if spot is None:
+            return None
+        blamed = Suspect(suspect.divergence, suspect.call, tuple(sorted(calls)))
+        cause = f"{self._cause}; here only its members create each group"
+        here = Related("only members enter this branch", head_of(spot, head))
+        return self._created(blamed, cause, (here,))
 
 
-def _rule_of(known: Explanation) -> Rule:
-    """The rule of a divergence that neither an exception nor a thread explains."""
-    divergence = known.divergence
-    if known.loop is not None:
-        skipped = known.loop.how is LoopExitKind.SKIPPED
-        return Rule.SKIPPED_ROUND if skipped else Rule.LOOP_EXIT
-    if divergence.left_out:
-        return Rule.MISSING_CALL
-    if known.branch is not None:
-        return Rule.OPPOSITE_BRANCHES if known.opposite else Rule.BRANCH
-    if divergence.call.key:
-        return Rule.KEY_ORDER
-    return Rule.REORDERED if divergence.shifted and not divergence.extra else Rule.UNEXPLAINED
-
-
-def _attributed(divergence: CallDivergence) -> CallDivergence:
-    """A copy with the ranks at fault that an exception led there, or that surely left the loop;
-    with all ranks where threads make calls in any order."""
-    if made := call_of_thread(divergence):
-        every = tuple(sorted(divergence.calls))
-        return replace(divergence, culprits=every, call=made, depth=0, shifted=True, extra=False)
-    outs = _exits(divergence)
-    if not outs and (around := swallowed(divergence)):
-        return replace(divergence, culprits=around.ranks, call=around.made, depth=0, left_out=0)
-    # An exception that came to all of them tells nothing about one.
-    if not outs or len(outs) == len(divergence.calls):
-        return _undecided(as_extra_call(with_leavers_at_fault(divergence)))
-    place = divergence.calls[outs[0].rank.rank]
-    culprits = tuple(sorted(out.rank.rank for out in outs))
-    return replace(divergence, culprits=culprits, call=place, depth=0, left_out=0)
-
-
-def _undecided(divergence: CallDivergence) -> CallDivergence:
-    """A copy with all ranks at fault where half of them left a loop too early, or the other half
-    too late: nothing tells which."""
-    left = left_loop(divergence)
-    decided = divergence.extra or divergence.left_out or condition(divergence.call) is not None
-    if left is None or left.blames or decided or 2 * len(left.ranks) != len(divergence.calls):
-        return divergence
-    return replace(divergence, culprits=tuple(sorted(divergence.calls)))
-
-
-def _exits(divergence: CallDivergence) -> list[ExceptionExit]:
-    return [out for made in divergence.calls.values() if (out := way_out(made)) is not None]
-
-
-def _when_collected(divergence: CallDivergence) -> Location | None:
-    """The line in a `__del__` that led to the call of the ranks at fault, where others are in a
-    call that none led to."""
-    if all(finalizer(made) for made in divergence.calls.values()):
-        return None
-    return finalizer(divergence.call)
-
-
-def _deadlock(divergence: CallDivergence) -> str:
-    """What follows where no rank goes on: some of the calls may have returned by then."""
-    ended = {
-        m.signature.op: m.rank.rank
-        for m in divergence.calls.values()
-        if m.call is not None and m.call.state is State.DONE
+class Arguments(Explanation):
+    rule = "arguments"
+    text = "one collective is called with different arguments"
+    check = "collective-shape-mismatch"
+    _names: ClassVar = {
+        "numel": "shapes",
+        "dtype": "dtypes",
+        "device": "devices",
+        "reduce_op": "reduce operations",
+        "root": "roots",
     }
-    if not ended:
-        return DEADLOCKED
-    op, rank = min(ended.items())
-    return (
-        f"different calls were matched with each other ({op} on rank {rank} returned with the "
-        f"data of another call), and now {DEADLOCKED}"
-    )
+    _fixes: ClassVar = {
+        "numel": "pass tensors of the same shape on every rank: pad them, or exchange the sizes "
+        "first",
+        "dtype": "cast to one dtype on every rank before the call: `tensor.to(torch.float32)`",
+        "device": "put the tensor on the same type of device on every rank",
+        "reduce_op": "pass the same `op=` on every rank",
+        "root": "pass the same `src`/`dst` on every rank",
+    }
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence, op = suspect.divergence, suspect.call.signature.op
+        if not divergence.same_call:
+            return None
+        differs = [name for name in divergence.differs if name in self._names]
+        names = listed([self._names[name] for name in differs])
+        one = listed([self._names[name].removesuffix("s") for name in differs])
+        calls = "; ".join(
+            f"{ranks_text(side)}: {made.signature.text}"
+            for side, made in divergence.sides(suspect.ranks)
+        )
+        return self.blame(
+            suspect,
+            label=f"a different {one} on {WHO} than on the other ranks"
+            if suspect.rest
+            else f"different {names} on {WHO}",
+            summary=f"{op} is called with different {names}: {calls}",
+            cause=f"the ranks pass different {names} to the same {op} (call {divergence.index} of "
+            f"{divergence.key}); gloo does not check this",
+            fix="; ".join(self._fixes[name] for name in differs),
+            subjects=(op,),
+        )
 
 
-def _why(divergence: CallDivergence, left: LoopExit) -> str:
+class ExceptionExit(Explanation):
+    rule = "exception-exit"
+    text = "an exception led a rank to a collective in `finally:` or `except:`"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        calls = suspect.divergence.calls
+        outs = [out for made in calls.values() if (out := way_out(made)) is not None]
+        if not outs:
+            return None
+        # An exception that came to all of them tells nothing about one.
+        if len(outs) < len(calls):
+            ranks = tuple(sorted(out.rank.rank for out in outs))
+            suspect = Suspect(suspect.divergence, calls[outs[0].rank.rank], ranks)
+        label = f"{WHO} reached this call after {outs[0].event.kind}"
+        return self.blame(suspect, label=label, cause=outs[0].cause, fix=outs[0].fix)
+
+
+class Thread(Explanation):
+    rule = "thread"
+    text = "a thread calls a collective in the group that the main thread uses"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        every = suspect.divergence.calls
+        made = next((m for m in every.values() if m.site and m.site.thread), None)
+        if (
+            made is None
+            or made.site is None
+            or all(m.site and m.site.thread for m in every.values())
+        ):
+            return None
+        # The line on record may be the one that starts the thread, instead of that of the call.
+        started = not made.site.places
+        if not all(_comes(m.rank, made, started) for m in every.values()):
+            return None
+        blamed = Suspect(suspect.divergence, made, tuple(sorted(every)))
+        op, thread = made.signature.op, made.site.thread
+        what = f"{op} in thread {thread}, which it starts here"
+        return self.blame(
+            blamed,
+            label=f"starts a thread that calls {op}" if started else ANOTHER_ORDER,
+            summary=f"ranks make the same calls in a different order: {sides_text(blamed)}",
+            cause=f"rank {made.rank.rank} makes "
+            f"{what if started else f'this call in its thread {thread}'}; relative to the calls of "
+            "the main thread in the same group, its order is not the same on all ranks",
+            fix="create a group once, on every rank and used by nothing else (`own = "
+            "dist.new_group()`), and pass it to what this line starts (`async_save(..., "
+            "process_group=own)`)"
+            if started
+            else "give the thread a process group of its own (`dist.new_group()` on every rank, "
+            "used by nothing else), or make the call in the main thread",
+        )
+
+
+def _comes(rank: Rank, made: CallRecord, started: bool) -> bool:
+    """Whether a rank makes the call in a thread too, or was at the line that starts its thread."""
+    if started:
+        return any(rank.location(site.id) == made.location for site in rank.of(Site))
+    return any(s.thread and lines(rank, s) == made.text for s in rank.of(CallSite))
+
+
+class SwallowedException(Explanation):
+    """The ranks that skipped the call are further down in the function of the `try` around it."""
+
+    rule = "swallowed-exception"
+    text = "only an exception that was caught leads around the collective"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence = suspect.divergence
+        if divergence.shifted or "op" not in divergence.differs:
+            return None
+        for made in divergence.calls.values():
+            rest = {r: m for r, m in divergence.calls.items() if m.text != made.text}
+            stay = divergence.others(rest)
+            if not rest or not all(same_lines(m, made) for m in stay):
+                continue
+            tried, head = _handler(made) or (None, None)
+            if tried and head and all(passed(m, made, tried) for m in rest.values()):
+                return self._skipped(Suspect(divergence, made, tuple(sorted(rest))), head)
+        return None
+
+    def _skipped(self, blamed: Suspect, head: Location) -> Attribution:
+        op = blamed.call.signature.op
+        return self.blame(
+            blamed,
+            label=f"skipped by {WHO}",
+            summary=f"{what_was_skipped(blamed)}: {sides_text(blamed)}",
+            cause=f"{_caught(blamed.divergence, blamed.ranks)}{ranks_text(blamed.ranks)} continued "
+            f"without this call: of the statements around it, only `{head.source}` ({head}) leads "
+            "past it, after an exception",
+            fix="do not call collectives in a `try` that continues after an exception: move "
+            f"{op} out of it, or re-raise in `{head.source}`, so that a failing rank exits",
+            related=(Related("leads around the call", head),),
+        )
+
+
+def _handler(made: CallRecord) -> tuple[Place, Location] | None:
+    """The place of a call in a `try`, and the handler of that, where no other statement between the
+    `try` and the call can lead around the call."""
+    for place in made.site.places if made.site else ():
+        spot = made.rank.location(place.site)
+        for around in place.inside if spot else ():
+            if spot and around.text.startswith("try:") and around.ways:
+                way = around.ways[0]
+                return place, Location(spot.file, way.line, spot.function, way.text)
+            if not around.text.startswith(("with ", "try:")):
+                return None
+    return None
+
+
+class Finalizer(Explanation):
+    rule = "finalizer"
+    text = "the collective is called in `__del__`, when an object is collected"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        line = finalizer(suspect.call)
+        if line is None or all(map(finalizer, suspect.divergence.calls.values())):
+            return None
+        op, found = suspect.call.signature.op, entered(suspect)
+        return self.blame(
+            suspect,
+            cause=f"{op} is called in `__del__` ({line}), which Python runs when it collects the "
+            "object, at a different time on every rank"
+            + (f" (here {where(found[1])})" if found else ""),
+            fix=f"do not call collectives in `__del__`: call {op} in an explicit `close()`, at the "
+            "same point on every rank",
+        )
+
+
+class LoopExit(Explanation):
+    """Those who left the loop are at fault where it is known how they left, unless most did."""
+
+    rule = "loop-exit"
+    text = "some ranks left a loop that others are still in"
+    _skipped = False
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        left = left_loop(suspect)
+        if left is None or left.skipped is not self._skipped:
+            return None
+        blamed = self._who(suspect, left)
+        ours = left.blames and tuple(left.ranks) == blamed.ranks
+        skips = left.skips if ours else None
+        summary = f"{what_was_skipped(blamed)}: {sides_text(blamed)}"
+        if not left.known:
+            summary = f"ranks are in different rounds of a loop: {sides_text(blamed)}"
+        return self.blame(
+            blamed,
+            location=left.place if ours else None,
+            label=left.label if ours else "",
+            summary=summary if ours else "",
+            cause=f"{_why(blamed.divergence, left)}{left.cause}",
+            fix=left.fix,
+            related=skips.tried if skips else (),
+            steps=skips.steps if skips else None,
+            evidence=left.evidence if ours else None,
+            also=skips.ranks if skips else (),
+        )
+
+    def _who(self, suspect: Suspect, left: LeftLoop) -> Suspect:
+        divergence, gone = suspect.divergence, tuple(left.ranks)
+        if not left.known:
+            return Suspect(divergence, suspect.call, gone)
+        half = 2 * len(gone) - len(divergence.calls)
+        if left.blames and (half <= 0 or left.turn):
+            stay = divergence.others(gone)[0]
+            call = stay if suspect.call.rank.rank in gone else suspect.call
+            return Suspect(divergence, call, gone)
+        # Half of them left too early, or the other half too late: nothing tells which.
+        decided = divergence.extra or suspect.rounds or condition(suspect.call) is not None
+        if left.blames or decided or half or only_theirs(suspect):
+            return suspect
+        return Suspect(divergence, suspect.call, tuple(sorted(divergence.calls)))
+
+
+class SkippedRound(LoopExit):
+    rule = "skipped-round"
+    text = "some ranks skipped a round of a loop, or the rest of one"
+    _skipped = True
+
+
+class MissingCall(Explanation):
+    rule = "missing-call"
+    text = "a rank skipped a call that it made in every earlier round"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        if not suspect.rounds:
+            return None
+        found, who = entered(suspect), ranks_text(suspect.ranks)
+        around = f": {parts(found[1])}" if found else ""
+        if ways := ways_around(suspect.call):
+            around = ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:_WAYS_NAMED])
+        op = suspect.call.signature.op
+        return self.blame(
+            suspect,
+            cause=f"{_caught(suspect.divergence, suspect.ranks)}{who} made this call in each of "
+            f"the last {suspect.rounds} rounds but not in this one{around}",
+            fix=_branch_fix(suspect, *found)
+            if found
+            else f"call {op} on every rank of the group in every round, or on none",
+        )
+
+
+class OppositeBranches(Explanation):
+    rule = "opposite-branches"
+    text = "ranks take different branches of one `if`, with other collectives"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        found = entered(suspect)
+        if found is None or not opposed(suspect, *found):
+            return None
+        return self.blame(
+            suspect,
+            cause=f"ranks take different branches of `{opener(found[1])}`, whose collectives "
+            "differ or come in a different order",
+            fix=_branch_fix(suspect, *found),
+        )
+
+
+class Branch(Explanation):
+    rule = "branch"
+    text = "only some ranks enter the branch around the collective"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        found = entered(suspect)
+        if found is None:
+            return None
+        return self.blame(suspect, cause=parts(found[1]), fix=_branch_fix(suspect, *found))
+
+
+class KeyOrder(Explanation):
+    rule = "key-order"
+    text = "ranks loop over the same names (keys, a set) in a different order"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        if not suspect.call.key:
+            return None
+        cause = (
+            "the ranks loop over the same names in a different order (a `set` of strings is "
+            "ordered differently in every process)"
+        )
+        return self.blame(suspect, cause=cause, fix=_fix(suspect))
+
+
+class Reordered(Explanation):
+    rule = "reordered"
+    text = "ranks make the same calls in a different order"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        if not in_another_order(suspect):
+            return None
+        return self.blame(suspect, cause=_MATCHED_BY_ORDER, fix=_fix(suspect))
+
+
+class Unexplained(Explanation):
+    rule = "unexplained"
+    text = "the calls differ, and nothing on record says why"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        return self.blame(suspect, cause=_MATCHED_BY_ORDER, fix=_fix(suspect))
+
+
+EXPLANATIONS: tuple[Explanation, ...] = (
+    MembersOnly(),
+    DifferentGroups(),
+    Arguments(),
+    ExceptionExit(),
+    Thread(),
+    SwallowedException(),
+    Finalizer(),
+    SkippedRound(),
+    LoopExit(),
+    MissingCall(),
+    OppositeBranches(),
+    Branch(),
+    KeyOrder(),
+    Reordered(),
+    Unexplained(),
+)
+
+
+def explain(suspect: Suspect) -> tuple[Explanation, Attribution]:
+    """The first explanation that holds, and its answer."""
+    answers = ((one, one.explain(suspect)) for one in EXPLANATIONS)
+    return next((one, answer) for one, answer in answers if answer is not None)
+
+
+def rules(check: str) -> dict[str, str]:
+    """The rules of a check, in the order in which they are asked."""
+    return {one.rule: one.text for one in EXPLANATIONS if one.check == check}
+
+
+def members(ranks: tuple[int, ...]) -> str:
+    """The ranks of a group that is created."""
+    return str(list(ranks)) if ranks else "all ranks"
+
+
+_MATCHED_BY_ORDER = "collectives are matched by their order in the group, and the orders differ"
+
+
+_SAME_ORDER = "call the collectives in the same order on every rank (sort the keys looped over)"
+
+
+def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
+    """What to do about a branch around a call."""
+    call = blamed.call
+    # Both sides make the call, so moving it out of one branch helps nobody.
+    if in_another_order(blamed):
+        return _SAME_ORDER
+    if opposed(blamed, place, head):
+        return (
+            "call the same collectives in the same order in every branch of "
+            f"`{opener(head)}`, or once outside of it"
+        )
+    op = call.signature.op
+    if op.startswith("DDP"):
+        return unwrapped(head, call)
+    here = blamed.divergence.location(call)
+    return unbranched(head, f"call {op}" if here is None or op in here.source else "make this call")
+
+
+def _fix(blamed: Suspect) -> str:
+    """What to do where nothing tells why the calls differ."""
+    if in_another_order(blamed):
+        return _SAME_ORDER
+    if not blamed.rest:
+        return "call the same collectives in the same order on every rank of the group"
+    return f"call {blamed.call.signature.op} on every rank of the group, or on none"
+
+
+def _why(divergence: CallDivergence, left: LeftLoop) -> str:
     """What those who left the loop, or skipped a round, caught; empty where none was seen."""
     if not left.known:
         return ""
@@ -361,7 +487,6 @@ def _why(divergence: CallDivergence, left: LoopExit) -> str:
 def _caught(
     divergence: CallDivergence, ranks: Collection[int], ways: tuple[Location, ...] = ()
 ) -> str:
-    gone = [made.rank for n, made in divergence.calls.items() if n in ranks]
-    stay = [made.rank for n, made in divergence.calls.items() if n not in ranks]
-    what = caught(gone, stay, ways)
+    gone = [made.rank for rank, made in divergence.calls.items() if rank in ranks]
+    what = caught(gone, [made.rank for made in divergence.others(ranks)], ways)
     return f"{what}; " if what else ""

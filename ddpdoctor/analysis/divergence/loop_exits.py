@@ -38,9 +38,10 @@ from ..control_flow.loop_rounds import (
     until_call,
 )
 from ..control_flow.skipped_batches import SkippedBatches, skips
-from .divergence import CallDivergence
-from .divergence_causes import by_their_rank
+from .align import CallDivergence
+from .entered_branches import by_their_rank
 from .skipped_round import skipped_round
+from .suspects import Suspect
 
 SKIPPED_BY = "took_no_step_for_a_batch"
 """Name of the evidence which ranks skipped a round."""
@@ -75,7 +76,7 @@ class LoopExitKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class LoopExit:
+class LeftLoop:
     """A loop that some ranks left, or skipped a round of, while others are in it.
 
     Attributes:
@@ -219,9 +220,10 @@ def _either(ways: tuple[Location, ...]) -> str:
     return " or ".join(f"`{w.source}` ({w})" for w in ways[:_NAMED])
 
 
-def left_loop(divergence: CallDivergence) -> LoopExit | None:
+def left_loop(suspect: Suspect) -> LeftLoop | None:
     """The loop that ranks are in and others have left, or skipped a round of; None where that is
     not clear."""
+    divergence = suspect.divergence
     inside: dict[Key, list[int]] = {}
     heads: dict[Key, Location] = {}
     for rank, made in divergence.calls.items():
@@ -229,7 +231,7 @@ def left_loop(divergence: CallDivergence) -> LoopExit | None:
             inside.setdefault(key, []).append(rank)
             heads[key] = head
     loops: dict[tuple[int, ...], list[tuple[Location, list[CallRecord]]]] = {}
-    only = divergence.call.rank.rank if by_their_rank(divergence) else None
+    only = suspect.call.rank.rank if by_their_rank(suspect) else None
     for key, stay in inside.items():
         if only in stay:
             continue  # nobody else ever made that call in it
@@ -257,10 +259,10 @@ def left_loop(divergence: CallDivergence) -> LoopExit | None:
     if left is not None and left.blames:
         return left
     if (rounds := skipped_round(divergence)) is not None:
-        skipped = LoopExit(rounds.ranks, rounds.loop, LoopExitKind.SKIPPED, ways=rounds.ways)
+        skipped = LeftLoop(rounds.ranks, rounds.loop, LoopExitKind.SKIPPED, ways=rounds.ways)
         return replace(skipped, known=rounds.known, turn=rounds.turn)
-    usual = divergence.left_out and left and left.how is LoopExitKind.UNKNOWN
-    again = usual or (left is not None and _came_again(divergence, left))
+    usual = suspect.rounds and left and left.how is LoopExitKind.UNKNOWN
+    again = usual or (left is not None and _came_again(suspect, left))
     return None if again else left  # then the others are in a later round of the loop
 
 
@@ -271,36 +273,21 @@ def _began(divergence: CallDivergence, left: list[int], stay: list[int], loop: L
     return hows <= {LoopExitKind.BROKE, LoopExitKind.DRY, LoopExitKind.SKIPPED}
 
 
-def _came_again(divergence: CallDivergence, left: LoopExit) -> bool:
+def _came_again(suspect: Suspect, left: LeftLoop) -> bool:
     """Whether the others may be in a later round of an outer loop: nothing says that the loop was
     left too early, all ranks are in a loop around it, and a branch keeps some from the next call.
     """
-    call = divergence.call
+    call = suspect.call
     if left.how is not LoopExitKind.UNKNOWN or left.blames or call.rank.rank not in left.ranks:
         return False
     keys = [
         {key for key, _, _, _ in loops_around(made.rank, made.site)}
-        for made in divergence.calls.values()
+        for made in suspect.divergence.calls.values()
     ]
     return condition(call) is not None and bool(set.intersection(*keys))
 
 
-def with_leavers_at_fault(divergence: CallDivergence) -> CallDivergence:
-    """A copy with those at fault who left the loop, and the call that they skipped, where it is
-    known how they left; unchanged where most ranks left."""
-    left = left_loop(divergence)
-    if left is not None and not left.known:
-        return replace(divergence, culprits=tuple(left.ranks))
-    if left is None or not left.blames:
-        return divergence
-    if 2 * len(left.ranks) > len(divergence.calls) and not left.turn:
-        return divergence
-    stay = next(made for rank, made in divergence.calls.items() if rank not in left.ranks)
-    place = stay if divergence.call.rank.rank in left.ranks else divergence.call
-    return replace(divergence, culprits=tuple(left.ranks), call=place)
-
-
-def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> LoopExit | None:
+def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> LeftLoop | None:
     """The loop that a rank left for good while another rank is in a call inside of it.
 
     Args:
@@ -334,7 +321,7 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> 
     return replace(left, how=LoopExitKind.RAISED, ways=caught) if caught else left
 
 
-def _skipped_before(leaver: Rank, waiting: CallRecord) -> LoopExit | None:
+def _skipped_before(leaver: Rank, waiting: CallRecord) -> LeftLoop | None:
     """The loop around a call whose loader shows that a rank finished it with fewer optimizer
     steps, whatever that rank did last."""
     for _, head, _, _ in loops_around(waiting.rank, waiting.site):
@@ -356,14 +343,14 @@ def uneven_since(leaver: Rank, waiting: Rank, loop: Location) -> int | None:
 
 def _reported_loop(
     left: list[Leaver], loops: list[tuple[Location, list[CallRecord]]], one_function: bool = False
-) -> LoopExit | None:
+) -> LeftLoop | None:
     """Of nested loops, innermost first, the one to report.
 
     The first whose loader shows how it was left; otherwise the outermost (of one function) that is
     not known to have been finished: whoever leaves that one has left the inner ones, too.
     """
     numbers = [rank.rank for rank, _ in left]
-    candidate: LoopExit | None = None
+    candidate: LeftLoop | None = None
     ways: tuple[Location, ...] = ()
     short: Location | None = None
     same = True
@@ -379,22 +366,22 @@ def _reported_loop(
             candidate = None
         elif how is LoopExitKind.SKIPPED:
             known = skips([*left, *map(until_call, stay)], head)
-            return LoopExit(numbers, head, how, steps_taken(left[0]), ways, skips=known)
+            return LeftLoop(numbers, head, how, steps_taken(left[0]), ways, skips=known)
         elif how is not LoopExitKind.UNKNOWN:
-            return LoopExit(numbers, head, how, ways=ways)
+            return LeftLoop(numbers, head, how, ways=ways)
         elif candidate is None or (
             same_function(candidate.loop, head)
             if one_function
             else not (uneven(candidate.loop) and whole(stay[0], head))
         ):
-            candidate = LoopExit(numbers, head, how, ways=ways)
+            candidate = LeftLoop(numbers, head, how, ways=ways)
             same = same and not broken and SAME_ON_ALL.match(head.source) is not None
     if candidate and candidate.ways and short and same:
         return replace(candidate, loop=short, how=LoopExitKind.SKIPPED)
     return candidate
 
 
-def _with_exits(left: LoopExit, leaver: Rank, last: CallSite | None, stay: CallRecord) -> LoopExit:
+def _with_exits(left: LeftLoop, leaver: Rank, last: CallSite | None, stay: CallRecord) -> LeftLoop:
     if left.how not in (LoopExitKind.BROKE, LoopExitKind.UNKNOWN):
         return left
     sure = left.how is LoopExitKind.BROKE

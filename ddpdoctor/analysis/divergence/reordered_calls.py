@@ -7,7 +7,7 @@ from collections import Counter
 
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
 from ..control_flow.branches import arms, condition
-from .divergence import WINDOW, CallDivergence
+from .align import WINDOW, CallDivergence
 
 ROUNDS = 3
 """Rounds in which ranks have to make the calls in the same two orders. Names need one only."""
@@ -44,12 +44,19 @@ def reordered(
     width = _width(pairs)
     if not width or _one_by_one(known, logs, index):
         return None
-    culprits = tuple(sorted(r for r in made if len(other) == len(most) or r not in most))
-    place = made[other[0]]
-    before = tuple(m for r in made if (m := known.recorded(logs[r], index - 1)) is not None)
-    depth = place.arguments_depth if place.key else 0  # the loop
+    side = tuple(r for r in made if (r in other if len(other) == len(most) else r not in most))
     return CallDivergence(
-        key, index, made, (), True, False, culprits, place, depth, before=before, width=width
+        key,
+        index,
+        made,
+        (),
+        shifted=True,
+        extra=False,
+        side=side,
+        rest=tuple(most),
+        added=made[other[0]],
+        before=tuple(m for r in made if (m := known.recorded(logs[r], index - 1)) is not None),
+        width=width,
     )
 
 

@@ -15,7 +15,7 @@ from ..control_flow.caught_exceptions import handler
 from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around, places
 from ..control_flow.loop_rounds import iterations_of, skipped_in, until_call
 from ..waiting.failures import LOST_PEER
-from .divergence import CallDivergence
+from .align import CallDivergence
 
 _COUNTED = re.compile(r"for (\w+) in range\([\w.]+\):")
 _NUMBERED = re.compile(r"for (\w+), .+ in (?:\w+\.)*(?:tqdm\()?enumerate\((?!.*\bstart\b)[^,]+\):")

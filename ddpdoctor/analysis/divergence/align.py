@@ -1,27 +1,20 @@
-"""Where ranks diverge: at one number of one group they are not in the same call."""
+"""Where the calls of a group's ranks first differ: facts only, nobody is blamed here.
+
+`suspects` says which side looks wrong, `explanations` who is at fault and why.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from ...events import CALLERS
-from ...report.findings import Steps
 from ...run import Location
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
-from ..control_flow.branches import (
-    arms,
-    avoided,
-    branch,
-    called_apart,
-    condition,
-    same_lines,
-    within,
-)
+from ..control_flow.branches import arms, called_apart, same_lines, within
 from ..control_flow.jumps import Key, in_same_run
-from .periodic_calls import HISTORY, left_out
 
 WINDOW = 64
 """Calls around a divergence that are compared: enough for a round of most training loops."""
@@ -37,18 +30,14 @@ class CallDivergence:
             do: the ranks make the same calls in a different order.
         shifted: the ranks' sequences are the same but for calls that only some make, or swapped.
         extra: one side makes a call that the other does not.
-        culprits: the ranks at fault; call: the one to point at.
-        depth: how many callers up the ranks' lines differ (all may go through one helper).
+        side, rest: the ranks of the two sides compared; where `added` is known, `side` makes it.
+        added: the first call that `side` makes and `rest` does not, or not there.
         elsewhere: the ranks are on different lines: it is not one call with other arguments.
-        left_out: where the ranks at fault skipped the call: in how many earlier rounds, all of
-            them, they made it; 0 otherwise.
         before: what each rank called just before.
         width: after how many calls they make the same ones again; 0 where that is not seen.
-        again: the later calls in which they differ in the same way; steps: the optimizer steps of
-            all of them, up to step `until` where there were too many to examine.
-        after: 1 where these calls follow the optimizer step in which they are counted; 0 where they
-            precede it.
-        over: they come after all steps, outside of the training loop: they are in no step.
+        again: the later calls in which they differ in the same way; variants: those of them in
+            which the sides consist of other ranks.
+        cut: up to which call they were examined, where there were too many; -1 otherwise.
     """
 
     key: GroupKey
@@ -57,18 +46,15 @@ class CallDivergence:
     differs: tuple[str, ...]
     shifted: bool
     extra: bool
-    culprits: tuple[int, ...]
-    call: CallRecord
-    depth: int = 0
+    side: tuple[int, ...] = ()
+    rest: tuple[int, ...] = ()
+    added: CallRecord | None = None
     elsewhere: bool = False
-    left_out: int = 0
     before: tuple[CallRecord, ...] = ()
     width: int = 0
     again: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    until: int | None = None
-    after: int = 0
-    over: bool = False
+    variants: tuple[CallDivergence, ...] = ()
+    cut: int = -1
 
     def may_be_left(self, still: CallRecord, loop: Key) -> bool:
         """Whether ranks may have left a loop in which another rank is.
@@ -87,44 +73,49 @@ class CallDivergence:
             for made in self.before
         )
 
-    @property
-    def when(self) -> Steps | None:
-        """The optimizer steps in which the ranks differ; None for none."""
-        found = Steps.of(map(self.step, [self.call.step, *self.steps]))
-        if found is None or self.until is None:
-            return found
-        return Steps(found.first, found.last, found.count, self.until - found.first + 1)
+    def others(self, ranks: Collection[int]) -> list[CallRecord]:
+        """The calls of all but these ranks."""
+        return [made for rank, made in self.calls.items() if rank not in ranks]
 
-    def step(self, taken: int) -> int:
-        """The optimizer step of a call, -1 for none and for unknown.
+    def depth(self, call: CallRecord) -> int:
+        """How many callers up the line is that tells a call from those of the other side, where all
+        go through one helper; 0 where the innermost line does, or none.
 
-        Args:
-            taken: steps taken before the call.
+        For a loop over names it is the line of the loop.
         """
-        if self.over:
-            return -1
-        return max(taken - self.after, min(taken, 0))
+        if not self.differs and self.shifted and call.key:
+            return call.arguments_depth
+        rest = [m for m in self.calls.values() if m.index == call.index]
+        for depth in range(len(call.site.places) if call.site else 0):
+            here = call.location_at(depth)
+            if any(m.location_at(depth) != here for m in rest):
+                return depth
+        return 0
 
-    @property
-    def location(self) -> Location | None:
-        """The line to point at.
+    def location(self, call: CallRecord) -> Location | None:
+        """The line to point at for a call of this divergence.
 
         For a helper that all ranks share, or that only these ranks are in: the line that called it.
         For a helper that passes on the arguments in which they differ: the line they come from.
         """
-        depth = self.depth or called_apart(self.call, self.calls.values())
-        return self.call.location_at(depth or self.arguments_depth)
+        depth = self.depth(call) or called_apart(call, self.calls.values())
+        return call.location_at(depth or self.arguments_depth(call))
 
-    @property
-    def arguments_depth(self) -> int:
+    def arguments_depth(self, call: CallRecord) -> int:
         """How many callers up the arguments come from, where all ranks are on the same lines."""
         one = self.same_call and len({made.text for made in self.calls.values()}) == 1
-        return self.call.arguments_depth if one else 0
+        return call.arguments_depth if one else 0
 
     @property
     def same_call(self) -> bool:
         """Whether it is the same call with different arguments."""
         return "op" not in self.differs and not self.shifted and not self.elsewhere
+
+    def sides(self, first: Collection[int] = ()) -> Iterator[tuple[list[int], CallRecord]]:
+        """The ranks on each line and their call; those with a rank of `first` come first."""
+        sides = _sides(self.calls, lambda m: (m.location, m.key))
+        for side in sorted(sides, key=lambda s: s[0] not in first):
+            yield side, self.calls[side[0]]
 
 
 def _knows_all_of(made: CallRecord, file: str, function: str) -> bool:
@@ -139,7 +130,7 @@ def _knows_all_of(made: CallRecord, file: str, function: str) -> bool:
 _PARTS = ("op", "numel", "dtype", "device", "reduce_op", "root", "ranks")
 
 
-def judge(
+def compare(
     known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int, end: int
 ) -> CallDivergence | None:
     """The divergence at a call; None where the ranks do not diverge there.
@@ -153,11 +144,11 @@ def judge(
     if len(sides) < 2:
         return None
     # The two largest sides stand for all: whatever else differs also differs from the larger one.
-    one, other = sides[1], sides[0]
-    if index == end and (extra := _too_many(known, key, logs, index, (one, other))) is not None:
+    side, rest = sides[1], sides[0]
+    if index == end and (extra := _matched_with_next(known, key, logs, index, (side, rest))):
         return extra
-    a = list(known.window(logs[one[0]], index, WINDOW))
-    b = list(known.window(logs[other[0]], index, WINDOW))
+    a = list(known.window(logs[side[0]], index, WINDOW))
+    b = list(known.window(logs[rest[0]], index, WINDOW))
     differs = tuple(
         name
         for n, name in enumerate(_PARTS)
@@ -169,11 +160,10 @@ def judge(
     if not differs and (shift is None or _harmless(a, b, shift, end - index)):
         return None
     swapped = bool(differs) and shift is None and _swapped(a, b)
-    place, culprits = _fault(known, logs, index, a, b, one, other, shift, made)
-    elsewhere = bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None
-    earlier = 0
-    if elsewhere and shift is None and (missed := left_out(known, logs, index, made)):
-        place, culprits, earlier = missed
+    added = None
+    if shift is not None:
+        added = (a if shift.side == "a" else b)[shift.start]
+        side, rest = (side, rest) if shift.side == "a" else (rest, side)
     return CallDivergence(
         key=key,
         index=index,
@@ -181,14 +171,11 @@ def judge(
         differs=() if swapped else differs,
         shifted=shift is not None or swapped,
         extra=shift is not None and shift.only_one_side,
-        elsewhere=elsewhere,
-        left_out=earlier,
-        culprits=culprits,
-        call=place,
+        side=tuple(side),
+        rest=tuple(rest),
+        added=added,
+        elsewhere=bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None,
         before=tuple(m for r in made if (m := known.at(logs[r], index - 1)) is not None),
-        depth=_depth(
-            place, [m for m in made.values() if (m.rank.rank in culprits) is bool(earlier)] or b
-        ),
     )
 
 
@@ -197,7 +184,7 @@ def _of_several_models(made: dict[int, CallRecord]) -> bool:
     return len({m.model for m in made.values()} - {None}) > 1
 
 
-def _too_many(
+def _matched_with_next(
     known: CallLogs,
     key: GroupKey,
     logs: dict[int, GroupCalls],
@@ -221,12 +208,11 @@ def _too_many(
                 break
             if same_lines(before, there) or arms(before, there) is not None:
                 break
-            index, place = index - 1, before
+            index, added = index - 1, before
         if index < end:
             made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
-            culprits = _minority(callers, rest, place, known)
-            depth = _depth(place, [made[r] for r in rest])
-            return CallDivergence(key, index, made, (), True, True, culprits, place, depth)
+            two = (tuple(callers), tuple(rest))
+            return CallDivergence(key, index, made, (), True, True, *two, added)
     return None
 
 
@@ -300,16 +286,6 @@ def _at_once(made: list[CallRecord]) -> bool:
     return len(calls) == len(made) and all(not c.ended or c.ended >= last for c in calls)
 
 
-def _depth(place: CallRecord, others: list[CallRecord]) -> int:
-    """How many callers up the lines differ; 0 where the innermost do, or none."""
-    ours = place.site.places if place.site else ()
-    for depth in range(len(ours)):
-        here = place.location_at(depth)
-        if any(m.location_at(depth) != here for m in others if m.index == place.index):
-            return depth
-    return 0
-
-
 def _moved(
     xs: list[object], ys: list[object], longer_a: bool, i1: int, i2: int, j1: int, j2: int
 ) -> bool:
@@ -359,105 +335,3 @@ def _harmless(a: list[CallRecord], b: list[CallRecord], shift: Shift, end: int) 
         return True
     ours, theirs = longer[end], shorter[behind]
     return (ours.signature.op, ours.text) != (theirs.signature.op, theirs.text)
-
-
-def _fault(
-    known: CallLogs,
-    logs: dict[int, GroupCalls],
-    index: int,
-    a: list[CallRecord],
-    b: list[CallRecord],
-    one: list[int],
-    other: list[int],
-    shift: Shift | None,
-    made: dict[int, CallRecord],
-) -> tuple[CallRecord, tuple[int, ...]]:
-    """The call to point at, and the ranks at fault."""
-    if shift is not None:
-        extra = (a if shift.side == "a" else b)[shift.start]
-        callers = one if shift.side == "a" else other
-        rest = other if shift.side == "a" else one
-        if not shift.only_one_side and len(one) == len(other):
-            for side, first in ((one, a[0]), (other, b[0])):
-                if condition(first) is not None:
-                    return first, tuple(sorted(side))
-            return a[0], tuple(sorted(made))
-        return extra, _minority(callers, rest, extra, known)
-    x, y = a[0], b[0]
-    if x.what[0] == y.what[0] and x.text == y.text:
-        if len(one) < len(other) and 2 * len(other) >= len(made):
-            return x, tuple(sorted(set(made) - set(other)))
-        if len(one) + len(other) < len(made):
-            return x, tuple(sorted(made))
-        new = [_new(m, logs, known, index) for m in (x, y)]
-        if new[0] != new[1]:
-            return (x, tuple(sorted(one))) if new[0] else (y, tuple(sorted(other)))
-        return x, tuple(sorted(made))
-    suspicion_x, suspicion_y = (
-        _suspicion(x, y, logs[other[0]], known, index),
-        _suspicion(y, x, logs[one[0]], known, index),
-    )
-    if suspicion_x == suspicion_y and len(one) == len(other):
-        often_x, often_y = (_often(m, logs, one + other, known, index) for m in (x, y))
-        if max(often_x, often_y) < 2 * min(often_x, often_y) or often_x == often_y:
-            return x, tuple(sorted(made))
-        suspicion_y += often_y < often_x
-    if suspicion_y > suspicion_x:
-        return y, _minority(other, one, y, known)
-    return x, _minority(one, other, x, known)
-
-
-def _new(made: CallRecord, logs: dict[int, GroupCalls], known: CallLogs, index: int) -> bool:
-    """Whether no rank passed these arguments on this line before."""
-    start = max(0, index - WINDOW)
-    return not any(
-        m.text == made.text and m.what == made.what
-        for log in list(logs.values())[:8]
-        for m in known.window(log, start, index - start)
-    )
-
-
-def _suspicion(
-    made: CallRecord, other: CallRecord, others: GroupCalls, known: CallLogs, index: int
-) -> int:
-    """How much a call looks like the one that should not be there.
-
-    A branch on the rank weighs most, then that no rank called it before, then any branch; DDP's own
-    calls come in every step and are rarely at fault.
-    """
-    branches = condition(made) is not None or (avoided(made, other) and not arms(made, other))
-    seen = any(
-        m.text == made.text
-        for m in known.window(others, max(0, index - WINDOW), min(index, WINDOW))
-    )
-    composite = made.signature.op.startswith("DDP")
-    return 4 * branches + 2 * (not seen) + (branch(made) is not None) - composite
-
-
-def _often(
-    made: CallRecord, logs: dict[int, GroupCalls], ranks: list[int], known: CallLogs, index: int
-) -> int:
-    """How often a call was made on these lines so far: what comes in every round is less suspect
-    than what comes now and then."""
-    start = max(0, index - HISTORY)
-    return sum(
-        (m.what, m.text) == (made.what, made.text)
-        for rank in ranks[:8]
-        for m in known.window(logs[rank], start, index - start)
-    )
-
-
-def _minority(
-    callers: list[int], rest: list[int], made: CallRecord, known: CallLogs
-) -> tuple[int, ...]:
-    """The smaller of two sides: the callers, or those that do not make the call."""
-    if len(rest) < len(callers):
-        return tuple(sorted(rest))
-    return tuple(sorted(callers))
-
-
-def describe_sides(divergence: CallDivergence) -> Iterator[tuple[list[int], CallRecord]]:
-    """The ranks of each side and their call, the ranks at fault first."""
-    sides = _sides(divergence.calls, lambda m: (m.location, m.key))
-    for side in sorted(sides, key=lambda s: s[0] not in divergence.culprits):
-        yield side, divergence.calls[side[0]]

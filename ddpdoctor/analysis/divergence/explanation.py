@@ -1,0 +1,165 @@
+"""An explanation of a divergence, and the words that all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from typing import ClassVar
+
+from ...report.findings import Evidence, Related, Steps
+from ...run import Location, ranks_do, ranks_text
+from ...run.phrases import listed
+from ..control_flow.branches import branch, condition, head_of, leading
+from .attribution import WHO, Attribution
+from .entered_branches import around_all, entered, only_theirs
+from .loop_exits import left_loop
+from .suspects import Suspect
+
+_LINES_SHOWN = 4
+ANOTHER_ORDER = "called in a different order than on the other ranks"
+
+
+class Explanation(ABC):
+    """One rule: what it is about, when it holds, and what it says.
+
+    Attributes:
+        rule: its name in findings, for life; text: when it decides (`ddpdoctor explain`).
+        check: the check that reports it.
+    """
+
+    rule: ClassVar[str]
+    text: ClassVar[str]
+    check: ClassVar[str] = "collective-mismatch"
+
+    @abstractmethod
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        """Who is at fault; None where this rule does not hold."""
+
+    def blame(
+        self,
+        blamed: Suspect,
+        *,
+        cause: str,
+        fix: str,
+        label: str = "",
+        summary: str = "",
+        location: Location | None = None,
+        related: tuple[Related, ...] = (),
+        subjects: tuple[str, ...] = (),
+        steps: Steps | None = None,
+        evidence: Evidence | None = None,
+        also: Collection[int] = (),
+    ) -> Attribution:
+        """The attribution to the ranks of `blamed`, with its call.
+
+        Args:
+            label, summary: by default how the calls differ, and who makes which.
+            also: ranks that are at fault for the same, in an earlier round.
+        """
+        seen, said = _difference(blamed)
+        location = location or blamed.divergence.location(blamed.call)
+        ops = {made.signature.op for made in blamed.divergence.calls.values()}
+        return Attribution(
+            rule=self.rule,
+            culprits=tuple(sorted({*blamed.ranks, *also})),
+            call=blamed.call,
+            location=location,
+            label=label or seen,
+            summary=summary or f"{said}: {sides_text(blamed)}",
+            cause=cause,
+            fix=fix,
+            related=(*related, *_related(blamed, location)),
+            subjects=subjects or tuple(sorted(ops)),
+            steps=steps,
+            evidence=evidence or {},
+        )
+
+
+def _difference(blamed: Suspect) -> tuple[str, str]:
+    """A label and a sentence for how the calls differ, whatever the reason."""
+    divergence, op = blamed.divergence, blamed.call.signature.op
+    extra = divergence.extra or only_theirs(blamed)
+    one_op = len({made.signature.op for made in divergence.calls.values()}) == 1
+    others_entered = (
+        blamed.call.rank.rank not in blamed.ranks and not divergence.shifted and entered(blamed)
+    )
+    skipped = blamed.rounds or others_entered
+    label = "not what the other ranks call"
+    said = "ranks call different collectives"
+    if one_op:
+        said = f"ranks make different calls of {op}"
+    elif skipped:
+        said = f"{ranks_text(blamed.ranks)} skipped {op}"
+    if divergence.shifted:
+        label, said = ANOTHER_ORDER, "ranks make the same calls in a different order"
+    if extra:
+        label, said = "not called by every rank", f"only some ranks call {op} here"
+    return f"skipped by {WHO}" if skipped else label, said
+
+
+def what_was_skipped(blamed: Suspect) -> str:
+    divergence, op = blamed.divergence, blamed.call.signature.op
+    one_op = len({made.signature.op for made in divergence.calls.values()}) == 1
+    if one_op and not divergence.shifted:
+        return f"ranks make different calls of {op}"
+    return f"{ranks_text(blamed.ranks)} skipped {op}"
+
+
+def in_another_order(blamed: Suspect) -> bool:
+    """Whether all make the same calls, so that only their order is wrong."""
+    divergence = blamed.divergence
+    return divergence.shifted and not divergence.extra and not only_theirs(blamed)
+
+
+def sides_text(blamed: Suspect) -> str:
+    """`at call 3 of the default group, rank 1 calls all_reduce (train.py:88) and ...`."""
+    divergence, found = blamed.divergence, []
+    sides, depth = list(divergence.sides(blamed.ranks)), divergence.depth(blamed.call)
+    one_line = len({(made.signature.op, made.location_at(depth)) for _, made in sides}) == 1
+    for side, made in sides:
+        spot = made.location_at(depth) if depth else made.where
+        spots = ", ".join(filter(None, (str(spot or ""), made.key and f"`{made.key}`")))
+        what = made.signature.text if one_line else made.signature.op
+        found.append(f"{ranks_do(side, 'call')} {what}" + (f" ({spots})" if spots else ""))
+    return f"at call {divergence.index} of {divergence.key}, {listed(found)}"
+
+
+def _related(blamed: Suspect, location: Location | None) -> tuple[Related, ...]:
+    """The lines of the other ranks, and the branch around the call; `location` is shown already."""
+    lines_shown = dict[Location, str]()
+    for label, spot in (*_around(blamed, location), *_lines(blamed)):
+        if spot is not None and spot != location:
+            lines_shown.setdefault(spot, label)
+    return tuple(Related(label, spot) for spot, label in list(lines_shown.items())[:_LINES_SHOWN])
+
+
+def _around(blamed: Suspect, location: Location | None) -> Iterator[tuple[str, Location | None]]:
+    """The branch and the loop that made the ranks diverge."""
+    call, left = blamed.call, left_loop(blamed)
+    # Where a loop explains it, or all are at fault, only a branch on the rank is of interest.
+    heads = (condition(call), None if left or not blamed.rest else branch(call))
+    branched = next((h for h in heads if h is not None and not around_all(blamed, *h)), None)
+    spot = call.rank.location(branched[0].site) if branched else None
+    if branched is not None and spot is not None:
+        head = head_of(spot, branched[1])
+        if location is None or location.line != head.line:
+            yield leading(branched[1]), head
+    if left is not None:
+        yield left.label, left.place
+
+
+def _lines(blamed: Suspect) -> Iterator[tuple[str, Location | None]]:
+    """The line of each side, and the one that called it."""
+    divergence, call = blamed.divergence, blamed.call
+    sides, depth = list(divergence.sides(blamed.ranks)), divergence.depth(call)
+    by_all = len({made.caller for _, made in sides}) == 1
+    for side, made in sides:
+        op = made.signature.op
+        if divergence.arguments_depth(call):
+            here = f"the arguments of {op} on {ranks_text(side)} come from here"
+        else:
+            here = f"{ranks_do(side, 'call')} {op} here"
+        yield here, made.location_at(depth)
+        if not depth:
+            by = "called from here" if by_all else f"{op} of {ranks_text(side)} is called from here"
+            yield by, made.caller
