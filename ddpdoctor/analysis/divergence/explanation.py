@@ -27,8 +27,8 @@ class Explanation(ABC):
         check: the check that reports it.
     """
 
-    rule: ClassVar[str]
-    text: ClassVar[str]
+    rule: str
+    text: str
     check: ClassVar[str] = "collective-mismatch"
 
     @abstractmethod

@@ -8,7 +8,8 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ...events import CallSite, Place, Site, Statement
@@ -375,36 +376,23 @@ class Branch(Explanation):
         return self.blame(suspect, cause=parts(found[1]), fix=_branch_fix(suspect, *found))
 
 
-class KeyOrder(Explanation):
-    rule = "key-order"
-    text = "ranks loop over the same names (keys, a set) in a different order"
+@dataclass(frozen=True)
+class Order(Explanation):
+    """Nothing but the order of the calls is known.
+
+    Attributes:
+        holds: whether that is in this way.
+    """
+
+    rule: str
+    text: str
+    holds: Callable[[Suspect], object]
+    cause: str = "collectives are matched by their order in the group, and the orders differ"
 
     def explain(self, suspect: Suspect) -> Attribution | None:
-        if not suspect.call.key:
+        if not self.holds(suspect):
             return None
-        cause = (
-            "the ranks loop over the same names in a different order (a `set` of strings is "
-            "ordered differently in every process)"
-        )
-        return self.blame(suspect, cause=cause, fix=_fix(suspect))
-
-
-class Reordered(Explanation):
-    rule = "reordered"
-    text = "ranks make the same calls in a different order"
-
-    def explain(self, suspect: Suspect) -> Attribution | None:
-        if not in_another_order(suspect):
-            return None
-        return self.blame(suspect, cause=_MATCHED_BY_ORDER, fix=_fix(suspect))
-
-
-class Unexplained(Explanation):
-    rule = "unexplained"
-    text = "the calls differ, and nothing on record says why"
-
-    def explain(self, suspect: Suspect) -> Attribution | None:
-        return self.blame(suspect, cause=_MATCHED_BY_ORDER, fix=_fix(suspect))
+        return self.blame(suspect, cause=self.cause, fix=_fix(suspect))
 
 
 EXPLANATIONS: tuple[Explanation, ...] = (
@@ -420,9 +408,15 @@ EXPLANATIONS: tuple[Explanation, ...] = (
     MissingCall(),
     OppositeBranches(),
     Branch(),
-    KeyOrder(),
-    Reordered(),
-    Unexplained(),
+    Order(
+        "key-order",
+        "ranks loop over the same names (keys, a set) in a different order",
+        lambda suspect: suspect.call.key,
+        "the ranks loop over the same names in a different order (a `set` of strings is ordered "
+        "differently in every process)",
+    ),
+    Order("reordered", "ranks make the same calls in a different order", in_another_order),
+    Order("unexplained", "the calls differ, and nothing on record says why", lambda suspect: True),
 )
 
 
@@ -440,9 +434,6 @@ def rules(check: str) -> dict[str, str]:
 def members(ranks: tuple[int, ...]) -> str:
     """The ranks of a group that is created."""
     return str(list(ranks)) if ranks else "all ranks"
-
-
-_MATCHED_BY_ORDER = "collectives are matched by their order in the group, and the orders differ"
 
 
 _SAME_ORDER = "call the collectives in the same order on every rank (sort the keys looped over)"
