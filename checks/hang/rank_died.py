@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.divergence.faults import never_created
 from ddpdoctor.analysis.waiting.failures import (
-    CLEAN_UP_S,
     Failure,
     at_teardown,
     crash_line,
@@ -22,6 +21,7 @@ from ddpdoctor.analysis.waiting.failures import (
 )
 from ddpdoctor.analysis.waiting.sent_signals import sent as signal_sent
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
+from ddpdoctor.analysis.waiting.thresholds import CLEAN_UP_S
 from ddpdoctor.analysis.waiting.wait_graph import victims
 from ddpdoctor.events import MemoryLimit, NodeSample, RankExiting, RankSample, SpawnEnded
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps

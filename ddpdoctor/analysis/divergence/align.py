@@ -15,9 +15,7 @@ from ...run import Location
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
 from ..control_flow.branches import arms, called_apart, same_lines, within
 from ..control_flow.jumps import Key, in_same_run
-
-WINDOW = 64
-"""Calls around a divergence that are compared: enough for a round of most training loops."""
+from .thresholds import NEAR_BY, WINDOW
 
 
 @dataclass(frozen=True)
@@ -291,8 +289,8 @@ def _moved(
 ) -> bool:
     """Whether the other side makes the additional calls of one side, too, at a place near by."""
     if longer_a:
-        return any(x in ys[j1 : j1 + 16] for x in xs[i1:i2])
-    return any(y in xs[i1 : i1 + 16] for y in ys[j1:j2])
+        return any(x in ys[j1 : j1 + NEAR_BY] for x in xs[i1:i2])
+    return any(y in xs[i1 : i1 + NEAR_BY] for y in ys[j1:j2])
 
 
 def _tokens(a: list[CallRecord], b: list[CallRecord]) -> tuple[list[object], list[object]]:

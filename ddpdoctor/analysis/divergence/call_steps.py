@@ -8,7 +8,8 @@ from ...run import Run
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, call_logs
 from ..control_flow.branches import begins_round
 from ..control_flow.jumps import loops_around
-from .align import WINDOW, CallDivergence
+from .align import CallDivergence
+from .thresholds import WINDOW
 
 
 class CallSteps:

@@ -39,7 +39,7 @@ from ..waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ..waiting.wait_graph import gone, unanswered, victims, waiting_for
 from .attribution import Attribution
 from .loop_exits import MAY_END, LeftLoop, LoopExitKind, loop_of_leaver, uneven_since
-from .periodic_calls import HISTORY
+from .thresholds import HISTORY
 
 BranchLine = tuple[Location, Statement]
 """A branch that only some ranks enter, and its line."""

@@ -18,19 +18,9 @@ from ..calls.call_logs import (
 )
 from ..control_flow.branches import arms
 from ..waiting.snapshot import snapshot_of
-from .align import WINDOW, CallDivergence, compare
+from .align import CallDivergence, compare
 from .reordered_calls import reordered
-
-NEAR = 4
-"""Calls within which ranks may stop because of a divergence; later stops have another cause."""
-_FAULTS = 8
-"""Divergences of one group that are reported."""
-_TIMES = 2000
-"""Calls of one group that are examined for the same divergences."""
-_REACH = 1024
-"""Calls within which ranks have to be in the same call again."""
-_LOOKS = 64
-"""Harmless differences that are passed over in a row."""
+from .thresholds import FAULTS, LOOKS, NEAR, REACH, TIMES, WINDOW
 
 Marks = tuple[object, ...]
 
@@ -87,13 +77,13 @@ def _of_group(known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls]) -> li
     found: dict[object, CallDivergence] = {}
     judged: dict[Marks, CallDivergence | None] = {}
     start = 0
-    for _ in range(_TIMES):
+    for _ in range(TIMES):
         divergence = _next(known, key, logs, start, judged)
         if divergence is None:
             break
         texts = frozenset(m.text for m in divergence.calls.values())
         fault = texts, divergence.differs, divergence.shifted, divergence.extra
-        if fault not in found and len(found) == _FAULTS:
+        if fault not in found and len(found) == FAULTS:
             break
         found[fault] = _joined(found[fault], divergence) if fault in found else divergence
         if not divergence.width:
@@ -131,7 +121,7 @@ def _by_lines(
 ) -> CallDivergence | None:
     """The first divergence before call `until` that shows in the line numbers only."""
     first, *others = (logs[r] for r in sorted(logs))
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         found = (first_difference(first, o, lambda s: s.places, start) for o in others)
         index = min((i for i in found if i is not None), default=None)
         if index is None or (until is not None and index >= until):
@@ -212,7 +202,7 @@ def _width(known: CallLogs, logs: dict[int, GroupCalls], divergence: CallDiverge
     first = divergence.index + after
     if divergence.extra or not after:
         return 0
-    for index in range(first, first + _REACH):
+    for index in range(first, first + REACH):
         here = [known.recorded(log, index) for log in sides]
         before = [known.recorded(log, index - 1) for log in sides]
         moved = [not _same_call(h, b) for h, b in zip(here, before, strict=True)]

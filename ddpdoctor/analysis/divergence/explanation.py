@@ -14,8 +14,8 @@ from .attribution import WHO, Attribution
 from .entered_branches import around_all, entered, only_theirs
 from .loop_exits import left_loop
 from .suspects import Suspect
+from .thresholds import LINES_SHOWN
 
-_LINES_SHOWN = 4
 ANOTHER_ORDER = "called in a different order than on the other ranks"
 
 
@@ -130,7 +130,7 @@ def _related(blamed: Suspect, location: Location | None) -> tuple[Related, ...]:
     for label, spot in (*_around(blamed, location), *_lines(blamed)):
         if spot is not None and spot != location:
             lines_shown.setdefault(spot, label)
-    return tuple(Related(label, spot) for spot, label in list(lines_shown.items())[:_LINES_SHOWN])
+    return tuple(Related(label, spot) for spot, label in list(lines_shown.items())[:LINES_SHOWN])
 
 
 def _around(blamed: Suspect, location: Location | None) -> Iterator[tuple[str, Location | None]]:

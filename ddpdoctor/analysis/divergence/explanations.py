@@ -37,9 +37,7 @@ from .entered_branches import entered, only_theirs, opposed
 from .explanation import ANOTHER_ORDER, Explanation, in_another_order, sides_text, what_was_skipped
 from .loop_exits import LeftLoop, left_loop
 from .suspects import Suspect
-
-_WAYS_NAMED = 2
-
+from .thresholds import WAYS_NAMED
 
 NEW_GROUP_ON_ALL = (
     "call new_group on every rank, in the same order, and keep the group with this rank: "
@@ -337,7 +335,7 @@ class MissingCall(Explanation):
         found, who = entered(suspect), ranks_text(suspect.ranks)
         around = f": {parts(found[1])}" if found else ""
         if ways := ways_around(suspect.call):
-            around = ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:_WAYS_NAMED])
+            around = ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:WAYS_NAMED])
         op = suspect.call.signature.op
         return self.blame(
             suspect,

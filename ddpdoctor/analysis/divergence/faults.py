@@ -15,9 +15,10 @@ from ..waiting.snapshot import RankSnapshot, snapshot_of
 from .align import CallDivergence
 from .attribution import Attribution
 from .call_steps import CallSteps
-from .divergences import NEAR, divergences, got_past, latest
+from .divergences import divergences, got_past, latest
 from .explanations import explain
 from .suspects import suspect
+from .thresholds import GROUPS_NAMED, NEAR
 
 NEVER_CREATED = "never-created"
 """Rule of group-creation-mismatch: some ranks never created a group, as ranks do not that failed or
@@ -25,8 +26,6 @@ left before."""
 
 PASSED_BY_ALL = "all_ranks_continued"
 """Name of the evidence that all ranks continued after the divergence."""
-
-_GROUPS_NAMED = 3
 
 
 def never_created(other: Finding) -> bool:
@@ -95,7 +94,7 @@ class Fault:
     def fields(self, still: Standstill) -> dict[str, object]:
         """The fields of the finding."""
         elsewhere = [str(one.calls.key) for one in self.groups[1:]]
-        same = f"; the same in {some(elsewhere, _GROUPS_NAMED)}" if elsewhere else ""
+        same = f"; the same in {some(elsewhere, GROUPS_NAMED)}" if elsewhere else ""
         fields = self.why.fields({rank for one in self.groups for rank in one.culprits})
         assert self.why.call is not None
         steps = CallSteps(self.run, self.first, self.why.call)

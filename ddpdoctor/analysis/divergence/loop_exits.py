@@ -42,6 +42,7 @@ from .align import CallDivergence
 from .entered_branches import by_their_rank
 from .skipped_round import skipped_round
 from .suspects import Suspect
+from .thresholds import WAYS_NAMED
 
 SKIPPED_BY = "took_no_step_for_a_batch"
 """Name of the evidence which ranks skipped a round."""
@@ -51,9 +52,6 @@ VALUES_OMITTED_ON = "the_same_values_but_for_a_few_on_ranks"
 
 MAY_END = "may end the loop earlier on some ranks"
 """Label of a statement that may have ended a loop."""
-
-_NAMED = 2
-"""Statements named in a sentence."""
 
 
 class LoopExitKind(enum.Enum):
@@ -217,7 +215,7 @@ class LeftLoop:
 
 def _either(ways: tuple[Location, ...]) -> str:
     """`` `if bad:` (train.py:22) or `except ValueError:` (train.py:30)``."""
-    return " or ".join(f"`{w.source}` ({w})" for w in ways[:_NAMED])
+    return " or ".join(f"`{w.source}` ({w})" for w in ways[:WAYS_NAMED])
 
 
 def left_loop(suspect: Suspect) -> LeftLoop | None:

@@ -9,9 +9,7 @@ from itertools import pairwise, takewhile
 from ...run import Call, State
 from ..calls.call_logs import CallRecord, GroupKey
 from ..waiting.snapshot import RankSnapshot, Snapshot
-
-LEAST = 2
-"""Earlier rounds that have to be equal: fewer prove no habit."""
+from .thresholds import HABIT
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def left_out(now: Snapshot, ring: list[RankSnapshot]) -> MissingCall | None:
     for waiting, stand in zip(ring, [*ring[1:], ring[0]], strict=True):
         rounds = _rounds(now, stand, waiting.key) if waiting.key is not None else []
         *earlier, this = rounds or [0]
-        if len(earlier) >= LEAST and all(earlier) and not this:
+        if len(earlier) >= HABIT and all(earlier) and not this:
             found.append(MissingCall(stand, waiting, len(earlier)))
     return found[0] if len(found) == 1 else None
 
@@ -97,9 +95,9 @@ def _missed(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Unsent
     last = len(sites) - 1
     if last < 0 or sites[last] not in sites[:last]:
         return _broken_off(now, waiting, stand)
-    for long in range(1, last // (LEAST + 1) + 1):
+    for long in range(1, last // (HABIT + 1) + 1):
         row = sites[last - long : last]
-        if sites[last - LEAST * long : last] != row * LEAST:
+        if sites[last - HABIT * long : last] != row * HABIT:
             continue
         ends = [n for n in range(long, last) if sites[n - long : n] == row]
         if len({sites[n] for n in ends}) > 1:
@@ -126,7 +124,7 @@ def _broken_off(now: Snapshot, waiting: RankSnapshot, stand: RankSnapshot) -> Un
         return None
     *_, last = calls
     after = [then for call, then in pairwise(calls) if call.site == last.site]
-    if len(after) < LEAST or len({(c.site, c.peer) for c in after}) > 1:
+    if len(after) < HABIT or len({(c.site, c.peer) for c in after}) > 1:
         return None
     due = after[-1]
     made = now.known.point_to_point(stand.rank, due)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import itertools
 
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls
-
-HISTORY = 256
-"""Earlier calls that are examined."""
-_ROUNDS = 2
-"""Earlier rounds that have to be equal: fewer prove no habit."""
+from .thresholds import HABIT, HISTORY
 
 Said = tuple[tuple[object, ...], tuple[str, ...]]
 """What was called, and the text of the lines that led to it."""
@@ -37,7 +33,7 @@ def _next(said: list[Said], made: dict[int, CallRecord]) -> Missed | None:
     """The call that came next in every earlier round."""
     after = [then for now, then in itertools.pairwise(said) if now == said[-1]]
     after = after[1:]  # in the first round DDP makes an additional call of its own
-    if len(after) < _ROUNDS or len(set(after)) > 1:
+    if len(after) < HABIT or len(set(after)) > 1:
         return None
     kept = [m for m in made.values() if (m.what, m.text) == after[0]]
     rest = {r: m for r, m in made.items() if m not in kept}
@@ -55,7 +51,7 @@ def _due(said: list[Said], made: dict[int, CallRecord]) -> Missed | None:
         places = [n for n, s in enumerate(said) if s == what]
         rounds = [said[x:y] for x, y in itertools.pairwise([*places, len(said)])][1:]
         rest = {r: m for r, m in made.items() if (m.what, m.text) != what}
-        if len(rounds) <= _ROUNDS or any(r != rounds[0] for r in rounds) or not rest:
+        if len(rounds) <= HABIT or any(r != rounds[0] for r in rounds) or not rest:
             continue
         if all((m.what, m.text) in rounds[0] and _loops(m) == _loops(one) for m in rest.values()):
             return (one, tuple(sorted(rest)), len(rounds)) if _loops(one) else None

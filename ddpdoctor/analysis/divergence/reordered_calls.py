@@ -7,12 +7,8 @@ from collections import Counter
 
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
 from ..control_flow.branches import arms, condition
-from .align import WINDOW, CallDivergence
-
-ROUNDS = 3
-"""Rounds in which ranks have to make the calls in the same two orders. Names need one only."""
-_LONGEST = 16
-"""Calls of one round at most: in longer ones a match may be chance."""
+from .align import CallDivergence
+from .thresholds import LONGEST_ROUND, ROUNDS, WINDOW
 
 Pair = tuple[CallRecord, CallRecord]
 Mark = tuple[object, ...]
@@ -67,7 +63,7 @@ def _width(pairs: list[Pair]) -> int:
     part: list[Pair] = []
     for m, o in pairs:
         part.append((m, o))
-        if len({x.step for pair in part for x in pair}) > 1 or len(part) > _LONGEST:
+        if len({x.step for pair in part for x in pair}) > 1 or len(part) > LONGEST_ROUND:
             return 0
         ours, theirs = tuple(_mark(x) for x, _ in part), tuple(_mark(x) for _, x in part)
         if Counter(ours) != Counter(theirs):

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls
 from ..control_flow.branches import arms, avoided, branch, condition
-from .align import WINDOW, CallDivergence
-from .periodic_calls import HISTORY, left_out
-
-_RANKS_ASKED = 8
-"""Ranks whose earlier calls are read, at most."""
+from .align import CallDivergence
+from .periodic_calls import left_out
+from .thresholds import HISTORY, RANKS_ASKED, WINDOW
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def _new(made: CallRecord, logs: dict[int, GroupCalls], known: CallLogs, index: 
     start = max(0, index - WINDOW)
     return not any(
         m.text == made.text and m.what == made.what
-        for log in list(logs.values())[:_RANKS_ASKED]
+        for log in list(logs.values())[:RANKS_ASKED]
         for m in known.window(log, start, index - start)
     )
 
@@ -135,6 +133,6 @@ def _often(
     start = max(0, index - HISTORY)
     return sum(
         (m.what, m.text) == (made.what, made.text)
-        for rank in ranks[:_RANKS_ASKED]
+        for rank in ranks[:RANKS_ASKED]
         for m in known.window(logs[rank], start, index - start)
     )

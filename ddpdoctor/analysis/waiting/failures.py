@@ -20,6 +20,7 @@ from ...events import (
     StepDone,
 )
 from ...run import Call, Location, Rank, Run, State, shorten, stopped_in
+from .thresholds import CLEAN_UP_S, JUST_BEFORE_S, SEEN_S
 
 LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|recvValue failed|remote worker crashing"
@@ -34,12 +35,6 @@ TIMED_OUT = re.compile(
     r"|The client socket has timed out|Timed out initializing process group",
     re.IGNORECASE,
 )
-CLEAN_UP_S = 5.0
-"""Seconds within which a launcher terminates the other ranks."""
-_SEEN_S = 1.0
-"""Seconds within which the end of a process is seen."""
-_JUST_BEFORE_S = 60.0
-"""Seconds after a failed call within which an exception is taken to come from it."""
 EXIT_RAISED = "a `SystemExit`, perhaps raised by a signal handler"
 _TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
 
@@ -206,7 +201,7 @@ def call_failed(rank: Rank, raised: ExceptionRaised) -> float | None:
     last = rank.ring.last_calls[-1] if rank.ring and rank.ring.last_calls else None
     if last is None or last.state is not State.FAILED:
         return None
-    return last.ended if 0 <= raised.at - last.ended < _JUST_BEFORE_S else None
+    return last.ended if 0 <= raised.at - last.ended < JUST_BEFORE_S else None
 
 
 def lost_peer(raised: ExceptionRaised) -> bool:
@@ -290,7 +285,7 @@ def _cleaned_up(run: Run, ended: Failure, found: list[Failure]) -> bool:
         return False
     aborts = [f.at for f in found if at_teardown(run, f)]
     lost = [f.rank.wall(f.rank.ended.at) for f in found if f.kind == "lost" and f.rank.ended]
-    return any(-_SEEN_S < ended.at - at < CLEAN_UP_S for at in aborts) or any(
+    return any(-SEEN_S < ended.at - at < CLEAN_UP_S for at in aborts) or any(
         0 < ended.at - at < CLEAN_UP_S for at in lost
     )
 
@@ -306,7 +301,7 @@ def spawn_failed(run: Run) -> tuple[SpawnFailed, list[Failure]] | None:
     spawned = {r.started.spawned if r.started else 0 for r in killed}
     found = min((e for e in reported if {e.count} == spawned), key=lambda e: e.wall, default=None)
     first = min(f.at for f in ended)
-    if found is None or not 0 <= first - found.wall < _JUST_BEFORE_S:
+    if found is None or not 0 <= first - found.wall < JUST_BEFORE_S:
         return None
     lost = LOST_PEER.search(found.message) or TIMED_OUT.search(found.message)
     return None if lost and found.kind.startswith(_TORCHS) else (found, ended)

@@ -10,13 +10,10 @@ from ...events import FileRead, FileWritten
 from ...report.findings import Related
 from ...run import Location, Rank, Run, shorten
 from .failures import Failure
+from .thresholds import DIFFERING_FOLDERS, TIMESTAMP_DIGITS
 
 _MISSING = re.compile(r"No such file or directory: (?P<quote>['\"]?)(?P<path>.+)(?P=quote)")
-_MOMENT = 10
-"""Digits in a folder's name from which on it is taken for a date and time: a count has fewer."""
 _COUNT = re.compile(r"(?<!\d)\d{1,4}(?!\d)")
-_DIFFERING = 2
-"""Folders of the path that may differ at most: more of them are simply other paths."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def _differing_folders(path: str, other: str) -> list[tuple[str, str]] | None:
     if len(ours) != len(theirs) or ours[-1] != theirs[-1]:
         return None
     folders = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
-    return folders if len(folders) <= _DIFFERING else None
+    return folders if len(folders) <= DIFFERING_FOLDERS else None
 
 
 def _built_by_each_rank(other: MissingFile, first: Failure, folders: list[tuple[str, str]]) -> bool:
@@ -104,4 +101,4 @@ def _of_the_moment(a: str, b: str) -> bool:
     if a.startswith("tmp") and b.startswith("tmp") and len(a) == len(b) == len("tmp12345678"):
         return True
     digits = len(re.findall(r"\d", a))
-    return re.sub(r"\d", "0", a) == re.sub(r"\d", "0", b) and digits >= _MOMENT
+    return re.sub(r"\d", "0", a) == re.sub(r"\d", "0", b) and digits >= TIMESTAMP_DIGITS

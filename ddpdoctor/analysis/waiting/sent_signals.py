@@ -7,11 +7,10 @@ from collections.abc import Collection
 from ...events import SignalSent
 from ...run import Location, Rank, Run
 from .snapshot import RankSnapshot, Snapshot
+from .thresholds import APART_S
 
 _STOPS = (19, 20)
 """SIGSTOP and SIGTSTP, as Linux numbers them."""
-_APART_S = 1.0
-"""Seconds by which the clock of the sender and the last sign of life may differ."""
 
 Sent = tuple[Rank | None, Location | None]
 """The rank that sent it, and its line; None where none did."""
@@ -39,4 +38,4 @@ def stopping(run: Run, now: Snapshot, stand: RankSnapshot) -> Sent:
     does not count."""
     if stand.stood is None or stand.stood.state != "T":
         return None, None
-    return sent(run, stand.rank, _STOPS, now.at - stand.still_s - _APART_S)
+    return sent(run, stand.rank, _STOPS, now.at - stand.still_s - APART_S)

@@ -22,13 +22,7 @@ from ...report.findings import Steps
 from ...run import Call, Facts, Location, Phase, Rank, Run, State, shorten, stopped_in
 from ..calls.call_logs import CallLogs, CallRecord, GroupKey, call_logs
 from .failures import call_failed, destroyed, is_over, lost_peer
-
-STALL_S = 10.0
-"""Seconds without progress that count as a stall where no monitor learned it from the run."""
-QUIET_S = 1.0
-"""Seconds without progress after which a rank counts as waiting: a call may be in flight."""
-BUSY = 0.3
-"""Share of a core from which on a rank counts as computing."""
+from .thresholds import BUSY, QUIET_S, STALL_S
 
 DOING = {
     Phase.START: "starting",

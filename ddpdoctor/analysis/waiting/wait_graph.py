@@ -9,7 +9,8 @@ from ...events import FlightLog, Signature
 from ...events.operations import OPERATIONS
 from ...report.findings import Evidence
 from ...run import Phase, State, fold_ranks
-from .snapshot import QUIET_S, RankSnapshot, Snapshot
+from .snapshot import RankSnapshot, Snapshot
+from .thresholds import QUIET_S
 
 _SENDS = {name for name, o in OPERATIONS.items() if o.sends}
 _RECEIVES = {name for name, o in OPERATIONS.items() if o.receives}
