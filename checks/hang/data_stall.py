@@ -8,9 +8,15 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.failures import failures
-from ddpdoctor.analysis.waiting.patience import overdue
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
-from ddpdoctor.analysis.waiting.wait_graph import merged_stacks, missing, victims, waiting_for
+from ddpdoctor.analysis.waiting.wait_graph import (
+    merged_stacks,
+    missing,
+    overdue,
+    victims,
+    wait_lines,
+    waiting_for,
+)
 from ddpdoctor.events import LoaderSeen, RankStood, Worker
 from ddpdoctor.report.findings import (
     Check,
@@ -21,7 +27,7 @@ from ddpdoctor.report.findings import (
     Related,
     Severity,
 )
-from ddpdoctor.run import Phase, Rank, Run, ranks_do, ranks_text
+from ddpdoctor.run import Phase, Rank, Run, ranks_text
 
 WORKER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")
 
@@ -141,12 +147,9 @@ class DataStall(Check):
         workers = loader is None or bool(loader.workers)
         loop = first.rank.location(first.phase_site)
         where = (loop or first.location) if workers else (first.location or loop)
-        here = next((s.made.location for s in waiting if s.made), None)
-        others = sorted({s.rank.rank for s in waiting})
         waited, still = now.waited(stuck), max(s.still_s for s in stuck)
         thread = failed_threads.failed_thread(now, first)
-        related = [*failed_threads.failed_thread_line(thread, first)]
-        related += [Related(f"{ranks_do(others, 'wait')} here", here)] if here else []
+        related = [*failed_threads.failed_thread_line(thread, first), *wait_lines(waiting)]
         if loop is not None and loop != where:
             related.insert(0, Related("the loop over the loader", loop))
         rule = _rule(first.stood, loader)

@@ -7,19 +7,21 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.lock_wait import entering
-from ddpdoctor.analysis.waiting.patience import Overdue, overdue
 from ddpdoctor.analysis.waiting.sent_signals import stopping
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import (
+    Overdue,
     merged_stacks,
     missing,
+    overdue,
     pending,
     victims,
+    wait_lines,
     waiting_for,
 )
 from ddpdoctor.events import CallSite, InitEntered
-from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Phase, Rank, Run, ranks_do, ranks_text, ranks_were
+from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Severity
+from ddpdoctor.run import Phase, Rank, Run, ranks_text, ranks_were
 
 
 class RankMissing(Check):
@@ -94,7 +96,6 @@ class RankMissing(Check):
         they_are = "it is" if len(ranks) == 1 else "they are"
         has_not = "has not" if len(ranks) == 1 else "have not"
         have = "has" if len(others) == 1 else "have"
-        here = first.made.location if first.made else None
         where = absent[0].location
         sender, sent = stopping(run, now, absent[0])
         thread = failed_threads.failed_thread(now, absent[0])
@@ -105,12 +106,12 @@ class RankMissing(Check):
             confidence=Confidence.PROVEN if why is Overdue.TIMEOUT else Confidence.SUSPECTED,
             steps=absent[0].steps,
             subjects=(first.made.signature.op,) if first.made else (),
-            location=sent or where or here,
+            location=sent or where or first.location,
             label=f"stops {ranks_text(ranks[:1])} here" if sent else _label(absent[0], ranks),
             related=(
                 *failed_threads.failed_thread_line(thread, absent[0]),
                 *(block.related if block else ()),
-                *((Related(f"{ranks_do(others, 'wait')} here", here),) if here else ()),
+                *wait_lines(waiting),
             ),
             summary=f"{ranks_text(ranks)} {has_not} reached {call}, "
             f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "

@@ -18,8 +18,11 @@ from ddpdoctor.analysis.waiting.wait_graph import (
     in_init,
     merged_stacks,
     missing,
+    pairs,
+    path,
     pending,
     victims,
+    wait_lines,
 )
 from ddpdoctor.events import CommHook
 from ddpdoctor.report.findings import (
@@ -31,7 +34,7 @@ from ddpdoctor.report.findings import (
     Related,
     Severity,
 )
-from ddpdoctor.run import Location, Run, counted, ranks_do, ranks_text
+from ddpdoctor.run import Run, counted, ranks_do, ranks_text
 
 COMPARE_MESSAGES = (
     "compare source, destination and `tag=` of the messages at the lines in the stacks"
@@ -112,15 +115,14 @@ class Stall(Check):
         """Ranks that wait for each other in a cycle; `others` wait likewise, on the same lines."""
         first, more = ring[0], [s for other in others for s in other]
         waits = ", ".join(
-            f"rank {s.rank.rank} waits {s.doing} for rank {o.rank.rank}"
-            for s, o in zip(ring, [*ring[1:], ring[0]], strict=True)
+            f"rank {s.rank.rank} waits {s.doing} for rank {o.rank.rank}" for s, o in pairs(ring)
         )
         waits = f"ranks are deadlocked, waiting for each other: {waits}"
         if more:
             same = ranks_text(sorted(s.rank.rank for s in more))
             waits += f"; {same} likewise, on the same lines"
         evidence: Evidence = {
-            "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, first)),
+            "cycle": path(ring),
             **victims(now, [*ring, *more]),
             "stacks": merged_stacks(now),
         }
@@ -146,7 +148,7 @@ class Stall(Check):
             steps=first.steps,
             location=first.location,
             label=f"rank {first.rank.rank} waits here",
-            related=_waits(ring),
+            related=wait_lines(ring, first.location),
             summary=waits,
             cause=cause,
             fix=fix,
@@ -301,15 +303,6 @@ def _by_lines(now: Snapshot, rings: Iterable[list[RankSnapshot]]) -> list[list[l
         if not across_groups(ring):
             found.setdefault(lines if unsent(now, ring) is None else id(ring), []).append(ring)
     return list(found.values())
-
-
-def _waits(ring: list[RankSnapshot]) -> tuple[Related, ...]:
-    """The lines at which the other ranks wait."""
-    lines: dict[Location, list[int]] = {}
-    for stand in ring:
-        if stand.location is not None and stand.location != ring[0].location:
-            lines.setdefault(stand.location, []).append(stand.rank.rank)
-    return tuple(Related(f"{ranks_do(r, 'wait')} here", at) for at, r in list(lines.items())[:3])
 
 
 def _without_record(now: Snapshot, stands: list[RankSnapshot]) -> list[int]:

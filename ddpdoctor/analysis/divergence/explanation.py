@@ -10,11 +10,11 @@ from ...report.findings import Evidence, Related, Steps
 from ...run import Location, ranks_do, ranks_text
 from ...run.phrases import listed
 from ..control_flow.branches import branch, condition, head_of, leading
+from ..waiting.thresholds import LINES_SHOWN
 from .attribution import WHO, Attribution
 from .entered_branches import around_all, entered, only_theirs
 from .loop_exits import left_loop
 from .suspects import Suspect
-from .thresholds import LINES_SHOWN
 
 ANOTHER_ORDER = "called in a different order than on the other ranks"
 

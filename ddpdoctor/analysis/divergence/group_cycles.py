@@ -20,7 +20,7 @@ from ..control_flow.branches import (
 )
 from ..control_flow.jumps import loops_around, may_end
 from ..waiting.snapshot import RankSnapshot, Snapshot
-from ..waiting.wait_graph import victims
+from ..waiting.wait_graph import pairs, path, victims, wait_lines
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .explanations import Branch, LoopExit, MissingCall, SkippedRound
@@ -47,7 +47,7 @@ def report(now: Snapshot, ring: list[RankSnapshot]) -> dict[str, object]:
         "summary": f"{why.summary}: {where}",
         "cause": f"{why.cause}{DEADLOCKED}",
         "evidence": {
-            "cycle": " -> ".join(str(s.rank.rank) for s in (*ring, ring[0])),
+            "cycle": path(ring),
             **why.evidence,
             **victims(now, waiting),
         },
@@ -70,7 +70,7 @@ def _missing_call(now: Snapshot, ring: list[RankSnapshot]) -> Attribution | None
         culprits=(rank,),
         location=waiting.location,
         label=f"{WHO} did not make this call",
-        related=_here([stand], waiting.location),
+        related=wait_lines([stand], waiting.location),
         summary=f"rank {rank} skipped {number}",
         cause=f"in each of its last {skipped.rounds} rounds rank {rank} called this group "
         f"before {stand.made.place if stand.made else 'that line'}; this time it did not, so ",
@@ -100,7 +100,7 @@ def _branch(now: Snapshot, ring: list[RankSnapshot]) -> Attribution | None:
                 culprits=_fewer(there, rest),
                 location=stand.location,
                 label="not called by every rank",
-                related=(*around, *_here(rest, stand.location)),
+                related=(*around, *wait_lines(rest, stand.location)),
                 summary=f"only some ranks call {_op(stand)} here",
                 cause=f"{parts(head)}, and the others wait further down in a call of another "
                 "group; ",
@@ -112,8 +112,7 @@ def _branch(now: Snapshot, ring: list[RankSnapshot]) -> Attribution | None:
 def _loop_exit(now: Snapshot, ring: list[RankSnapshot]) -> Attribution | None:
     """Of those who left a loop and those who wait for them in it, the fewer are at fault; both
     where nothing tells. None where that is not clear, or holds for several loops."""
-    pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
-    found = [one for pair in pairs if (one := _left(now, *pair)) is not None]
+    found = [one for pair in pairs(ring) if (one := _left(now, *pair)) is not None]
     if len(found) != 1:
         return None
     left, gone, stay = found[0]
@@ -128,7 +127,7 @@ def _loop_exit(now: Snapshot, ring: list[RankSnapshot]) -> Attribution | None:
         culprits=_ranks([*gone, *stay]) if tied else _fewer(gone, stay),
         location=here,
         label=left.label,
-        related=(*unsure, *_here([*stay, *gone], here)),
+        related=(*unsure, *wait_lines([*stay, *gone], here)),
         summary=f"{left.who} {did}",
         cause=f"{left.cause}; ",
         fix=left.fix,
@@ -142,7 +141,7 @@ def _group_order(now: Snapshot, ring: list[RankSnapshot]) -> Attribution:
         culprits=_ranks([s for stand in ring for s in _with(now, stand)]),
         location=ring[0].location,
         label=f"{ranks_text([ring[0].rank.rank])} waits here",
-        related=_here([ring[1]], ring[0].location),
+        related=wait_lines([ring[1]], ring[0].location),
         summary="ranks wait for each other in different groups",
         cause="each waits in one group for a rank that waits in another: they use the groups in a "
         "different order, or one of them skipped a call; ",
@@ -205,15 +204,6 @@ def _with(now: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
     """The ranks that wait in the same call as this one, itself included."""
     index = stand.call.index if stand.call else -1
     return [s for s in now.blocked if s.key == stand.key and s.call and s.call.index == index]
-
-
-def _here(stands: list[RankSnapshot], shown: Location | None) -> tuple[Related, ...]:
-    """The lines at which ranks wait, but for the line that is shown already."""
-    lines: dict[Location, list[int]] = {}
-    for stand in stands:
-        if stand.location is not None and stand.location != shown:
-            lines.setdefault(stand.location, []).append(stand.rank.rank)
-    return tuple(Related(f"{ranks_do(ranks, 'wait')} here", spot) for spot, ranks in lines.items())
 
 
 def _op(stand: RankSnapshot) -> str:

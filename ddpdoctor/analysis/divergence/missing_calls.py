@@ -9,6 +9,7 @@ from itertools import pairwise, takewhile
 from ...run import Call, State
 from ..calls.call_logs import CallRecord, GroupKey
 from ..waiting.snapshot import RankSnapshot, Snapshot
+from ..waiting.wait_graph import pairs
 from .thresholds import HABIT
 
 
@@ -31,7 +32,7 @@ def left_out(now: Snapshot, ring: list[RankSnapshot]) -> MissingCall | None:
     """The rank of a cycle of waiting ranks that skipped a call; None where that is not clear, or
     holds for several."""
     found = []
-    for waiting, stand in zip(ring, [*ring[1:], ring[0]], strict=True):
+    for waiting, stand in pairs(ring):
         rounds = _rounds(now, stand, waiting.key) if waiting.key is not None else []
         *earlier, this = rounds or [0]
         if len(earlier) >= HABIT and all(earlier) and not this:
@@ -83,8 +84,7 @@ class Unsent:
 def unsent(now: Snapshot, ring: list[RankSnapshot]) -> Unsent | None:
     """The rank of a cycle of waiting ranks that skipped a message; None where that is not clear, or
     holds for several."""
-    pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
-    found = [missed for pair in pairs if (missed := _missed(now, *pair)) is not None]
+    found = [missed for pair in pairs(ring) if (missed := _missed(now, *pair)) is not None]
     return found[0] if len(found) == 1 else None
 
 

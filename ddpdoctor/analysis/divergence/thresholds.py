@@ -42,6 +42,3 @@ WAYS_NAMED = 2
 
 GROUPS_NAMED = 3
 """Other groups with the same fault named in a sentence."""
-
-LINES_SHOWN = 4
-"""Lines shown beside the one pointed at."""

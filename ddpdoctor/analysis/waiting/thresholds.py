@@ -27,3 +27,6 @@ TIMESTAMP_DIGITS = 10
 
 DIFFERING_FOLDERS = 2
 """Folders that may differ in two paths of one file at most: more of them are simply other paths."""
+
+LINES_SHOWN = 4
+"""Lines shown beside the one pointed at."""

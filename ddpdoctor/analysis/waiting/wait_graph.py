@@ -1,16 +1,18 @@
-"""The wait-for graph: which rank waits for which, and what that proves."""
+"""The wait-for graph: which rank waits for which, what that proves, and when it is a fault."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...events import FlightLog, Signature
 from ...events.operations import OPERATIONS
-from ...report.findings import Evidence
-from ...run import Phase, State, fold_ranks
+from ...report.findings import Evidence, Related
+from ...run import Location, Phase, Run, State, fold_ranks, ranks_do
+from .failures import timed_out
 from .snapshot import RankSnapshot, Snapshot
-from .thresholds import QUIET_S
+from .thresholds import LINES_SHOWN, QUIET_S
 
 _SENDS = {name for name, o in OPERATIONS.items() if o.sends}
 _RECEIVES = {name for name, o in OPERATIONS.items() if o.receives}
@@ -118,6 +120,26 @@ def across_groups(ring: list[RankSnapshot]) -> bool:
     return all(s.call is not None and s.call.index >= 0 for s in ring)
 
 
+def pairs(ring: list[RankSnapshot]) -> list[tuple[RankSnapshot, RankSnapshot]]:
+    """Each rank of a cycle, and the one that it waits for."""
+    return list(zip(ring, [*ring[1:], ring[0]], strict=True))
+
+
+def path(ring: list[RankSnapshot]) -> str:
+    """A cycle as evidence: `0 -> 1 -> 0`."""
+    return " -> ".join(str(s.rank.rank) for s in (*ring, ring[0]))
+
+
+def wait_lines(stands: list[RankSnapshot], shown: Location | None = None) -> tuple[Related, ...]:
+    """The lines at which ranks wait, but for the line that is shown already."""
+    lines: dict[Location, set[int]] = {}
+    for stand in stands:
+        if stand.location is not None and stand.location != shown:
+            lines.setdefault(stand.location, set()).add(stand.rank.rank)
+    found = (Related(f"{ranks_do(ranks, 'wait')} here", spot) for spot, ranks in lines.items())
+    return tuple(found)[:LINES_SHOWN]
+
+
 def _walk(edges: dict[int, list[int]], path: list[int]) -> list[int]:
     for following in edges.get(path[-1], []):
         if following in path:
@@ -206,3 +228,24 @@ def pending(now: Snapshot) -> list[str]:
             if not entry.retired:
                 lines.append(f"rank {stand.rank.rank}: {entry.sequence} {entry.op} {entry.sizes}")
     return lines[:20]
+
+
+class Overdue(enum.Enum):
+    """Why waiting counts as a fault: for the stall time, or until the backend's timeout."""
+
+    STALL = enum.auto()
+    TIMEOUT = enum.auto()
+
+
+def overdue(run: Run, now: Snapshot, absent: list[RankSnapshot]) -> Overdue | None:
+    """Why waiting for these ranks is a fault by now; None where it is not."""
+    if now.stall is not None:
+        return Overdue.STALL
+    if now.failed:
+        waiting = [s for a in absent for s in waiting_for(now, a)]
+        return Overdue.TIMEOUT if any(timed_out(s.rank) for s in waiting) else None
+    if run.now is not None or any(r.state == "finished" for r in run.ranks.values()):
+        return None
+    seen_by_monitor = any(node.last is not None for node in run.nodes.values())
+    waited = max((s.still_s for a in absent for s in waiting_for(now, a)), default=0.0)
+    return Overdue.STALL if waited >= now.hang_after and not seen_by_monitor else None
