@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.divergence.departures import RULES, UNEVEN_SINCE, departure, explain
+from ddpdoctor.analysis.divergence.attribution import first
+from ddpdoctor.analysis.divergence.departures import (
+    EXPLANATIONS,
+    RULES,
+    UNEVEN_SINCE,
+    departure,
+)
 from ddpdoctor.analysis.divergence.faults import never_created
 from ddpdoctor.analysis.divergence.loop_exits import explains_shifted_schedule
 from ddpdoctor.events import CallSite
@@ -59,7 +65,7 @@ class RankExitedEarly(Check):
         if why := departure(run):
             now = why.now
             yield self.finding(
-                **explain(why).fields(),
+                **first(EXPLANATIONS, why).fields(),
                 deadlocked=not now.failed
                 and all(s.waits_for_good for s in (*why.left, *why.waiting)),
                 fix_kind=FixKind.CHECK,

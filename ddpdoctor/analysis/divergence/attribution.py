@@ -1,9 +1,11 @@
-"""What an explanation answers: who is at fault, and what the report says of it."""
+"""Explanations, and what they answer: who is at fault, and what the report says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from ...report.findings import Evidence, Related, Steps
 from ...run import Location, ranks_text
@@ -23,6 +25,7 @@ class Attribution:
             that led around it.
         cause: why, without what follows from it.
         steps: where they are not those of the call.
+        check: the check that reports it, where there are several.
     """
 
     rule: str
@@ -37,6 +40,7 @@ class Attribution:
     subjects: tuple[str, ...] = ()
     steps: Steps | None = None
     evidence: Evidence = field(default_factory=dict)
+    check: str = ""
 
     def fields(self, culprits: Collection[int] = ()) -> dict[str, object]:
         """The fields of the finding; `culprits`: with those of other groups and rounds."""
@@ -54,3 +58,27 @@ class Attribution:
             "fix": self.fix,
             "evidence": self.evidence,
         }
+
+
+T = TypeVar("T")
+
+
+class Explanation(ABC, Generic[T]):
+    """One rule: when it holds, whom it blames, and what it says.
+
+    Attributes:
+        rule: its name in findings, for life; text: when it decides (`ddpdoctor explain`).
+    """
+
+    rule: str
+    text: str
+
+    @abstractmethod
+    def explain(self, why: T, /) -> Attribution | None:
+        """Who is at fault; None where this rule does not hold."""
+
+
+def first(explanations: Iterable[Explanation[T]], why: T) -> Attribution:
+    """The answer of the first explanation that holds."""
+    answers = (one.explain(why) for one in explanations)
+    return next(answer for answer in answers if answer is not None)

@@ -3,7 +3,6 @@ asked in the order of `EXPLANATIONS`. The first that answers wins."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +36,7 @@ from ..waiting.failures import (
 )
 from ..waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ..waiting.wait_graph import gone, unanswered, victims, waiting_for
-from .attribution import Attribution
+from .attribution import Attribution, Explanation
 from .loop_exits import MAY_END, LeftLoop, LoopExitKind, loop_of_leaver, uneven_since
 from .thresholds import HISTORY
 
@@ -179,15 +178,8 @@ def departure(run: Run) -> Departure | None:
     return Departure(now, left, waiting) if left else None
 
 
-class Explanation(ABC):
-    """One rule; see `explanations.Explanation`."""
-
-    rule: str
-    text: str
-
-    @abstractmethod
-    def explain(self, why: Departure) -> Attribution | None:
-        """Who is at fault; None where this rule does not hold."""
+class DepartureExplanation(Explanation[Departure]):
+    """An explanation of a departure."""
 
     def blame(
         self,
@@ -240,7 +232,7 @@ class Explanation(ABC):
         )
 
 
-class Branch(Explanation):
+class Branch(DepartureExplanation):
     rule = "branch"
     text = "most ranks entered a branch that the ranks that left did not"
 
@@ -272,7 +264,7 @@ class EnteredAlone(Branch):
         return self._entered(why, why.others) if len(why.others) <= len(why.ranks) else None
 
 
-class LoopExit(Explanation):
+class LoopExit(DepartureExplanation):
     rule = "loop-exit"
     text = "the ranks left a loop that others are still in"
     _skipped = False
@@ -305,7 +297,7 @@ class SkippedRound(LoopExit):
 
 
 @dataclass(frozen=True)
-class HowTheyEnded(Explanation):
+class HowTheyEnded(DepartureExplanation):
     """Nothing but how the ranks ended says why: one row for each way.
 
     Attributes:
@@ -327,7 +319,7 @@ class HowTheyEnded(Explanation):
         return self.blame(why, self.fix.format(_exit_called(why.leaver)), spot=spot, label=label)
 
 
-EXPLANATIONS: tuple[Explanation, ...] = (
+EXPLANATIONS: tuple[DepartureExplanation, ...] = (
     EnteredAlone(),
     Branch(),
     SkippedRound(),
@@ -370,12 +362,6 @@ EXPLANATIONS: tuple[Explanation, ...] = (
     ),
 )
 RULES = {one.rule: one.text for one in EXPLANATIONS}
-
-
-def explain(why: Departure) -> Attribution:
-    """The answer of the first explanation that holds."""
-    answers = (one.explain(why) for one in EXPLANATIONS)
-    return next(answer for answer in answers if answer is not None)
 
 
 def _mixed(why: Departure) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from ...run import Location, ranks_do, ranks_text
 from ...run.phrases import listed
 from ..control_flow.branches import branch, condition, head_of, leading
 from ..waiting.thresholds import LINES_SHOWN
-from .attribution import WHO, Attribution
+from .attribution import WHO, Attribution, Explanation
 from .entered_branches import around_all, entered, only_theirs
 from .loop_exits import left_loop
 from .suspects import Suspect
@@ -19,21 +18,10 @@ from .suspects import Suspect
 ANOTHER_ORDER = "called in a different order than on the other ranks"
 
 
-class Explanation(ABC):
-    """One rule: what it is about, when it holds, and what it says.
+class CallExplanation(Explanation[Suspect]):
+    """An explanation of a divergence; `check` reports it."""
 
-    Attributes:
-        rule: its name in findings, for life; text: when it decides (`ddpdoctor explain`).
-        check: the check that reports it.
-    """
-
-    rule: str
-    text: str
     check: ClassVar[str] = "collective-mismatch"
-
-    @abstractmethod
-    def explain(self, suspect: Suspect) -> Attribution | None:
-        """Who is at fault; None where this rule does not hold."""
 
     def blame(
         self,
@@ -61,6 +49,7 @@ class Explanation(ABC):
         ops = {made.signature.op for made in blamed.divergence.calls.values()}
         return Attribution(
             rule=self.rule,
+            check=self.check,
             culprits=tuple(sorted({*blamed.ranks, *also})),
             call=blamed.call,
             location=location,

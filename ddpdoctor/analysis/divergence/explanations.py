@@ -34,7 +34,13 @@ from ..control_flow.jumps import ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .entered_branches import entered, only_theirs, opposed
-from .explanation import ANOTHER_ORDER, Explanation, in_another_order, sides_text, what_was_skipped
+from .explanation import (
+    ANOTHER_ORDER,
+    CallExplanation,
+    in_another_order,
+    sides_text,
+    what_was_skipped,
+)
 from .loop_exits import LeftLoop, left_loop
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
@@ -46,7 +52,7 @@ NEW_GROUP_ON_ALL = (
 )
 
 
-class DifferentGroups(Explanation):
+class DifferentGroups(CallExplanation):
     rule = "different-order"
     text = "ranks create different groups at the same number"
     check = "group-creation-mismatch"
@@ -101,7 +107,7 @@ class MembersOnly(DifferentGroups):
         return self._created(blamed, cause, (here,))
 
 
-class Arguments(Explanation):
+class Arguments(CallExplanation):
     rule = "arguments"
     text = "one collective is called with different arguments"
     check = "collective-shape-mismatch"
@@ -145,7 +151,7 @@ class Arguments(Explanation):
         )
 
 
-class ExceptionExit(Explanation):
+class ExceptionExit(CallExplanation):
     rule = "exception-exit"
     text = "an exception led a rank to a collective in `finally:` or `except:`"
 
@@ -162,7 +168,7 @@ class ExceptionExit(Explanation):
         return self.blame(suspect, label=label, cause=outs[0].cause, fix=outs[0].fix)
 
 
-class Thread(Explanation):
+class Thread(CallExplanation):
     rule = "thread"
     text = "a thread calls a collective in the group that the main thread uses"
 
@@ -205,7 +211,7 @@ def _comes(rank: Rank, made: CallRecord, started: bool) -> bool:
     return any(s.thread and lines(rank, s) == made.text for s in rank.of(CallSite))
 
 
-class SwallowedException(Explanation):
+class SwallowedException(CallExplanation):
     """The ranks that skipped the call are further down in the function of the `try` around it."""
 
     rule = "swallowed-exception"
@@ -254,7 +260,7 @@ def _handler(made: CallRecord) -> tuple[Place, Location] | None:
     return None
 
 
-class Finalizer(Explanation):
+class Finalizer(CallExplanation):
     rule = "finalizer"
     text = "the collective is called in `__del__`, when an object is collected"
 
@@ -273,7 +279,7 @@ class Finalizer(Explanation):
         )
 
 
-class LoopExit(Explanation):
+class LoopExit(CallExplanation):
     """Those who left the loop are at fault where it is known how they left, unless most did."""
 
     rule = "loop-exit"
@@ -325,7 +331,7 @@ class SkippedRound(LoopExit):
     _skipped = True
 
 
-class MissingCall(Explanation):
+class MissingCall(CallExplanation):
     rule = "missing-call"
     text = "a rank skipped a call that it made in every earlier round"
 
@@ -347,7 +353,7 @@ class MissingCall(Explanation):
         )
 
 
-class OppositeBranches(Explanation):
+class OppositeBranches(CallExplanation):
     rule = "opposite-branches"
     text = "ranks take different branches of one `if`, with other collectives"
 
@@ -363,7 +369,7 @@ class OppositeBranches(Explanation):
         )
 
 
-class Branch(Explanation):
+class Branch(CallExplanation):
     rule = "branch"
     text = "only some ranks enter the branch around the collective"
 
@@ -375,7 +381,7 @@ class Branch(Explanation):
 
 
 @dataclass(frozen=True)
-class Order(Explanation):
+class Order(CallExplanation):
     """Nothing but the order of the calls is known.
 
     Attributes:
@@ -393,7 +399,7 @@ class Order(Explanation):
         return self.blame(suspect, cause=self.cause, fix=_fix(suspect))
 
 
-EXPLANATIONS: tuple[Explanation, ...] = (
+EXPLANATIONS: tuple[CallExplanation, ...] = (
     MembersOnly(),
     DifferentGroups(),
     Arguments(),
@@ -416,12 +422,6 @@ EXPLANATIONS: tuple[Explanation, ...] = (
     Order("reordered", "ranks make the same calls in a different order", in_another_order),
     Order("unexplained", "the calls differ, and nothing on record says why", lambda suspect: True),
 )
-
-
-def explain(suspect: Suspect) -> tuple[Explanation, Attribution]:
-    """The first explanation that holds, and its answer."""
-    answers = ((one, one.explain(suspect)) for one in EXPLANATIONS)
-    return next((one, answer) for one, answer in answers if answer is not None)
 
 
 def rules(check: str) -> dict[str, str]:

@@ -13,10 +13,10 @@ from ...run.phrases import some
 from ..calls.call_logs import call_logs
 from ..waiting.snapshot import RankSnapshot, snapshot_of
 from .align import CallDivergence
-from .attribution import Attribution
+from .attribution import Attribution, first
 from .call_steps import CallSteps
 from .divergences import divergences, got_past, latest
-from .explanations import explain
+from .explanations import EXPLANATIONS
 from .suspects import suspect
 from .thresholds import GROUPS_NAMED, NEAR
 
@@ -73,7 +73,6 @@ class Fault:
     """A divergence, and the same one in other groups that execute the same lines."""
 
     run: Run
-    check: str
     groups: tuple[Divergence, ...]
 
     @property
@@ -160,7 +159,7 @@ class Fault:
 
 def faults(run: Run, check: str) -> list[Fault]:
     """What a check has to report, the earliest first."""
-    return [fault for fault in _faults(run) if fault.check == check]
+    return [fault for fault in _faults(run) if fault.why.check == check]
 
 
 @lru_cache(maxsize=1)
@@ -170,25 +169,25 @@ def _faults(run: Run) -> tuple[Fault, ...]:
     Groups that have a rank in common are not joined: one may follow from the other.
     """
     known = call_logs(run)
-    found: list[tuple[object, str, list[Divergence]]] = []
+    found: list[tuple[object, list[Divergence]]] = []
     for calls in sorted(divergences(run), key=lambda d: began(d, 0.0)):
-        explanation, why = explain(suspect(known, calls))
+        why = first(EXPLANATIONS, suspect(known, calls))
         culprits = {*why.culprits}
         for round_ in calls.variants:
-            other = explain(suspect(known, round_))[1]
+            other = first(EXPLANATIONS, suspect(known, round_))
             # Where all are at fault, nothing told which in that round.
             if other.rule == why.rule and len(other.culprits) < len(round_.calls):
                 culprits |= {*other.culprits}
         divergence = Divergence(calls, why, tuple(sorted(culprits)))
         what = (why.rule, why.call and why.call.text, _lines(calls))
         ranks = {*calls.key.ranks}
-        apart = (f for f in found if not any(ranks & {*d.calls.key.ranks} for d in f[2]))
-        same = next((groups for fault, _, groups in apart if fault == what), None)
+        apart = (f for f in found if not any(ranks & {*d.calls.key.ranks} for d in f[1]))
+        same = next((groups for fault, groups in apart if fault == what), None)
         if same is None:
-            found.append((what, explanation.check, [divergence]))
+            found.append((what, [divergence]))
         else:
             same.append(divergence)
-    return tuple(Fault(run, check, tuple(groups)) for _, check, groups in found)
+    return tuple(Fault(run, tuple(groups)) for _, groups in found)
 
 
 def _lines(divergence: CallDivergence) -> object:
