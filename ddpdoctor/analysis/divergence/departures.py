@@ -37,7 +37,8 @@ from ..waiting.failures import (
 from ..waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ..waiting.wait_graph import gone, unanswered, victims, waiting_for
 from .attribution import Attribution, Explanation
-from .loop_exits import MAY_END, LeftLoop, LoopExitKind, loop_of_leaver, uneven_since
+from .left_loop import LeftLoop, LoopExitKind
+from .loop_exits import MAY_END, loop_of_leaver, uneven_since
 from .thresholds import HISTORY
 
 BranchLine = tuple[Location, Statement]

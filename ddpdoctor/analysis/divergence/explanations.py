@@ -41,7 +41,8 @@ from .explanation import (
     sides_text,
     what_was_skipped,
 )
-from .loop_exits import LeftLoop, left_loop
+from .left_loop import LeftLoop
+from .loop_exits import left_loop
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
 

@@ -24,7 +24,8 @@ from ..waiting.wait_graph import pairs, path, victims, wait_lines
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .explanations import Branch, LoopExit, MissingCall, SkippedRound
-from .loop_exits import MAY_END, LeftLoop, left_loop
+from .left_loop import LeftLoop
+from .loop_exits import MAY_END, left_loop
 from .missing_calls import left_out
 from .suspects import Suspect
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ...events import ExceptionPassed, Statement
 from ...run import Location
@@ -16,6 +15,7 @@ from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_a
 from ..control_flow.loop_rounds import iterations_of, skipped_in, until_call
 from ..waiting.failures import LOST_PEER
 from .align import CallDivergence
+from .left_loop import LeftLoop, LoopExitKind
 
 _COUNTED = re.compile(r"for (\w+) in range\([\w.]+\):")
 _NUMBERED = re.compile(r"for (\w+), .+ in (?:\w+\.)*(?:tqdm\()?enumerate\((?!.*\bstart\b)[^,]+\):")
@@ -23,24 +23,7 @@ _SETTINGS = re.compile(r"%\s*[A-Za-z_][\w.]*|==\s*[A-Za-z_][\w.]*\s*-\s*1\b")
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 
-@dataclass(frozen=True)
-class SkippedRound:
-    """Who skipped a round of a loop, so that the others are in a different one.
-
-    Attributes:
-        ranks: who skipped it; all ranks where it is not `known` which.
-        turn: the branch whose condition depends on the number of the round.
-        ways: the statements that skip the rest of a round.
-    """
-
-    ranks: list[int]
-    known: bool
-    loop: Location
-    turn: str
-    ways: tuple[Location, ...]
-
-
-def skipped_round(divergence: CallDivergence) -> SkippedRound | None:
+def skipped_round(divergence: CallDivergence) -> LeftLoop | None:
     """Who skipped a round, where some ranks are in a call that depends on the number of the round,
     and the others in one of every round; None where that is not clear."""
     if any(condition(made) for made in divergence.calls.values()):
@@ -59,7 +42,8 @@ def skipped_round(divergence: CallDivergence) -> SkippedRound | None:
             skipped = _skipped(divergence, ways, head)
             known = skipped in (here, rest)
             ranks = sorted(skipped if known else divergence.calls)
-            return SkippedRound(ranks, known, head, turn.text, ways)
+            how = LoopExitKind.SKIPPED
+            return LeftLoop(ranks, head, how, ways=ways, known=known, turn=turn.text)
     return None
 
 
