@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from types import CodeType
 
 from msgspec.structs import replace
@@ -18,11 +19,12 @@ from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...source.inplace_writes import inplace_statements
-from ...tensors.digests import digests
+from ...tensors.tensor_watch import TensorWatch, spread
 from ...training import lifecycle
 from ...training.records import Forward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
+from ...training.written_gradients import parameters
 from .gradient_sync import GradientSync
 
 LOOKED_AT = 6
@@ -41,17 +43,15 @@ class UnsteppedModel:
     """A wrapped model before its first optimizer step.
 
     Attributes:
-        positions: of the sampled parameters, in `Wrapped.parameters`.
-        numbers: their digests as the wrap left them.
+        sampled: some of its parameters, by position in `Wrapped.parameters`, since the wrap.
         lines: the user's lines that were running at the wrap, outermost first.
         forwards: forwards so far.
         moved: at a forward after the first, the digests were no longer those of the wrap.
         edited_at: lines before the first forward that change tensors in place.
     """
 
-    def __init__(self, positions: list[int], numbers: list[int], lines: list[Line]) -> None:
-        self.positions = positions
-        self.numbers = numbers
+    def __init__(self, sampled: TensorWatch, lines: list[Line]) -> None:
+        self.sampled = sampled
         self.lines = lines
         self.forwards = 0
         self.moved = False
@@ -70,11 +70,9 @@ class EditsAfterWrap(Watcher):
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
         count = len(model.parameters)
         replicated = [p for p in range(count) if p not in model.ignored]
-        step = max(1, len(replicated) // (LOOKED_AT - 1))
-        positions = sorted({*replicated[::step][: LOOKED_AT - 1], *replicated[-1:]})
-        self._unstepped[model] = UnsteppedModel(
-            positions, _numbers(model, positions), _user_lines(recorder)
-        )
+        sampled = TensorWatch(spread(replicated, LOOKED_AT), partial(parameters, model))
+        sampled.keep("wrap")
+        self._unstepped[model] = UnsteppedModel(sampled, _user_lines(recorder))
         self._waiting.enable()
 
     @on(lifecycle.forward_begins, during="_waiting")
@@ -83,7 +81,7 @@ class EditsAfterWrap(Watcher):
         if unstepped is None or unstepped.forwards == FORWARDS:
             return
         unstepped.forwards += 1
-        if _numbers(forward.model, unstepped.positions) == unstepped.numbers:
+        if not unstepped.sampled.changed("wrap"):
             return
         if unstepped.forwards == 1:
             unstepped.edited_at = inplace_statements(unstepped.lines, _user_lines(recorder))
@@ -95,7 +93,7 @@ class EditsAfterWrap(Watcher):
             unstepped = self._unstepped.pop(holding.model, None)
             if unstepped is None:
                 continue
-            changed = _numbers(holding.model, unstepped.positions) != unstepped.numbers
+            changed = bool(unstepped.sampled.changed("wrap"))
             if not changed and not unstepped.moved:
                 continue
             sites = [recorder.sites.number(*line) for line in unstepped.edited_at]
@@ -118,10 +116,6 @@ class EditsAfterWrap(Watcher):
             del self._unstepped[model]
         if not self._unstepped:
             self._waiting.disable()
-
-
-def _numbers(model: Model, positions: list[int]) -> list[int]:
-    return digests([model.parameters[p]() for p in positions])
 
 
 def _user_lines(recorder: Recorder) -> list[Line]:

@@ -19,12 +19,13 @@ from ...source.call_resolver import state_edit_in_frames
 from ...source.division import divided_by_world_size
 from ...source.line_tracer import Tracer
 from ...tensors.digests import ABSENT, digests
+from ...tensors.tensor_watch import spread
 from ...training import lifecycle
 from ...training.records import Backward, OptimizerModel, Step
 from ...training.snapshot import TensorSnapshot, ratio, rewritten, state_of
 from ...training.tracked_model import Model
-from ...training.written_gradients import WrittenGradients
-from .gradient_clears import CLEARED, clearing_site  # a key of `analysis.replicas.causes`
+from ...training.written_gradients import WrittenGradients, gradients
+from .gradient_clears import CLEARED, clearing_site
 from .gradient_sync import GradientSync
 
 LOOKED_AT = 6
@@ -181,7 +182,7 @@ class ManualEdits(Watcher):
             return
         began = time.perf_counter_ns()
         for model, snapshot in self._gradient_snapshots():
-            snapshot.called(_gradients(model, snapshot.positions))
+            snapshot.called(gradients(model, snapshot.positions))
         self.spent_ns += time.perf_counter_ns() - began
 
     def _function_ends(
@@ -193,7 +194,7 @@ class ManualEdits(Watcher):
         name, site = token
         began = time.perf_counter_ns()
         for model, snapshot in self._gradient_snapshots():
-            snapshot.returned(_gradients(model, snapshot.positions), name, site)
+            snapshot.returned(gradients(model, snapshot.positions), name, site)
             tracer = self._edits_of(model).tracer
             if tracer is not None and tracer.kind == "gradients":
                 tracer.pass_over()
@@ -271,9 +272,9 @@ class ManualEdits(Watcher):
             positions = (
                 _positions_to_look_at(recorder, model.expected)
                 if edits.whole
-                else _sampled(model.expected)
+                else spread(model.expected, LOOKED_AT)
             )
-            edits.gradients = TensorSnapshot(positions, _gradients(model, positions), sampled=True)
+            edits.gradients = TensorSnapshot(positions, gradients(model, positions), sampled=True)
             edits.backward_site = backward.site
             edits.gradients.touched = WrittenGradients(model, model.expected)
             _trace(recorder, edits, "gradients", model)
@@ -298,7 +299,7 @@ class ManualEdits(Watcher):
                 mine = snapshot.only(holding.held)
                 if mine.positions and not step.closure:
                     now = TensorSnapshot(
-                        mine.positions, _gradients(holding.model, mine.positions), sampled=True
+                        mine.positions, gradients(holding.model, mine.positions), sampled=True
                     )
                     self._emit(recorder, step.number, holding, "gradients", mine, now)
                 if rest := set(snapshot.positions).difference(mine.positions):
@@ -411,24 +412,10 @@ class ManualEdits(Watcher):
         )
 
 
-def _gradients(model: Model, positions: list[int]) -> list[Any]:
-    return [_gradient(model, p) for p in positions]
-
-
 def _positions_to_look_at(recorder: Recorder, positions: list[int]) -> list[int]:
     """All positions if the user asked for this step (`--every`), else a sample."""
     asked = recorder.every and recorder.step % recorder.every == 0
-    return list(positions) if asked else _sampled(positions)
-
-
-def _sampled(positions: list[int]) -> list[int]:
-    step = max(1, len(positions) // (LOOKED_AT - 1))
-    return sorted({*positions[::step][: LOOKED_AT - 1], *positions[-1:]})
-
-
-def _gradient(model: Model, position: int) -> Any:
-    parameter = model.parameters[position]()
-    return None if parameter is None else parameter.grad
+    return list(positions) if asked else spread(positions, LOOKED_AT)
 
 
 def _state(step: Step, holding: OptimizerModel, positions: list[int]) -> TensorSnapshot:
