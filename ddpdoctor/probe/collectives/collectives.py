@@ -14,7 +14,7 @@ from ..recording import hooks
 from ..recording.frames import disguise, unframe
 from ..recording.patching import refused, replace
 from ..recording.recorder import Recorder, current_recorder
-from ..recording.watcher import Watcher, on
+from ..recording.watcher import Args, Kwargs, Watcher, on
 from . import call_hooks
 from .call_log import call_log_of
 from .gathered_objects import GatheredObjects
@@ -202,7 +202,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
     root_at, group_root_at = place(kind.root), place("group_" + kind.root)
     object_at = place(kind.gathered)
 
-    def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def read(recorder: Recorder, args: Args, kwargs: Kwargs) -> int | None:
         given = len(args)
         group = args[group_at] if group_at < given else kwargs.get("group")
         messages = _batched(args, kwargs) if kind.op == BATCH else ()
@@ -244,7 +244,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
     return read
 
 
-def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _batched(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """The `P2POp`s of `batch_isend_irecv`."""
     given = args[0] if args else kwargs.get("p2p_op_list")
     return tuple(given) if isinstance(given, (list, tuple)) else ()

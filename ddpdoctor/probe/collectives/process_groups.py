@@ -20,7 +20,7 @@ from ..recording.frames import disguise, unframe
 from ..recording.patching import replace
 from ..recording.recorder import Recorder, write_probe_error
 from ..recording.torch_compat import group_name, group_ranks, live_groups
-from ..recording.watcher import Activate, Watcher
+from ..recording.watcher import Activate, Args, Error, Kwargs, Watcher
 from ..source.source_text import lines_that_set
 from ..source.statements import early_exits_before
 
@@ -121,33 +121,25 @@ class ProcessGroups(Watcher):
         for group in groups.values():
             self._emit_ready(recorder, group)
 
-    def _init_ready(
-        self, recorder: Recorder, _: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _init_ready(self, recorder: Recorder, _: Any, result: Any, error: Error) -> None:
         if error is None:
             import torch.distributed as dist
 
             self._emit_ready(recorder, dist.group.WORLD)
 
-    def _new_entered(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _new_entered(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         return (
             asked_for(args, kwargs),
             bool(kwargs.get("use_local_synchronization", False)),
             str(kwargs.get("group_desc") or ""),
         )
 
-    def _new_ready(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _new_ready(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if error is None:
             ranks, local, description = token
             self._emit_ready(recorder, result, ranks, local, description)
 
-    def _split_ready(
-        self, recorder: Recorder, _: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _split_ready(self, recorder: Recorder, _: Any, result: Any, error: Error) -> None:
         if error is None and result is not None:
             self._emit_ready(recorder, result)
 
@@ -182,18 +174,14 @@ class ProcessGroups(Watcher):
             )
         )
 
-    def _destroying(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, float]:
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[str, float]:
         import torch.distributed as dist
 
         group = args[0] if args else kwargs.get("group")
         everything = group is None or group is dist.group.WORLD
         return "" if everything else group_name(group), time.monotonic()
 
-    def _destroyed(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _destroyed(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if error is None:
             name, began = token
             recorder.emit(GroupDestroyed(at=began, name=name, site=recorder.site()))
@@ -202,7 +190,7 @@ class ProcessGroups(Watcher):
                 self.created = 0
 
 
-def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _init_arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
     names = ("backend", "init_method", "timeout", "world_size", "rank", "store")
     given: dict[str, Any] = {
         "backend": None,
@@ -218,7 +206,7 @@ def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return given
 
 
-def _init_entered(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _init_entered(recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
     given = _init_arguments(args, kwargs)
     timeout = given["timeout"]
     recorder.emit(
@@ -285,7 +273,7 @@ def _changed_environment() -> dict[str, str]:
     return {name: value for name, value in now.items() if before.get(name) != value}
 
 
-def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+def asked_for(args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:
     """The ranks passed to `new_group`; None for all, and for an iterator, which must not be
     consumed."""
     ranks = args[0] if args else kwargs.get("ranks")

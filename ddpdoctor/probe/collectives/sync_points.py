@@ -8,7 +8,7 @@ from typing import Any
 
 from ..recording import torch_compat
 from ..recording.recorder import Recorder
-from ..recording.watcher import Watcher
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 
 DEFAULT = "default"
 
@@ -37,9 +37,7 @@ class SyncPoints(Watcher):
         for name in ("wait", "get", "multi_get"):  # these block until a rank has set the key
             self.around(dist.Store, name, after=self._stored)  # type: ignore[attr-defined]
 
-    def _stored(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _stored(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if error is None:
             self.stored_at = time.monotonic()
 
@@ -51,7 +49,7 @@ class SyncPoints(Watcher):
                 self._marks[f"{self.generation}.{name or DEFAULT}"] = number
         return dict(self._marks)
 
-    def _leaving(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _leaving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.marks()
         if not args and not kwargs:
             self.generation += 1

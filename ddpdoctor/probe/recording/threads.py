@@ -4,11 +4,10 @@ collectives too, with no line of the user's code on its stack."""
 from __future__ import annotations
 
 import threading
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from .recorder import Recorder
-from .watcher import Watcher
+from .watcher import Args, Kwargs, Watcher
 
 
 class Threads(Watcher):
@@ -20,7 +19,7 @@ class Threads(Watcher):
     def install(self) -> None:
         self.around(threading.Thread, "start", before=self._starting)
 
-    def _starting(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _starting(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         here = recorder.sites.here()
         self._started[args[0]] = here if here >= 0 else self.started_at()
 

@@ -18,6 +18,11 @@ from .hooks import Hook, Subscription, Subscriptions
 W = TypeVar("W", bound="Watcher")
 F = TypeVar("F", bound=Callable[..., None])
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Error = BaseException | None
+"""What the hooks of `around` get: the arguments of a call, and the exception that ended it."""
+
 Activate = Callable[[int, int, str | None], None]
 """Called with (rank, world size, init method) of `init_process_group`; -1 for what is left out."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import graph, node_number, saved
-from ..recording.watcher import Watcher
+from ..recording.watcher import Args, Kwargs, Watcher
 
 MOST = 64
 """The latest calls that are remembered: older graphs are freed by then."""
@@ -42,7 +42,7 @@ class AutogradGrad(Watcher):
         return next((t.site for t in reversed(self._ranges) if t.first <= number < t.end), -1)
 
 
-def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def begins(args: Args, kwargs: Kwargs) -> int:
     """Before a call of `torch.autograd.grad`: the number of the next node, to be passed to `ends`;
     -1 if the call creates no graph."""
     creates = args[4] if len(args) > 4 else kwargs.get("create_graph")

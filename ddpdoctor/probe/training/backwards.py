@@ -10,7 +10,7 @@ from typing import Any
 from ...storage.call_ring import Phase
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import call_without_modes, sequence_number
-from ..recording.watcher import Watcher
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..tensors.gradient_versions import version
 from . import lifecycle
 from .backward_observation import BackwardObservation
@@ -68,7 +68,7 @@ class Backwards(Watcher):
             torch.autograd, "backward", before=self._begins, after=self._ends, fast_path=usual
         )
 
-    def _begins(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
         if self.depth > 1:  # re-entrant checkpointing runs backward inside backward
             self.nested += 1
@@ -88,9 +88,7 @@ class Backwards(Watcher):
         backward.frame = None
         return backward
 
-    def _begins_fast(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _begins_fast(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         """The backward that comes next on the fast path; None if this call is not that."""
         step = steady_state.expected
         if step is None or (backward := (now := step.next).backward) is None:
@@ -157,9 +155,7 @@ class Backwards(Watcher):
         backward.roots = ()
         steady_state.settle(recorder, broken=averaged is not now.sync or not backward.models)
 
-    def _ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth -= 1
         if token is None:
             return
@@ -196,7 +192,7 @@ class Backwards(Watcher):
             lifecycle.backward_failed.fire(recorder, backward)
 
 
-def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _roots(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     tensors = args[0] if args else kwargs.get("tensors", ())
     return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
 

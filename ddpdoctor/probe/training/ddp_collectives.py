@@ -16,7 +16,7 @@ from ..collectives.collectives import Collectives, failed, mark
 from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import joins, sequence_number
-from ..recording.watcher import Watcher, on
+from ..recording.watcher import Args, Error, Kwargs, Watcher, on
 from . import lifecycle
 from .backward_observation import BackwardObservation
 from .records import Backward, Forward, Step
@@ -52,16 +52,14 @@ class DDPCollectives(Watcher):
             after=self._settled,
         )
 
-    def _wrapping(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _wrapping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         log = call_log_of(recorder)
         if log is None or not ProcessGroups.current.exist():
             return None
         number = ProcessGroups.current.number_of(kwargs.get("process_group"))
         return log.collective(number, "DDP()", log.here()) if number >= 0 else None
 
-    def _settled(
-        self, recorder: Recorder, number: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _settled(self, recorder: Recorder, number: Any, result: Any, error: Error) -> None:
         if error is None:
             mark(number, State.DONE)
         else:

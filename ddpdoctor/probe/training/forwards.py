@@ -14,7 +14,7 @@ from ..recording.import_hooks import when_imported
 from ..recording.patching import hide_hooks
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import call_without_modes
-from ..recording.watcher import Watcher, on
+from ..recording.watcher import Args, Error, Kwargs, Watcher, on
 from . import lifecycle
 from .ddp_collectives import DDPCollectives
 from .module_origins import ModuleOrigins
@@ -98,7 +98,7 @@ class Forwards(Watcher):
             ),
         )
 
-    def _begins(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         wrapper = args[0]
         model = WrappedModels.current.of_wrapper(wrapper)
         if model is None and self.adopting:
@@ -146,9 +146,7 @@ class Forwards(Watcher):
         new, self.registrations = made != self.registrations, made
         return new or lifecycle.looked_at(number)
 
-    def _begins_fast(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _begins_fast(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         """The forward that comes next on the fast path; None if this call is not that."""
         step = steady_state.expected
         if step is None or (forward := (now := step.next).forward) is None:
@@ -221,9 +219,7 @@ class Forwards(Watcher):
         forward.wrapper = forward.output = None
         forward.args, forward.kwargs = (), {}
 
-    def _ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None:
             return
         forward, began = token

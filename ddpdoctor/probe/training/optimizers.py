@@ -20,7 +20,7 @@ from ..recording.recorder import Recorder, current, run_hook
 from ..recording.sampling import FIRST_STEPS
 from ..recording.stopwatch import loading
 from ..recording.torch_compat import call_without_modes, own_pre_hooks, pre_hooks_after
-from ..recording.watcher import Watcher, on
+from ..recording.watcher import Args, Kwargs, Watcher, on
 from ..recording.weak_references import WeakIdentityMap
 from . import lifecycle
 from .backwards import Backwards
@@ -103,7 +103,7 @@ class Optimizers(Watcher):
         ):
             on_restore(register(hook).remove)
 
-    def _making(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.sites[args[0]] = recorder.site()
 
     def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from ..collectives.call_log import NEW_GROUPS, call_log_of
 from ..collectives.process_groups import ProcessGroups
 from ..recording import hooks
 from ..recording.recorder import Recorder
-from ..recording.watcher import Watcher
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 from . import lifecycle
 
 
@@ -57,25 +57,19 @@ class Phases(Watcher):
 
         return enters
 
-    def _joins(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _joins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         _enter(recorder, Phase.INIT, recorder.site())
 
-    def _destroys(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _destroys(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         _enter(recorder, Phase.LEAVING, recorder.site())
 
-    def _joined(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _joined(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         _enter(recorder, Phase.USER, -1)
 
-    def _destroyed(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _destroyed(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         _enter(recorder, Phase.USER, recorder.site())
 
-    def _makes_group(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _makes_group(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         """Log `new_group`: a collective of the whole world, unless it uses local
         synchronisation."""
         log = call_log_of(recorder)
@@ -85,9 +79,7 @@ class Phases(Watcher):
         members = tuple(sorted(int(r) for r in process_groups.asked_for(args, kwargs) or ()))
         return log.collective(NEW_GROUPS, "new_group", log.here(), ranks=members)
 
-    def _made_group(
-        self, recorder: Recorder, number: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _made_group(self, recorder: Recorder, number: Any, result: Any, error: Error) -> None:
         if number is not None and (log := call_log_of(recorder)):
             log.ring.mark(number, State.DONE if error is None else State.FAILED)
 

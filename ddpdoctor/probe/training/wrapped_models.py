@@ -13,7 +13,7 @@ from typing import Any
 from ...events import Submodule, Tensor, Wrapped
 from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
-from ..recording.watcher import Watcher
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..recording.weak_references import WeakIdentityMap
 from ..source.call_resolver import Found, setting_in_frames
 from . import lifecycle
@@ -86,7 +86,7 @@ class WrappedModels(Watcher):
 
         self.around(DistributedDataParallel, "__init__", before=self._wrapping, after=self._wrapped)
 
-    def _wrapping(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _wrapping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         """Record what is about to be wrapped; before the constructor, which may hang or abort."""
         given = arguments(args, kwargs)
         module = given.get("module")
@@ -134,9 +134,7 @@ class WrappedModels(Watcher):
         )
         return model
 
-    def _wrapped(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _wrapped(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None or error is not None:
             return
         model, reference = token
@@ -172,7 +170,7 @@ def _frozen_site(recorder: Recorder) -> int:
     return recorder.sites.number(found.code, found.line) if found else -1
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """The arguments of DDP's constructor by name, with defaults."""
     from torch.nn.parallel.distributed import DistributedDataParallel
 

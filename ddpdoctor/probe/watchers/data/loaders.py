@@ -19,7 +19,7 @@ from ...recording.patching import replace
 from ...recording.recorder import Recorder, current, run_hook
 from ...recording.stopwatch import loading as loading_time
 from ...recording.torch_compat import sequence_number
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.sample_digests import Fingerprints
 from ...training import lifecycle
@@ -110,7 +110,7 @@ class Loaders(Watcher):
 
     # --- what is made -------------------------------------------------------------------
 
-    def _making(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         """An attribute of a loader is set.
 
         Every loader class sets `dataset` once, in its constructor; not every one calls
@@ -125,14 +125,10 @@ class Loaders(Watcher):
         self.made[args[0]] = site, line.loaders
         line.loaders += 1
 
-    def _making_subset(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _making_subset(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         DatasetParts.current.made(args[0], recorder.site())
 
-    def _making_sampler(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _making_sampler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         site = recorder.site()
         self.made[args[0]] = site, 0
         given = dict(zip(("num_replicas", "rank"), args[2:4], strict=False)) | kwargs
@@ -142,12 +138,10 @@ class Loaders(Watcher):
         if isinstance(error, ValueError):
             recorder.emit(samplers.sampler_refused(error, *token), vital=True)
 
-    def _setting_epoch(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _setting_epoch(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.epochs_set[args[0]] = self.epochs_set.get(args[0], 0) + 1
 
-    def _ordering(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _ordering(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.ordered = args[0]
 
     def _ordered(self, recorder: Recorder, iteration: Iteration | None) -> None:
@@ -157,16 +151,16 @@ class Loaders(Watcher):
             number = integer(sampler.epoch) if not self.epochs_set.get(sampler) else None
             iteration.orders.append((iteration.counted + len(iteration.given), number))
 
-    def _joining(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _joining(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         steady_state.stop(recorder)
         self.joins += 1
 
-    def _joined(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _joined(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.joins -= 1
 
     # --- an iteration begins ------------------------------------------------------------
 
-    def _iterating(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _iterating(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         """Note the loader that is iterated; None inside `torch.optim.swa_utils.update_bn`, which
         may use any part of the data."""
         loader = args[1] if len(args) > 1 else kwargs["loader"]
@@ -176,7 +170,7 @@ class Loaders(Watcher):
         if token is not None and error is None:
             self._begin(recorder, *token)
 
-    def _resetting(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _resetting(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         """An iterator with persistent workers serves all epochs and is reset for each; the first
         reset is part of its constructor."""
         first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
@@ -247,9 +241,7 @@ class Loaders(Watcher):
         ready = dist.is_available() and dist.is_initialized()
         return sequence_number(dist.group.WORLD) if ready else self.sequence
 
-    def _destroying(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         """Keep the count of collectives: an iteration over an endless stream outlives the group."""
         self.sequence = self._sequence()
 

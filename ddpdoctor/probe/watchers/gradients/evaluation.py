@@ -17,7 +17,7 @@ from ...recording.hooks import Subscriptions
 from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, guarded, shielded
 from ...recording.torch_compat import compiling
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...tensors.pending_digests import Row
 from ...training import lifecycle
 from ...training.forwards import Forwards
@@ -89,9 +89,7 @@ class Evaluation(Watcher):
         self.around(torch.nn.Module, "eval", before=self._eval_called)
         on_restore(self._remove)
 
-    def _eval_called(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _eval_called(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         import torch
 
         module = args[0]

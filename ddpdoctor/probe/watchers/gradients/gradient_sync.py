@@ -15,7 +15,7 @@ from typing import Any
 from ....events import SyncPattern
 from ...recording.recorder import Recorder, current_recorder
 from ...recording.torch_compat import exposed_seconds
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...source.call_resolver import setting_in_frames
 from ...training import autograd_grad, lifecycle
@@ -152,9 +152,7 @@ class GradientSync(Watcher):
             return None
         return sync.last_averaged
 
-    def _no_sync(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> weakref.ref[Any]:
+    def _no_sync(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> weakref.ref[Any]:
         self._off_sites[args[0]] = recorder.site()
         return weakref.ref(args[0])
 
@@ -168,9 +166,7 @@ class GradientSync(Watcher):
         if error is None and (found := wrapper()) is not None:
             self._contexts[found] = weakref.ref(context)
 
-    def _grad_begins(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> int:
+    def _grad_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> int:
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
         inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
         Exchanges.current.autograd_grad_called(recorder, inputs)
@@ -186,9 +182,7 @@ class GradientSync(Watcher):
         Captures.depth += 1
         return autograd_grad.begins(args, kwargs)
 
-    def _grad_ends(
-        self, recorder: Recorder, first: int | None, result: Any, error: BaseException | None
-    ) -> None:
+    def _grad_ends(self, recorder: Recorder, first: int | None, result: Any, error: Error) -> None:
         if first is None:
             return
         Captures.depth = max(0, Captures.depth - 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ....events import Hyperparameters, ScalerStep, SchedulerStep
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...source.call_resolver import item_set_in_frames
 from ...training import lifecycle
@@ -84,12 +84,10 @@ class HyperparameterWatch(Watcher):
             if isinstance(kind, type) and "step" in vars(kind):
                 self.around(kind, "step", before=self._scheduled, after=self._scheduler_ends)
 
-    def _making(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         return args[0]
 
-    def _made(
-        self, recorder: Recorder, optimizer: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _made(self, recorder: Recorder, optimizer: Any, result: Any, error: Error) -> None:
         if optimizer is not None and error is None:
             self.made[optimizer] = _groups(optimizer)
 
@@ -133,9 +131,7 @@ class HyperparameterWatch(Watcher):
                 found[name] = recorder.sites.number(place.code, place.line)
         return found
 
-    def _scaler_begins(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _scaler_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         scaler = args[0]
         optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
         if optimizer is None or not scaler.is_enabled():
@@ -143,9 +139,7 @@ class HyperparameterWatch(Watcher):
         known = Optimizers.current.known_optimizer(optimizer)
         return scaler, optimizer, known.steps if known else 0, _scale(scaler), recorder.site()
 
-    def _scaler_ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _scaler_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None or error is not None:
             return
         scaler, optimizer, before, scale, site = token
@@ -183,14 +177,12 @@ class HyperparameterWatch(Watcher):
             )
         )
 
-    def _scaler_updates(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _scaler_updates(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         scale = args[1] if len(args) > 1 else kwargs.get("new_scale")
         if scale is not None and args[0].is_enabled():
             self.set_sites[args[0]] = recorder.site()
 
-    def _scheduled(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _scheduled(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.scheduler_depth += 1
         made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
         if self.scheduler_depth > 1 or not recorder.step or not made:
@@ -211,9 +203,7 @@ class HyperparameterWatch(Watcher):
                 )
             )
 
-    def _scheduler_ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _scheduler_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.scheduler_depth -= 1
 
 

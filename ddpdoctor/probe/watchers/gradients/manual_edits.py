@@ -14,7 +14,7 @@ from typing import Any
 from ....events import Clipped, Edited
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import state_edit_in_frames
 from ...source.division import divided_by_world_size
 from ...source.line_tracer import Tracer
@@ -152,9 +152,7 @@ class ManualEdits(Watcher):
         )
 
     def _clipping(self, name: str) -> Any:
-        def before(
-            recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[str, int]:
+        def before(recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[str, int]:
             self._function_begins()
             site = recorder.site()
             call = self.calls.get(site, 0)
@@ -168,9 +166,7 @@ class ManualEdits(Watcher):
 
         return before
 
-    def _unscaling(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, int]:
+    def _unscaling(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[str, int]:
         self._function_begins()
         return "unscale_", -1
 
@@ -185,9 +181,7 @@ class ManualEdits(Watcher):
             snapshot.called(gradients(model, snapshot.positions))
         self.spent_ns += time.perf_counter_ns() - began
 
-    def _function_ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _function_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth = max(0, self.depth - 1)
         if self.depth or token is None:
             return

@@ -22,7 +22,7 @@ from ...recording.hooks import Subscription
 from ...recording.recorder import Recorder
 from ...recording.sampling import FIRST_STEPS, Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums
 from ...tensors.pending_digests import Row, Rows, Waiting
 from ...training import lifecycle, optimizer_models, write_counts
@@ -230,9 +230,7 @@ class ReplicaDigests(Watcher):
             )
         )
 
-    def _destroying(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         if not (args or kwargs.get("group")):
             self._finish(recorder)
 

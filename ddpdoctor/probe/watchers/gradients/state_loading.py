@@ -13,7 +13,7 @@ from typing import Any
 
 from ....events import Loaded, StateTaken
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
@@ -74,9 +74,7 @@ class StateLoading(Watcher):
                     kind, "load_state_dict", before=self._load_scheduler, after=self._load_ends
                 )
 
-    def _load_module(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _load_module(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
         if self.depth > 1 or not WrappedModels.current.count():
             return None
@@ -84,15 +82,11 @@ class StateLoading(Watcher):
         assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
         return "weights", _owners(loaded), recorder.site(), assigned
 
-    def _load_optimizer(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _load_optimizer(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
         return None if self.depth > 1 else self._for_optimizer(recorder, "optimizer", args[0])
 
-    def _load_scheduler(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _load_scheduler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
         optimizer = getattr(args[0], "optimizer", None)
         if self.depth > 1 or optimizer is None:
@@ -105,9 +99,7 @@ class StateLoading(Watcher):
             self.early.append((what, weakref.ref(optimizer), time.monotonic(), recorder.site()))
         return what, owners, recorder.site(), False
 
-    def _load_scaler(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _load_scaler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
         return None if self.depth > 1 else ("scaler", [None], recorder.site(), False)
 
@@ -121,9 +113,7 @@ class StateLoading(Watcher):
                     Loaded(at=at, what=what, model=model.number, step=recorder.step, site=site)
                 )
 
-    def _load_ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _load_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth = max(0, self.depth - 1)
         if token is None or error is not None:
             return
@@ -144,9 +134,7 @@ class StateLoading(Watcher):
                     )
                 )
 
-    def _state_dict_begins(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _state_dict_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.saving += 1  # modules ask their children
         if self.saving > 1 or not WrappedModels.current.count():
             return
@@ -167,9 +155,7 @@ class StateLoading(Watcher):
                         )
                     )
 
-    def _state_dict_ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _state_dict_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.saving = max(0, self.saving - 1)
 
 

@@ -17,7 +17,7 @@ from ....events import ParametersChanged
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import without_gradient
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
 from ...source.call_resolver import setting_in_frames
 from ...training import lifecycle, optimizer_models
@@ -91,16 +91,12 @@ class ChangesAfterWrap(Watcher):
         self.around(torch.nn.Module, "_apply", before=self._apply_begins, after=self._apply_ends)
         self.around(torch.nn.Module, "requires_grad_", before=self._requires_grad_called)
 
-    def _requires_grad_called(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _requires_grad_called(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         if WrappedModels.current.live() and len(self.made) < CALLS_KEPT:
             flag = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
             self.made.append((weakref.ref(args[0]), flag, recorder.site()))
 
-    def _apply_begins(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _apply_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         """Note the AccumulateGrad nodes of parameters before they are cast or moved: that may give
         them new nodes, which lack DDP's hook."""
         self.applying += 1
@@ -115,9 +111,7 @@ class ChangesAfterWrap(Watcher):
                 before.append((model, parameters, nodes_of(parameters)))
         return before
 
-    def _apply_ends(
-        self, recorder: Recorder, before: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _apply_ends(self, recorder: Recorder, before: Any, result: Any, error: Error) -> None:
         self.applying -= 1
         for model, parameters, nodes in before or ():
             now = nodes_of(parameters)

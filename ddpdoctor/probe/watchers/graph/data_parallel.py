@@ -17,7 +17,7 @@ from ...recording import hooks
 from ...recording.frames import disguise, unframe
 from ...recording.patching import replace
 from ...recording.recorder import Recorder, current_recorder, write_probe_error
-from ...recording.watcher import Activate, Watcher, on
+from ...recording.watcher import Activate, Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...training import lifecycle
 from ...training.records import Step
@@ -80,12 +80,10 @@ class DataParallelWrappers(Watcher):
 
         replace(wrapper, "__init__", disguise(__init__, watched))
 
-    def _making(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         return weakref.ref(args[0]), recorder.site()
 
-    def _made(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _made(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None or error is not None:
             return
         reference, site = token
@@ -110,20 +108,18 @@ class DataParallelWrappers(Watcher):
             vital=True,
         )
 
-    def _forward(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _forward(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         known = self.known.get(args[0])
         if known is not None:
             known.forwards += 1
             known.site = recorder.site()
 
-    def _gathering(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _gathering(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         known = self.known.get(args[0])
         where = args[2] if len(args) > 2 else kwargs.get("output_device", -1)
         return None if known is None else (known, int(where))
 
-    def _gathered(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _gathered(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None or error is not None:
             return
         known, where = token

@@ -13,7 +13,7 @@ from typing import Any
 from ....events import DeviceTouched, DeviceUsed
 from ...recording import torch_compat
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Error, Watcher, on
 from ...training import lifecycle
 from ...training.records import Step
 from ...training.tracked_model import Model
@@ -78,9 +78,7 @@ class DevicesUsed(Watcher):
         if chosen:  # 0 is the default, so it does not show a choice
             self._emit_used(recorder, chosen, "set_device")
 
-    def _loaded(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _loaded(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self._find_contexts(recorder, "torch.load")
 
     def _find_contexts(self, recorder: Recorder, by: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from ....events import CommHook, ReadyTwice, StaticGraphBroken
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.source_text import call_named
 from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
@@ -58,7 +58,7 @@ class ReducerErrors(Watcher):
         )
 
     def _registering_comm_hook(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, recorder: Recorder, args: Args, kwargs: Kwargs
     ) -> CommHook | None:
         model = WrappedModels.current.of_wrapper(args[0])
         hook = args[2] if len(args) > 2 else kwargs.get("hook")
@@ -71,7 +71,7 @@ class ReducerErrors(Watcher):
         return CommHook(at=time.monotonic(), model=model.number, name=name, site=recorder.site())
 
     def _comm_hook_registered(
-        self, recorder: Recorder, hook: Any, result: Any, error: BaseException | None
+        self, recorder: Recorder, hook: Any, result: Any, error: Error
     ) -> None:
         if hook is not None and error is None:
             recorder.emit(hook)

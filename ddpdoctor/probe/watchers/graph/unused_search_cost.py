@@ -11,7 +11,7 @@ from typing import Any
 from ....events import SearchCost
 from ...recording import hooks
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
@@ -40,9 +40,7 @@ class UnusedSearchCost(Watcher):
                 traced=True,
             )
 
-    def _ends(
-        self, recorder: Recorder, token: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None or error is not None:
             return
         model, began = token
@@ -65,7 +63,7 @@ class UnusedSearchCost(Watcher):
             self._emit(recorder, model)
 
 
-def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _begins(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
     import torch
 
     model = WrappedModels.current.of_wrapper(args[0])

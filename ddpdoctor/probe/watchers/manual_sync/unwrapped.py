@@ -19,7 +19,7 @@ from ...recording import hooks
 from ...recording.hooks import Subscriptions
 from ...recording.names_in_frames import name_of
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import Reference, WeakIdentityMap
 from ...source.call_resolver import assignment_in_frames
 from ...tensors.collective_payload import PassedGradients
@@ -193,9 +193,7 @@ class UnwrappedModels(Watcher):
             vital=True,
         )
 
-    def _destroying(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         if not (args or kwargs.get("group")):
             _finish(recorder, wait=True)
 

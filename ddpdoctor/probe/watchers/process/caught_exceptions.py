@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from types import TracebackType
-from typing import Any
 
 import msgspec
 
@@ -21,7 +20,7 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.records import Backward, Forward, Loading
 from .worker_exceptions import relayed
@@ -60,9 +59,7 @@ class CaughtExceptions(Watcher):
         assert loading.error is not None
         self.record(recorder, "data", loading.error, loading.site)
 
-    def _message_written(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _message_written(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         """A message is logged or a traceback printed: record the exception being handled, if
         any."""
         error = sys.exc_info()[1]

@@ -25,7 +25,7 @@ from ...recording.import_hooks import when_imported
 from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, current_recorder, guarded
 from ...recording.threads import Threads
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source import file_polling, source_text
 
 MOST_PATHS = 400
@@ -205,7 +205,7 @@ class Files(Watcher):
             begin, end: called before and after it; `end` gets what `begin` returned.
         """
 
-        def begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def begins(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
             given = args[position] if len(args) > position else kwargs.get(keyword)
             path = self._path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
             if not path:
@@ -214,7 +214,7 @@ class Files(Watcher):
             self.inside.busy = True
             return (begun,)
 
-        def ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
+        def ends(recorder: Recorder, token: Any, result: Any, error: Error) -> None:
             if token is None:
                 return
             self.inside.busy = False

@@ -15,7 +15,7 @@ from typing import Any
 from ....events import ProgramSeen, ThreadsSeen
 from ...recording.code_locations import own_files
 from ...recording.recorder import Recorder
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.records import Step
 
@@ -54,9 +54,7 @@ class ProgramInfo(Watcher):
         self.program_emitted = True
         recorder.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
 
-    def _threads_set(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _threads_set(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.asked_at = recorder.site()
 
     @on(lifecycle.pulse)

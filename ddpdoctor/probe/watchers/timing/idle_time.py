@@ -21,7 +21,7 @@ from ...recording import torch_compat
 from ...recording.hooks import Subscriptions
 from ...recording.index_sample import halvings
 from ...recording.recorder import Recorder, shielded
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.records import Backward, Step
 from ...training.wrapped_models import WrappedModels
@@ -193,14 +193,10 @@ class IdleTime(Watcher):
         if self.looking and get_ident() == self.thread:
             self.waited[self.segment] += seconds
 
-    def _sync_buffers_begins(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> float:
+    def _sync_buffers_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> float:
         return time.monotonic()
 
-    def _sync_buffers_ends(
-        self, recorder: Recorder, began: Any, result: Any, error: BaseException | None
-    ) -> None:
+    def _sync_buffers_ends(self, recorder: Recorder, began: Any, result: Any, error: Error) -> None:
         if began is not None:
             self._waited(recorder, time.monotonic() - began)
 
