@@ -14,7 +14,7 @@ import torch
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.probe.source.call_resolver import state_edit_in_frames
 from ddpdoctor.probe.source.line_tracer import Tracer
-from ddpdoctor.probe.watchers.gradients import gradient_clears, manual_edits
+from ddpdoctor.probe.watchers.gradients import gradient_clears, limits, manual_edits
 from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
@@ -280,7 +280,7 @@ def test_what_is_looked_for_is_told_however_much_was_before(
     model: Any = object()
     ManualEdits.current._edits_of(model).count = told
     ManualEdits.current.look_now(model)
-    assert manual_edits.EMITTED_AT_MOST - ManualEdits.current._edits_of(model).count == left
+    assert limits.EDITS_EMITTED - ManualEdits.current._edits_of(model).count == left
 
 
 def late(
@@ -321,7 +321,7 @@ def late(
         )  # type: ignore[arg-type]
         if (
             ManualEdits.current._edits_of(model).gradients is not None
-            and number >= manual_edits.ALWAYS
+            and number >= limits.SNAPSHOTS_ALWAYS
         ):
             looks.append(number)
         if edits_at(number):
@@ -368,4 +368,4 @@ def test_a_line_that_is_not_found_is_not_looked_for_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, looks = late(monkeypatch, lambda n: n >= 100, line=False)
-    assert len(looks) <= 10 + manual_edits.TRACED_AT_MOST
+    assert len(looks) <= 10 + limits.TRACED_AT_MOST

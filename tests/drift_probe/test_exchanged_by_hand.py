@@ -12,7 +12,7 @@ from ddpdoctor.probe.collectives.process_groups import ProcessGroups
 from ddpdoctor.probe.training.backwards import Backwards
 from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.training.wrapped_models import WrappedModels
-from ddpdoctor.probe.watchers.manual_sync import exchanges, unwrapped
+from ddpdoctor.probe.watchers.manual_sync import exchanges, limits, unwrapped
 from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, Exchanges
 from ddpdoctor.probe.watchers.manual_sync.parallelism import Parallelism
 from ddpdoctor.probe.watchers.manual_sync.unwrapped import UnwrappedModels
@@ -281,7 +281,7 @@ def test_a_step_without_the_exchange_is_looked_at_and_the_next():
     due = looks_taken(200, parameters_held=65, complete=lambda n: n != 150)
     assert {150, 151} < set(due)
     often = looks_taken(2000, parameters_held=65, complete=lambda n: n % 2 == 0)
-    assert len(often) <= unwrapped.CHANGES_AT_MOST + 12
+    assert len(often) <= limits.CHANGES_AT_MOST + 12
 
 
 def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
@@ -295,7 +295,7 @@ def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
 
     assert [after(n) for n in (0, 11, 0, 5, 6)] == [False, True, False, False, True]
     assert not after(11, "parameters")
-    assert sum(after(11) for _ in range(1000)) < unwrapped.CHANGES_AT_MOST
+    assert sum(after(11) for _ in range(1000)) < limits.CHANGES_AT_MOST
 
 
 def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):

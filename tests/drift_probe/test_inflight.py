@@ -10,7 +10,7 @@ import torch
 
 from ddpdoctor.probe.collectives.call_hooks import Issued
 from ddpdoctor.probe.training.backwards import Backwards
-from ddpdoctor.probe.watchers.manual_sync import pending_works
+from ddpdoctor.probe.watchers.manual_sync import limits, pending_works
 from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, Exchanges
 from ddpdoctor.probe.watchers.manual_sync.pending_works import PendingWorks
 from ddpdoctor.storage.call_ring import State
@@ -77,4 +77,4 @@ def test_a_step_that_waits_for_it_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_later_steps_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert steps(monkeypatch, OWN, step=pending_works.STEPS) == 0
+    assert steps(monkeypatch, OWN, step=limits.WORK_STEPS) == 0

@@ -9,7 +9,7 @@ from ddpdoctor.probe.collectives.call_hooks import Call
 from ddpdoctor.probe.collectives.process_groups import ProcessGroups
 from ddpdoctor.probe.training.backwards import Backwards
 from ddpdoctor.probe.training.wrapped_models import WrappedModels
-from ddpdoctor.probe.watchers.gradients import replica_digests
+from ddpdoctor.probe.watchers.gradients import limits, replica_digests
 from ddpdoctor.probe.watchers.gradients.replica_digests import ReplicaDigests
 from ddpdoctor.probe.watchers.manual_sync import exchanges
 from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges
@@ -180,11 +180,11 @@ def test_a_hook_that_averages_gradients_leaves_the_parameters_alone(hooked, monk
         "digest",
         lambda *of, known=replica_digests.digest: digests.append(of) or known(*of),
     )
-    for _ in range(3 * replica_digests.ENOUGH_UNCHANGED):
+    for _ in range(3 * limits.ENOUGH_UNCHANGED):
         assert not in_a_hook(hooked, monkeypatch, lambda *_: None)
         for parameter in parameters(hooked):
             parameter.data.add_(1)  # the optimizer
-    assert len(digests) == 2 * replica_digests.ENOUGH_UNCHANGED, "then it is known"
+    assert len(digests) == 2 * limits.ENOUGH_UNCHANGED, "then it is known"
     one_by_one(parameters(hooked), assign)
     assert step(hooked), "an exchange by hand is looked at as ever"
 

@@ -6,7 +6,7 @@ import importlib
 
 from ..recording import hooks
 from ..recording.watcher import Activate, Watcher, find, in_order
-from ..training import steady_state
+from ..training.steady_state import steady_state
 from ..watchers.process import exits, spawned_processes
 
 PACKAGES = (
@@ -46,7 +46,7 @@ def install(activate: Activate) -> list[Missing]:
         The watchers that failed to install.
     """
     hooks.forget()
-    steady_state.forget()
+    steady_state.reset()
     missing: list[Missing] = []
     every = watchers()
     for watcher in every:

@@ -26,15 +26,7 @@ from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from ...training.written_gradients import parameters
 from .gradient_sync import GradientSync
-
-LOOKED_AT = 6
-"""Parameters sampled per model: edits at this point (initialisation, loading) reach all or many."""
-
-FORWARDS = 4
-"""Forwards before the first step at which they are compared; gradient accumulation has more."""
-
-FRAMES_AT_MOST = 50
-"""Of the stack, against runaway recursion."""
+from .limits import FORWARDS_AFTER_WRAP, FRAMES_AT_MOST, LOOKED_AT
 
 Line = tuple[CodeType, int]
 
@@ -78,7 +70,7 @@ class EditsAfterWrap(Watcher):
     @on(lifecycle.forward_begins, during="_waiting")
     def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
         unstepped = self._unstepped.get(forward.model)
-        if unstepped is None or unstepped.forwards == FORWARDS:
+        if unstepped is None or unstepped.forwards == FORWARDS_AFTER_WRAP:
             return
         unstepped.forwards += 1
         if not unstepped.sampled.changed("wrap"):

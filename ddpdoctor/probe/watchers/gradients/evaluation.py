@@ -25,12 +25,8 @@ from ...training.records import Forward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from . import replica_digests
+from .limits import RARELY
 from .replica_digests import ReplicaDigests
-
-RARELY = 4
-"""A part that is called without gradients counts as evaluated if at least this many forwards with
-gradients came before. One that is called more often belongs to training: it computes targets, say.
-"""
 
 
 class Evaluated:
@@ -61,9 +57,12 @@ class PendingDigests(NamedTuple):
 
 
 class Evaluation(Watcher):
-    """The global forward hook and what it waits for.
+    """Digests what is evaluated.
 
     Attributes:
+        evaluated, in_parts: by model, its evaluations as a whole, and those of its parts.
+        pending: digests that are on their way; meanwhile `settling` is enabled.
+        handle: of the global forward hook, None while nothing waits for it.
         models: models in evaluation mode whose next forward is recorded; `parts` submodules that
             were put there on their own.
         forwards: subscription to forwards of wrappers, which end the wait.
@@ -76,7 +75,6 @@ class Evaluation(Watcher):
         self.evaluated: defaultdict[int, Evaluated] = defaultdict(Evaluated)
         self.in_parts: defaultdict[int, Evaluated] = defaultdict(Evaluated)
         self.pending: list[PendingDigests] = []
-        # Enabled while digests are on their way.
         self.settling = Subscriptions()
         self.handle: Any = None
         self.models: set[Model] = set()

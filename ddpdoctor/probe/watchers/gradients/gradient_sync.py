@@ -27,15 +27,10 @@ from ...training.steady_state import Plan, interrupted, steady_state
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from ..manual_sync.exchanges import Exchanges
+from .limits import AGAIN_AT, PATTERNS_EMITTED
 
 NOT_REDUCED = "not reduced"
 INSIDE_FORWARD = "inside forward"
-EMITTED_AT_MOST = 2000
-"""Patterns recorded per model: programs may alternate between many."""
-
-AGAIN_AT = (9, 99, 999)
-"""Steps at which an unchanged pattern is recorded again, with the times DDP has measured so far:
-the first steps are no measure of speed."""
 
 
 class Contribution:
@@ -358,7 +353,7 @@ class GradientSync(Watcher):
         late = max((c.late for c in made), default=-1)
         pattern = (int(averaged), len(made) - averaged, reason, blame, line, late)
         unchanged = sync.emitted.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
-        if unchanged or sync.count >= EMITTED_AT_MOST:
+        if unchanged or sync.count >= PATTERNS_EMITTED:
             return
         sync.emitted[holding.optimizer] = pattern
         sync.count += 1

@@ -22,18 +22,10 @@ from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.optimizers import Optimizers
 from ...training.records import Step
+from .limits import EXACT_BELOW, GROUPS_AT_MOST, LISTED_BELOW, SCALER_CALLS_AT_MOST
 
 LEFT_OUT = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "initial_lr"))
 """Options that do not change what a step computes, or (`initial_lr`) only by way of another."""
-
-GROUPS_AT_MOST = 16
-LISTED_BELOW = 8
-"""Elements of an option that is a sequence (`betas`); longer ones are buffers, not options."""
-
-EXACT_BELOW = 1 << 53
-"""Larger integers become floats: JSON readers may not keep them exact."""
-
-SCALER_CALLS_AT_MOST = 5000
 
 
 class Scaler:

@@ -29,26 +29,16 @@ from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from .gradient_sync import GradientSync
+from .limits import (
+    BACKWARDS_LOOKED_AT,
+    BATCHES_AT_MOST,
+    FOLLOWED_AT_MOST,
+    GRAPHS_AT_MOST,
+    LOOKED_AT_AGAIN,
+    LOSSES_ENOUGH,
+    NODES_FOLLOWED,
+)
 
-NODES = 12
-"""Autograd nodes from the loss on that are looked at."""
-
-LOOKED_AT = 6
-"""Backwards per line whose loss is looked at; later one in `LOOKED_AT_AGAIN` of all."""
-
-LOOKED_AT_AGAIN = 17  # a prime: lines that take turns are all looked at
-GRAPHS_AT_MOST = 8
-"""Different graphs of a loss per line, by their last nodes; a new one is always looked at."""
-
-FOLLOWED_AT_MOST = 100
-"""Forwards under anomaly mode, which records the line of every node and is slow."""
-
-ENOUGH = 32
-"""After this many backwards of known lines in a row batch sizes are no longer noted, until there
-is a new line."""
-
-BATCHES_AT_MOST = 300
-"""Batches recorded: their sizes may differ in every step."""
 REDUCTION = {1: "mean", 2: "sum"}
 SIZES = "_saved_self_sym_sizes"
 
@@ -114,14 +104,14 @@ class LossScaling(Watcher):
         suspected = backward.site in self.suspected and backward.site not in self.emitted
         due = backward.number >= self.last + LOOKED_AT_AGAIN
         due |= self._new_graph(backward)
-        if looked >= LOOKED_AT and not suspected and not due:
+        if looked >= BACKWARDS_LOOKED_AT and not suspected and not due:
             self.idle += 1
-            if self.idle == ENOUGH:
+            if self.idle == LOSSES_ENOUGH:
                 self._sizing.disable()
                 for model in WrappedModels.current.live():
                     model.leading = ()
             return
-        if looked < LOOKED_AT or suspected:
+        if looked < BACKWARDS_LOOKED_AT or suspected:
             self.idle = 0
             self._sizing.enable()
         pending = [m for m in WrappedModels.current.live() if m.pending]
@@ -160,7 +150,7 @@ class LossScaling(Watcher):
         divided: list[tuple[Any, float, Model]] = []
         undone = unread = False
         reduction, weight, rows = "", 1.0, 0
-        for _ in range(NODES):
+        for _ in range(NODES_FOLLOWED):
             name = node.name()
             divisor = divisor_of(node)
             unread |= is_of_a_device(node)

@@ -27,31 +27,19 @@ from ...training.tracked_model import Model
 from ...training.written_gradients import WrittenGradients, gradients
 from .gradient_clears import CLEARED, clearing_site
 from .gradient_sync import GradientSync
-
-LOOKED_AT = 6
-"""Tensors sampled per model: an edit usually reaches all tensors, and each costs a digest."""
-
-ALWAYS = 64
-"""Steps in which snapshots are taken whatever they cost: most programs do in their first steps all
-that they ever do."""
-
-BUDGET_SHARE, LEAST_SHARE = 0.15, 0.05
-"""Share of the doctor's budget for this module, while the doctor is within its budget and after."""
-
-STEPS_APART, STEPS_OVERDUE, STEPS_OPEN = 100, 400, 16
-"""Steps from one look beyond the budget to the next, at a step that is due and at any other; and
-for how many steps such a look stays open for each optimizer of the model."""
-
-EMITTED_AT_MOST = 300
-EMITTED_ON_DEMAND = 20
-"""Edits recorded per model, and those kept in reserve for `look_now`."""
-
-TRACED_AT_MOST = 6
-"""Times that lines are traced to find the one that edits: tracing slows Python down several times.
-After that they are traced only where the next edit is due, if the last two set a rhythm."""
-
-SEARCHES = 3
-"""Searches of the source of running functions for a line that edits optimizer state, per model."""
+from .limits import (
+    BUDGET_SHARE,
+    EDITS_EMITTED,
+    EDITS_ON_DEMAND,
+    LEAST_SHARE,
+    LOOKED_AT,
+    SNAPSHOTS_ALWAYS,
+    STATE_SEARCHES,
+    STEPS_APART,
+    STEPS_OPEN,
+    STEPS_OVERDUE,
+    TRACED_AT_MOST,
+)
 
 NOT_EDITED: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
 """What is recorded of an unedited kind; see `_emit`."""
@@ -68,7 +56,7 @@ class ModelEdits:
         emitted: by kind and optimizer, what was recorded last.
         sites: lines that edit, by kind and whether values changed or were only written anew; one
             that divides by the world size comes first, and is in `divisors` as written.
-        searched: searches for a line that edits optimizer state, see `SEARCHES`.
+        searched: searches for a line that edits optimizer state, see `STATE_SEARCHES`.
         clears: lines that clear gradients, None until they were searched for.
         traced: traces so far, by kind.
         trace_position: by kind, the parameter to trace until its line is found.
@@ -209,7 +197,7 @@ class ManualEdits(Watcher):
         """
         edits = self._edits_of(model)
         edits.moments, edits.next_at = 0, 0.0
-        edits.count = min(edits.count, EMITTED_AT_MOST - EMITTED_ON_DEMAND)
+        edits.count = min(edits.count, EDITS_EMITTED - EDITS_ON_DEMAND)
         self._looking.enable()
 
     @on(lifecycle.wrapped)
@@ -237,7 +225,7 @@ class ManualEdits(Watcher):
         """Whether to take a snapshot now. Ranks need not agree: snapshots are not compared across
         ranks."""
         edits.moments += 1
-        if edits.moments <= 2 * ALWAYS:
+        if edits.moments <= 2 * SNAPSHOTS_ALWAYS:
             return True
         if recorder.every:
             return recorder.step % recorder.every == 0
@@ -380,7 +368,7 @@ class ManualEdits(Watcher):
             )
         how = (beside, bool(undone), bool(counted))
         state = (changed, share, besides, sites, how, functions, changers)
-        if edits.emitted.get(key, NOT_EDITED) == state or edits.count >= EMITTED_AT_MOST:
+        if edits.emitted.get(key, NOT_EDITED) == state or edits.count >= EDITS_EMITTED:
             return
         edits.count += 1
         edits.emitted[key] = state
@@ -424,7 +412,7 @@ def _find_line_of_state_edit(recorder: Recorder, edits: ModelEdits, step: Step) 
     """Search the source of the running functions for a line that edits optimizer state: it may run
     only once, so tracing comes too late."""
     optimizer = step.optimizer()
-    if optimizer is None or ("state", True) in edits.sites or edits.searched == SEARCHES:
+    if optimizer is None or ("state", True) in edits.sites or edits.searched == STATE_SEARCHES:
         return
     edits.searched += 1
     found = state_edit_in_frames(

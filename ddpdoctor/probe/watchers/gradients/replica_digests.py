@@ -18,7 +18,7 @@ from ....events.pack import pack
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
-from ...recording.hooks import Subscription
+from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.sampling import FIRST_STEPS, Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
@@ -32,19 +32,8 @@ from ...training.tracked_model import Model
 from ..manual_sync.exchanges import Exchanges
 from ..manual_sync.parameter_averaging import WriteBack
 from .gradient_sync import GradientSync
+from .limits import ENOUGH_UNCHANGED, SKETCHED_AT_EASE, SKETCHED_AT_MOST, STATES_AT_MOST
 from .manual_edits import ManualEdits
-
-STATES_AT_MOST = 64
-"""Parameters whose optimizer state is digested at a full step: state drifts with its parameters,
-so that a sample is enough."""
-
-ENOUGH_UNCHANGED = 8
-"""Steps in which an unknown communication hook must leave the parameters unchanged before it is
-taken to exchange gradients."""
-
-SKETCHED_AT_MOST = 400_000_000
-SKETCHED_AT_EASE = 1_000_000
-"""Elements up to which tensors are sketched at all, and whatever the budget (some milliseconds)."""
 
 
 class Watch:
@@ -83,7 +72,7 @@ class ReplicaDigests(Watcher):
     def __init__(self) -> None:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
-        self.forwards: Subscription[Forward] | None = None
+        self.forwards = Subscriptions()
 
     def install(self) -> None:
         import torch.distributed as dist
@@ -92,10 +81,6 @@ class ReplicaDigests(Watcher):
         self.around(
             (c10d, dist), "destroy_process_group", before=self._destroying, lost="drift at the end"
         )
-        begins = lifecycle.forward_begins.subscribe(
-            self._forward_begins, lost=self.lost, enabled=False
-        )
-        self.forwards = begins
 
     def look_whole(self, model: Model) -> None:
         """Digest every tensor of the model at its next step."""
@@ -138,7 +123,7 @@ class ReplicaDigests(Watcher):
         gradients = [] if step.closure else [_kind_of_gradients(watch.holding)]
         kinds = ["parameters", *gradients]
         watch.whole_next = False
-        if not watch.broadcast and self.forwards is not None:
+        if not watch.broadcast:
             watch.buffers_next = stride
             self.forwards.enable()
         began = time.perf_counter_ns()
@@ -152,6 +137,7 @@ class ReplicaDigests(Watcher):
             )
         _flush(recorder, watch, soon=step.number < 10)
 
+    @on(lifecycle.forward_begins, during="forwards")
     def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
         """Digest buffers that DDP does not broadcast. The program may load or average them after
         the step, so they are final only at the next forward."""

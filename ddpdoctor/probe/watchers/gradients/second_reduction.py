@@ -20,14 +20,8 @@ from ...training.backwards import Backwards
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from .gradient_sync import GradientSync
+from .limits import CALLS_LOOKED_AT, REDUCTIONS_EMITTED
 from .manual_edits import ManualEdits
-
-LOOKED_AT = 6
-"""Steps per line in which `manual_edits` measures what the call does to the gradients, beyond the
-doctor's budget: without a measured factor the finding proves little."""
-
-EMITTED = 20
-"""Steps per line that are recorded one by one; later ones at powers of two."""
 
 OWN, COPY = "own", "copy"
 """A collective got the gradients themselves, or copies of them."""
@@ -80,7 +74,7 @@ class SecondReduction(Watcher):
         if last is not None and last.step == recorder.step:
             return
         number = last.call + 1 if last is not None else 0
-        if number < LOOKED_AT:
+        if number < CALLS_LOOKED_AT:
             ManualEdits.current.look_now(
                 model
             )  # measures the factor by which the call changes them
@@ -93,7 +87,7 @@ class SecondReduction(Watcher):
             call=number,
             copied=copied,
         )
-        if number < EMITTED or number & (number - 1) == 0:
+        if number < REDUCTIONS_EMITTED or number & (number - 1) == 0:
             recorder.emit(event)
             self.unrecorded.pop(site, None)
         else:

@@ -17,11 +17,8 @@ from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
+from .limits import EARLY_LOADS, LOADS_EMITTED
 from .replica_digests import ReplicaDigests
-
-EMITTED_AT_MOST = 1000
-EARLY_AT_MOST = 50
-"""Loads recorded, and loads remembered that came before any model was wrapped."""
 
 
 class StateLoading(Watcher):
@@ -95,7 +92,7 @@ class StateLoading(Watcher):
 
     def _for_optimizer(self, recorder: Recorder, what: str, optimizer: Any) -> Any:
         owners = _owners(_parameter_ids(optimizer)) if WrappedModels.current.count() else []
-        if not owners and len(self.early) < EARLY_AT_MOST:
+        if not owners and len(self.early) < EARLY_LOADS:
             self.early.append((what, weakref.ref(optimizer), time.monotonic(), recorder.site()))
         return what, owners, recorder.site(), False
 
@@ -122,7 +119,7 @@ class StateLoading(Watcher):
             if model is not None:
                 ReplicaDigests.current.look_whole(model)
             self.emitted += 1
-            if self.emitted <= EMITTED_AT_MOST:
+            if self.emitted <= LOADS_EMITTED:
                 recorder.emit(
                     Loaded(
                         at=time.monotonic(),

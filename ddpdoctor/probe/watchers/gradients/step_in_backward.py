@@ -19,9 +19,7 @@ from ...training.backwards import Backwards
 from ...training.records import Backward, Step
 from ...training.tracked_model import Model
 from ..manual_sync.exchanges import Exchanges
-
-FIRST = 8
-"""Backwards recorded one by one; later ones at powers of two."""
+from .limits import INSIDE_FIRST
 
 
 class StepsInBackward:
@@ -104,7 +102,7 @@ class StepInBackward(Watcher):
 
 
 def _due(count: int) -> bool:
-    return count <= FIRST or count & (count - 1) == 0
+    return count <= INSIDE_FIRST or count & (count - 1) == 0
 
 
 def _emit(recorder: Recorder, model: Model, inside: StepsInBackward) -> None:

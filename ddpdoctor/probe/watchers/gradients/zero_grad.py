@@ -21,16 +21,7 @@ from ...tensors.gradient_versions import some, versions
 from ...training import lifecycle
 from ...training.records import Backward, Step
 from .gradient_sync import GradientSync
-
-EMITTED_AT_MOST = 200
-
-ENOUGH = 4
-"""A program that stopped clearing is recorded after this many steps in a row with cleared gradients
-and as many without. One that mixes them accumulates gradients on purpose, and is dropped."""
-
-SMALL = 65536
-"""Gradients up to this size are read, to notice one that was zeroed through `.data`: that changes
-neither identity nor version."""
+from .limits import CLEARS_EMITTED, CLEARS_ENOUGH, READ_UP_TO
 
 
 class WatchedGradients:
@@ -80,7 +71,7 @@ class WatchedGradients:
 def _any_value(parameter: weakref.ref[Any]) -> bool | None:
     """Whether a gradient has a nonzero value; None if it is too large or on a device."""
     grad = None if (p := parameter()) is None else shard(p.grad)
-    if grad is None or not readable(grad) or not 0 < grad.numel() <= SMALL:
+    if grad is None or not readable(grad) or not 0 < grad.numel() <= READ_UP_TO:
         return None
     return bool(grad.detach().count_nonzero())
 
@@ -169,10 +160,10 @@ class ZeroGrad(Watcher):
                 watched.first_carry = event
             if not watched.clears:
                 _emit(recorder, watched, event)
-            elif watched.clears < ENOUGH:
+            elif watched.clears < CLEARS_ENOUGH:
                 self._stop_watching(watched)
             elif (
-                watched.carries == ENOUGH
+                watched.carries == CLEARS_ENOUGH
                 and watched.first_carry is not None
                 and watched.latest_clear is not None
             ):
@@ -200,7 +191,7 @@ class ZeroGrad(Watcher):
 
 
 def _emit(recorder: Recorder, watched: WatchedGradients, event: Carried) -> None:
-    if event.carried != watched.emitted and watched.count < EMITTED_AT_MOST:
+    if event.carried != watched.emitted and watched.count < CLEARS_EMITTED:
         watched.emitted = event.carried
         watched.count += 1
         recorder.emit(event)

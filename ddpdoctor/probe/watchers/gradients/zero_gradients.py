@@ -1,7 +1,7 @@
 """Which parameters have gradients that are always exactly zero, and change all the same?
 
-Gradients are read before steps that are powers of two, and after `SAMPLES` of these before every
-step that is due. Weight decay or momentum may still move such parameters.
+Gradients are read before steps that are powers of two, and after `ZERO_SAMPLES` of these before
+every step that is due. Weight decay or momentum may still move such parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import OptimizerModel, Step
 from .gradient_sync import GradientSync
-
-PARAMETERS_AT_MOST = 2000
-"""Larger holdings are not looked at: every gradient is read as a whole."""
-
-SAMPLES = 4
-"""Samples that must agree before a gradient counts as always zero (steps 0, 1, 2 and 4)."""
+from .limits import ZERO_PARAMETERS, ZERO_SAMPLES
 
 
 class AlwaysZero:
@@ -60,7 +55,7 @@ class ZeroGradientWatch(Watcher):
         known: dict[OptimizerModel, AlwaysZero] = step.known.notes.setdefault(AlwaysZero, {})
         for holding in step.holdings:
             watched = known.setdefault(holding, AlwaysZero())
-            if watched.always == set() or not (rare or watched.samples >= SAMPLES):
+            if watched.always == set() or not (rare or watched.samples >= ZERO_SAMPLES):
                 continue
             seen = _zero_by_position(holding, watched.always)
             if seen is None:
@@ -85,7 +80,7 @@ class ZeroGradientWatch(Watcher):
             watched.changed |= {
                 p for p, old in before.items() if ABSENT != old != after[p] != ABSENT
             }
-            if before and watched.samples >= SAMPLES:
+            if before and watched.samples >= ZERO_SAMPLES:
                 _emit(recorder, holding, watched, step)
         self._ends.enable(
             any(
@@ -113,7 +108,7 @@ def _zero_by_position(holding: OptimizerModel, before: set[int] | None) -> dict[
     Returns None if one cannot be read without waiting for a device.
     """
     positions = holding.synchronised if before is None else sorted(before)
-    if len(positions) > PARAMETERS_AT_MOST:
+    if len(positions) > ZERO_PARAMETERS:
         return {}
     seen = {}
     for position, parameter in zip(positions, holding.parameters(positions), strict=True):

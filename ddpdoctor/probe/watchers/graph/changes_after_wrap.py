@@ -26,18 +26,7 @@ from ...training.module_origins import ModuleOrigins
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
-
-LIGHT = 50
-"""`requires_grad` of all parameters is read before one forward in about `parameters / LIGHT`, so
-that its cost per forward does not grow with the model."""
-
-FIRST, FIRST_OF_FEW = 3, 128
-"""First forwards before which it is always read; the latter for models of few parameters."""
-
-FULL_EVERY = 16
-"""Of these, one in so many compares the module's parameters, too."""
-
-CALLS_KEPT = 50
+from .limits import CALLS_KEPT, CHANGES_EVERY, CHANGES_FIRST, CHANGES_FIRST_OF_FEW, FEW_PARAMETERS
 
 WITHOUT_GRADIENT = ("frozen", "removed", "tied")
 """Kinds of change that leave DDP waiting for a gradient that does not come."""
@@ -131,11 +120,13 @@ class ChangesAfterWrap(Watcher):
             return
         watch = self._watches[model]
         # A power of two from 4 on: `lifecycle.looked_at` selects forwards by powers of two as well.
-        turns = 1 << (3 + len(model.parameters) // LIGHT).bit_length()
-        first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
+        turns = 1 << (3 + len(model.parameters) // FEW_PARAMETERS).bit_length()
+        first = (
+            CHANGES_FIRST_OF_FEW if len(model.parameters) <= 2 * FEW_PARAMETERS else CHANGES_FIRST
+        )
         if (
             watch.registrations != ModuleOrigins.current.registrations
-            or model.forwards % (turns * FULL_EVERY) == 0
+            or model.forwards % (turns * CHANGES_EVERY) == 0
         ):
             watch.registrations = ModuleOrigins.current.registrations
             self._look_whole(recorder, forward, watch)

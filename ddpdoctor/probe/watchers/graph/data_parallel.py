@@ -21,9 +21,7 @@ from ...recording.watcher import Activate, Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...training import lifecycle
 from ...training.records import Step
-
-MEMORY_EVERY_S = 1.0
-TENSORS_AT_MOST = 32
+from .limits import MEMORY_EVERY_S, TENSORS_AT_MOST
 
 
 class WrapperState:

@@ -17,9 +17,7 @@ from ...recording.watcher import Error, Watcher, on
 from ...training import lifecycle
 from ...training.records import Step
 from ...training.tracked_model import Model
-
-LOOKS = 4
-"""Steps before which contexts are searched for: stray ones are made during setup."""
+from .limits import DEVICE_LOOKS
 
 
 class DevicesUsed(Watcher):
@@ -59,7 +57,7 @@ class DevicesUsed(Watcher):
 
     @on(lifecycle.step_due)
     def _step_due(self, recorder: Recorder, step: Step) -> None:
-        if self.steps >= LOOKS or not _ready():
+        if self.steps >= DEVICE_LOOKS or not _ready():
             return
         self.steps += 1
         optimizer = step.optimizer()

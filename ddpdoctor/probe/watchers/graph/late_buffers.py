@@ -25,11 +25,7 @@ from ...training import lifecycle, optimizer_models
 from ...training.records import Forward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import buffer_of
-
-EMITTED_AT_MOST = 500
-
-FIRST, OFTEN = 16, 64
-"""Forwards whose buffers are looked at: the first `FIRST`, powers of two, and every `OFTEN`-th."""
+from .limits import BUFFERS_EMITTED, BUFFERS_FIRST, BUFFERS_OFTEN
 
 
 class LateBufferWatch(Watcher):
@@ -42,7 +38,7 @@ class LateBufferWatch(Watcher):
     @on(lifecycle.forward_due)
     def _forward_due(self, recorder: Recorder, forward: Forward) -> None:
         model, number = forward.model, forward.model.forwards - 1
-        if number >= FIRST and number & (number - 1) and number % OFTEN:
+        if number >= BUFFERS_FIRST and number & (number - 1) and number % BUFFERS_OFTEN:
             return
         inner = model.inner()
         if inner is None or not forward.wrapper.will_sync_module_buffers():
@@ -75,7 +71,7 @@ class LateBufferWatch(Watcher):
         if not full(step.number) or capturing():
             return
         for holding in step.holdings:
-            found = list(_late_buffers(holding.model))[:EMITTED_AT_MOST]
+            found = list(_late_buffers(holding.model))[:BUFFERS_EMITTED]
             if not found:
                 continue
             state = LateBuffers(

@@ -24,10 +24,7 @@ from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
-
-RENEWED = 16
-"""Times that the first step of a new optimizer starts the growing intervals of a model anew; some
-programs make an optimizer per epoch."""
+from .limits import RENEWED
 
 
 class Watch:

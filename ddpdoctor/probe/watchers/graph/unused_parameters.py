@@ -20,20 +20,8 @@ from ...source.source_text import branch_around
 from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
+from .limits import BRANCHES, UNUSED_IN_FULL, WATCHED_FORWARDS, WATCHES
 from .unused_outputs import unused_results
-
-WATCHED_FORWARDS = 3
-"""First forwards of a model in which calls of submodules are watched: hooks on every module are
-too slow for all forwards."""
-
-WATCHES = 30
-"""Forwards watched in all, those after a change of the unused parameters included."""
-
-BRANCHES = 20
-"""Unused modules whose deciding `if` is searched for in the source."""
-
-EMITTED_IN_FULL = 50
-"""Changes of the set that get a record each; later ones are only counted."""
 
 
 class Watched:
@@ -219,7 +207,7 @@ class UnusedParameterWatch(Watcher):
         watched = self._watched[model]
         watched.unused = unused
         watched.emitted += 1
-        if watched.emitted > EMITTED_IN_FULL:
+        if watched.emitted > UNUSED_IN_FULL:
             return
         if unused or watched.emitted > 1:
             watched.due = max(watched.due, 2)

@@ -32,18 +32,7 @@ from ...training.records import Backward, Step
 from ...training.tracked_model import Model
 from ..manual_sync.exchanges import Exchanges
 from ..manual_sync.parallelism import Parallelism
-
-MOVED_AT_LEAST = 3
-"""Suspected backwards after which parameters had changed without an optimizer, before that counts:
-once may be an initialisation."""
-
-LOOKS = 3
-"""Searches per model through the source of the running functions."""
-
-ARMED_STEPS = 50
-ARMED_AT_MOST = 3
-"""Optimizer steps for which a global forward hook waits for the next bypassing forward, and times
-per model: it slows down every module."""
+from .limits import ARMED_AT_MOST, ARMED_STEPS, BYPASS_LOOKS, MOVED_AT_LEAST
 
 
 @dataclass
@@ -71,7 +60,7 @@ class Bypass:
         suspect: the last one, until a step settles it.
         calls: by line of a backward, the line of its forward: observed, or else found by source.
         call_site: line of the first bypassing forward observed since the last suspect, -1 for none.
-        looks, armed: see `LOOKS` and `ARMED_AT_MOST`.
+        looks, armed: see `BYPASS_LOOKS` and `ARMED_AT_MOST`.
         count: steps on bypassing gradients so far.
         emitted: lines of forwards on record.
         on_record, last: the event recorded last, and the latest one.
@@ -131,7 +120,7 @@ class WrapperBypass(Watcher):
             )
             known.call_site = -1
             self._following.enable()
-            if backward.site not in known.calls and known.looks < LOOKS:
+            if backward.site not in known.calls and known.looks < BYPASS_LOOKS:
                 known.looks += 1
                 if (call := _find_call(recorder, model)) >= 0:
                     known.calls[backward.site] = call

@@ -28,19 +28,9 @@ from ...training.module_origins import ModuleOrigins
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
 from .exchanges import Exchanges
+from .limits import AVERAGE_LOOKS, AVERAGED_NODES, AVERAGED_TENSORS
 from .unwrapped import UnwrappedParameters
 from .unwrapped_inputs import UnwrappedInputs
-
-LOOKS = 4
-"""Steps of an optimizer that are recorded. Lines are traced from the second one on: the first step
-often differs (warm-up, lazy initialisation)."""
-
-TENSORS = 6
-"""Gradients sampled per optimizer."""
-
-NODES = 6
-"""Autograd nodes from the loss on that are searched for a division: it is one of the last things
-a training loop does to its loss."""
 
 
 class _LocalGradients:
@@ -82,7 +72,7 @@ class AveragedGradients(Watcher):
     def _still_examined(self, known: records.Optimizer) -> UnwrappedParameters | None:
         unwrapped = known.notes.get(UnwrappedParameters)
         by_hand = unwrapped is not None and unwrapped.exchanged == "gradients"
-        return unwrapped if by_hand and self.looks.get(known.number, 0) < LOOKS else None
+        return unwrapped if by_hand and self.looks.get(known.number, 0) < AVERAGE_LOOKS else None
 
     @on(lifecycle.step_due)
     def _step_due(self, recorder: Recorder, step: Step) -> None:
@@ -97,7 +87,7 @@ class AveragedGradients(Watcher):
         self.loss = -1, ""
         node = getattr(backward.roots[0], "grad_fn", None) if len(backward.roots) == 1 else None
         divided, size = False, dist.get_world_size()
-        for _ in range(NODES):
+        for _ in range(AVERAGED_NODES):
             if node is None:
                 break
             divisor = divisor_of(node)
@@ -182,7 +172,7 @@ class AveragedGradients(Watcher):
 
 def _sampled_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
     alive = [p for ref in unwrapped.parameters if (p := ref()) is not None and p.grad is not None]
-    return alive[:: max(1, len(alive) // TENSORS)][:TENSORS]
+    return alive[:: max(1, len(alive) // AVERAGED_TENSORS)][:AVERAGED_TENSORS]
 
 
 def _compiled() -> bool:

@@ -28,13 +28,8 @@ from ...training.records import Backward, Step
 from ...training.steady_state import steady_state
 from ...training.wrapped_models import WrappedModels
 from . import parallelism
+from .limits import EXCHANGES_KEPT, SITES_KNOWN
 from .parallelism import Parallelism
-
-KEPT = 20_000
-"""Exchanges remembered per list: a loop without any step must not fill the memory."""
-
-SITES_KNOWN = 3
-"""Steps in which the line of an exchange is looked up: walking the stack is too slow for all."""
 
 
 class Exchanges(Watcher):
@@ -135,7 +130,7 @@ class Exchanges(Watcher):
             recorder.step
         )  # then the tensors may be a model's input or output
         for tensor in call.tensors:
-            if len(kept) < KEPT and tensor.is_floating_point():
+            if len(kept) < EXCHANGES_KEPT and tensor.is_floating_point():
                 memory = memory_of(tensor)
                 sort = call.gathers, amid or tensor.requires_grad
                 exchange = Exchange(call.group, tensor.numel(), memory, *sort)

@@ -22,13 +22,7 @@ from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.records import Backward, Step
 from .exchanges import Exchanges
-
-STEPS = 32
-"""Only the first steps are looked at: works (and their tensors) are kept alive until the step ends,
-which could cost memory in the long run."""
-
-MOST = 4096
-"""Works kept at a time."""
+from .limits import WORK_STEPS, WORKS_AT_MOST
 
 
 class PendingWork(NamedTuple):
@@ -70,8 +64,8 @@ class PendingWorks(Watcher):
     def _issued(self, recorder: Recorder, call: Issued) -> None:
         carries = Exchanges.current.latest_exchanges()
         gradients_exist = Backwards.current.running() or Backwards.current.since(recorder.step)
-        if carries and gradients_exist and recorder.step < STEPS:
-            for work in call.works[: MOST - len(self.issued)]:
+        if carries and gradients_exist and recorder.step < WORK_STEPS:
+            for work in call.works[: WORKS_AT_MOST - len(self.issued)]:
                 self.issued.append(PendingWork(work, call.number, carries, recorder.site()))
             self._following.enable()
 

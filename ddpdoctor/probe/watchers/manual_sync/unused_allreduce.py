@@ -19,11 +19,7 @@ from ...tensors.collective_payload import FLAT
 from ...tensors.digests import readable
 from ...tensors.gradient_versions import memory_of
 from .exchanges import Exchanges
-
-EARLY = 8
-LAST = 64
-"""Calls are looked at before each of the first `EARLY` steps, then before steps that are powers of
-two up to `LAST`: reading every tensor costs as much as the call itself on small models."""
+from .limits import COPIES_FIRST, COPIES_LAST
 
 
 class UnusedAllreduce(Watcher):
@@ -47,7 +43,11 @@ class UnusedAllreduce(Watcher):
     @on(call_hooks.called)
     def _called(self, recorder: Recorder, call: Call) -> None:
         step = recorder.step
-        if step > LAST or (step >= EARLY and step & (step - 1)) or not call.carries_values:
+        if (
+            step > COPIES_LAST
+            or (step >= COPIES_FIRST and step & (step - 1))
+            or not call.carries_values
+        ):
             return
         if step != self.step:
             self.step, self.passed, self.site = step, [], -1

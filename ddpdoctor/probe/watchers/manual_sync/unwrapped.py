@@ -32,28 +32,13 @@ from ...training.optimizers import Optimizers
 from ...training.records import Step
 from ...training.wrapped_models import WrappedModels, tensor_of
 from .exchanges import Exchanges
+from .limits import CHANGES_AT_MOST, LOOK_AGAIN, SMALL_MODEL, UNWRAPPED_EMITTED, UNWRAPPED_FIRST
 from .parallelism import Parallelism
 from .pending_works import PendingWorks
 from .unused_allreduce import UnusedAllreduce
 
-LOOK_AGAIN = 32
-"""Steps after which an optimizer whose parameters are all wrapped is looked at again: parameters
-may be added to it at any time, but few programs do that."""
-
-EMITTED_AT_MOST = 5000
-"""Parameters of one optimizer that are listed: bounds the size of the record."""
-
-SMALL = 64
-EARLY = 64
-"""Optimizers of at most `SMALL` parameters are digested at every step of the first `EARLY` and then
-16 times per doubling of the steps; others at powers of two only."""
-
 EACH = "each"
 """Placeholder for digests that are still on their way from a device."""
-
-CHANGES_AT_MOST = 64
-"""Extra digests because the exchange stopped or resumed, or came between steps: a program that
-exchanges in every other step must not cause one each time."""
 
 
 class UnwrappedParameters:
@@ -182,7 +167,7 @@ class UnwrappedModels(Watcher):
                 kind=type(roots[0]).__name__ if roots else "",
                 parameters=tuple(
                     tensor_of(names.get(id(p), f"parameter {i}"), p)
-                    for i, p in enumerate(parameters[:EMITTED_AT_MOST])
+                    for i, p in enumerate(parameters[:UNWRAPPED_EMITTED])
                 ),
                 wrapped=WrappedModels.current.count(),
                 root=self._roots.setdefault(roots[0], next(self._numbers)) if roots else -1,
@@ -227,8 +212,8 @@ def _digest_due(known: UnwrappedParameters, step: int, complete: bool) -> bool:
     if complete != known.complete and known.changes < CHANGES_AT_MOST:
         known.changes += 1
         return True
-    return len(known.parameters) <= SMALL and (
-        step < EARLY or step % (1 << step.bit_length() - 5) == 0
+    return len(known.parameters) <= SMALL_MODEL and (
+        step < UNWRAPPED_FIRST or step % (1 << step.bit_length() - 5) == 0
     )
 
 
@@ -249,7 +234,7 @@ def _record_state(
     every = [ref() for ref in known.parameters]
     values, _ = sums(every)
     gradients, _ = sums(None if p is None else p.grad for p in every)
-    closely = not last and step & (step - 1) == 0 and len(every) <= EMITTED_AT_MOST
+    closely = not last and step & (step - 1) == 0 and len(every) <= UNWRAPPED_EMITTED
     running, running_site = PendingWorks.current.steps(optimizer)
     copied, copied_site = (
         UnusedAllreduce.current.norm_ratio(recorder, every) if closely else (0.0, -1)
