@@ -11,8 +11,9 @@ import pytest
 
 from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, Signature, Site, decode
 from ddpdoctor.probe.collectives import call_log, stack_server
-from ddpdoctor.probe.recording import patching, threads
+from ddpdoctor.probe.recording import patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
+from ddpdoctor.probe.recording.threads import Threads
 from ddpdoctor.probe.source import statements
 from ddpdoctor.storage.call_ring import State, read_ring
 from ddpdoctor.storage.run_folder import EventWriter, Lines
@@ -242,7 +243,7 @@ def test_a_thread_without_lines_of_the_program_is_where_it_was_started(
 ) -> None:
     set_recorder(made.recorder)
     try:
-        threads.install()
+        Threads.begin()
         pool = ThreadPoolExecutor(1, "saver")
         sites = [pool.submit(made.here).result() for _ in range(2)]
         pool.shutdown()
