@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord, lines
-from ..calls.rank_conditions import PAST, on_rank, part_on_rank, unquoted
+from ..calls.rank_conditions import on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SIZE = re.compile(
@@ -19,23 +19,20 @@ _SIZE = re.compile(
     re.IGNORECASE,
 )
 _BESIDE = re.compile(
-    r"if|elif|else|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
+    r"if|elif|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
 )
-_BRANCHES = ("if ", "elif ", "else:", "except", PAST)
-_ARMS = ("else:", "elif ", "except", PAST)
 
 
 def parts(head: Statement) -> str:
     """How a statement makes ranks diverge."""
-    if head.text.startswith(PAST):
-        return f"some ranks leave at `{opener(head)}`, before this call"
-    return f"only some ranks enter `{head.text}`"
+    if head.kind == "past":
+        return f"some ranks leave at `{head.text}`, before this call"
+    return f"only some ranks enter `{head.label}`"
 
 
 def leading(head: Statement) -> str:
     """The label of a statement that makes ranks diverge."""
-    past = head.text.startswith(PAST)
-    return "some ranks leave here" if past else "the branch around the call"
+    return "some ranks leave here" if head.kind == "past" else "the branch around the call"
 
 
 def unbranched(head: Statement, what: str) -> str:
@@ -44,15 +41,13 @@ def unbranched(head: Statement, what: str) -> str:
     Args:
         what: `call all_reduce`.
     """
-    if found := part_on_rank(head.text):
+    if found := part_on_rank(head):
         part, rest = found
-        where_to = f"{'past' if head.text.startswith(PAST) else 'under'} `if {rest}:`"
+        where_to = f"{'past' if head.kind == 'past' else 'under'} `if {rest}:`"
         return f"{what} on every rank: put it {where_to}, without `{part}`"
-    out_of = f"out of `{head.text}`"
-    if head.text.startswith(PAST):
-        out_of = f"before `{opener(head)}`"
+    out_of = f"before `{head.text}`" if head.kind == "past" else f"out of `{head.label}`"
     shared = ""
-    if head.text.startswith(("if ", "elif ", PAST)) and not on_rank((head,)):
+    if head.kind in ("if", "elif", "past") and not on_rank((head,)):
         shared = (
             ", or compute its condition from a value equal on all ranks (`all_reduce` it first)"
         )
@@ -81,19 +76,13 @@ def _wrapper(made: CallRecord) -> str:
 
 def where(head: Statement) -> str:
     """Where the ranks are that enter a statement: `` under `if rank == 0:` ``."""
-    if head.text.startswith(PAST):
-        return f"after `{opener(head)}`"
-    return f"under `{head.text}`"
+    return f"after `{head.text}`" if head.kind == "past" else f"under `{head.label}`"
 
 
 def head_of(spot: Location, head: Statement) -> Location:
     """The line of a statement, given a line inside of it."""
-    if head.text.startswith(PAST):
-        return Location(spot.file, head.opener, spot.function, opener(head))
-    if head.line == spot.line:
-        return spot
-    text = head.text.partition("  # ")[0] if head.text.startswith("else") else head.text
-    return Location(spot.file, head.line, spot.function, text)
+    line = head.opener if head.kind == "past" else head.line
+    return spot if line == spot.line else Location(spot.file, line, spot.function, head.text)
 
 
 def condition(made: CallRecord) -> tuple[Place, Statement] | None:
@@ -110,9 +99,7 @@ def branch(made: CallRecord) -> tuple[Place, Statement] | None:
         (place, head)
         for place in (made.site.places if made.site else ())
         for head in place.inside
-        if head.text.startswith(("if ", "elif ", "else:", "except"))
-        and "__name__" not in head.text
-        and not _on_size(head.text)
+        if head.is_branch and "__name__" not in head.label and not _on_size(head)
     )
 
 
@@ -123,10 +110,14 @@ def _telling(heads: Iterable[tuple[Place, Statement]]) -> tuple[Place, Statement
     return next((h for h in found if not h[1].matched), found[0] if found else None)
 
 
-def _on_size(text: str) -> bool:
+def _on_size(head: Statement) -> bool:
     """Whether a condition depends on the number of ranks only, or on whether there are several,
     which is the same on all of them."""
-    named = (name for name in _NAME.findall(unquoted(text)) if not _BESIDE.fullmatch(name))
+    named = (
+        name
+        for name in _NAME.findall(unquoted(head.test or head.of))
+        if not _BESIDE.fullmatch(name)
+    )
     sizes = [_SIZE.fullmatch(name) is not None for name in named]
     return bool(sizes) and all(sizes)
 
@@ -162,17 +153,8 @@ def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
     if depth == len(x) or depth == len(y):
         return None
     heads = (x[-1 - depth], y[-1 - depth])
-    two_branches = heads[0].line != heads[1].line and opener(heads[0]) == opener(heads[1])
-    return heads if two_branches and any(h.text.startswith(_ARMS) for h in heads) else None
-
-
-def opener(head: Statement) -> str:
-    """The `if` (or `try:`) to which a branch belongs; the probe records it after `else:`."""
-    if head.text.startswith(("try:", "except")):
-        return "try:"
-    if head.text.startswith(("else:", "elif ")):
-        return head.text.rpartition("  # ")[2]
-    return head.text.removeprefix(PAST)
+    two_branches = heads[0].line != heads[1].line and heads[0].opening == heads[1].opening
+    return heads if two_branches and any(h.of or h.kind == "past" for h in heads) else None
 
 
 def within(made: CallRecord, head: Statement) -> bool:
@@ -187,7 +169,7 @@ def avoided(call: CallRecord, made: CallRecord) -> bool:
         call: of another rank; made: the present call of the rank.
     """
     _, head = branch(call) or (None, None)
-    if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):
+    if head is None or within(made, head) or head.kind not in ("if", "elif"):
         return False
     # The outermost, as a generator expression in the branch is a function of its own.
     inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
@@ -214,7 +196,7 @@ def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> b
         around = _around(call.rank, place)
         if _is_below(made, call.rank, place, around):
             return True
-        if any(head.text.startswith(_BRANCHES) for head in around):
+        if any(head.is_branch or head.kind == "past" for head in around):
             return False  # this branch may have made them diverge
     return False
 
@@ -242,7 +224,7 @@ def _around(rank: Rank, place: Place) -> tuple[Statement, ...]:
 def begins_round(made: CallRecord, other: CallRecord) -> bool:
     """Whether a call comes before another one in each round of a loop around both."""
     for place in made.site.places if made.site else ():
-        loops = {e.line for e in place.inside if e.text.startswith(("for ", "while "))}
+        loops = {e.line for e in place.inside if e.is_loop}
         here = made.rank.location(place.site)
         for later in other.site.places if other.site else ():
             there = other.rank.location(later.site)

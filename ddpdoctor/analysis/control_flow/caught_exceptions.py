@@ -115,7 +115,7 @@ def _heads(made: CallRecord) -> Iterator[Location]:
     for place in made.site.places if made.site else ():
         spot = made.rank.location(place.site)
         for around in place.inside if spot else ():
-            if spot and around.text.startswith(("finally:", "except")):
+            if spot and around.kind in ("finally", "except"):
                 yield Location(spot.file, around.line, spot.function, around.text)
 
 

@@ -9,7 +9,6 @@ from ...events import CALLERS, CallSite, ExceptionPassed, Place, Statement, Way
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import ON_RANK
-from .branches import opener
 from .caught_exceptions import handler
 from .loop_rounds import until_call
 
@@ -32,7 +31,7 @@ def loops_around(
     for depth, place in enumerate(site.places if site else ()):
         spot = rank.location(place.site)
         for around in place.inside if spot else ():
-            if spot and around.text.startswith(("for ", "while ")):
+            if spot and around.is_loop:
                 head = Location(spot.file, around.line, spot.function, around.text)
                 yield (spot.file, around.line, spot.function), head, depth, around
 
@@ -109,7 +108,7 @@ def leaves_out(way: Way, line: int, place: Place) -> bool:
     other_arm = any(
         arm.opener <= way.line < arm.line
         for arm in place.inside
-        if arm.opener and arm.text.startswith(("else:", "elif ")) and opener(arm).startswith("if ")
+        if arm.opener and arm.kind in ("elif", "else")
     )
     return way.first <= line <= way.last and not other_arm
 
@@ -121,7 +120,7 @@ def depth_in(made: CallRecord, loop: Location) -> int | None:
         for around in place.inside:
             if spot and (spot.file, around.line) == (loop.file, loop.line):
                 return depth
-            if around.text.startswith(("if ", "elif ", "else:", "except")):
+            if around.is_branch:
                 return None
     return None
 
@@ -147,7 +146,7 @@ def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
     for place in site.places if site else ():
         spot = rank.location(place.site)
         for around in place.inside if spot else ():
-            if spot and around.text.startswith("try:"):
+            if spot and around.kind == "try":
                 for way in around.ways:
                     yield Location(spot.file, way.line, spot.function, way.text)
                 if around.ways:

@@ -26,22 +26,40 @@ class Source:
 
     Attributes:
         tree: the whole module.
+        lines: its text.
         assignments: how often each name is assigned.
         defined: functions and methods by name.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, lines: list[str]) -> None:
         self.tree = tree
+        self.lines = lines
         self._functions: dict[tuple[str, int], ast.AST | None] = {}
         self._parts: dict[ast.AST, list[ast.AST]] = {}
-        self._found: dict[Callable[[Source], Any], Any] = {}
+        self._found: dict[tuple[Any, ...], Any] = {}
 
-    def once(self, find: Callable[[Source], T]) -> T:
-        """The result of `find(self)`, computed once per file."""
-        if find not in self._found:
-            self._found[find] = find(self)
-        found: T = self._found[find]
+    def once(self, find: Callable[..., T], *of: ast.AST) -> T:
+        """The result of `find(self, *of)`, computed once per file."""
+        key = find, *of
+        if key not in self._found:
+            self._found[key] = find(self, *of)
+        found: T = self._found[key]
         return found
+
+    def written(self, node: ast.expr) -> str:
+        """An expression as written, on one line."""
+        lines = [text.encode() for text in self.lines[node.lineno - 1 : node.end_lineno]]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]
+        return " ".join(b"".join(lines).decode(errors="replace").split())
+
+    def keyword_line(self, keyword: str, block: list[ast.stmt]) -> int:
+        """The line of the `else` or `finally` before a block, which no node of the tree has; 0 for
+        an empty block."""
+        line = block[0].lineno if block else 0
+        while line and not self.lines[line - 1].lstrip().startswith(keyword):
+            line -= 1
+        return line
 
     def parts(self, node: ast.AST) -> list[ast.AST]:
         """`ast.walk` of a node of the file, computed once per node."""
@@ -130,6 +148,26 @@ class Assignments:
         }
 
 
+def called_name(call: ast.Call) -> str:
+    """The last name of what is called: `save` in `torch.save(x)`."""
+    return last_name(call.func)
+
+
+def last_name(node: ast.AST) -> str:
+    """The last part of a dotted name: `c` in `a.b.c`; empty for any other expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as written; empty for any other expression."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return last_name(node)
+
+
 def covers_line(node: ast.AST, line: int) -> bool:
     """Whether a node spans a line. True for nodes without a position, such as `ast.arguments`."""
     return _first_line(node, line) <= line <= (getattr(node, "end_lineno", None) or line)
@@ -165,6 +203,6 @@ def _parsed(lines: list[str]) -> Source | None:
     if len(lines) > LINES_LIMIT:
         return None
     try:
-        return Source(ast.parse("".join(lines)))
+        return Source(ast.parse("".join(lines)), lines)
     except (SyntaxError, ValueError, RecursionError):
         return None

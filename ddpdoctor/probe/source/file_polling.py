@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 
 from ..recording.frames import variables
-from .ast_cache import Function
+from .ast_cache import Function, called_name
 from .dead_branches import never_runs
-from .source_text import called_name, function_of, parts_of
+from .source_text import function_of, parts_of
 
 _ASKS = frozenset(
     ("exists", "isfile", "is_file", "isdir", "is_dir", "access", "stat", "getmtime", "getsize",

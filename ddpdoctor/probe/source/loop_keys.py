@@ -14,9 +14,8 @@ from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 from ..recording.frames import variables
-from .ast_cache import covers_line, source_of
+from .ast_cache import covers_line, last_name, source_of
 from .passthrough import passes_through
-from .source_text import last_name
 
 KEYS = 64
 """Keys recorded per call site: each is a site of its own in the record."""

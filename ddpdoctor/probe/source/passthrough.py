@@ -8,8 +8,8 @@ import inspect
 import sys
 from types import CodeType
 
-from .ast_cache import Defined, source_of
-from .source_text import last_name, parts_of
+from .ast_cache import Defined, last_name, source_of
+from .source_text import parts_of
 
 LINES_LIMIT = 100
 """Lines from the head of a function to the call: longer functions are no mere helpers."""

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ..recording.environment import PREFIXES
-from .ast_cache import source_of
+from .ast_cache import called_name, source_of
 
 
 def function_of(code: CodeType) -> ast.AST | None:
@@ -94,18 +94,6 @@ def only_opens(code: CodeType, line: int) -> bool:
 
 def _is_open(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and called_name(node) == "open"
-
-
-def called_name(call: ast.Call) -> str:
-    """The last name of what is called: `save` in `torch.save(x)`."""
-    return last_name(call.func)
-
-
-def last_name(node: ast.AST) -> str:
-    """The last part of a dotted name: `c` in `a.b.c`; empty for any other expression."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 # An `if` around the use decides; else one in a loop around it that continues or breaks; else one
