@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import linecache
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from types import CodeType
 from typing import Any, TypeVar
@@ -93,6 +94,11 @@ class Source:
             found += [child for child in ast.iter_child_nodes(node) if covers_line(child, line)]
         return found
 
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The node that each node is a child of."""
+        return {c: node for node in self.nodes for c in ast.iter_child_nodes(node)}
+
     def function(self, code: CodeType) -> ast.AST | None:
         """The definition that a code object was compiled from; the tree for a module's code; None
         if it is not found."""
@@ -160,6 +166,46 @@ def last_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def is_call_of(call: ast.Call, called: CodeType | None) -> bool:
+    """Whether a call is one of a function of the user's by its name; of one of `torch.distributed`
+    for None."""
+    name = called_name(call)
+    return (
+        name in vars(sys.modules["torch.distributed"])
+        if called is None
+        else (name == called.co_name)
+    )
+
+
+def given(call: ast.Call, *, but: Collection[str] = ()) -> list[ast.expr]:
+    """The arguments of a call, without those of some names."""
+    return [*call.args, *(k.value for k in call.keywords if k.arg not in but)]
+
+
+def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes in the body of a function, without those of functions and classes defined in it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (Function, Defined)):
+            yield child
+            yield from own_nodes(child)
+
+
+def without_gradients(node: ast.AST) -> bool:
+    """Whether a node is `with torch.no_grad():` or the like."""
+    items = node.items if isinstance(node, ast.With) else ()
+    return any("no_grad" in (t := ast.unparse(i)) or "inference_mode" in t for i in items)
+
+
+def other_arm(function: ast.AST, line: int, other: int) -> bool:
+    """Whether two lines of a function are in two arms of one `if`."""
+    for choice in own_nodes(function):
+        if isinstance(choice, ast.If) and choice.orelse:
+            begin, end = choice.orelse[0].lineno, choice.end_lineno or 0
+            if choice.lineno <= min(line, other) < begin <= max(line, other) <= end:
+                return True
+    return False
+
+
 def dotted(node: ast.AST) -> str:
     """`a.b.c` as written; empty for any other expression."""
     if isinstance(node, ast.Attribute):
@@ -182,6 +228,18 @@ def _first_line(node: ast.AST, unknown: int = 0) -> int:
 
 
 _known: dict[str, tuple[list[str], Source | None]] = {}
+
+
+def function_of(code: CodeType) -> ast.AST | None:
+    """The definition that a code object was compiled from; the whole file for a module's code."""
+    source = source_of(code.co_filename)
+    return source.function(code) if source is not None else None
+
+
+def parts_of(code: CodeType) -> list[ast.AST]:
+    """All nodes of the definition that a code object was compiled from; empty without source."""
+    source, node = source_of(code.co_filename), function_of(code)
+    return source.parts(node) if source is not None and node is not None else []
 
 
 def source_of(file: str) -> Source | None:

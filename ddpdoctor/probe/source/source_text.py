@@ -11,20 +11,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ..recording.environment import PREFIXES
-from .ast_cache import called_name, source_of
-
-
-def function_of(code: CodeType) -> ast.AST | None:
-    """The definition that a code object was compiled from; the whole file for a module's code."""
-    source = source_of(code.co_filename)
-    return source.function(code) if source is not None else None
-
-
-def parts_of(code: CodeType) -> list[ast.AST]:
-    """All nodes of the definition that a code object was compiled from; empty without source."""
-    source = source_of(code.co_filename)
-    node = source.function(code) if source is not None else None
-    return source.parts(node) if source is not None and node is not None else []
+from .ast_cache import called_name, function_of, parts_of, source_of
 
 
 def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
