@@ -4,7 +4,7 @@ or in two branches of one `if`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank
@@ -88,8 +88,7 @@ def head_of(spot: Location, head: Statement) -> Location:
 def condition(made: CallRecord) -> tuple[Place, Statement] | None:
     """The statement around (or before) a call that only some ranks enter, as its text asks for the
     rank; None for none."""
-    places = made.site.places if made.site else ()
-    return _telling((p, head) for p in places for head in on_rank(p.inside))
+    return _telling((p, head) for p in places(made) for head in on_rank(p.inside))
 
 
 def branch(made: CallRecord) -> tuple[Place, Statement] | None:
@@ -97,7 +96,7 @@ def branch(made: CallRecord) -> tuple[Place, Statement] | None:
     that ask for the module's name or the number of ranks are the same on all."""
     return _telling(
         (place, head)
-        for place in (made.site.places if made.site else ())
+        for place in places(made)
         for head in place.inside
         if head.is_branch and "__name__" not in head.label and not _on_size(head)
     )
@@ -124,23 +123,32 @@ def _on_size(head: Statement) -> bool:
 
 def finalizer(made: CallRecord) -> Location | None:
     """The line in a `__del__` that led to a call; None for none."""
-    depths = range(len(made.site.places) if made.site else 0)
-    spots = (made.location_at(depth) for depth in depths)
+    spots = map(made.location_at, range(len(places(made))))
     return next((spot for spot in spots if spot and spot.function == "__del__"), None)
+
+
+def around(rank: Rank, site: CallSite | None) -> Iterator[tuple[int, Location, Statement]]:
+    """The statements around a call, innermost first: how many callers up, the line that leads to
+    the call there, and the statement."""
+    for depth, place in enumerate(site.places if site else ()):
+        spot = rank.location(place.site)
+        for head in place.inside if spot else ():
+            if spot is not None:
+                yield depth, spot, head
+
+
+def places(made: CallRecord) -> tuple[Place, ...]:
+    return made.site.places if made.site else ()
 
 
 def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
     """Whether a call, or a line that led to it, is inside the statement at a line of a file."""
-    return any(
-        enclosing.line == line and (at := rank.location(place.site)) and at.file == file
-        for place in (site.places if site else ())
-        for enclosing in place.inside
-    )
+    return any(head.line == line and spot.file == file for _, spot, head in around(rank, site))
 
 
 def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
     """The two branches of one statement in which two calls are; None where they are in no such."""
-    ours, theirs = (list(x.site.places) if x.site else [] for x in (m, n))
+    ours, theirs = (list(places(x)) for x in (m, n))
     if not ours or not theirs:
         return None
     while len(ours) > 1 and len(theirs) > 1 and _same_place(m, ours[-1], n, theirs[-1]):
@@ -159,7 +167,7 @@ def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
 
 def within(made: CallRecord, head: Statement) -> bool:
     """Whether a call, or a line that led to it, is inside of a statement."""
-    return any(head in place.inside for place in (made.site.places if made.site else ()))
+    return any(head in place.inside for place in places(made))
 
 
 def avoided(call: CallRecord, made: CallRecord) -> bool:
@@ -172,7 +180,7 @@ def avoided(call: CallRecord, made: CallRecord) -> bool:
     if head is None or within(made, head) or head.kind not in ("if", "elif"):
         return False
     # The outermost, as a generator expression in the branch is a function of its own.
-    inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
+    inside = [place for place in places(call) if head in place.inside]
     return passed(made, call, inside[-1])
 
 
@@ -184,32 +192,32 @@ def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> b
         made: the present call of the rank.
         inside: the line that led to `call` from which to look; its own line by default.
     """
-    if call.site is None or not call.site.places or made.step != call.step:
+    if not places(call) or made.step != call.step:
         return False
-    inside = inside or call.site.places[0]
+    inside = inside or places(call)[0]
     if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
         return False
-    first, *callers = call.site.places[call.site.places.index(inside) :]
+    first, *callers = places(call)[places(call).index(inside) :]
     if _is_below(made, call.rank, first, ()):
         return True
     for place in callers:
-        around = _around(call.rank, place)
-        if _is_below(made, call.rank, place, around):
+        heads = _around(call.rank, place)
+        if _is_below(made, call.rank, place, heads):
             return True
-        if any(head.is_branch or head.kind == "past" for head in around):
+        if any(head.is_branch or head.kind == "past" for head in heads):
             return False  # this branch may have made them diverge
     return False
 
 
-def _is_below(made: CallRecord, rank: Rank, place: Place, around: tuple[Statement, ...]) -> bool:
-    """Whether a call is further down in the function of a place, inside of all of `around`."""
+def _is_below(made: CallRecord, rank: Rank, place: Place, heads: tuple[Statement, ...]) -> bool:
+    """Whether a call is further down in the function of a place, inside of all of `heads`."""
     spot = rank.location(place.site)
     return spot is not None and any(
         at is not None
         and (at.file, at.function) == (spot.file, spot.function)
         and at.line > spot.line
-        and all(head in there.inside for head in around)
-        for there in (made.site.places if made.site else ())
+        and all(head in there.inside for head in heads)
+        for there in places(made)
         for at in (made.rank.location(there.site),)
     )
 
@@ -223,10 +231,10 @@ def _around(rank: Rank, place: Place) -> tuple[Statement, ...]:
 
 def begins_round(made: CallRecord, other: CallRecord) -> bool:
     """Whether a call comes before another one in each round of a loop around both."""
-    for place in made.site.places if made.site else ():
+    for place in places(made):
         loops = {e.line for e in place.inside if e.is_loop}
         here = made.rank.location(place.site)
-        for later in other.site.places if other.site else ():
+        for later in places(other):
             there = other.rank.location(later.site)
             if here and there and (here.file, here.function) == (there.file, there.function):
                 both = any(e.line in loops for e in later.inside)
@@ -241,7 +249,7 @@ def _same_place(m: CallRecord, p: Place, n: CallRecord, q: Place) -> bool:
 
 def same_lines(m: CallRecord, n: CallRecord) -> bool:
     """Whether the same lines led to two calls."""
-    ours, theirs = (x.site.places if x.site else () for x in (m, n))
+    ours, theirs = places(m), places(n)
     return len(ours) == len(theirs) > 0 and all(
         _same_place(m, p, n, q) for p, q in zip(ours, theirs, strict=True)
     )
@@ -263,9 +271,9 @@ def _branched(made: CallRecord, rest: list[CallRecord]) -> int:
     """How many callers up the branch around a call is; `CALLERS` for none, where its condition is
     on the rank, and where the other ranks are known to enter the branch from other lines."""
     found = None if condition(made) else branch(made)
-    if found is None or made.site is None:
+    if found is None:
         return CALLERS
-    depth = made.site.places.index(found[0])
+    depth = places(made).index(found[0])
     spot, caller = made.location_at(depth), made.location_at(depth + 1)
     if spot is None or all(_enters(m.rank, spot.file, found[1].line, caller) for m in rest):
         return CALLERS

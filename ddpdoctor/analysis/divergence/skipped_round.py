@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ...events import ExceptionPassed, Statement
 from ...run import Location
 from ..calls.call_logs import CallRecord
-from ..control_flow.branches import condition, is_inside
+from ..control_flow.branches import condition, is_inside, places
 from ..control_flow.caught_exceptions import handler
-from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around, places
+from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around
 from ..control_flow.loop_rounds import iterations_of, skipped_in, until_call
 from ..waiting.failures import LOST_PEER
 from .divergence import CallDivergence
