@@ -5,7 +5,8 @@
     python tests/baseline.py compare FOLDER    # diagnose it again, print what changed
 
 Use it around a change of structure: nothing of check, severity, ranks, steps, line, rule and
-consequences may change without a reason in the commit. Any folder of runs will do, also those of other programs.
+consequences may change without a reason in the commit. Any folder of runs will do, also those of
+other programs.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from ddpdoctor.analysis.data.phrases import (
 )
 from ddpdoctor.analysis.data.rng_state import equal_generators
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps, Table
 from ddpdoctor.run import Location, Rank, Run, listed, ranks_text, some, whom
 
@@ -116,6 +117,11 @@ class DataOverlap(Check):
         "equal-gradients": "without DDP, ranks compute the same gradients before they exchange "
         "them",
     }
+    effects = (
+        Effect(
+            ("identical-augmentation",), of=("equal-random-generators",), when=(When.SAME_LINE,)
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         if (reason := no_loader(run)) is None or any(
@@ -139,10 +145,6 @@ class DataOverlap(Check):
                 yield self._of_inputs(run, given, sets)
         for work in () if found else equal_gradients(run):
             yield self._of_gradients(run, work)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        same_loader = other.check == "identical-augmentation" and other.location == mine.location
-        return same_loader and mine.rule == "equal-random-generators"
 
     def tables(self, run: Run) -> Iterator[Table]:
         yield from audit_table(run)

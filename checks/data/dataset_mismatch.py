@@ -17,6 +17,7 @@ from ddpdoctor.analysis.data.phrases import (
     related,
 )
 from ddpdoctor.events import OptimizerSeen
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps
 from ddpdoctor.run import Location, Run, equal_ranks, ranks_do, ranks_text, whom
 
@@ -97,9 +98,8 @@ class DatasetMismatch(Check):
         "own-entries": "each rank holds other entries, such as random tensors",
         "listing-order": "each rank lists or makes the entries by itself",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
+    effects = (Effect(("uneven-batches",), when=(When.IS_ERROR,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         groups: list[list[LoaderFault]] = []
@@ -111,9 +111,6 @@ class DatasetMismatch(Check):
                 known.append(fault)
         for faults in groups:
             yield self._report(run, faults[0], faults[1:])
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "uneven-batches" and mine.severity is Severity.ERROR
 
     def _report(self, run: Run, fault: LoaderFault, others: list[LoaderFault]) -> Finding:
         """The finding; `others` are the same fault in other datasets (parts of a split)."""

@@ -62,9 +62,7 @@ class IdenticalAugmentation(Check):
         "equal-worker-seeds": "workers draw, and are seeded with the same numbers on every rank, "
         "although the ranks' base seeds differ",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for loader in loaders(run):

@@ -53,9 +53,7 @@ class LoaderShuffleLost(Check):
         "ascending-order": "the sampler yields ascending indices in every training epoch",
         "fixed-order": "the dataset was shuffled once, and every epoch has that order",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for loader in loaders(run):

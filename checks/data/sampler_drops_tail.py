@@ -58,9 +58,7 @@ class SamplerDropsTail(Check):
         "loader-drop-last": "the loader (or its BatchSampler) drops the last, incomplete batch",
         "both-drop-last": "sampler and loader each drop samples",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         faulty = {id(f.loader) for f in faults(run)}

@@ -65,9 +65,7 @@ class SamplerEpochFrozen(Check):
         "custom-sampler": "a custom sampler shuffles by an epoch number that never changes",
         "cycled-loader": "`itertools.cycle` repeats the batches of the first epoch",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for loader in loaders(run):

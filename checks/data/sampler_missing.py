@@ -17,6 +17,7 @@ from ddpdoctor.analysis.data.phrases import (
     steps_from,
     use,
 )
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Finding, Severity
 from ddpdoctor.run import Run, whom
 
@@ -73,16 +74,12 @@ class SamplerMissing(Check):
         "undivided-selection": "a sampler with a selection of its own yields it on every rank",
         "equal-evaluation": "all ranks evaluate or read the same samples outside of training",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
+    effects = (Effect(("identical-augmentation",), when=(When.SAME_LINE,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in of_check(run, self.name):
             yield self._report(run, fault)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "identical-augmentation" and other.location == mine.location
 
     def _report(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, fault.readers[0]

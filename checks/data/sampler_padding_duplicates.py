@@ -58,9 +58,7 @@ class SamplerPaddingDuplicates(Check):
         "padding-gathered": "torch's sampler pads in an evaluation that gathers results per sample",
         "custom-sampler": "a custom sampler yields samples on several ranks in an evaluation",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         faulty = {id(f.loader) for f in faults(run)}

@@ -10,6 +10,7 @@ from ddpdoctor.analysis.data.loader_faults import of_check
 from ddpdoctor.analysis.data.loaders import Reader
 from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since
 from ddpdoctor.events import GroupReady, SamplerRefused
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text, some
 
@@ -70,6 +71,12 @@ class SamplerRankMismatch(Check):
         "invalid-rank": "torch rejects the sampler's rank",
         "wrong-group": "num_replicas and rank do not match the group that averages gradients",
     }
+    effects = (
+        Effect(
+            ("first-failure",), of=("swapped-arguments", "invalid-rank"), when=(When.SAME_LINE,)
+        ),
+        Effect(("uneven-batches", "sampler-padding-duplicates")),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         return None if run.any(SamplerRefused) else no_loader(run)
@@ -78,12 +85,6 @@ class SamplerRankMismatch(Check):
         yield from self._refused(run)
         for fault in of_check(run, self.name):
             yield self._report(run, fault)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            rejected = mine.rule in ("swapped-arguments", "invalid-rank")
-            return rejected and other.location == mine.location
-        return other.check in ("uneven-batches", "sampler-padding-duplicates")
 
     def _refused(self, run: Run) -> Iterator[Finding]:
         """The finding of a sampler whose constructor raised, and that ended the program."""

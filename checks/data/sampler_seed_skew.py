@@ -15,6 +15,7 @@ from ddpdoctor.analysis.data.phrases import (
     related,
     steps_from,
 )
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, equal_ranks, odd_ones, whom
 
@@ -55,16 +56,12 @@ class SamplerSeedSkew(Check):
         "different-epochs": "every rank calls `set_epoch`, with different numbers",
         "set-epoch-on-some-ranks": "some ranks never call `set_epoch`",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires = (no_loader,)
+    effects = (Effect(("sampler-epoch-frozen",), when=(When.SAME_LINE,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in of_check(run, self.name):
             yield self._report(run, fault)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "sampler-epoch-frozen" and other.location == mine.location
 
     def _report(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, fault.readers[0]

@@ -16,6 +16,7 @@ from ddpdoctor.events import CommHook, Edited, KeptBack, Replica, SyncPattern
 from ddpdoctor.probe.training import backwards
 from ddpdoctor.probe.watchers.gradients import gradient_sync
 from ddpdoctor.probe.watchers.graph import fsdp_no_sync
+from ddpdoctor.report.errors import error_kinds
 
 
 def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
@@ -351,5 +352,5 @@ def test_what_torch_raises_after_a_backward_that_ddp_was_not_ready_for(reason, m
     run = run_of({n: [pattern(reason=reason), local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
     assert finding.rule == reason.replace(" ", "-").replace("_", "-")
-    raised = FirstFailure().finding(summary="", cause="", fix="", evidence={"message": message})
+    raised = FirstFailure().finding(summary="", cause="", fix="", errors=error_kinds(message))
     assert UnsyncedStep().explains(finding, raised) is follows

@@ -24,6 +24,11 @@ from ...run import Location, Rank, Run, whom
 NO_DDP = "no model was wrapped in DistributedDataParallel"
 
 
+def needs_ddp(run: Run) -> str | None:
+    """For checks that judge wrapped models only."""
+    return None if numbers(run) else NO_DDP
+
+
 @dataclass(frozen=True)
 class Part:
     """A module and those of its parameters that a finding is about.

@@ -114,6 +114,11 @@ Reported = tuple[Replicas, Finding]
 """A finding, and the copies that it is about."""
 
 
+def needs_copies(run: Run) -> str | None:
+    """For checks that compare copies of a model."""
+    return None if replicas(run) else NO_COPIES
+
+
 def replicas(run: Run, *, unheld: bool = False) -> list[Replicas]:
     """Every model and optimizer of which two ranks or more hold copies.
 
