@@ -12,7 +12,6 @@ from ...events import (
     Ownership,
     ParameterUse,
     Replica,
-    StepDone,
     UnusedParameters,
     Wrapped,
 )
@@ -118,11 +117,6 @@ def steps_of(rank: Rank, model: int) -> int:
     rank's busiest optimizer if none is known to hold the model's parameters."""
     own = (o.optimizer for o in rank.of(OptimizerSeen) if model in o.models)
     return max(map(rank.steps_of, own), default=0) or rank.steps
-
-
-def steps_taken(rank: Rank) -> int:
-    """Steps of all optimizers of a rank together."""
-    return sum(e.count for e in rank.of(StepDone))
 
 
 def parts_of(wrapped: Wrapped, positions: Iterable[int]) -> list[Part]:
