@@ -69,7 +69,7 @@ def _moved_the_state(mine: Finding, other: Finding) -> bool:
 
 
 _DIFFER = Condition(
-    "if it is more than a note and names parameters",
+    "if the cause is more than a note and names parameters",
     lambda mine, _: mine.severity is not Severity.NOTE and bool(mine.subjects),
 )
 

@@ -48,7 +48,7 @@ LOST_PEERS = "lost-peers"
 
 
 _OWN = Condition(
-    "unless it is itself a consequence",
+    "unless the cause is itself a consequence",
     lambda mine, _: mine.severity is Severity.ERROR and mine.rule != LOST_PEERS,
 )
 

@@ -42,20 +42,22 @@ class When:
     """Conditions that effects of several checks have. What is not known (steps, optimizers) does
     not speak against one finding following from the other."""
 
-    IS_ERROR = Condition("if it is an error", lambda mine, _: mine.severity is Severity.ERROR)
+    IS_ERROR = Condition(
+        "if the cause is an error", lambda mine, _: mine.severity is Severity.ERROR
+    )
     SAME_LINE = Condition("at the same line", lambda mine, other: other.location == mine.location)
     SAME_RANKS = Condition("on the same ranks", lambda mine, other: {*other.ranks} == {*mine.ranks})
     SHARED_RANK = Condition(
-        "on one of its ranks", lambda mine, other: _share(mine.ranks, other.ranks)
+        "on a rank of the cause", lambda mine, other: _share(mine.ranks, other.ranks)
     )
     OTHER_RANKS = Condition(
         "on other ranks", lambda mine, other: not _share(mine.ranks, other.ranks)
     )
     WITHIN_RANKS = Condition(
-        "on its ranks only", lambda mine, other: {*other.ranks} <= {*mine.ranks}
+        "on no ranks but the cause's", lambda mine, other: {*other.ranks} <= {*mine.ranks}
     )
     FEWER_RANKS = Condition(
-        "on some of its ranks", lambda mine, other: {*other.ranks} < {*mine.ranks}
+        "on some of the cause's ranks", lambda mine, other: {*other.ranks} < {*mine.ranks}
     )
     SHARED_SUBJECT = Condition(
         "about the same", lambda mine, other: _share(mine.subjects, other.subjects)
@@ -66,16 +68,16 @@ class When:
             not (mine.optimizers and other.optimizers) or _share(mine.optimizers, other.optimizers)
         ),
     )
-    NOT_BEFORE = Condition("not before it", lambda mine, other: other.at >= mine.at)
+    NOT_BEFORE = Condition("not before the cause", lambda mine, other: other.at >= mine.at)
     SINCE = Condition(
-        "not before it, or at an unknown time",
+        "not clearly before the cause",
         lambda mine, other: other.at == 0.0 or other.at >= mine.at - AROUND_S,
     )
     STEP_NOT_BEFORE = Condition(
-        "from its first step on", lambda mine, other: _steps_later(mine, other) >= 0
+        "from the cause's first step on", lambda mine, other: _steps_later(mine, other) >= 0
     )
     STEP_AFTER = Condition(
-        "after its first step", lambda mine, other: _steps_later(mine, other) > 0
+        "after the cause's first step", lambda mine, other: _steps_later(mine, other) > 0
     )
 
     @staticmethod

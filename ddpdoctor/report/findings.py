@@ -166,6 +166,16 @@ class Effect:
     errors: tuple[ErrorKind, ...] = ()
     when: tuple[Condition, ...] = ()
 
+    def describe(self) -> str:
+        """Which findings these are beside the checks' names, in words; empty for all."""
+        parts = (
+            self.of and f"from rule {' or '.join(self.of)}",
+            self.rules and f"of rule {' or '.join(self.rules)}",
+            self.errors and f"about this error: {' or '.join(e.value for e in self.errors)}",
+            *(condition.words for condition in self.when),
+        )
+        return "; ".join(part for part in parts if part)
+
     def covers(self, mine: Finding, other: Finding) -> bool:
         """Whether `other` is such a consequence of `mine`."""
         return (

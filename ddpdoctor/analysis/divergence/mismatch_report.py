@@ -97,7 +97,8 @@ def _calls(divergence: CallDivergence) -> object:
 
 
 STOPPED_RANKS = Condition(
-    "unless all ranks continued after it", lambda mine, _: not mine.evidence.get(PASSED_BY_ALL)
+    "unless all ranks continued after the cause",
+    lambda mine, _: not mine.evidence.get(PASSED_BY_ALL),
 )
 
 
