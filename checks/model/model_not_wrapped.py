@@ -28,6 +28,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When, seen, several_ranks
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.merging import merged
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
 
 GROUP = "gradients of a group"
@@ -331,12 +332,10 @@ def _with_others(found: list[tuple[str, Finding]]) -> Finding:
     if not others:
         return first
     titles = [title for title, _ in found]
-    return msgspec.structs.replace(
-        first,
-        optimizers=tuple(sorted({n for _, f in found for n in f.optimizers})),
-        summary=f"{first.summary}; this line makes {counted(len(others), 'more such model')}",
-        evidence=first.evidence
-        | {"models": titles if len({*titles}) == len(titles) else len(titles)},
+    return merged(
+        [f for _, f in found],
+        note=f"this line makes {counted(len(others), 'more such model')}",
+        evidence={"models": titles if len({*titles}) == len(titles) else len(titles)},
     )
 
 

@@ -40,6 +40,7 @@ from .findings import (
     Table,
     Tool,
 )
+from .merging import each_once
 
 SHORTEST_LATER_S = 2.0
 """Shorter than this the time after the first steps says nothing about a long run."""
@@ -76,7 +77,7 @@ def diagnose(
             examined.append(check.name)
             partly += [Skipped(check.name, part)] if part else []
             findings += found
-    findings = fold(_each_once(findings), makers)
+    findings = fold(each_once(findings), makers)
     findings = _explained(findings, makers, run, others) if findings else []
     findings = _with_totals(run, findings)
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
@@ -96,26 +97,6 @@ def diagnose(
         ),
         tables=tuple(tables),
     )
-
-
-def _each_once(findings: list[Finding]) -> list[Finding]:
-    """Findings of one check, severity and ranks at one line (a loader made in every epoch) are one
-    finding; those without a line are one where subjects and summary are equal."""
-    same: dict[object, list[Finding]] = {}
-    for f in findings:
-        what = f.location or (f.subjects, f.summary)
-        same.setdefault((f.code, f.severity, f.ranks, what), []).append(f)
-    return [_joined(several) for several in same.values()]
-
-
-def _joined(several: list[Finding]) -> Finding:
-    first = several[0]
-    more = list(dict.fromkeys(f.summary for f in several if f.summary != first.summary))
-    if not more:
-        return first
-    subjects = tuple(dict.fromkeys(s for f in several for s in f.subjects))
-    evidence = first.evidence | {"from the same line also": more}
-    return msgspec.structs.replace(first, subjects=subjects, evidence=evidence)
 
 
 def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
