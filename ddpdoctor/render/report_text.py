@@ -184,11 +184,7 @@ def _fold_equal(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 def rank_grid(report: Report) -> Grid:
     """One row per rank, equal ones folded in a large world."""
     fold = report.run.world_size > FOLD_ABOVE
-    groups: dict[object, list[RankState]] = {}
-    for rank in report.ranks:
-        key = (_state(rank), rank.steps, rank.last) if fold else rank.rank
-        groups.setdefault(key, []).append(rank)
-    first = {group[0].rank: _rank_row(group) for group in groups.values()}
+    first = {group[0].rank: rank_row(group) for group in same_place(report.ranks, fold=fold)}
     known = {r.rank for r in report.ranks}
     if known and (gone := [r for r in range(report.run.world_size) if r not in known]):
         first[gone[0]] = (fold_ranks(gone), "no record", "", "", "")
@@ -196,7 +192,17 @@ def rank_grid(report: Report) -> Grid:
     return Grid(RANK_COLUMNS, tuple(rows[:ROWS_LIMIT]), max(len(rows) - ROWS_LIMIT, 0))
 
 
-def _rank_row(group: list[RankState]) -> tuple[str, ...]:
+def same_place(ranks: Iterable[RankState], *, fold: bool) -> list[list[RankState]]:
+    """The ranks, if `fold`, those together that ended alike after the same last thing."""
+    groups: dict[object, list[RankState]] = {}
+    for rank in ranks:
+        key = (_state(rank), rank.steps, rank.last) if fold else rank.rank
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+
+
+def rank_row(group: list[RankState]) -> tuple[str, ...]:
+    """The cells of `RANK_COLUMNS` for ranks in the same place."""
     one = group[0]
     times = sorted({duration(r.step_time_s) for r in group if r.step_time_s is not None})
     known = [r.step_time_s for r in group if r.step_time_s is not None]
