@@ -105,7 +105,7 @@ class Watcher:
 
     def run(self) -> None:
         """Watch until the ranks are done, then report."""
-        self._open()
+        self.monitor.start()
         signal.signal(signal.SIGTERM, self._terminated)
         while not self._over():
             reason = self.monitor.tick()
@@ -119,14 +119,6 @@ class Watcher:
             time.sleep(TICK_WHILE_RANKS_WAIT_S if self.monitor.ranks_wait else TICK_S)
         self.monitor.finish()
         self._report()
-
-    def _open(self) -> None:
-        while True:
-            try:
-                self.monitor.start()
-                return
-            except FileExistsError:  # another node, or the watcher before, in the same folder
-                self.monitor.node_rank += 1
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or "terminate"

@@ -383,9 +383,7 @@ def deadlocked(finding: Finding) -> bool:
 
 def _notice(finding: Finding, waited: float) -> str:
     sure = "proven" if deadlocked(finding) else "suspected"
-    known = finding.location is None or str(finding.location) in finding.summary
-    where = "" if known else f" ({finding.location})"
-    return f"no progress for {waited:.0f} s ({sure}): {finding.summary}{where}"
+    return f"no progress for {waited:.0f} s ({sure}): {finding.summary}{finding.elsewhere}"
 
 
 def _size(path: Path | None) -> int:

@@ -130,6 +130,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int | None = None
     at: float = 0.0
 
+    @property
+    def elsewhere(self) -> str:
+        """` (train.py:12)`, to be put after the summary; empty where that names the line itself."""
+        named = self.location is None or str(self.location) in self.summary
+        return "" if named else f" ({self.location})"
+
 
 Requirement = Callable[[Run], str | None]
 """Tells why a run cannot be judged (`no optimizer step seen`); None where it can."""
