@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..report.diagnose import row
-from ..run import Run, ranks_text
+from ..run import Run, counted, ranks_text
 from ..run.last_activity import whereabouts
 from .report_text import RANK_COLUMNS, Grid, rank_row, same_place
-from .safe_text import clean, count, duration
+from .safe_text import clean, duration
 from .streams import emit, is_terminal
 from .terminal import captured, make_console, rank_table, show
 
@@ -50,7 +50,7 @@ def snapshot(
 
 
 def _status(run: Run, folder: str, over: bool) -> str:
-    parts = [run.outcome() if over else "running", count(run.world_size, "rank")]
+    parts = [run.outcome() if over else "running", counted(run.world_size, "rank")]
     if run.started and not over:
         parts.append(duration(max(time.time() - run.started, 0.0)))
         silent = time.time() - max(r.wall(r.last.at) for r in run.ranks.values() if r.last)

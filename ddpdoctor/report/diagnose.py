@@ -280,8 +280,7 @@ def _last_thing(rank: Rank) -> str:
     if raised is not None and not raised.caught:
         return raised.describe()  # what follows it is no news
     skipped = RankExiting if raised else ()
-    own = rank.started.pid if rank.started else -1
-    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == own)
+    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == rank.pid)
     last = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
     step = rank.latest(StepDone)
     if step and (last is None or step.at > last.at):
