@@ -10,7 +10,7 @@ from ddpdoctor.analysis.data.loader_faults import of_check
 from ddpdoctor.analysis.data.loaders import Reader
 from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since
 from ddpdoctor.events import GroupReady, SamplerRefused
-from ddpdoctor.report.declarations import Effect, When
+from ddpdoctor.report.declarations import Effect, When, unless
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text, some
 
@@ -71,15 +71,13 @@ class SamplerRankMismatch(Check):
         "invalid-rank": "torch rejects the sampler's rank",
         "wrong-group": "num_replicas and rank do not match the group that averages gradients",
     }
+    requires = (unless(no_loader, SamplerRefused),)
     effects = (
         Effect(
             ("first-failure",), of=("swapped-arguments", "invalid-rank"), when=(When.SAME_LINE,)
         ),
         Effect(("uneven-batches", "sampler-padding-duplicates")),
     )
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(SamplerRefused) else no_loader(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._refused(run)

@@ -18,15 +18,14 @@ from ddpdoctor.analysis.replicas.missed_backwards import SYNCED, puts_ahead
 from ddpdoctor.analysis.replicas.moving import moved
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
-    NO_COPIES,
     Divergence,
     Replicas,
     divergence,
     each_model,
-    replicas,
+    needs_copies,
 )
 from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
-from ddpdoctor.report.declarations import Condition, Effect, When
+from ddpdoctor.report.declarations import Condition, Effect, When, seen, unless
 from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, counted, some, whom
@@ -179,6 +178,13 @@ class UnsyncedStep(Check):
         STEP_IN_BACKWARD: "a hook steps inside backward, before DDP has averaged",
         NEVER_REDUCED: "`fully_shard` never reduces the gradients, and steps apply nothing",
     }
+    requires = tuple(
+        unless(requirement, KeptBack, SteppedInside)
+        for requirement in (
+            needs_copies,
+            seen(SyncPattern, otherwise="no optimizer step after DDP's backward was seen"),
+        )
+    )
     effects = (
         Effect(
             ("collective-mismatch", "rank-exited-early"),
@@ -198,13 +204,6 @@ class UnsyncedStep(Check):
         # Applied in the step, and seen before the next one.
         Effect(("parameter-drift",), when=(When.STEP_AFTER,)),
     )
-
-    def unobserved(self, run: Run) -> str | None:
-        if run.any(KeptBack) or run.any(SteppedInside):
-            return None
-        if not replicas(run):
-            return NO_COPIES
-        return None if run.any(SyncPattern) else "no optimizer step after DDP's backward was seen"
 
     def left_out(self, run: Run) -> str | None:
         return uncompared.left_out(run)

@@ -29,6 +29,16 @@ def seen(*events: type[Event], otherwise: str) -> Requirement:
     return lambda run: None if any(map(run.any, events)) else otherwise
 
 
+def unless(requirement: Requirement, *events: type[Event]) -> Requirement:
+    """A requirement that does not matter once a rank recorded one of these events."""
+    return lambda run: None if any(map(run.any, events)) else requirement(run)
+
+
+def several_records(run: Run) -> str | None:
+    """For checks that compare what ranks recorded."""
+    return None if len(run.ranks) > 1 else "only one rank left a record"
+
+
 def several_ranks(run: Run) -> str | None:
     """For checks that compare ranks."""
     return None if run.world_size > 1 else "one rank only"
