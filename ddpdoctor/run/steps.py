@@ -19,8 +19,8 @@ from .rank import Rank
 
 
 def total_steps(rank: Rank) -> int:
-    """Steps of all optimizers of a rank together, with those that only the ring knows of."""
-    return max(recorded_total(rank), rank.ring.step if rank.ring else 0)
+    """Steps of all optimizers of a rank together, also where events of some are lost."""
+    return max(recorded_total(rank), rank.steps, rank.ring.step if rank.ring else 0)
 
 
 def recorded_total(rank: Rank) -> int:
