@@ -11,33 +11,39 @@ from ddpdoctor.analysis.data.fault import LoaderFault
 from ddpdoctor.analysis.data.forward_inputs import (
     EqualGradients,
     EqualInputs,
-    Inputs,
     equal_gradients,
     equal_inputs,
     inputs,
 )
-from ddpdoctor.analysis.data.loader_faults import faults, of_check
-from ddpdoctor.analysis.data.phrases import (
+from ddpdoctor.analysis.data.loader_check import (
+    LoaderCheck,
+    Words,
     dataset,
+    doubt,
     figures,
     no_loader,
     on_each_rank,
-    related,
     since,
     steps_from,
     use,
+    when,
 )
-from ddpdoctor.analysis.data.rng_state import equal_generators
+from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.report.declarations import Effect, When
-from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps, Table
+from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
 from ddpdoctor.run import Location, Rank, Run, listed, ranks_text, some, whom
+
+SHARD_INPUTS = (
+    "shard the data: `data[rank::world_size]`; if positions are drawn at random, seed with the "
+    "rank: `torch.manual_seed(seed + rank)` after the model is built"
+)
 
 SETS_NAMED = 3
 """Most sets of ranks that a summary names."""
 
 
-class DataOverlap(Check):
+class DataOverlap(LoaderCheck):
     """Ranks, or the workers of one rank, consume the same samples
 
     ## What it finds
@@ -100,23 +106,75 @@ class DataOverlap(Check):
 
     code = "DDP507"
     name = "data-overlap"
-    family = "data"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {
-        "unsharded-stream": "all ranks iterate the whole of an iterable dataset",
-        "unsharded-workers": "the workers of one rank each iterate the whole of its dataset",
-        "repeated-parts": "some ranks deliver the same samples, while others deliver other ones",
-        "equal-random-generators": "the dataset picks samples at random, equally on all ranks",
-        "overlapping-selections": "the ranks select parts of one dataset that overlap",
-        "different-shuffles": "the ranks shuffle in different orders and each takes its share of "
-        "its own",
-        "overlapping-shares": "the sampler yields some samples on several ranks",
-        "equal-inputs": "without a loader, ranks feed a model the same inputs",
-        "equal-random-inputs": "without a loader, ranks feed a model equal random numbers",
-        "constant-inputs": "without a loader, ranks feed a model equal inputs that never change",
-        "equal-gradients": "without DDP, ranks compute the same gradients before they exchange "
-        "them",
+    words: ClassVar[Mapping[str, Words]] = {
+        "unsharded-stream": Words(
+            "all ranks iterate the whole of an iterable dataset",
+            "each rank iterates the whole dataset: no sampler applies to {kind}, which is iterable",
+            "{shard}",
+        ),
+        "unsharded-workers": Words(
+            "the workers of one rank each iterate the whole of its dataset",
+            "each worker iterates everything that its rank reads: no sampler applies to {kind}, "
+            "which is iterable",
+            "{shard}",
+            "not sharded by worker",
+        ),
+        "repeated-parts": Words(
+            "some ranks deliver the same samples, while others deliver other ones",
+            "{sets} deliver the same part of {kind}, others another one: there are fewer parts "
+            "than ranks, or some ranks draw theirs from the same seed",
+            "{shard}",
+        ),
+        "equal-random-generators": Words(
+            "the dataset picks samples at random, equally on all ranks",
+            "{kind} picks samples at random, whatever the index, and {generator} is in the same "
+            "state on all of these ranks",
+            "{seed}",
+            "picks the same samples on these ranks",
+        ),
+        "overlapping-selections": Words(
+            "the ranks select parts of one dataset that overlap",
+            "the ranks select overlapping parts of one dataset: {selections}",
+            "let each rank select its own part: `indices[rank::world_size]`, or `indices[rank * n: "
+            "(rank + 1) * n]` with `n = len(indices) // world_size`",
+        ),
+        "different-shuffles": Words(
+            "the ranks shuffle in different orders and each takes its share of its own",
+            "the shares that {sampler} yields overlap, by another number of samples in each epoch "
+            "({counts}): the ranks seem to shuffle differently",
+            "shuffle equally on all ranks, by `seed + epoch` without the rank, and let each rank "
+            "take its own share of that order",
+        ),
+        "overlapping-shares": Words(
+            "the sampler yields some samples on several ranks",
+            "the shares that {sampler} yields overlap",
+            "let each rank take its own share of one order: `indices[rank::world_size]`",
+        ),
+        "equal-inputs": Words(
+            "without a loader, ranks feed a model the same inputs",
+            "each of these ranks takes the same samples from the same data",
+            SHARD_INPUTS,
+        ),
+        "equal-random-inputs": Words(
+            "without a loader, ranks feed a model equal random numbers",
+            "each rank takes the same samples, or draws the same random positions: the ranks' "
+            "random generators are in the same state",
+            SHARD_INPUTS,
+        ),
+        "constant-inputs": Words(
+            "without a loader, ranks feed a model equal inputs that never change",
+            "every rank trains on the same constant data, as a single rank would",
+            SHARD_INPUTS,
+        ),
+        "equal-gradients": Words(
+            "without DDP, ranks compute the same gradients before they exchange them",
+            "each of these ranks trains on the same samples, so they do the work of one",
+            "shard the data: `data[rank::world_size]`; if samples are drawn at random, add the "
+            "rank to the seed",
+        ),
     }
+    rules = when(words)
     effects = (
         Effect(
             ("identical-augmentation",), of=("equal-random-generators",), when=(When.SAME_LINE,)
@@ -138,11 +196,11 @@ class DataOverlap(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = any(faults(run))
-        for fault in of_check(run, self.name):
+        for fault in self.faults(run):
             yield self._of_loader(run, fault)
         for given in inputs(run):
             if sets := [same for same in equal_inputs(run, given) if not same.intended]:
-                yield self._of_inputs(run, given, sets)
+                yield self._of_inputs(run, sets)
         for work in () if found else equal_gradients(run):
             yield self._of_gradients(run, work)
 
@@ -151,37 +209,61 @@ class DataOverlap(Check):
 
     def _of_loader(self, run: Run, fault: LoaderFault) -> Finding:
         reader, audit = fault.readers[0], fault.audit
-        workers = fault.overlap == "unsharded-workers"
-        note = fault.doubt is not None or not fault.loader.trains
+        workers = fault.rule == "unsharded-workers"
         number = fault.first_epoch
         who = _sets(fault.parts) if len(fault.parts) > 1 else whom(fault.ranks, run.world_size)
         who = f"the workers of {who}" if workers else who
+        what = "the same samples"
         if audit is not None:
             what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
-        elif workers or fault.overlap == "equal-random-generators":
-            what = "the same samples"
-        else:
+        elif fault.compared[1] and not workers:
             what = "the same samples ({} of {} compared)".format(*fault.compared)
-        return self.finding(
-            rule=fault.overlap,
-            severity=Severity.NOTE if note else Severity.ERROR,
-            confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
-            ranks=fault.ranks,
+        # The batches of all ranks, also where several sets of ranks have the same fault.
+        batches = {r.rank.rank: r.epochs[number].batches for r in fault.readers}
+        evidence = {**fault.evidence, **({"batches": batches} if fault.compared[1] else {})}
+        evidence |= {"from epoch": number} if number else {}
+        return self.of_fault(
+            fault,
+            _facts(fault),
+            note=not fault.loader.trains,
             steps=steps_from(reader, reader.epoch(number)),
-            subjects=(reader.seen.dataset,),
             location=_spot(fault),
-            label="not sharded by worker"
-            if workers
-            else "picks the same samples on these ranks"
-            if fault.overlap == "equal-random-generators"
-            else "ranks get the same samples",
-            related=related(reader),
+            label=self.words[fault.rule].label or "ranks get the same samples",
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
-            f"{since(reader, number)}" + (f" ({fault.doubt.value})" if fault.doubt else ""),
-            cause=_cause(fault),
-            fix=_fix(fault),
-            evidence={**(figures(audit) if audit else {}), **_evidence(fault)},
-            at=reader.rank.wall(audit.at if audit else reader.epochs[number].began.at),
+            f"{since(reader, number)}{doubt(fault)}",
+            evidence={**(figures(audit) if audit else {}), **evidence},
+        )
+
+    def _of_inputs(self, run: Run, sets: list[EqualInputs]) -> Finding:
+        """The finding that ranks, in one or several sets, train a model on the same inputs."""
+        same = min(sets, key=lambda s: s.toy)
+        parts = tuple(s.ranks for s in sets if s.toy == same.toy)
+        rank, words = run.ranks[same.ranks[0]], self.words[same.rule]
+        who = _sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)
+        return self.finding(
+            rule=same.rule,
+            severity=Severity.NOTE if same.toy else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if same.toy else Confidence.PROVEN,
+            ranks=tuple(sorted({r for ranks in parts for r in ranks})),
+            subjects=(f"inputs of {same.kind}",),
+            location=rank.location(same.event.site),
+            steps=_steps(rank, same) if same.late else None,
+            label="the same inputs on these ranks",
+            summary=f"{who} feed {same.kind} the same inputs at all {len(same.forwards)} compared "
+            "forwards"
+            + (f" from forward {same.forwards[0]} on" if same.late else "")
+            + (" (equal random numbers)" if same.drawn else "")
+            + (" (they never change)" if same.constant else ""),
+            cause=words.cause,
+            fix=words.fix,
+            evidence={
+                "forwards compared": some(same.forwards, 20),
+                **({"differed last at": same.differed} if same.late else {}),
+                "digests": [f"{e.digest:08x}" for e in same.events[:8]],
+                "numbers per input": same.event.numbers,
+                "inputs are random": same.drawn,
+            },
+            at=rank.wall(same.event.at),
         )
 
     def _of_gradients(self, run: Run, work: EqualGradients) -> Finding:
@@ -201,9 +283,8 @@ class DataOverlap(Check):
             f"on {whom(work.ranks, run.world_size)} in all {count} compared steps"
             + (" (from equal random inputs)" if work.drawn else "")
             + (" (from inputs that never change)" if work.constant else ""),
-            cause="each of these ranks trains on the same samples, so they do the work of one",
-            fix="shard the data: `data[rank::world_size]`; if samples are drawn at random, add "
-            "the rank to the seed",
+            cause=self.words["equal-gradients"].cause,
+            fix=self.words["equal-gradients"].fix,
             evidence={
                 "steps compared": work.steps,
                 "first gradient values": [float(f"{v:.6g}") for v in work.event.local[:8]],
@@ -213,134 +294,36 @@ class DataOverlap(Check):
             at=rank.wall(work.event.at),
         )
 
-    def _of_inputs(self, run: Run, given: Inputs, sets: list[EqualInputs]) -> Finding:
-        same = min(sets, key=lambda s: s.toy)
-        sets = [s for s in sets if s.toy == same.toy]
-        rank = run.ranks[same.ranks[0]]
-        parts = tuple(s.ranks for s in sets)
-        rule = _rule_of_inputs(same)
-        return self.finding(
-            rule=rule,
-            severity=Severity.NOTE if same.toy else Severity.ERROR,
-            confidence=Confidence.SUSPECTED if same.toy else Confidence.PROVEN,
-            ranks=tuple(sorted({r for ranks in parts for r in ranks})),
-            subjects=(f"inputs of {given.kind}",),
-            location=rank.location(same.event.site),
-            steps=_steps(rank, given, same) if same.late else None,
-            label="the same inputs on these ranks",
-            summary=f"{_sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)} feed "
-            f"{given.kind} the same inputs at all {len(same.forwards)} compared forwards"
-            + (f" from forward {same.forwards[0]} on" if same.late else "")
-            + (" (equal random numbers)" if same.drawn else "")
-            + (" (they never change)" if same.constant else ""),
-            cause=CAUSES_OF_INPUTS[rule],
-            fix="shard the data: `data[rank::world_size]`; if positions are drawn at random, seed "
-            "with the rank: `torch.manual_seed(seed + rank)` after the model is built",
-            evidence={
-                "forwards compared": some(same.forwards, 20),
-                **({"differed last at": same.differed} if same.late else {}),
-                "digests": [
-                    f"{given.by_rank[same.ranks[0]][n].digest:08x}" for n in same.forwards[:8]
-                ],
-                "numbers per input": same.event.numbers,
-                "inputs are random": same.drawn,
-            },
-            at=rank.wall(same.event.at),
-        )
-
-
-CAUSES_OF_INPUTS = {
-    "equal-random-inputs": "each rank takes the same samples, or draws the same random positions: "
-    "the ranks' random generators are in the same state",
-    "constant-inputs": "every rank trains on the same constant data, as a single rank would",
-    "equal-inputs": "each of these ranks takes the same samples from the same data",
-}
-
-
-def _rule_of_inputs(same: EqualInputs) -> str:
-    if same.drawn:
-        return "equal-random-inputs"
-    return "constant-inputs" if same.constant else "equal-inputs"
-
 
 def _spot(fault: LoaderFault) -> Location | None:
     """The line that makes the overlapping `Subset`, or else the loader."""
     reader = fault.readers[0]
-    layers = reader.seen.layers if fault.overlap == "overlapping-selections" else ()
+    layers = reader.seen.layers if fault.rule == "overlapping-selections" else ()
     return next((at for e in layers if (at := reader.rank.location(e.site))), reader.made_at)
 
 
-def _steps(rank: Rank, given: Inputs, same: EqualInputs) -> Steps:
+def _steps(rank: Rank, same: EqualInputs) -> Steps:
     """The steps of the forwards compared, counted by the optimizer that took the most."""
     done = rank.of(StepDone)
     most = max((e.optimizer for e in done), key=rank.steps_of, default=-1)
     ends = sorted(e.at for e in done if e.optimizer == most for _ in range(e.count))
-    events = (given.by_rank[rank.rank][n] for n in same.forwards)
-    found = {bisect(ends, e.at) for e in events}
+    found = {bisect(ends, e.at) for e in same.events}
     return Steps(min(found), max(found), len(found), len(found))
 
 
-def _evidence(fault: LoaderFault) -> Evidence:
-    """Figures beyond those of the audit."""
-    common, of = fault.compared
-    if fault.overlap == "equal-random-generators":
-        return {
-            "generators in the same state": list(fault.generators) or "the dataset's own",
-            "the dataset uses the index": not fault.readers[0].seen.indexless,
-            "equal samples at equal positions": fault.equal_samples,
-            "equal batches given to the model": fault.equal_batches,
-        }
-    if fault.overlap == "unsharded-workers":
-        return {
-            "workers": fault.readers[0].seen.workers,
-            "delivered by several workers": f"{common} of {of} samples compared",
-            "batches": {r.rank.rank: r.epochs[0].batches for r in fault.readers},
-        }
-    if of:
-        return {
-            "samples compared": of,
-            "delivered by several ranks": common,
-            "workers of one rank overlap too": fault.workers_overlap,
-            "batches": {r.rank.rank: r.epochs[fault.first_epoch].batches for r in fault.readers},
-            **({"from epoch": fault.first_epoch} if fault.first_epoch else {}),
-        }
+def _facts(fault: LoaderFault) -> dict[str, object]:
+    """What the sentences about a loader are filled in with."""
+    drawn, kind = fault.generators, fault.readers[0].seen.dataset
     return {
-        **({"selected by each rank": fault.selections} if fault.selections else {}),
-        **({"shared samples by epoch": fault.shared_by_epoch} if fault.shared_by_epoch else {}),
-        **({"samples are made of": ", ".join(fault.sources)} if fault.sources else {}),
+        "sets": _sets(fault.parts),
+        "shard": _shard(fault),
+        "generator": f"the generator of {listed(drawn.names)}"
+        if drawn and drawn.names
+        else "its random generator",
+        "seed": drawn.fix if drawn else f"add the rank to the seed that {kind} draws from",
+        "selections": on_each_rank(fault.selections.items()),
+        "counts": some(fault.shared_by_epoch, 6),
     }
-
-
-def _cause(fault: LoaderFault) -> str:
-    seen = fault.readers[0].seen
-    if fault.overlap == "equal-random-generators":
-        which = listed(fault.generators)
-        return (
-            f"{seen.dataset} picks samples at random, whatever the index, and "
-            + (f"the generator of {which}" if which else "its random generator")
-            + " is in the same state on all of these ranks"
-        )
-    if fault.overlap == "overlapping-selections":
-        return (
-            "the ranks select overlapping parts of one dataset: "
-            f"{on_each_rank(fault.selections.items())}"
-        )
-    if fault.overlap == "different-shuffles":
-        return (
-            f"the shares that {seen.sampler} yields overlap, by another number of samples in each "
-            f"epoch ({some(fault.shared_by_epoch, 6)}): the ranks seem to shuffle differently"
-        )
-    if fault.overlap == "overlapping-shares":
-        return f"the shares that {seen.sampler} yields overlap"
-    if fault.overlap == "repeated-parts":
-        return (
-            f"{_sets(fault.parts)} deliver the same part of {seen.dataset}, others another one: "
-            "there are fewer parts than ranks, or some ranks draw theirs from the same seed"
-        )
-    who = "each rank iterates the whole dataset"
-    if fault.overlap == "unsharded-workers":
-        who = "each worker iterates everything that its rank reads"
-    return f"{who}: no sampler applies to {seen.dataset}, which is iterable"
 
 
 def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
@@ -349,42 +332,21 @@ def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
     return " and ".join([*named, f"{rest} more sets of ranks"] if rest > 0 else named)
 
 
-def _fix(fault: LoaderFault) -> str:
+def _shard(fault: LoaderFault) -> str:
+    """How to shard an iterable dataset by rank and worker, or by worker alone; or the parts of
+    another one."""
     seen = fault.readers[0].seen
-    if fault.overlap == "equal-random-generators":
-        drawn = equal_generators(fault.readers)
-        return drawn.fix if drawn else f"add the rank to the seed that {seen.dataset} draws from"
-    if fault.overlap == "repeated-parts" and not seen.iterable:
+    if not seen.iterable:
         return (
             "select the part, or the seed, of each rank by `rank` itself; or load the whole "
             "dataset on every rank and shard it: `DataLoader(dataset, "
             "sampler=DistributedSampler(dataset))`"
         )
-    if fault.overlap == "overlapping-selections":
-        return (
-            "let each rank select its own part: `indices[rank::world_size]`, or `indices[rank * n: "
-            "(rank + 1) * n]` with `n = len(indices) // world_size`"
-        )
-    if fault.overlap == "different-shuffles":
-        return (
-            "shuffle equally on all ranks, by `seed + epoch` without the rank, and let each rank "
-            "take its own share of that order"
-        )
-    if fault.overlap == "overlapping-shares":
-        return "let each rank take its own share of one order: `indices[rank::world_size]`"
-    return _shard_stream(fault)
-
-
-def _shard_stream(fault: LoaderFault) -> str:
-    """How to shard an iterable dataset by rank and worker, or by worker alone."""
-    workers = fault.overlap == "unsharded-workers"
+    workers = fault.rule == "unsharded-workers"
+    taken = "i, None, n" if workers else "rank * n + i, None, world_size * n"
     code = (
         "`info = get_worker_info()`, `n, i = (info.num_workers, info.id) if info else (1, 0)`, "
-        + (
-            "`islice(samples, i, None, n)`"
-            if workers
-            else "`islice(samples, rank * n + i, None, world_size * n)`"
-        )
+        f"`islice(samples, {taken})`"
     )
     by_worker = all(r.seen.workers > 1 for r in fault.readers) and not fault.workers_overlap
     if not workers and by_worker:
@@ -393,7 +355,7 @@ def _shard_stream(fault: LoaderFault) -> str:
             "and `world_size * info.num_workers` for `info.num_workers`; if it does not, "
             f"{code}"
         )
-    if fault.overlap == "repeated-parts":
+    if fault.rule == "repeated-parts":
         return (
             "assigning parts by rank (`parts[rank::world_size]`) works only if their number is a "
             "multiple of the number of ranks; otherwise let every rank iterate all parts and take "
@@ -402,5 +364,5 @@ def _shard_stream(fault: LoaderFault) -> str:
     function = "split_by_worker" if workers else "split_by_node"
     return (
         f"if the dataset is from a library, use its own function for it (`{function}`); otherwise "
-        f"in `{fault.readers[0].seen.dataset}.__iter__`: {code}"
+        f"in `{seen.dataset}.__iter__`: {code}"
     )

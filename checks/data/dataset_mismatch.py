@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.fault import Difference, LoaderFault
-from ddpdoctor.analysis.data.loader_faults import of_check
-from ddpdoctor.analysis.data.phrases import (
+from ddpdoctor.analysis.data.loader_check import (
     SHORTEST,
+    LoaderCheck,
+    Words,
     datasets,
+    doubt,
     figures,
-    no_loader,
     on_each_rank,
     related,
+    when,
 )
 from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.report.declarations import Effect, When
-from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity, Steps
+from ddpdoctor.report.findings import Evidence, Finding, Severity, Steps
 from ddpdoctor.run import Location, Run, equal_ranks, ranks_do, ranks_text, whom
 
 KINDS = {
@@ -30,19 +32,7 @@ KINDS = {
 """`Payload.kind` in words."""
 
 
-class Explanation(NamedTuple):
-    """Why the ranks' datasets differ, and what to change.
-
-    Attributes:
-        rule: names the explanation; `cause` and `fix` are the texts of it.
-    """
-
-    rule: str
-    cause: str
-    fix: str
-
-
-class DatasetMismatch(Check):
+class DatasetMismatch(LoaderCheck):
     """Ranks shard different datasets
 
     ## What it finds
@@ -83,27 +73,83 @@ class DatasetMismatch(Check):
 
     code = "DDP511"
     name = "dataset-mismatch"
-    family = "data"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {
-        "sharded-twice": "the ranks select shares of the dataset, and a sampler shards each again",
-        "leaking-split": "without a distributed sampler, ranks train on what others hold out",
-        "selections-of-unequal-length": "each rank selects another number of samples",
-        "shuffled-lists": "each rank holds the same list of samples in another order",
-        "random-selection": "each rank selects other samples of the same data",
-        "random-indices": "each rank passes other indices to `Subset`",
-        "random-split": "`random_split`, or the like, gives another `Subset` on each rank",
-        "lists-of-unequal-length": "each rank makes a list of another length, and a sampler shards "
-        "it",
-        "own-entries": "each rank holds other entries, such as random tensors",
-        "listing-order": "each rank lists or makes the entries by itself",
+    words: ClassVar[Mapping[str, Words]] = {
+        "sharded-twice": Words(
+            "the ranks select shares of the dataset, and a sampler shards each again",
+            "the ranks' own selections shard the dataset already, and {sampler} shards it again",
+            "shard once: remove the ranks' own selection, or remove {sampler}",
+            summary="{who} select their own shares, and {sampler} shards each again: an epoch "
+            "reads {read} of {of} samples",
+        ),
+        "leaking-split": Words(
+            "without a distributed sampler, ranks train on what others hold out",
+            "{cause}",
+            "{fix}{over}",
+            summary="{who} split one dataset differently: other ranks train on {count} of {of} "
+            "samples that rank {rank} holds out",
+        ),
+        "selections-of-unequal-length": Words(
+            "each rank selects another number of samples",
+            "each rank selects its samples by itself: {lengths}",
+            "select them by what is equal on all ranks, or on one rank, and send the indices to "
+            "the others (`dist.broadcast_object_list`)",
+        ),
+        "shuffled-lists": Words(
+            "each rank holds the same list of samples in another order",
+            "each rank shuffles the list by itself",
+            "shuffle it with the same seed on all ranks (`random.Random(0).shuffle(ids)`), or "
+            "leave that to the sampler",
+        ),
+        "random-selection": Words(
+            "each rank selects other samples of the same data",
+            "each rank selects its samples by itself, and the sampler then gives it only a share "
+            "of these",
+            "select them with the same seed on all ranks (`random.Random(0)`, "
+            "`torch.Generator().manual_seed(0)`); if each rank should read its own part, remove "
+            "the `DistributedSampler`",
+        ),
+        "random-indices": Words(
+            "each rank passes other indices to `Subset`",
+            "each rank selects the indices by itself, at random or by something that differs "
+            "between ranks",
+            "select them with the same seed on all ranks "
+            "(`torch.randperm(n, generator=torch.Generator().manual_seed(0))`, "
+            "`numpy.random.default_rng(0).permutation(n)`)",
+        ),
+        "random-split": Words(
+            "`random_split`, or the like, gives another `Subset` on each rank",
+            "each rank calls `random_split` (or selects at random) with its own random state",
+            "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
+        ),
+        "lists-of-unequal-length": Words(
+            "each rank makes a list of another length, and a sampler shards it",
+            "each rank lists or makes the entries by itself ({lengths}), and the sampler gives it "
+            "only a share of these",
+            "if each rank should read its own shard, remove the `DistributedSampler` and "
+            f"{SHORTEST}; if all should hold the same, list it on one rank and send the list to "
+            "the others (`dist.broadcast_object_list`)",
+        ),
+        "own-entries": Words(
+            "each rank holds other entries, such as random tensors",
+            "each rank makes the entries by itself, from random numbers or its own sources",
+            "if they are random, use the same seed on all ranks before the dataset is made "
+            "(`torch.manual_seed(seed)`, `np.random.seed(seed)`), or make it on one rank, save it "
+            "and load it on all",
+        ),
+        "listing-order": Words(
+            "each rank lists or makes the entries by itself",
+            "each rank lists or makes the entries by itself",
+            "make the order the same on all ranks: `sorted(...)` around the listing, or a "
+            "generator with a fixed seed",
+        ),
     }
-    requires = (no_loader,)
+    rules = when(words)
     effects = (Effect(("uneven-batches",), when=(When.IS_ERROR,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         groups: list[list[LoaderFault]] = []
-        for fault in of_check(run, self.name):
+        for fault in self.faults(run):
             known = next((g for g in groups if any(_same_fault(fault, o) for o in g)), None)
             if known is None:
                 groups.append([fault])
@@ -116,65 +162,50 @@ class DatasetMismatch(Check):
         """The finding; `others` are the same fault in other datasets (parts of a split)."""
         audit, reader, difference = fault.audit, fault.readers[0], fault.difference
         assert audit is not None and difference is not None
-        lengths = {n: loaded.seen.length for n, loaded in fault.loader.readers.items()}
         sets = [reader, *(f.readers[0] for f in others)]
-        split = _split(fault)
-        why = _explain(fault, difference, lengths, split)
-        return self.finding(
-            rule=why.rule,
-            severity=Severity.NOTE if fault.doubt else Severity.ERROR,
-            confidence=Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
-            ranks=fault.ranks,
+        why = self.words[difference.rule]
+        facts: dict[str, object] = {
+            "who": whom(fault.ranks, run.world_size),
+            "sampler": reader.seen.sampler,
+            "lengths": on_each_rank(difference.lengths.items()),
+            "over": ", and a `DistributedSampler` over the training part"
+            if difference.rule == "random-split"
+            else "",
+            **fault.facts,
+        }
+        facts |= {"cause": why.cause.format_map(facts), "fix": why.fix}
+        summary = self.words[fault.rule].summary.format_map(facts)
+        return self.of_fault(
+            fault,
+            facts,
             steps=_steps(fault),
             subjects=(*dict.fromkeys(r.seen.dataset for r in sets), *difference.names),
             location=_spot(fault),
             label="selects other samples on each rank"
-            if split
+            if difference.split
             else "shards a dataset that differs between ranks",
-            related=related(reader, sampler=split is not None),
-            summary=_summary(run, fault, difference, audit, datasets(sets))
+            related=related(reader, sampler=difference.split is not None),
+            summary=(summary or _summary(run, fault, difference, audit, datasets(sets)))
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
-            + (f" ({fault.doubt.value})" if fault.doubt else ""),
-            cause=why.cause,
-            fix=why.fix,
-            evidence=_evidence(fault, difference, audit, lengths),
-            at=reader.rank.wall(audit.at),
+            + doubt(fault),
+            evidence=_evidence(fault, difference, audit),
         )
 
 
 def _summary(run: Run, fault: LoaderFault, difference: Difference, audit: Audit, names: str) -> str:
-    who = whom(fault.ranks, run.world_size)
-    if fault.held_out:
-        rank, (count, of) = next(iter(fault.held_out.items()))
-        return (
-            f"{who} split one dataset differently: other ranks train on {count} of {of} samples "
-            f"that rank {rank} holds out"
-        )
-    if fault.sharded_twice:
-        read, length = fault.sharded_twice
-        return (
-            f"{who} select their own shares, and {fault.readers[0].seen.sampler} shards each again:"
-            f" an epoch reads {read} of {length} samples"
-        )
-    alone = len(fault.ranks) < len(audit.epochs)
     how = "has the same entries in another order" if difference.reordered else "differs"
     return (
         f"{ranks_do(fault.ranks, 'shard')} another dataset than the other ranks"
-        if alone
-        else f"{who} shard different datasets"
+        if len(fault.ranks) < len(audit.epochs)
+        else f"{whom(fault.ranks, run.world_size)} shard different datasets"
     ) + f": `{difference.names[0]}` of {names} {how}"
 
 
-def _evidence(
-    fault: LoaderFault, difference: Difference, audit: Audit, lengths: dict[int, int]
-) -> Evidence:
+def _evidence(fault: LoaderFault, difference: Difference, audit: Audit) -> Evidence:
     moved, of = difference.moved
     # Indices stand for other samples on each rank: what the audit counts are positions.
-    positions = {
-        ("positions read" if k == "samples read" else k): v for k, v in figures(audit).items()
-    }
-    held_out = {r: f"{n} of {total}" for r, (n, total) in fault.held_out.items()}
-    read, length = fault.sharded_twice or (0, 0)
+    leaks = fault.rule == "leaking-split"
+    counted = figures(audit).items()
     return {
         "differs": list(difference.names),
         "same entries in another order": difference.reordered,
@@ -182,10 +213,9 @@ def _evidence(
         "distinct selections": " | ".join(map(ranks_text, equal_ranks(difference.digests))),
         "kind": KINDS.get(difference.kind, "entries"),
         **({"same samples at other indices": f"{moved} of {of}"} if moved else {}),
-        **({"held out, but trained on by other ranks": held_out} if held_out else {}),
-        **({"samples read in an epoch": f"{read} of {length}"} if length else {}),
-        "lengths": lengths,
-        **(figures(audit) if held_out else positions),
+        **fault.evidence,
+        "lengths": difference.lengths,
+        **{("positions read" if k == "samples read" and not leaks else k): v for k, v in counted},
     }
 
 
@@ -194,7 +224,7 @@ def _same_fault(a: LoaderFault, b: LoaderFault) -> bool:
     the same dataset beneath them."""
     if (a.doubt, a.ranks) != (b.doubt, b.ranks) or a.difference is None or b.difference is None:
         return False
-    beneath = _split(a) is None and a.difference.digests == b.difference.digests
+    beneath = a.difference.split is None and a.difference.digests == b.difference.digests
     return beneath or _spot(a) == _spot(b)
 
 
@@ -207,106 +237,7 @@ def _steps(fault: LoaderFault) -> Steps | None:
     return Steps(first, end - 1, end - first)
 
 
-def _explain(
-    fault: LoaderFault, difference: Difference, lengths: dict[int, int], split: Location | None
-) -> Explanation:
-    """The first explanation that fits; `split` is the line that makes the `Subset`."""
-    sampler = fault.readers[0].seen.sampler
-    if fault.sharded_twice:
-        return Explanation(
-            "sharded-twice",
-            f"the ranks' own selections shard the dataset already, and {sampler} shards it again",
-            f"shard once: remove the ranks' own selection, or remove {sampler}",
-        )
-    why = _why(fault, difference, lengths, split)
-    if not fault.held_out:
-        return why
-    fix = why.fix
-    if why.rule == "random-split":
-        fix += ", and a `DistributedSampler` over the training part"
-    return Explanation("leaking-split", why.cause, fix)
-
-
-def _why(
-    fault: LoaderFault, difference: Difference, lengths: dict[int, int], split: Location | None
-) -> Explanation:
-    """Why the entries of the datasets differ."""
-    kind = difference.kind
-    unequal = len(set(lengths.values())) > 1
-    if kind in ("indices", "choice") and unequal:  # a random split is equally long everywhere
-        return Explanation(
-            "selections-of-unequal-length",
-            f"each rank selects its samples by itself: {on_each_rank(lengths.items())}",
-            "select them by what is equal on all ranks, or on one rank, and send the indices to "
-            "the others (`dist.broadcast_object_list`)",
-        )
-    if kind == "choice" and difference.reordered:
-        return Explanation(
-            "shuffled-lists",
-            "each rank shuffles the list by itself",
-            "shuffle it with the same seed on all ranks (`random.Random(0).shuffle(ids)`), or "
-            "leave that to the sampler",
-        )
-    if kind == "choice":
-        return Explanation(
-            "random-selection",
-            "each rank selects its samples by itself, and the sampler then gives it only a share "
-            "of these",
-            "select them with the same seed on all ranks (`random.Random(0)`, "
-            "`torch.Generator().manual_seed(0)`); if each rank should read its own part, remove "
-            "the `DistributedSampler`",
-        )
-    if kind == "indices" and split is not None and "Subset(" in split.source:
-        return Explanation(
-            "random-indices",
-            "each rank selects the indices by itself, at random or by something that differs "
-            "between ranks",
-            "select them with the same seed on all ranks "
-            "(`torch.randperm(n, generator=torch.Generator().manual_seed(0))`, "
-            "`numpy.random.default_rng(0).permutation(n)`)",
-        )
-    if kind == "indices":
-        return Explanation(
-            "random-split",
-            "each rank calls `random_split` (or selects at random) with its own random state",
-            "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
-        )
-    if unequal and fault.readers[0].seen.distributed:
-        return Explanation(
-            "lists-of-unequal-length",
-            f"each rank lists or makes the entries by itself ({on_each_rank(lengths.items())}), "
-            "and the sampler gives it only a share of these",
-            "if each rank should read its own shard, remove the `DistributedSampler` and "
-            f"{SHORTEST}; if all should hold the same, list it on one rank and send the list to "
-            "the others (`dist.broadcast_object_list`)",
-        )
-    if kind != "text" and not (difference.reordered or unequal):
-        return Explanation(
-            "own-entries",
-            "each rank makes the entries by itself, from random numbers or its own sources",
-            "if they are random, use the same seed on all ranks before the dataset is made "
-            "(`torch.manual_seed(seed)`, `np.random.seed(seed)`), or make it on one rank, save it "
-            "and load it on all",
-        )
-    return Explanation(
-        "listing-order",
-        "each rank lists or makes the entries by itself",
-        "make the order the same on all ranks: `sorted(...)` around the listing, or a generator "
-        "with a fixed seed",
-    )
-
-
-def _split(fault: LoaderFault) -> Location | None:
-    """The line that makes the `Subset` whose indices differ."""
-    reader = fault.readers[0]
-    names = fault.difference.names if fault.difference else ()
-    for depth, layer in enumerate(reader.seen.layers):
-        if "dataset." * depth + "indices" in names:
-            return reader.rank.location(layer.site)
-    return None
-
-
 def _spot(fault: LoaderFault) -> Location | None:
     reader = fault.readers[0]
     uses = reader.sampler_at if reader.seen.distributed else reader.made_at
-    return _split(fault) or uses
+    return (fault.difference.split if fault.difference else None) or uses

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.data.loader_check import LoaderCheck
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
-from ddpdoctor.analysis.data.phrases import no_loader, related
 from ddpdoctor.analysis.data.rng_state import (
     NAMES,
     EqualGenerators,
@@ -15,13 +15,13 @@ from ddpdoctor.analysis.data.rng_state import (
 )
 from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import WorkerRandom
-from ddpdoctor.report.findings import Check, Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run, listed, whom
 
 SHOWN_RANKS, SHOWN_WORKERS = 16, 8
 
 
-class IdenticalAugmentation(Check):
+class IdenticalAugmentation(LoaderCheck):
     """Ranks draw the same random numbers for their data
 
     ## What it finds
@@ -54,7 +54,6 @@ class IdenticalAugmentation(Check):
 
     code = "DDP510"
     name = "identical-augmentation"
-    family = "data"
     severity = Severity.NOTE
     rules: ClassVar[Mapping[str, str]] = {
         "equal-rank-generators": "the ranks themselves draw, from generators in the same state",
@@ -62,7 +61,6 @@ class IdenticalAugmentation(Check):
         "equal-worker-seeds": "workers draw, and are seeded with the same numbers on every rank, "
         "although the ranks' base seeds differ",
     }
-    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for loader in loaders(run):
@@ -76,13 +74,11 @@ class IdenticalAugmentation(Check):
         reader = readers[0]
         names, peers = list(drawn.names), [worker_states(r) for r in readers]
         what = f"the random state of {listed(names)}" if names else "the base seed of the workers"
-        yield self.finding(
+        yield self.of_reader(
+            reader,
             rule=_rule(drawn),
             ranks=tuple(r.rank.rank for r in readers),
-            subjects=(reader.seen.dataset,),
-            location=reader.made_at,
             label="draws the same random numbers on these ranks",
-            related=related(reader),
             summary=f"{what} is the same on {whom([r.rank.rank for r in readers], run.world_size)} "
             f"while {'their workers' if names and drawn.workers else 'they'} load "
             f"{reader.seen.dataset}, so random augmentation is identical",
@@ -101,7 +97,6 @@ class IdenticalAugmentation(Check):
                 "drawn while loading": names or "in the workers",
                 **({"workers after a batch": _of_workers(readers, peers)} if all(peers) else {}),
             },
-            at=reader.rank.wall(reader.epochs[0].began.at),
         )
 
 

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.content import Agreement, by_index, compare
+from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, related, spelled
 from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
-from ddpdoctor.analysis.data.phrases import dataset, no_loader, related, spelled
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.analysis.data.thresholds import FEWEST_ASCENDING
+from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Run
 
-FEWEST = 16
-"""Samples per epoch below which ascending indices say nothing: a toy set, or a small evaluation."""
 
-
-class LoaderShuffleLost(Check):
+class LoaderShuffleLost(LoaderCheck):
     """Training reads the data unshuffled
 
     ## What it finds
@@ -47,13 +45,11 @@ class LoaderShuffleLost(Check):
 
     code = "DDP509"
     name = "loader-shuffle-lost"
-    family = "data"
     severity = Severity.NOTE
     rules: ClassVar[Mapping[str, str]] = {
         "ascending-order": "the sampler yields ascending indices in every training epoch",
         "fixed-order": "the dataset was shuffled once, and every epoch has that order",
     }
-    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for loader in loaders(run):
@@ -64,10 +60,10 @@ class LoaderShuffleLost(Check):
     def _report(self, loader: Loader, readers: list[Reader]) -> Finding:
         reader, shuffled = readers[0], _shuffled_before(readers[0])
         order = "the same order" if shuffled else "ascending order"
-        return self.finding(
+        return self.of_reader(
+            reader,
             rule="fixed-order" if shuffled else "ascending-order",
             ranks=tuple(r.rank.rank for r in readers),
-            subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="shuffle=False",
             related=related(reader, sampler=False),
@@ -85,19 +81,18 @@ class LoaderShuffleLost(Check):
                     if (e := r.epochs[0].ended)
                 }
             },
-            at=reader.rank.wall(reader.epochs[0].began.at),
         )
 
 
 def _in_order(reader: Reader) -> bool:
     """Whether all training epochs of a rank came in the dataset's own order."""
     seen = reader.seen
-    ended = [e.ended for e in reader.epochs if e.ended is not None and e.ended.backwards]
+    ended = reader.training_ends
     return (
         seen.distributed
         and seen.shuffle is False
         and bool(ended)
-        and all(in_order(e) and e.samples >= FEWEST for e in ended)
+        and all(in_order(e) and e.samples >= FEWEST_ASCENDING for e in ended)
         and (not _shuffled_before(reader) or (len(ended) > 1 and _repeats(reader)))
     )
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.data.epoch_audit import Audit, audits
-from ddpdoctor.analysis.data.loader_faults import faults
+from ddpdoctor.analysis.data.epoch_audit import Audit
+from ddpdoctor.analysis.data.loader_check import LoaderCheck, figures, related, spelled, use
+from ddpdoctor.analysis.data.loader_faults import sound_divisions
 from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
 from ddpdoctor.analysis.data.parts import selected
-from ddpdoctor.analysis.data.phrases import figures, no_loader, related, spelled, use
+from ddpdoctor.analysis.data.thresholds import SMALL_TAIL
 from ddpdoctor.events import LoaderSeen
-from ddpdoctor.report.findings import Check, Finding, Severity
+from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run, plural, some
 
-SMALL_TAIL = 0.1
-"""Share of the data that shuffled training may drop in an epoch: later epochs drop others."""
 
-
-class SamplerDropsTail(Check):
+class SamplerDropsTail(LoaderCheck):
     """`drop_last` leaves samples unread
 
     ## What it finds
@@ -51,22 +49,19 @@ class SamplerDropsTail(Check):
 
     code = "DDP505"
     name = "sampler-drops-tail"
-    family = "data"
     severity = Severity.NOTE
     rules: ClassVar[Mapping[str, str]] = {
         "sampler-drop-last": "the sampler drops what does not divide by the number of ranks",
         "loader-drop-last": "the loader (or its BatchSampler) drops the last, incomplete batch",
         "both-drop-last": "sampler and loader each drop samples",
     }
-    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        faulty = {id(f.loader) for f in faults(run)}
-        for loader, ranks, made in audits(run):
-            readers = loader.of(ranks)
+        for division in sound_divisions(run):
+            loader, readers, made = division.loader, division.everyone, division.audits
             by_loader, by_sampler = sum(map(_dropped, readers)), _dropped_by_sampler(readers)
             most = by_loader + by_sampler
-            if most and id(loader) not in faulty:
+            if most:
                 whole = [a for a in made if len(a.epochs) == len(readers) and a.complete]
                 audit = next((a for a in whole if 0 < a.never <= most), None)
                 if audit is not None:
@@ -93,10 +88,10 @@ class SamplerDropsTail(Check):
                 f"both have drop_last=True: {by} drops {by_loader} in incomplete batches, the "
                 f"sampler {by_sampler} that do not divide by the number of ranks"
             )
-        yield self.finding(
+        yield self.of_reader(
+            reader,
             rule=rule,
             ranks=tuple(audit.epochs),
-            subjects=(reader.seen.dataset,),
             location=reader.sampler_at if mostly_sampler else reader.made_at,
             label="drops the last samples",
             related=related(reader, sampler=bool(by_sampler) and not mostly_sampler),

@@ -8,23 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders
-from ddpdoctor.analysis.data.phrases import dataset, no_loader, related, spelled, steps_from
+from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, related, spelled, steps_from
+from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders, same_order
+from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
 from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, counted, whom
-
-FEWEST = 4
-"""Samples in an epoch whose order can hardly repeat by chance."""
-
-FEWEST_BATCHES = 2
-"""Batches in an epoch up to which a custom sampler may repeat them on purpose (overfitting a few
-batches as a test)."""
 
 CYCLE = re.compile(r"\bcycle\(")
 
 
-class SamplerEpochFrozen(Check):
+class SamplerEpochFrozen(LoaderCheck):
     """`set_epoch` is not called: every epoch has the same order
 
     ## What it finds
@@ -57,7 +51,6 @@ class SamplerEpochFrozen(Check):
 
     code = "DDP503"
     name = "sampler-epoch-frozen"
-    family = "data"
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         "set-epoch-not-called": "`set_epoch` is never called on torch's sampler",
@@ -65,7 +58,6 @@ class SamplerEpochFrozen(Check):
         "custom-sampler": "a custom sampler shuffles by an epoch number that never changes",
         "cycled-loader": "`itertools.cycle` repeats the batches of the first epoch",
     }
-    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for loader in loaders(run):
@@ -101,11 +93,11 @@ class SamplerEpochFrozen(Check):
             rule = "epoch-number-repeated"
             why = f"`set_epoch` is called {counted(called, 'time')}, but {repeats} of the epochs "
             why += "have the number of the one before"
-        yield self.finding(
+        yield self.of_reader(
+            reader,
             rule=rule,
             ranks=tuple(frozen),
             steps=steps_from(reader, _first_repeat(reader)),
-            subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="shuffles by seed + epoch, but the epoch never changes"
             if reader.seen.shuffle
@@ -132,10 +124,10 @@ class SamplerEpochFrozen(Check):
         """The finding about `itertools.cycle`; `cycled` are the steps since, by rank."""
         reader = loader.readers[min(cycled)]
         first, later = reader.epochs[0], cycled[min(cycled)]
-        return self.finding(
+        return self.of_reader(
+            reader,
             rule="cycled-loader",
             ranks=tuple(cycled),
-            subjects=(reader.seen.dataset,),
             location=reader.loop_at,
             label="repeats the batches of the first epoch",
             related=related(reader, loop=False),
@@ -191,7 +183,7 @@ def _repeats(reader: Reader) -> int:
     left = [e for e in trained if not e.exhausted]
     repeats = sum(_same(reader, a, b) for a, b in itertools.pairwise(whole))
     again = sum(_same(reader, a, b) for a, b in itertools.pairwise(left))
-    if own and not any(e.batches > FEWEST_BATCHES for e in trained):
+    if own and not any(e.batches > OVERFITTED_BATCHES for e in trained):
         return 0  # few batches are repeated on purpose, to test whether a model can overfit them
     # A single batch taken twice may only serve to see its shape.
     repeats += again if again > 1 or any(e.batches > 1 for e in left) else 0
@@ -213,7 +205,7 @@ def _restarts(reader: Reader) -> int:
     if not reader.seen.shuffle or reader.seen.own_order:
         return 0
     ended = [e.ended for e in reader.epochs if e.ended and e.trained]
-    return sum(e.again for e in ended if e.samples > FEWEST * e.again)
+    return sum(e.again for e in ended if e.samples > FEWEST_REPEATED * e.again)
 
 
 def _begins_anew(rank: Rank, old: Epoch, new: Epoch) -> bool:
@@ -237,7 +229,4 @@ def _same(reader: Reader, old: Epoch, new: Epoch) -> bool:
         return False
     if old.began.sampler_epoch != new.began.sampler_epoch or in_order(a):
         return False
-    if a.samples == b.samples:
-        return a.order == b.order and len(a.head) >= FEWEST
-    shorter = min(len(a.head), len(b.head))  # one was left early: compare how they begin
-    return shorter >= FEWEST and a.head[:shorter] == b.head[:shorter]
+    return len(a.head) >= FEWEST_REPEATED and same_order(a, b, FEWEST_REPEATED)

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.data_calls import gathered
-from ddpdoctor.analysis.data.epoch_audit import Audit, audits
-from ddpdoctor.analysis.data.loader_faults import faults
+from ddpdoctor.analysis.data.epoch_audit import Audit
+from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, figures, related
+from ddpdoctor.analysis.data.loader_faults import sound_divisions
 from ddpdoctor.analysis.data.loaders import Loader, Reader
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related
-from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Confidence, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Run, counted, plural, ranks_text, some
 
 
-class SamplerPaddingDuplicates(Check):
+class SamplerPaddingDuplicates(LoaderCheck):
     """The sampler pads, so that some samples count twice
 
     ## What it finds
@@ -50,7 +50,6 @@ class SamplerPaddingDuplicates(Check):
 
     code = "DDP504"
     name = "sampler-padding-duplicates"
-    family = "data"
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         "padded-evaluation": "torch's sampler pads in an evaluation",
@@ -58,13 +57,11 @@ class SamplerPaddingDuplicates(Check):
         "padding-gathered": "torch's sampler pads in an evaluation that gathers results per sample",
         "custom-sampler": "a custom sampler yields samples on several ranks in an evaluation",
     }
-    requires = (no_loader,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        faulty = {id(f.loader) for f in faults(run)}
-        for loader, ranks, made in audits(run):
-            readers = loader.of(ranks)
-            if id(loader) not in faulty and all(_pads(r) for r in readers):
+        for division in sound_divisions(run):
+            loader, readers, made = division.loader, division.everyone, division.audits
+            if all(_pads(r) for r in readers):
                 yield from self._judge(loader, readers, made)
 
     def _judge(
@@ -84,13 +81,25 @@ class SamplerPaddingDuplicates(Check):
         note = loader.trains or gathered
         owners = sorted({r for i in repeated for r in audit.readers_of(i)})
         bound = _bound(audit)
+        unless = "unless repeats are dropped, " if gathered else ""
+        error = f": {unless}an averaged metric is off by up to {bound:.2%}"
+        metric = {
+            "largest error of an averaged metric": f"{bound:.6f} of its range",
+            "results are gathered": gathered,
+        }
         named = some(repeated, 6) if audit.sampled == 1 else "not all on record"
-        yield self.finding(
-            rule=_rule(loader, own=own, gathered=gathered),
+        yield self.of_reader(
+            reader,
+            rule="custom-sampler"
+            if own
+            else "padded-training"
+            if loader.trains
+            else "padding-gathered"
+            if gathered
+            else "padded-evaluation",
             severity=Severity.NOTE if note else Severity.WARNING,
             confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,
             ranks=tuple(owners),
-            subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="yields some samples on several ranks"
             if own
@@ -100,7 +109,7 @@ class SamplerPaddingDuplicates(Check):
             f"{plural(surplus, 'is', 'are')} read {'by several ranks' if own else 'twice'} in an "
             f"epoch of {'training' if loader.trains else 'evaluation'} "
             f"({plural(surplus, 'index', 'indices')} {named}, on {ranks_text(owners)})"
-            + _effect(loader, bound, gathered=gathered),
+            + ("" if loader.trains else error),
             cause=f"{reader.seen.sampler} yields them on more than one rank"
             if own
             else f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
@@ -110,33 +119,10 @@ class SamplerPaddingDuplicates(Check):
             evidence={
                 **figures(audit),
                 "for example": audit.duplicates(),
-                **({} if loader.trains else _metric(bound, gathered=gathered)),
+                **({} if loader.trains else metric),
             },
             at=reader.rank.wall(audit.epochs[reader.rank.rank].began.at),
         )
-
-
-def _rule(loader: Loader, *, own: bool, gathered: bool) -> str:
-    if own:
-        return "custom-sampler"
-    if loader.trains:
-        return "padded-training"
-    return "padding-gathered" if gathered else "padded-evaluation"
-
-
-def _effect(loader: Loader, bound: float, *, gathered: bool) -> str:
-    if loader.trains:
-        return ""
-    if gathered:
-        return f": unless repeats are dropped, an averaged metric is off by up to {bound:.2%}"
-    return f": an averaged metric is off by up to {bound:.2%}"
-
-
-def _metric(bound: float, *, gathered: bool) -> dict[str, object]:
-    return {
-        "largest error of an averaged metric": f"{bound:.6f} of its range",
-        "results are gathered": gathered,
-    }
 
 
 def _pads(reader: Reader) -> bool:

@@ -6,12 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.fault import LoaderFault
-from ddpdoctor.analysis.data.loader_faults import of_check
+from ddpdoctor.analysis.data.loader_check import (
+    LoaderCheck,
+    dataset,
+    figures,
+    no_loader,
+    related,
+    since,
+)
 from ddpdoctor.analysis.data.loaders import Reader
-from ddpdoctor.analysis.data.phrases import dataset, figures, no_loader, related, since
 from ddpdoctor.events import GroupReady, SamplerRefused
 from ddpdoctor.report.declarations import Effect, When, unless
-from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text, some
 
 FIX = "omit both (torch takes them from the default group), or pass them: `DistributedSampler(\
@@ -22,7 +28,7 @@ the default group: `DistributedSampler(dataset, num_replicas=dist.get_world_size
 rank=dist.get_rank(group))`"
 
 
-class SamplerRankMismatch(Check):
+class SamplerRankMismatch(LoaderCheck):
     """The sampler's rank or number of replicas is not that of the group
 
     ## What it finds
@@ -64,7 +70,6 @@ class SamplerRankMismatch(Check):
 
     code = "DDP502"
     name = "sampler-rank-mismatch"
-    family = "data"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
         "swapped-arguments": "torch rejects the sampler: rank and num_replicas are swapped",
@@ -81,7 +86,7 @@ class SamplerRankMismatch(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._refused(run)
-        for fault in of_check(run, self.name):
+        for fault in self.faults(run):
             yield self._report(run, fault)
 
     def _refused(self, run: Run) -> Iterator[Finding]:
@@ -131,10 +136,10 @@ class SamplerRankMismatch(Check):
         default = run.ranks[reader.rank.rank].default_group
         smaller = default is not None and set(audit.epochs) < set(default.ranks)
         model_parallel = _model_parallel(reader.rank, set(audit.epochs)) if smaller else ()
-        return self.finding(
+        return self.of_reader(
+            reader,
             rule="wrong-group",
             ranks=fault.ranks,
-            subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label="num_replicas and rank do not match the group",
             related=(*_group(reader.rank, set(audit.epochs)), *related(reader, sampler=False)),
@@ -153,7 +158,6 @@ class SamplerRankMismatch(Check):
             + _of_another_group(reader, len(audit.epochs)),
             fix=_fix(reader, smaller=smaller),
             evidence={"(num_replicas, rank)": given, **figures(audit)},
-            at=reader.rank.wall(reader.epochs[0].began.at),
         )
 
 

@@ -6,21 +6,24 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.fault import LoaderFault
-from ddpdoctor.analysis.data.loader_faults import of_check
-from ddpdoctor.analysis.data.phrases import (
+from ddpdoctor.analysis.data.loader_check import (
+    LoaderCheck,
+    Words,
     dataset,
     figures,
-    no_loader,
     on_each_rank,
     related,
     steps_from,
+    when,
 )
 from ddpdoctor.report.declarations import Effect, When
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Run, equal_ranks, odd_ones, whom
 
+ORDERS = "the ranks shuffle in different orders and each takes its share of its own"
 
-class SamplerSeedSkew(Check):
+
+class SamplerSeedSkew(LoaderCheck):
     """Ranks shuffle with different seeds
 
     ## What it finds
@@ -49,18 +52,30 @@ class SamplerSeedSkew(Check):
 
     code = "DDP506"
     name = "sampler-seed-skew"
-    family = "data"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {
-        "different-seeds": "the samplers have different seeds",
-        "different-epochs": "every rank calls `set_epoch`, with different numbers",
-        "set-epoch-on-some-ranks": "some ranks never call `set_epoch`",
+    words: ClassVar[Mapping[str, Words]] = {
+        "different-seeds": Words(
+            "the samplers have different seeds",
+            ORDERS,
+            "use the same `seed` on all ranks, or omit the argument",
+        ),
+        "different-epochs": Words(
+            "every rank calls `set_epoch`, with different numbers",
+            f"{ORDERS}: `set_epoch` is called with different numbers",
+            "use the same epoch number on all ranks: if the run was resumed, load the same "
+            "checkpoint on every rank, or broadcast the epoch from rank 0 (`dist.broadcast`)",
+        ),
+        "set-epoch-on-some-ranks": Words(
+            "some ranks never call `set_epoch`",
+            f"{ORDERS}: `set_epoch` is called on some ranks only",
+            "call `sampler.set_epoch(epoch)` on every rank, outside of any `if rank == 0:`",
+        ),
     }
-    requires = (no_loader,)
+    rules = when(words)
     effects = (Effect(("sampler-epoch-frozen",), when=(When.SAME_LINE,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for fault in of_check(run, self.name):
+        for fault in self.faults(run):
             yield self._report(run, fault)
 
     def _report(self, run: Run, fault: LoaderFault) -> Finding:
@@ -68,25 +83,15 @@ class SamplerSeedSkew(Check):
         assert audit is not None
         seeds = {r: e.began.seed for r, e in audit.epochs.items()}
         numbers = {r: e.began.sampler_epoch for r, e in audit.epochs.items()}
-        by_seed = len(set(seeds.values())) > 1
-        set_by_all = all(e.began.epochs_set for e in audit.epochs.values())
-        what = "seed" if by_seed else "epoch"
-        given = seeds if by_seed else numbers
         unset = [r for r, e in audit.epochs.items() if not e.began.epochs_set]
-        culprits = odd_ones(equal_ranks(given)) if by_seed or set_by_all else tuple(sorted(unset))
-        rule = (
-            "different-seeds"
-            if by_seed
-            else "different-epochs"
-            if set_by_all
-            else "set-epoch-on-some-ranks"
-        )
-        why, fix, kind = ADVICE[rule]
-        return self.finding(
-            rule=rule,
-            ranks=culprits,
+        by_seed = fault.rule == "different-seeds"
+        what, given = ("seed", seeds) if by_seed else ("epoch", numbers)
+        on_some = fault.rule == "set-epoch-on-some-ranks"
+        return self.of_fault(
+            fault,
+            {},
+            ranks=tuple(sorted(unset)) if on_some else odd_ones(equal_ranks(given)),
             steps=steps_from(reader, audit.epochs.get(reader.rank.rank)),
-            subjects=(reader.seen.dataset,),
             location=reader.sampler_at,
             label=f"the {what} differs between ranks",
             related=related(reader, sampler=False),
@@ -94,31 +99,11 @@ class SamplerSeedSkew(Check):
             f"({on_each_rank(given.items())}): {len(audit.shared)} samples are read by "
             f"{'several of ' * (len(fault.ranks) > 2)}{whom(fault.ranks, run.world_size)}"
             + (f", {audit.never} by none" if audit.complete else ""),
-            cause=f"the ranks shuffle in different orders and each takes its share of its own{why}",
-            fix=fix,
-            fix_kind=kind,
+            fix_kind=FixKind.CHECK if fault.rule == "different-epochs" else FixKind.SAFE,
             evidence={
                 "seed": seeds,
                 "sampler epoch": numbers,
-                "set_epoch called on every rank": set_by_all,
+                "set_epoch called on every rank": not unset,
                 **figures(audit),
             },
-            at=reader.rank.wall(audit.at),
         )
-
-
-ADVICE: Mapping[str, tuple[str, str, FixKind]] = {
-    "different-seeds": ("", "use the same `seed` on all ranks, or omit the argument", FixKind.SAFE),
-    "different-epochs": (
-        ": `set_epoch` is called with different numbers",
-        "use the same epoch number on all ranks: if the run was resumed, load the same checkpoint "
-        "on every rank, or broadcast the epoch from rank 0 (`dist.broadcast`)",
-        FixKind.CHECK,
-    ),
-    "set-epoch-on-some-ranks": (
-        ": `set_epoch` is called on some ranks only",
-        "call `sampler.set_epoch(epoch)` on every rank, outside of any `if rank == 0:`",
-        FixKind.SAFE,
-    ),
-}
-"""By rule: what it adds to the cause, the fix, and the kind of fix."""

@@ -8,20 +8,21 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, loaders
-from ddpdoctor.analysis.data.phrases import (
+from ddpdoctor.analysis.data.loader_check import (
     SHORTEST,
+    LoaderCheck,
+    Words,
     dataset,
-    no_loader,
     on_each_rank,
-    related,
+    when,
 )
+from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, loaders
 from ddpdoctor.analysis.data.sharing_ranks import partners
-from ddpdoctor.events import ExceptionPassed, OptimizerSeen
+from ddpdoctor.events import ExceptionPassed, LoaderSeen, OptimizerSeen
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.report.declarations import WAITING, Condition, Effect, When
 from ddpdoctor.report.errors import LOST_PEER, error_kinds
-from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
+from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 PLAIN = ("RandomSampler", "SequentialSampler")
@@ -50,7 +51,7 @@ def _by_another_epoch(mine: Finding, other: Finding) -> bool:
     return other.steps.first == next(s for s in count(mine.steps.first) if told_at(s))
 
 
-class UnevenBatches(Check):
+class UnevenBatches(LoaderCheck):
     """Ranks have different numbers of batches
 
     ## What it finds
@@ -85,17 +86,45 @@ class UnevenBatches(Check):
 
     code = "DDP508"
     name = "uneven-batches"
-    family = "data"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {
-        "batch-size": "only the batch size differs between ranks",
-        "partly-sharded": "some ranks read the whole dataset, others a share of it",
-        "caught-exception": "the loader of a rank raised, and the program continued",
-        "batch-sampler": "a custom batch sampler makes another number of batches on each rank",
-        "dataset-length": "the datasets have different lengths",
-        "unequal-shares": "the sampler, or an iterable dataset, yields more on some ranks",
+    words: ClassVar[Mapping[str, Words]] = {
+        "batch-size": Words(
+            "only the batch size differs between ranks",
+            "the ranks have different batch sizes: {sizes}",
+            "use the same batch_size on every rank",
+            "the batch size differs between ranks",
+        ),
+        "partly-sharded": Words(
+            "some ranks read the whole dataset, others a share of it",
+            "{source} yields all of {dataset} on {whole}, but {share} yields a share of it on the "
+            "others",
+            "use `sampler={share}(...)` on every rank",
+            "reads the whole dataset on {whole}",
+        ),
+        "caught-exception": Words(
+            "the loader of a rank raised, and the program continued",
+            "{caught}",
+            "no rank may continue alone after an exception: return another sample from "
+            "`__getitem__`, or let the exception end the run",
+        ),
+        "batch-sampler": Words(
+            "a custom batch sampler makes another number of batches on each rank",
+            "{batch_sampler} makes more batches on some ranks than on others",
+            "let {batch_sampler} make the same number of batches on every rank, from what all "
+            f"ranks know, {FIRST}, or {JOIN}",
+        ),
+        "dataset-length": Words(
+            "the datasets have different lengths",
+            "the datasets differ in length ({lengths})",
+            "{cut}",
+        ),
+        "unequal-shares": Words(
+            "the sampler, or an iterable dataset, yields more on some ranks",
+            "{source} yields more samples on some ranks than on others",
+            f"give every rank the same number of samples{{instead}}, or {JOIN}",
+        ),
     }
-    requires = (no_loader,)
+    rules = when(words)
     effects = (
         Effect(("hyperparameter-skew",), when=(Condition("of the next epoch", _by_another_epoch),)),
         Effect(("first-failure",), errors=LOST_PEER),
@@ -150,36 +179,39 @@ class UnevenBatches(Check):
         ahead = _ahead(readers, shortest, number + 1)
         began = next(iter(epochs.values())).began
         which = f"the epoch from step {began.step} on" if reader.turn.before else f"epoch {number}"
-        label = "the ranks have different numbers of batches"
+        seen = reader.seen
         # What explains the counts on its own comes before what is usual: shards of unequal length.
-        if sizes:
-            rule, label = "batch-size", "the batch size differs between ranks"
-            cause = f"the ranks have different batch sizes: {on_each_rank(sizes.items())}"
-            fix = "use the same batch_size on every rank"
-        elif whole:
-            rule, label = "partly-sharded", f"reads the whole dataset on {ranks_text(whole)}"
-            share = next(e.seen.sampler for r, e in epochs.items() if r not in whole)
-            cause = f"{_source(reader)} yields all of {reader.seen.dataset} on "
-            cause += f"{ranks_text(whole)}, but {share} yields a share of it on the others"
-            fix = f"use `sampler={share}(...)` on every rank"
-        elif caught:
-            rule, cause = "caught-exception", caught
-            fix = (
-                "no rank may continue alone after an exception: return another sample from "
-                "`__getitem__`, or let the exception end the run"
-            )
-        else:
-            rule = _rule(reader, unequal=unequal)
-            cause = _cause(reader, rule, lengths)
-            fix = _fix(reader, rule, least) if loader.trains else AFTERWARDS
-        return self.finding(
+        reasons = (
+            ("batch-size", sizes),
+            ("partly-sharded", whole),
+            ("caught-exception", caught),
+            ("batch-sampler", seen.batch_sampler),
+            ("dataset-length", unequal),
+        )
+        rule = next((name for name, fits in reasons if fits), "unequal-shares")
+        facts = {
+            "sizes": on_each_rank(sizes.items()),
+            "source": seen.dataset if seen.iterable else seen.sampler or "the dataset",
+            "dataset": seen.dataset,
+            "whole": ranks_text(whole),
+            "share": next((e.seen.sampler for r, e in epochs.items() if r not in whole), ""),
+            "caught": caught,
+            "batch_sampler": seen.batch_sampler,
+            "lengths": on_each_rank(lengths.items()),
+            "cut": _same_length(seen),
+            "instead": f", {FIRST}"
+            if seen.iterable
+            else f" (`DistributedSampler`), stop all ranks after {least} batches",
+        }
+        _, cause, fix, label, _ = (text.format_map(facts) for text in self.words[rule])
+        if not loader.trains and rule in ("batch-sampler", "dataset-length", "unequal-shares"):
+            fix = AFTERWARDS
+        return self.of_reader(
+            reader,
             rule=rule,
             confidence=Confidence.PROVEN if over else Confidence.SUSPECTED,
             ranks=odd_ones(equal_ranks(sizes)) if sizes else whole or shortest,
-            subjects=(reader.seen.dataset,),
-            location=reader.made_at,
-            label=label,
-            related=related(reader),
+            label=label or "the ranks have different numbers of batches",
             summary=f"ranks have different numbers of batches in {which}: {least} on rank "
             f"{shortest[0]}, {reported[longest[0]]} on rank {longest[0]}",
             cause=cause,
@@ -277,51 +309,16 @@ def _communicates(loader: Loader) -> bool:
     return any(e.collectives >= e.batches > 0 for e in ended)
 
 
-def _source(reader: Reader) -> str:
-    """What decides how many batches there are: of an iterable dataset, not its sampler."""
-    seen = reader.seen
-    return seen.dataset if seen.iterable else seen.sampler or "the dataset"
-
-
-def _rule(reader: Reader, *, unequal: bool) -> str:
-    """The rule where neither batch sizes nor exceptions explain it; `unequal`: the datasets have
-    different lengths."""
-    if reader.seen.batch_sampler:
-        return "batch-sampler"
-    return "dataset-length" if unequal else "unequal-shares"
-
-
-def _cause(reader: Reader, rule: str, lengths: dict[int, int]) -> str:
-    if rule == "batch-sampler":
-        return f"{reader.seen.batch_sampler} makes more batches on some ranks than on others"
-    if rule == "dataset-length":
-        return f"the datasets differ in length ({on_each_rank(lengths.items())})"
-    return f"{_source(reader)} yields more samples on some ranks than on others"
-
-
-def _fix(reader: Reader, rule: str, least: int) -> str:
-    """What to change in a training loop."""
-    seen = reader.seen
-    if rule == "batch-sampler":
-        return (
-            f"let {seen.batch_sampler} make the same number of batches on every rank, from what "
-            f"all ranks know, {FIRST}, or {JOIN}"
-        )
-    if rule == "dataset-length" and seen.distributed:
+def _same_length(seen: LoaderSeen) -> str:
+    """What to do about datasets of different lengths."""
+    if seen.distributed:
         return (
             f"give {seen.sampler} the same dataset on every rank; if each rank reads its own "
             f"shard, remove {seen.sampler} and {SHORTEST}, or {JOIN}"
         )
-    if rule == "dataset-length":
-        return (
-            f"either {SHORTEST}, or cut the shards to one length, or {JOIN}. A "
-            "`DistributedSampler` does not help: it would shard each rank's shard again"
-        )
-    if seen.iterable:
-        return f"give every rank the same number of samples, {FIRST}, or {JOIN}"
     return (
-        "give every rank the same number of samples (`DistributedSampler`), stop all ranks after "
-        f"{least} batches, or {JOIN}"
+        f"either {SHORTEST}, or cut the shards to one length, or {JOIN}. A `DistributedSampler` "
+        "does not help: it would shard each rank's shard again"
     )
 
 

@@ -6,22 +6,12 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.process.memory_samples import seen_from_outside
+from ddpdoctor.analysis.process.thresholds import CROWDED, FAR_OVER, FEWEST_THREAD_SAMPLES
 from ddpdoctor.events import LoaderSeen, RankSample, StepDone, ThreadsSeen
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Rank, Run, counted
-
-FAR_OVER = 2.0
-"""Threads per core from which on they mostly wait for each other. Twice, since hyper-threads count
-as cores and a rank's main thread idles while its compute threads work."""
-
-CROWDED = 1.5
-"""Runnable threads per core that confirm an oversubscription which torch's own default number of
-threads only suggests: a default pool may exist and be idle."""
-
-FEWEST_SAMPLES = 3
-"""Of each rank, before the median of its runnable threads is used: one sample may fall into a
-moment of loading."""
 
 TOO_MANY_THREADS = "too-many-threads"
 TOO_MANY_WORKERS = "too-many-workers"
@@ -147,14 +137,8 @@ class CpuOversubscribed(Check):
 
 def _samples(run: Run, rank: Rank) -> list[RankSample]:
     """The monitor's samples of a rank's process between its first and its last step."""
-    steps = rank.of(StepDone)
-    pid = rank.started.pid if rank.started else 0
-    return [
-        s
-        for n in run.nodes.values()
-        for s in n.of(RankSample)
-        if s.pid == pid and steps and steps[0].at < s.at <= steps[-1].at
-    ]
+    steps, every = rank.of(StepDone), seen_from_outside(run, rank)
+    return [s for s in every if steps and steps[0].at < s.at <= steps[-1].at]
 
 
 def _runnable(run: Run, ranks: list[Rank]) -> float | None:
@@ -163,7 +147,7 @@ def _runnable(run: Run, ranks: list[Rank]) -> float | None:
     total = 0.0
     for rank in ranks:
         known = [s.runnable for s in _samples(run, rank) if s.runnable is not None]
-        if len(known) < FEWEST_SAMPLES:
+        if len(known) < FEWEST_THREAD_SAMPLES:
             return None
         total += statistics.median(known)
     return round(total, 1)

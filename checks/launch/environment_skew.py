@@ -9,7 +9,7 @@ from typing import ClassVar
 from ddpdoctor.events import InitEntered, ProgramSeen, TorchLoaded
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, listed, ranks_do, ranks_text
+from ddpdoctor.run import Location, Rank, Run, equal_ranks, listed, ranks_do, ranks_text
 
 _MATTERS = re.compile(
     r"NCCL_|GLOO_|OMP_NUM_THREADS|MKL_NUM_THREADS|TORCH_|TORCHDYNAMO_|TORCHINDUCTOR_|CUBLAS_|"
@@ -211,25 +211,14 @@ def _settings(rank: Rank) -> dict[str, str]:
 
 def _fold(values: Mapping[int, str]) -> dict[str, str]:
     """Each value under the ranks that have it: `{"ranks 0-1": "2.13.0", "rank 2": "2.12.1"}`."""
-    by_value: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
-    return {ranks_text(ranks): value for value, ranks in by_value.items()}
+    return {ranks_text(ranks): values[ranks[0]] for ranks in equal_ranks(values)}
 
 
 def _minority(ranks: list[Rank], names: list[str]) -> tuple[int, ...]:
     """The ranks that differ from the majority. Where the sides are equal, rank 0's counts as the
     majority."""
     facts = _facts(ranks)
-    odd: set[int] = set()
-    for name in names:
-        values = facts[name]
-        first = values[min(values)]
-        counts: dict[str, int] = {}
-        for value in values.values():
-            counts[value] = counts.get(value, 0) + 1
-        usual = max(counts, key=lambda v: (counts[v], v == first))
-        odd |= {rank for rank, value in values.items() if value != usual}
+    odd = {r for name in names for group in equal_ranks(facts[name])[1:] for r in group}
     return tuple(sorted(odd))
 
 

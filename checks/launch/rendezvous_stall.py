@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.process.left_early import SHORT_S, gone_for_good, waits_for_all
+from ddpdoctor.analysis.process.left_early import gone_for_good, waits_for_all
 from ddpdoctor.analysis.process.rank_claims import claims, unentered
+from ddpdoctor.analysis.process.thresholds import SHORT_S
+from ddpdoctor.analysis.waiting import stale_store
 from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
@@ -98,7 +100,7 @@ class RendezvousStall(Check):
             yield self._after_restart(run, met_nobody)
             return
         if again := _waiting_in_second_group(run):
-            yield self._formed_again(run, again)
+            yield self._formed_again(again)
             return
         if not waiting or any(r.default_group for r in run.ranks.values()):
             return
@@ -113,104 +115,83 @@ class RendezvousStall(Check):
 
     def _after_restart(self, run: Run, waiting: list[Rank]) -> Finding:
         """The finding that ranks of a restarted run connect to addresses of the last attempt."""
-        first = waiting[0]
-        entered = first.latest(InitEntered)
-        ranks = [r.rank for r in waiting]
-        raised = first.exception.message if first.exception else ""
-        return self.finding(
-            rule="stale-store-after-restart",
-            ranks=tuple(ranks),
-            confidence=Confidence.SUSPECTED,
-            subjects=("init_process_group",),
-            location=first.location(entered.site) if entered else None,
-            label="connects to ranks of the last attempt",
-            summary=f"after the restart {ranks_do(ranks, 'find')} no other rank in "
-            "init_process_group",
-            cause="torchrun's store survives the restart and still holds the addresses of attempt "
-            f"{run.attempt - 1}; gloo may connect to them before they are overwritten, so "
-            "restarts fail at random",
-            fix="set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in the environment, with "
-            "`--standalone` or `--rdzv-backend=c10d`: each attempt then creates a new store",
-            fix_kind=FixKind.CHECK,
+        raised = waiting[0].exception
+        return self._of_rule(
+            "stale-store-after-restart",
+            waiting,
+            {"attempt": run.attempt - 1},
             evidence={
                 "attempt": run.attempt,
-                "waiting": ranks_text(ranks),
-                "rendezvous": entered.rendezvous if entered else "",
-                **({"message": raised[:500]} if raised else {}),
+                **_at_address(waiting),
+                **({"message": raised.message[:500]} if raised and raised.message else {}),
             },
-            at=first.wall(entered.at) if entered else 0.0,
         )
 
-    def _formed_again(self, run: Run, waiting: list[Rank]) -> Finding:
+    def _formed_again(self, waiting: list[Rank]) -> Finding:
         """The finding that ranks connect to addresses of a process group that was destroyed."""
-        first = waiting[0]
-        *before, entered = first.of(InitEntered)
-        ranks = [r.rank for r in waiting]
-        return self.finding(
-            rule="stale-store-of-destroyed-group",
-            ranks=tuple(ranks),
-            confidence=Confidence.SUSPECTED,
-            subjects=("init_process_group",),
-            location=first.location(entered.site),
-            label=f"uses the store at {entered.rendezvous} again",
-            summary=f"{ranks_do(ranks, 'find')} no other rank in init_process_group call "
-            f"{len(before) + 1}, although all ranks made that call",
-            cause="the store still holds the addresses of the destroyed process group; the backend "
-            "may connect to them before they are overwritten, so a new group fails at random",
-            fix="create the process group once and destroy it at the end; or give each group its "
-            'own prefix in the store: `init_process_group(backend, store=dist.PrefixStore(f"group '
-            '{n}", store), rank=rank, world_size=world_size)`',
-            fix_kind=FixKind.CHECK,
+        address, before = _at_address(waiting), len(waiting[0].of(InitEntered)) - 1
+        return self._of_rule(
+            "stale-store-of-destroyed-group",
+            waiting,
+            {"number": before + 1},
             evidence={
-                "groups_before": len(before),
-                "in_init_process_group": ranks_text(ranks),
-                "rendezvous": entered.rendezvous,
+                "groups_before": before,
+                "in_init_process_group": address["waiting"],
+                "rendezvous": address["rendezvous"],
             },
-            at=first.wall(entered.at),
         )
 
     def _nobody_answers(self, run: Run, waiting: list[Rank]) -> Finding:
         """The finding that all ranks wait at one address and do not connect."""
-        first = waiting[0]
-        entered = first.latest(InitEntered)
-        place = entered.rendezvous if entered else ""
-        ranks = [r.rank for r in waiting]
         alone = all(_no_store(r) for r in waiting)
         never = alone and _never_opened(run, waiting)
-        return self.finding(
-            rule="no-store-at-address" if alone else "address-unreachable",
-            ranks=tuple(ranks),
+        stuck = never and _no_short_timeout(run, waiting)
+        return self._of_rule(
+            "no-store-at-address" if alone else "address-unreachable",
+            waiting,
+            {},
             confidence=Confidence.PROVEN if never else Confidence.SUSPECTED,
-            subjects=("init_process_group",),
-            location=first.location(entered.site) if entered else None,
-            label=f"rendezvous at {place}",
-            summary=f"all ranks ({fold_ranks(ranks)}) wait in init_process_group at {place}, but "
-            "do not connect",
-            cause="nobody listens at this address: under torchrun no rank opens a store, and "
-            "torchrun's own store is at MASTER_ADDR and MASTER_PORT"
-            if alone
-            else "rank 0 cannot be reached at this address, or something else listens there",
-            fix="omit `init_method=`, or pass `env://`: torchrun has set the address"
-            if alone
-            else "check the address, that the port is free on rank 0's machine, and that the other "
-            "machines can reach it",
-            fix_kind=FixKind.CHECK,
-            evidence={
-                "waiting": ranks_text(ranks),
-                "rendezvous": place,
-                **({"stuck": _no_short_timeout(run, waiting)} if never else {}),
-            },
-            deadlocked=never and _no_short_timeout(run, waiting),
-            at=first.wall(entered.at) if entered else 0.0,
+            evidence={**_at_address(waiting), **({"stuck": stuck} if never else {})},
+            deadlocked=stuck,
         )
 
-    def _report(
+    def _of_rule(
         self,
-        run: Run,
+        rule: str,
         waiting: list[Rank],
-        absent: list[int],
-        world: int,
+        facts: Mapping[str, object],
+        more: str = "",
+        **fields: object,
     ) -> Finding:
+        """A finding about ranks in `init_process_group`, by default all `waiting` ones. Its words
+        are those of the rule, filled in with `facts`, with `more` at the end of the summary."""
+        first, (label, summary, cause, fix) = waiting[0], _WORDS[rule]
+        entered = first.latest(InitEntered)
+        ranks = tuple(r.rank for r in waiting)
+        known = {
+            "find": ranks_do(ranks, "find"),
+            "ranks": fold_ranks(ranks),
+            "place": entered.rendezvous if entered else "",
+            **facts,
+        }
+        defaults = {
+            "ranks": ranks,
+            "confidence": Confidence.SUSPECTED,
+            "location": first.location(entered.site) if entered else None,
+            "summary": summary.format_map(known) + more,
+            "at": first.wall(entered.at) if entered else 0.0,
+        }
+        return self.finding(
+            rule=rule,
+            subjects=("init_process_group",),
+            label=label.format_map(known),
+            cause=cause.format_map(known),
+            fix=fix,
+            fix_kind=FixKind.CHECK,
+            **defaults | fields,
+        )
+
+    def _report(self, run: Run, waiting: list[Rank], absent: list[int], world: int) -> Finding:
         """The finding that ranks are missing in `init_process_group`.
 
         Args:
@@ -222,11 +203,17 @@ class RendezvousStall(Check):
         entered = first.latest(InitEntered)
         here = first.location(entered.site) if entered else None
         launched, seen = _launched(run, waiting), len(run.ranks)
-        too_many = [r for r in absent if launched is not None and r >= launched]
+        too_many = launched is not None and any(r >= launched for r in absent)
         late = [run.ranks[r] for r in absent if r in run.ranks]
         where = next((w for r in late if (w := _where(run, r))), None)
         left = bool(late) and all(_left(r) for r in late)
-        rule = _rule_for_missing(bool(late), left, bool(too_many), launched)
+        # The state of missing ranks that left a record says more than any count.
+        if not late and too_many:
+            rule = "world-larger-than-launched"
+        elif not late and launched is None:
+            rule = "processes-not-seen"
+        else:
+            rule = "rank-exited-before" if left else "rank-not-arrived"
         exits = _exits_before(first, where) if left else []
         where = exits[0] if len(exits) == 1 else where
         # Only `ddpdoctor run` is known to have started all its processes already.
@@ -238,32 +225,37 @@ class RendezvousStall(Check):
             and all(gone_for_good(run, r) for r in late)
             and all(waits_for_all(c) for c in claims(run) if c.process in waiting)
         )
-        label, cause, fix = _WORDS[rule]
-        if rule == "rank-exited-before":
-            label = "left here" if where else "not in init_process_group"
-            label = "may have left here" if len(exits) == 1 else label
-        count, done = (launched or 0, "launched") if wrong_size else (seen, "seen")
-        known = f"{counted(count, 'process was', 'processes were')} {done}"
+        stuck = gone and _no_short_timeout(run, waiting)
         waits = ranks_do((r.rank for r in waiting), "wait")
-        return self.finding(
-            rule=rule,
+        facts = {
+            "waits": waits,
+            "world": world,
+            "exist": counted(launched or 0, "process exists", "processes exist"),
+            "launched": counted(launched or 0, "process was", "processes were"),
+            "seen": counted(seen, "process was", "processes were"),
+            "do_not_reach": f"{ranks_text(absent)} "
+            + ("does not reach" if len(absent) == 1 else "do not reach"),
+            "left": "may have left here"
+            if len(exits) == 1
+            else "left here"
+            if where
+            else "not in init_process_group",
+        }
+        return self._of_rule(
+            rule,
+            waiting,
+            facts,
             ranks=tuple(r.rank for r in waiting) if wrong_size else tuple(absent),
             confidence=Confidence.PROVEN
             if gone or (wrong_size and all_started)
             else Confidence.SUSPECTED,
-            subjects=("init_process_group",),
             location=here if wrong_size else where or here,
-            label=label,
             related=(
                 *(Related("may have left here", way) for way in exits[:3] if way != where),
                 *((Related(f"{waits} here", here),) if here and where else ()),
             ),
-            summary=_summary_of_missing(rule, waits, absent, world, launched or 0, seen)
-            + ("" if all_started or not wrong_size else " so far")
+            more=("" if all_started or not wrong_size else " so far")
             + (f"; rank {late[0].rank} {_state(run, late[0])}" if late else ""),
-            cause=cause.format(world=world, known=known),
-            fix=fix,
-            fix_kind=FixKind.CHECK,
             evidence={
                 "waiting": ranks_text(r.rank for r in waiting),
                 "missing": ranks_text(absent),
@@ -274,68 +266,86 @@ class RendezvousStall(Check):
                     else {"processes_launched": launched}
                 ),
                 "missing_ranks": [{"rank": r.rank, "state": _state(run, r)} for r in late],
-                **({"stuck": _no_short_timeout(run, waiting)} if gone else {}),
+                **({"stuck": stuck} if gone else {}),
             },
-            deadlocked=gone and _no_short_timeout(run, waiting),
+            deadlocked=stuck,
             at=first.wall(entered.at) if entered else run.started,
         )
 
 
-_WORDS = {
+_NOT_CONNECTED = "all ranks ({ranks}) wait in init_process_group at {place}, but do not connect"
+_NOT_REACHED = "{do_not_reach} init_process_group, where {waits}"
+_NEEDS_ALL = "a process group is created only when every rank has called init_process_group"
+
+_WORDS: Mapping[str, tuple[str, str, str, str]] = {
+    "stale-store-after-restart": (
+        "connects to ranks of the last attempt",
+        "after the restart {find} no other rank in init_process_group",
+        "torchrun's store survives the restart and still holds the addresses of attempt {attempt}; "
+        "gloo may connect to them before they are overwritten, so restarts fail at random",
+        "set `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in the environment, with `--standalone` or "
+        "`--rdzv-backend=c10d`: each attempt then creates a new store",
+    ),
+    "stale-store-of-destroyed-group": (
+        "uses the store at {place} again",
+        "{find} no other rank in init_process_group call {number}, although all ranks made that "
+        "call",
+        "the store still holds the addresses of the destroyed process group; the backend may "
+        "connect to them before they are overwritten, so a new group fails at random",
+        stale_store.FIX,
+    ),
+    "no-store-at-address": (
+        "rendezvous at {place}",
+        _NOT_CONNECTED,
+        "nobody listens at this address: under torchrun no rank opens a store, and torchrun's own "
+        "store is at MASTER_ADDR and MASTER_PORT",
+        "omit `init_method=`, or pass `env://`: torchrun has set the address",
+    ),
+    "address-unreachable": (
+        "rendezvous at {place}",
+        _NOT_CONNECTED,
+        "rank 0 cannot be reached at this address, or something else listens there",
+        "check the address, that the port is free on rank 0's machine, and that the other machines "
+        "can reach it",
+    ),
     "world-larger-than-launched": (
         "waits for ranks that do not exist",
-        "world_size is {world}, but only {known}",
+        "{waits} in init_process_group for {world} ranks, but only {exist}",
+        "world_size is {world}, but only {launched} launched",
         "omit `rank=` and `world_size=`: torchrun sets them in the environment",
     ),
     "processes-not-seen": (
         "waits for ranks that were not seen",
-        "world_size is {world}, but only {known}: either no more were started, or the others have "
-        "not called init_process_group",
+        "{waits} in init_process_group for {world} ranks, but only {seen} seen",
+        "world_size is {world}, but only {seen} seen: either no more were started, or the others "
+        "have not called init_process_group",
         "set `world_size` to the number of processes that are started; if it is right, check what "
         "the missing ones do before init_process_group",
     ),
     "rank-exited-before": (
-        "left here",
-        "a process group is created only when every rank has called init_process_group",
+        "{left}",
+        _NOT_REACHED,
+        _NEEDS_ALL,
         "call init_process_group on every rank, idle ones too, or launch fewer ranks",
     ),
     "rank-not-arrived": (
         "not in init_process_group",
-        "a process group is created only when every rank has called init_process_group",
+        _NOT_REACHED,
+        _NEEDS_ALL,
         "check what this line does on the missing ranks; do slow work once before the launch, or "
         "after init_process_group with a longer `timeout=`",
     ),
 }
-"""By rule: label, cause and fix of a finding about missing ranks."""
+"""By rule: label, summary, cause and fix. What is in braces is filled in, except in the fix."""
 
 
-def _rule_for_missing(known: bool, left: bool, too_many: bool, launched: int | None) -> str:
-    """The rule by which ranks are missing.
-
-    Args:
-        known: some missing ranks left a record. Their state says more than any count.
-        left: all of these exited without failing.
-        too_many: some missing ranks are beyond the number of processes.
-        launched: that number, where it is known.
-    """
-    if not known and too_many:
-        return "world-larger-than-launched"
-    if not known and launched is None:
-        return "processes-not-seen"
-    return "rank-exited-before" if left else "rank-not-arrived"
-
-
-def _summary_of_missing(
-    rule: str, waits: str, absent: list[int], world: int, launched: int, seen: int
-) -> str:
-    if rule == "world-larger-than-launched":
-        exist = counted(launched, "process exists", "processes exist")
-        return f"{waits} in init_process_group for {world} ranks, but only {exist}"
-    if rule == "processes-not-seen":
-        found = counted(seen, "process was", "processes were")
-        return f"{waits} in init_process_group for {world} ranks, but only {found} seen"
-    verb = "does not reach" if len(absent) == 1 else "do not reach"
-    return f"{ranks_text(absent)} {verb} init_process_group, where {waits}"
+def _at_address(waiting: list[Rank]) -> dict[str, object]:
+    """Who waits where, as evidence."""
+    entered = waiting[0].latest(InitEntered)
+    return {
+        "waiting": ranks_text(r.rank for r in waiting),
+        "rendezvous": entered.rendezvous if entered else "",
+    }
 
 
 def _launched(run: Run, waiting: list[Rank]) -> int | None:

@@ -6,22 +6,17 @@ import statistics
 from collections.abc import Iterable
 
 from ddpdoctor.analysis.process.devices import monitor_of
-from ddpdoctor.analysis.process.memory_samples import MIB, human, seen_from_outside
+from ddpdoctor.analysis.process.memory_samples import human, seen_from_outside
+from ddpdoctor.analysis.process.thresholds import (
+    FEWEST_DP_STEPS,
+    GATHERED_SHARE,
+    OUTPUT_MORE,
+    OUTPUT_RATIO,
+)
 from ddpdoctor.events import DataParallelMade, DeviceMemory, Gathered
 from ddpdoctor.report.declarations import Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
-
-RATIO = 1.25
-MORE = 128 * MIB
-"""What the output device needs beyond the others, at least: less does not limit the batch."""
-
-FEWEST_STEPS = 3
-"""Before the devices are compared: the optimizer allocates its state in the first step."""
-
-GATHERED_SHARE = 0.1
-"""Of the difference, what is gathered at least; else something other than outputs fills the device,
-as where `forward` returns the loss and only a few bytes are gathered."""
 
 
 class DpOutputImbalance(Check):
@@ -70,7 +65,7 @@ class DpOutputImbalance(Check):
         for rank in run.ranks.values():
             gathered = max(rank.of(Gathered), key=lambda e: e.size_bytes, default=None)
             memory = rank.latest(DeviceMemory)
-            if gathered is None or memory is None or memory.step < FEWEST_STEPS:
+            if gathered is None or memory is None or memory.step < FEWEST_DP_STEPS:
                 continue
             finding = self._judge(run, rank, gathered, memory)
             if finding is not None:
@@ -85,7 +80,7 @@ class DpOutputImbalance(Check):
         if where not in peaks or not others:
             return None
         peak, usual = peaks[where], statistics.median(others)
-        if usual <= 0 or peak < RATIO * usual or peak - usual < MORE:
+        if usual <= 0 or peak < OUTPUT_RATIO * usual or peak - usual < OUTPUT_MORE:
             return None
         if gathered.size_bytes < GATHERED_SHARE * (peak - usual):
             return None

@@ -7,37 +7,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from ddpdoctor.analysis.process.memory_samples import MIB, human, medians
+from ddpdoctor.analysis.process.memory_samples import human, medians
+from ddpdoctor.analysis.process.thresholds import (
+    DEVICE_GROWTH,
+    DEVICE_SHARE,
+    FEWEST_GROWTH_SAMPLES,
+    FEWEST_GROWTH_STEPS,
+    HOST_SHARE,
+    KNOWN_GROWTH,
+    LEVEL,
+    PARTS,
+    SLOWER,
+    UNKNOWN_GROWTH,
+    UNKNOWN_STEPS,
+    WARM_UP_SHARE,
+)
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, ranks_do, whom
-
-PARTS = 6
-"""Stretches whose medians must rise one after the other: noise does so once in 720 orders."""
-
-FEWEST_SAMPLES = 12
-"""Two in each stretch."""
-
-WARM_UP = 0.2
-"""The share of the run that is left out: pools, caches and optimizer state are allocated then."""
-
-FEWEST_STEPS = 30
-UNKNOWN_STEPS, UNKNOWN_GROWTH, HOST_SHARE = 500, 64 * MIB, 0.04
-"""In how many steps and by how much host memory must grow where no holder is found: it rises by
-itself for a while (the allocator's pools, kernels for each new shape)."""
-
-DEVICE_GROWTH, DEVICE_SHARE = 8 * MIB, 0.01
-KNOWN_GROWTH = 1 * MIB
-"""Enough where the container that holds the memory is known."""
-
-LEVEL = 0.2
-"""Growth begins with the first stretch that rises by this share of the steepest rise per step."""
-
-SLOWER = 0.6
-"""A container whose last gain per step is below this share of its highest gain levels off, as a
-cache does."""
 
 GRAPHS = "graphs-kept"
 SUM = "losses-summed"
@@ -147,7 +136,8 @@ class MemoryGrowth(Check):
         if not run.any(MemorySample):
             return "memory was not sampled"
         most = max(len(r.of(MemorySample)) for r in run.ranks.values())
-        return None if most >= FEWEST_SAMPLES else "the run was too short to tell growth from noise"
+        short = most < FEWEST_GROWTH_SAMPLES
+        return "the run was too short to tell growth from noise" if short else None
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for where in ("device", "host"):
@@ -215,7 +205,7 @@ def _growth(rank: Rank, where: str) -> Growth | None:
     too little to be sure."""
     held = _held(rank)
     samples = _after_warm_up(rank, held is not None and held.graphs)
-    if len(samples) < FEWEST_SAMPLES:
+    if len(samples) < FEWEST_GROWTH_SAMPLES:
         return None
     values = [float(s.device_bytes if where == "device" else s.rss_bytes) for s in samples]
     levels = medians(values, PARTS)
@@ -234,7 +224,7 @@ def _growth(rank: Rank, where: str) -> Growth | None:
     begun, last = middles[first] if first else counts[0], counts[-1] - 1
     if held is not None and not held.graphs and not _accounts_for(held, done, total):
         held = None
-    if done < FEWEST_STEPS or total < _least(where, held, done, levels[0]):
+    if done < FEWEST_GROWTH_STEPS or total < _least(where, held, done, levels[0]):
         return None
     return Growth(
         rank=rank,
@@ -296,7 +286,7 @@ def _after_warm_up(rank: Rank, graphs: bool) -> list[MemorySample]:
     samples = rank.of(MemorySample)
     if not samples:
         return []
-    begin = samples[0].at + WARM_UP * (samples[-1].at - samples[0].at)
+    begin = samples[0].at + WARM_UP_SHARE * (samples[-1].at - samples[0].at)
     if not graphs and rank.of(LoaderSeen):
         training = [e.at for e in rank.of(EpochEnded) if e.exhausted]
         begin = max(begin, min(training, default=float("inf")))

@@ -6,20 +6,18 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.process.memory_samples import MIB, human, seen_from_outside
+from ddpdoctor.analysis.process.memory_samples import human, seen_from_outside
+from ddpdoctor.analysis.process.thresholds import (
+    DEVICE_MORE,
+    DEVICE_RATIO,
+    FEWEST_MEMORY_SAMPLES,
+    HOST_MORE,
+    HOST_RATIO,
+)
 from ddpdoctor.events import MemorySample, Wrapped
 from ddpdoctor.report.declarations import seen, several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
-
-HOST_RATIO, HOST_MORE = 1.5, 128 * MIB
-"""Times the median rank, and bytes above it. The host's ratio is larger: rank 0 often logs, saves
-and holds a checkpoint there."""
-
-DEVICE_RATIO, DEVICE_MORE = 1.25, 512 * MIB
-"""The same for the device, where the ranks of a data-parallel run should need the same memory."""
-
-FEWEST_SAMPLES = 5
 
 
 class RankMemoryImbalance(Check):
@@ -107,7 +105,7 @@ def _host_level(run: Run, rank: Rank) -> float:
     """The median host memory of the process in the second half of its training, bytes; 0 where too
     few samples were taken."""
     samples = rank.of(MemorySample)
-    if len(samples) < FEWEST_SAMPLES:
+    if len(samples) < FEWEST_MEMORY_SAMPLES:
         return 0.0
     begin = (samples[0].at + samples[-1].at) / 2
     values = [s.rss_bytes for s in samples if s.at >= begin]

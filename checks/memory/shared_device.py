@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, plain, trained_on
-from ddpdoctor.events import DeviceUsed
+from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, shared, users
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, counted, fold_ranks
+from ddpdoctor.run import Run, counted, fold_ranks
 
 
 class SharedDevice(Check):
@@ -49,17 +48,12 @@ class SharedDevice(Check):
     requires = (no_gpu,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        sharing: dict[tuple[str, str], list[tuple[Rank, DeviceUsed]]] = {}
-        for rank in run.ranks.values():
-            for event in trained_on(rank):
-                if event.uuid:
-                    key = (rank.node, plain(event.uuid))
-                    sharing.setdefault(key, []).append((rank, event))
-        crowded = [users for users in sharing.values() if len({r.rank for r, _ in users}) > 1]
+        sharing = users(run)
+        crowded = [found for found in sharing.values() if shared(found)]
         if not crowded:
             return
         rank, event = crowded[0][0]
-        ranks = sorted({r.rank for users in crowded for r, _ in users})
+        ranks = sorted({r.rank for found in crowded for r, _ in found})
         on_node = [r for r in run.ranks.values() if r.node == rank.node]
         monitor = monitor_of(run, rank)
         few = monitor is not None and 0 < len(monitor.gpus) < len(on_node)
@@ -87,8 +81,8 @@ class SharedDevice(Check):
             fix_kind=FixKind.CHECK,
             evidence={
                 "devices": [
-                    {"device": uuid, "ranks": fold_ranks(r.rank for r, _ in users)}
-                    for (_, uuid), users in sharing.items()
+                    {"device": uuid, "ranks": fold_ranks(r.rank for r, _ in found)}
+                    for (_, uuid), found in sharing.items()
                 ],
                 "GPUs on the node": len(monitor.gpus) if monitor else None,
                 "backend": run.backend,

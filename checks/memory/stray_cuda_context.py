@@ -7,12 +7,10 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, plain, used
 from ddpdoctor.analysis.process.memory_samples import human, seen_from_outside
+from ddpdoctor.analysis.process.thresholds import FEWEST_GPU_SAMPLES
 from ddpdoctor.events import DeviceTouched, DeviceUsed
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Rank, Run, ranks_do
-
-FEWEST_SAMPLES = 2
-"""Of NVML on the other GPU: one may be of a process whose number was used before."""
 
 
 class StrayCudaContext(Check):
@@ -122,7 +120,7 @@ def _strays(run: Run, rank: Rank) -> Iterator[tuple[Rank, str, int, int]]:
     if not any(uuids[i] in own for i in seen if i < len(uuids)):
         return  # NVML and torch do not speak of the same devices (MIG)
     for index, sizes in seen.items():
-        if index < len(uuids) and uuids[index] not in own and len(sizes) >= FEWEST_SAMPLES:
+        if index < len(uuids) and uuids[index] not in own and len(sizes) >= FEWEST_GPU_SAMPLES:
             yield rank, uuids[index], index, max(sizes)
 
 

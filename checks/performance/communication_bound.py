@@ -10,25 +10,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ddpdoctor.analysis.process.thresholds import (
+    MANY_BUCKETS,
+    SMALL_BUCKET,
+    SMALLEST_SYNC,
+    SYNC_NOTICEABLE_S,
+    SYNC_SHARE,
+)
 from ddpdoctor.events import Pace, StepDone, SyncPattern, SyncTimes, Wrapped
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, counted
 
-SHARE = 0.25
-"""Of the whole step, the optimizer and loading included."""
-
-NOTICEABLE_S = 0.020
-"""Less per step is not worth a change, whatever its share."""
-
 MIB = 1 << 20
-SMALLEST = MIB
-"""Fewer gradients are averaged at once: a rank that waits for them waits for another rank."""
-
-SMALL_BUCKET = 4 * MIB
-MANY_BUCKETS = 6
-"""That many buckets, even the largest of them small, suggest a larger `bucket_cap_mb`."""
-
 EVERY_BACKWARD = "every-backward-synchronised"
 ACCUMULATING = "already-accumulating"
 ONE_BACKWARD = "one-backward-per-step"
@@ -84,10 +78,10 @@ class CommunicationBound(Check):
             if len(seen) < 2:
                 continue
             rank, times = min(seen.items(), key=lambda item: _exposed(item[1]))
-            if 0 < sum(times.bucket_bytes) < SMALLEST:
+            if 0 < sum(times.bucket_bytes) < SMALLEST_SYNC:
                 continue
             step = _step(rank, times)
-            least = max(NOTICEABLE_S, SHARE * step.wall_s)
+            least = max(SYNC_NOTICEABLE_S, SYNC_SHARE * step.wall_s)
             if step.exposed_s - _without_a_core(run, seen) >= least:
                 yield self._report(seen, rank, times, step)
 

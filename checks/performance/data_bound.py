@@ -6,21 +6,18 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble, StepDone
+from ddpdoctor.analysis.data.loader_check import no_loader
+from ddpdoctor.analysis.process.thresholds import (
+    FEWEST_STEPS_TIMED,
+    LOADING_SHARE,
+    MANY_WORKERS,
+    NOTICEABLE_S,
+    WARM_UP_STEPS,
+)
+from ddpdoctor.events import EpochEnded, LoaderSeen, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_text
-
-WARM_UP = 3
-"""Steps that are left out: workers start in the first ones."""
-
-FEWEST = 8
-SHARE = 0.4
-"""Of the median step: with less, better loading would save less than a noisy machine costs."""
-
-MANY_WORKERS = 4
-NOTICEABLE_S = 0.010
-"""Shorter waits per step are not worth a change, whatever their share."""
 
 NO_WORKERS = "no-workers"
 FEW_WORKERS = "too-few-workers"
@@ -69,11 +66,10 @@ class DataBound(Check):
     effects = (Effect(("straggler",), rules=("slow-loading",), when=(When.FEWER_RANKS,)),)
 
     def unobserved(self, run: Run) -> str | None:
-        if not run.any(LoaderSeen):
-            failed = run.any(ProbeTrouble)
-            return "no DataLoader was seen" if failed else "no DataLoader was iterated"
-        fewest = WARM_UP + FEWEST
-        if not any(len(_steps(r)) >= FEWEST for r in run.ranks.values()):
+        if reason := no_loader(run):
+            return reason
+        fewest = WARM_UP_STEPS + FEWEST_STEPS_TIMED
+        if not any(len(_steps(r)) >= FEWEST_STEPS_TIMED for r in run.ranks.values()):
             return f"fewer than {fewest} steps"
         return None
 
@@ -141,7 +137,7 @@ def _fix(rule: str, rank: Rank, workers: int, share: float, spare: int) -> str:
 
 def _steps(rank: Rank) -> list[StepDone]:
     """A rank's steps after the warm-up."""
-    return rank.of(StepDone)[WARM_UP:]
+    return rank.of(StepDone)[WARM_UP_STEPS:]
 
 
 def _wait(rank: Rank) -> tuple[float, float] | None:
@@ -152,15 +148,15 @@ def _wait(rank: Rank) -> tuple[float, float] | None:
     long wait and then short ones, so waits are averaged over as many steps as there are workers.
     """
     steps = _steps(rank)
-    if len(steps) < FEWEST:
+    if len(steps) < FEWEST_STEPS_TIMED:
         return None
     loader = _training_loader(rank)
-    length = min(max(1, loader.workers if loader else 0), FEWEST // 2)
+    length = min(max(1, loader.workers if loader else 0), FEWEST_STEPS_TIMED // 2)
     turns = [steps[n : n + length] for n in range(0, len(steps) - length + 1, length)]
     waits = [sum(e.data_s for e in t) / sum(e.count for e in t) for t in turns]
     wait = statistics.quantiles(waits, n=5, method="inclusive")[0]
     pace = statistics.median(sum(e.wall_s for e in t) / sum(e.count for e in t) for t in turns)
-    return (wait, pace) if wait >= NOTICEABLE_S and wait >= SHARE * pace else None
+    return (wait, pace) if wait >= NOTICEABLE_S and wait >= LOADING_SHARE * pace else None
 
 
 def _training_loader(rank: Rank) -> LoaderSeen | None:

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.data.forward_inputs import Inputs, inputs
+from ddpdoctor.analysis.process.thresholds import EXCESS, FEWEST_FORWARDS, LATER_FORWARDS, LEADING
 from ddpdoctor.events import (
     BatchSeen,
     EpochBegan,
     ForwardInput,
-    GroupReady,
     OptimizerSeen,
     StepDone,
-    Wrapped,
 )
 from ddpdoctor.report.declarations import Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
-
-FEWEST, LATER = 8, 4
-"""Forwards to compare, at least: of the whole run, or from one of them to the last."""
-
-EXCESS = 0.25
-"""By how much the largest batch of a step must exceed the mean of the ranks: less costs less than
-a fifth of the step."""
-
-STEADY = 0.9
-"""The share of steps in which one rank must have the largest batch to be named alone."""
 
 ONE_RANK_MORE = "one-rank-more-samples"
 ONE_RANK_LONGER = "one-rank-longer-samples"
@@ -85,15 +74,14 @@ class ImbalancedBatches(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         if any(e.joined for r in run.ranks.values() for e in r.of(EpochBegan)):
             return
-        for model, sizes in _by_model(run).items():
-            yield from self._judge(run, model, sizes)
+        for given in inputs(run):
+            if len(given.ranks) == run.world_size:
+                yield from self._judge(run, given)
 
-    def _judge(
-        self, run: Run, model: int, given: dict[int, dict[int, ForwardInput]]
-    ) -> Iterator[Finding]:
-        common = sorted(set.intersection(*(set(f) for f in given.values())))
-        common = [n for n in common if all(f[n].numbers for f in given.values())]
-        if len(given) < 2 or len(common) < FEWEST:
+    def _judge(self, run: Run, inputs_of: Inputs) -> Iterator[Finding]:
+        given, model = inputs_of.by_rank, inputs_of.model
+        common = [n for n in inputs_of.common() if all(f[n].numbers for f in given.values())]
+        if len(common) < FEWEST_FORWARDS:
             return
         begin = 0
         excess = [_excess([f[n].numbers for f in given.values()]) for n in common]
@@ -101,7 +89,11 @@ class ImbalancedBatches(Check):
             # Few of the later forwards were recorded, so the median is that of the first ones.
             begin = next((i for i, more in enumerate(excess) if more >= EXCESS), len(common))
             common, excess = common[begin:], excess[begin:]
-            if len(common) < LATER or common[-1] - common[0] < FEWEST or min(excess) < EXCESS:
+            if (
+                len(common) < LATER_FORWARDS
+                or common[-1] - common[0] < FEWEST_FORWARDS
+                or min(excess) < EXCESS
+            ):
                 return
         means = {r: statistics.mean(f[n].numbers for n in common) for r, f in given.items()}
         rows = {r: statistics.mean(f[n].rows for n in common) for r, f in given.items()}
@@ -113,7 +105,7 @@ class ImbalancedBatches(Check):
             all(f[n].numbers < given[largest][n].numbers for r, f in given.items() if r != largest)
             for n in common
         )
-        steady = leads >= STEADY * len(common)
+        steady = leads >= LEADING * len(common)
         equal_rows = all(len({f[n].rows for f in given.values()}) == 1 for n in common)
         rule = UNCOORDINATED
         if steady:
@@ -125,7 +117,7 @@ class ImbalancedBatches(Check):
             severity=Severity.NOTE if meant else self.severity,
             ranks=(largest,) if steady else tuple(given),
             steps=_steps(rank, model, [[given[largest][n] for n in f] for f in (unequal, common)]),
-            subjects=(f"inputs of {next(w.kind for w in rank.of(Wrapped) if w.model == model)}",),
+            subjects=(f"inputs of {inputs_of.kind}",),
             location=rank.location(first.site),
             label="size differs between ranks",
             summary=f"the largest batch of a step is on average {typical:.0%} above the mean of "
@@ -192,15 +184,3 @@ def _weighted(run: Run, model: int) -> bool:
             return False
         unequal += len({e.size for e in batches}) > 1
     return unequal > 0
-
-
-def _by_model(run: Run) -> dict[int, dict[int, dict[int, ForwardInput]]]:
-    """Inputs by model, rank and number of the forward, for models that all ranks share."""
-    found: dict[int, dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
-    for rank in run.ranks.values():
-        whole = {g.group for g in rank.of(GroupReady) if len(g.ranks) == run.world_size}
-        shared = {w.model for w in rank.of(Wrapped) if w.group in whole}
-        for event in rank.of(ForwardInput):
-            if event.model in shared:
-                found[event.model].setdefault(rank.rank, {})[event.forward] = event
-    return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import DeviceUsed, GroupReady, TorchLoaded, Wrapped
+from ddpdoctor.analysis.process.devices import shared, users
+from ddpdoctor.events import GroupReady, TorchLoaded, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
 
@@ -45,7 +46,7 @@ class SlowBackend(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         slow = [(r, w, g) for r, w in _on_gpu(run) if (g := _gloo(r, w)) is not None]
-        if not slow or _devices_are_shared(run):
+        if not slow or any(map(shared, users(run).values())):
             return
         rank, wrapped, group = slow[0]
         loaded = rank.first(TorchLoaded)
@@ -75,13 +76,3 @@ def _on_gpu(run: Run) -> list[tuple[Rank, Wrapped]]:
 def _gloo(rank: Rank, wrapped: Wrapped) -> GroupReady | None:
     group = next((g for g in rank.of(GroupReady) if g.group == wrapped.group), None)
     return group if group is not None and group.backend == "gloo" else None
-
-
-def _devices_are_shared(run: Run) -> bool:
-    seen = [
-        (r.node, e.uuid)
-        for r in run.ranks.values()
-        for e in r.of(DeviceUsed)
-        if e.why == "parameters" and e.uuid
-    ]
-    return len(seen) != len(set(seen))

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import ClassVar
 
+from ddpdoctor.analysis.process.thresholds import (
+    AGREED,
+    FEWEST_WINDOWS,
+    LAG_SHARE,
+    LASTING,
+    NOTICEABLE_S,
+    PASSING,
+    PASSING_LEAST,
+    STEADY,
+)
 from ddpdoctor.events import LoaderSeen, Pace
 from ddpdoctor.events.timing import PHASES
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text
 
-FEWEST = 4
-"""Windows of a few steps each, at least: fewer may be slow by chance."""
-
-NOTICEABLE_S = 0.010
-SHARE = 0.2
-"""By how much a rank must be slower: seconds, and share of a step. Less is within the noise of a
-machine, and not worth a change."""
-
-STEADY = 0.8
-"""The share of windows, from one on to the end, in which the rank must be slow."""
-
-LASTING = 3
-"""The rank must be slow for at least one third (1 / `LASTING`) of the run, else it is a note."""
-
-PASSING, PASSING_LEAST = 8, 6
-"""A rank that was slow for a while only must be so without a break for one eighth (1 / `PASSING`)
-of the run, and for that many windows."""
-
-AGREED = 0.5
-"""The share of its lag for which the other ranks must be seen to wait, which confirms it."""
-
 SHOWN_S = 0.001
 """Shorter times are not listed in the evidence."""
+
+WALL, WAITED, DELAYED = map(attrgetter, ("wall_s", "waited_s", "delayed_s"))
+"""Of a rank's step: all of it, what of it the rank waits for others, and what it has no core."""
 
 Window = Mapping[int, Pace]
 """The records of all ranks for the same steps, by rank."""
@@ -102,7 +95,7 @@ class Straggler(Check):
     def unobserved(self, run: Run) -> str | None:
         if any(rank.waits_on_gpu for rank in run.ranks.values()):
             return "ranks wait for each other on the GPU, which the host does not see"
-        if len(_windows(run)) < FEWEST:
+        if len(_windows(run)) < FEWEST_WINDOWS:
             return "too few windows of eight steps (5 ms or longer, of one optimizer, on all ranks)"
         return None
 
@@ -127,7 +120,9 @@ class Straggler(Check):
         between = segment >= len(PHASES)
         begun = first.step - first.count + 1
         others = [r for r in worst.windows[0] if r not in ranks]
-        waits_s = statistics.median(worst.waiting(r) for r in others) - worst.waiting(worst.rank)
+        waits_s = statistics.median(worst.median(r, WAITED) for r in others) - worst.median(
+            worst.rank, WAITED
+        )
         each = f"each of steps {begun}-{pace.step}" if worst.over else "each step"
         span = "a step" if worst.doubts else each
         return self.finding(
@@ -142,8 +137,8 @@ class Straggler(Check):
             + f" than {ranks_text(others)}",
             related=_related(rank, pace, segment),
             summary=f"{ranks_do(others, 'wait')} {waits_s * 1e3:.0f} of "
-            f"{worst.whole(worst.rank) * 1e3:.0f} ms in {span} for {ranks_text(ranks)}, which "
-            f"{'is' if len(ranks) == 1 else 'are'} slower {words}",
+            f"{worst.median(worst.rank, WALL) * 1e3:.0f} ms in {span} for {ranks_text(ranks)}, "
+            f"which {'is' if len(ranks) == 1 else 'are'} slower {words}",
             cause=_cause(worst, segment, words),
             fix=_MOVE_WORK if between else _FIXES[phase],
             evidence={
@@ -241,21 +236,13 @@ class _Slow:
         in which it had no core."""
         return statistics.median(self.every_lag[n][self.rank] for n in self.slow)
 
-    def whole(self, rank: int) -> float:
-        """A rank's median step, seconds."""
-        return statistics.median(w[rank].wall_s for w in self.windows)
-
-    def delayed(self, rank: int) -> float:
-        """For how many seconds of its median step a rank had no CPU core."""
-        return statistics.median(w[rank].delayed_s for w in self.windows)
+    def median(self, rank: int, seconds: Callable[[Pace], float]) -> float:
+        """The median of what a rank spends on something in a step, seconds."""
+        return statistics.median(seconds(w[rank]) for w in self.windows)
 
     def usual(self, rank: int, segment: int) -> float:
         """A rank's median time in a segment of the step, seconds."""
-        return statistics.median(w[rank].own_s[segment] for w in self.windows)
-
-    def waiting(self, rank: int) -> float:
-        """For how many seconds of its median step a rank waits for others."""
-        return statistics.median(w[rank].waited_s for w in self.windows)
+        return self.median(rank, lambda pace: pace.own_s[segment])
 
     @property
     def excess_s(self) -> list[float]:
@@ -275,7 +262,7 @@ class _Slow:
         """Without the first windows, in which it was slow in other phases, if enough are left."""
         whole, least = self.excess_s[self.segment], 0.5 * self.excess_s[self.segment]
         late = [self.excess_in(window, self.segment) >= least for window in self.windows]
-        if whole <= 0 or True not in late or len(late) - late.index(True) < FEWEST:
+        if whole <= 0 or True not in late or len(late) - late.index(True) < FEWEST_WINDOWS:
             return self
         first = self.places[late.index(True)]
         return replace(self, first=first) if first > self.places[0] else self
@@ -293,7 +280,9 @@ def _starved(rank: Rank, slow: _Slow) -> bool:
         return False
     loops = {window[rank.rank].sites[0] for window in slow.windows}
     helped = any(e.workers and e.loop_site in loops for e in rank.of(LoaderSeen))
-    return helped and max(map(slow.delayed, slow.windows[0])) >= SHARE * slow.lag_s
+    return (
+        helped and max(slow.median(r, DELAYED) for r in slow.windows[0]) >= LAG_SHARE * slow.lag_s
+    )
 
 
 def _windows(run: Run) -> list[Window]:
@@ -326,7 +315,7 @@ def _lags(window: Window, *, alone: bool = True) -> dict[int, float]:
     slow = {}
     for rank, e in window.items():
         lag = own[rank] - usual - (max(0.0, e.delayed_s - held) if alone else 0.0)
-        if lag >= max(NOTICEABLE_S, SHARE * _wall(e)):
+        if lag >= max(NOTICEABLE_S, LAG_SHARE * _wall(e)):
             slow[rank] = lag
     quick = window.keys() - slow.keys()
     waits = {r: [window[o].waited_s for o in quick or window.keys() - {r}] for r in slow}
@@ -342,7 +331,7 @@ def _wall(pace: Pace) -> float:
 def _since(slow: Sequence[bool]) -> int | None:
     """The index of the first window since which a rank is slow nearly all the time; None where
     there is none. `slow`: by window, whether it is slow."""
-    for first in range(len(slow) - max(FEWEST, len(slow) // LASTING) + 1):
+    for first in range(len(slow) - max(FEWEST_WINDOWS, len(slow) // LASTING) + 1):
         if slow[first] and sum(slow[first:]) >= STEADY * (len(slow) - first):
             return first
     return None
@@ -408,13 +397,13 @@ def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
     ranks = list(slow.windows[0])
     longest = sorted(range(len(_PHASES)), key=lambda i: slow.usual(slow.rank, i), reverse=True)
     shown = [i for i in longest if any(slow.usual(r, i) >= SHOWN_S for r in ranks)]
-    held = any(slow.delayed(r) >= SHOWN_S for r in ranks)
+    held = any(slow.median(r, DELAYED) >= SHOWN_S for r in ranks)
     return {
         r: {
-            "step": slow.whole(r),
-            "waiting": slow.waiting(r),
+            "step": slow.median(r, WALL),
+            "waiting": slow.median(r, WAITED),
             **{_PHASES[i][0]: slow.usual(r, i) for i in shown},
-            **({"without a CPU core": slow.delayed(r)} if held else {}),
+            **({"without a CPU core": slow.median(r, DELAYED)} if held else {}),
         }
         for r in ranks
     }
@@ -430,7 +419,7 @@ def _cause(slow: _Slow, segment: int, words: str) -> str:
     )
     if excess[segment] < 0.5 * slow.lag_s:
         reported += "; the rest of its delay is in other phases: the rank is slower in general"
-    if (delayed := slow.delayed(slow.rank)) >= SHARE * slow.lag_s:
+    if (delayed := slow.median(slow.rank, DELAYED)) >= LAG_SHARE * slow.lag_s:
         reported += (
             f"; the machine lacks cores: for {delayed * 1e3:.0f} ms of a step rank {slow.rank} was "
             "ready, but something else ran on its core; without that it would still be about "

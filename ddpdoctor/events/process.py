@@ -205,6 +205,10 @@ class RankExiting(Event, frozen=True, tag="rank-exiting"):
         return f"leaving ({self.how}{'' if self.status is None else f', status {self.status}'})"
 
 
+LOADERS_LOST = "what each rank read from its DataLoaders"
+"""What is not observed (`ProbeTrouble.lost`) where the probe cannot follow DataLoaders."""
+
+
 class ProbeTrouble(Event, frozen=True, tag="probe-trouble"):
     """Something inside the probe failed; training went on without it.
 
@@ -217,6 +221,11 @@ class ProbeTrouble(Event, frozen=True, tag="probe-trouble"):
     error: str
     lost: str = ""
     disabled: bool = False
+
+    @property
+    def loaders(self) -> bool:
+        """Whether it is DataLoaders that are not observed."""
+        return self.lost == LOADERS_LOST
 
     def describe(self) -> str:
         return f"doctor: {self.part} failed ({self.error}); not observed: {self.lost or self.part}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.data.forward_inputs import LATER
+from ddpdoctor.analysis.data.thresholds import LATER
 from ddpdoctor.events import ForwardInput
 from ddpdoctor.probe.recording import hooks, patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from ...events import EpochEnded
 from ...report.findings import Table
 from ...run import Run, fold_ranks
-from .epoch_audit import Audit, audits, partitioned
-from .loader_faults import of_check, own_datasets
-from .loaders import Loader, in_order, loaders
-from .phrases import use
+from .datasets import own_datasets
+from .division import divided_loaders
+from .epoch_audit import Audit, partitioned
+from .loader_check import use
+from .loader_faults import of_check
+from .loaders import Loader, in_order, loaders, same_order
+from .thresholds import FEWEST_TO_ORDER
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
 NOTHING = "-"
@@ -18,23 +21,22 @@ LOADERS = 8
 """Most loaders in the table; loaders with equal rows count once."""
 ROWS = 8
 """Most rows of one loader; epochs with equal rows share one, and surplus ones in the middle too."""
-FEWEST = 8
-"""Indices that suffice to tell one order from another."""
 LISTED = 8
 """Most ranks for which the lengths of their datasets are listed one by one."""
 
 
 def audit_table(run: Run) -> Iterator[Table]:
     """One table, or none where no loader was iterated."""
-    audited = audits(run)
+    audited = divided_loaders(run)
     overlaps = of_check(run, "data-overlap")
     sets = [f for f in overlaps if f.parts]
     mismatches = [*of_check(run, "dataset-mismatch"), *sets]
     counts: dict[tuple[tuple[str, ...], ...], int] = {}
-    for loader, ranks, made in audited:
-        own = own_datasets(loader.of(ranks)) and not any(partitioned(a) for a in made)
+    for division in audited:
+        loader, made = division.loader, division.audits
+        own = own_datasets(division.everyone) and not any(partitioned(a) for a in made)
         own = own or _indexless(made[0])
-        differs = any(ranks.issuperset(f.ranks) for f in mismatches if f.loader is loader)
+        differs = any(division.ranks.issuperset(f.ranks) for f in mismatches if f.loader is loader)
         found = (f.beneath for f in (*overlaps, *mismatches) if f.loader is loader and f.beneath)
         beneath = next(found, ())
         of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or differs)))
@@ -45,7 +47,7 @@ def audit_table(run: Run) -> Iterator[Table]:
         for of_loader, count in counts.items()
         for name, *row in of_loader
     ]
-    reported = {id(loader) for loader, _, _ in audited}
+    reported = {id(division.loader) for division in audited}
     for loader in loaders(run):
         if id(loader) not in reported and len(rows) < LOADERS * ROWS:
             rows.append(_unaudited(loader))
@@ -57,7 +59,7 @@ def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str,
     """The rows of one loader. `own`: each rank reads its own dataset."""
     folded: list[tuple[list[int], tuple[str, ...]]] = []
     for audit in made:
-        row = _row_of_own_datasets(audit, made) if own else _row(audit, made)
+        row = _row(audit, made, own)
         if folded and folded[-1][1] == row:
             folded[-1][0].append(audit.number)
         else:
@@ -69,45 +71,32 @@ def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str,
     return [(_name(loader), fold_ranks(numbers), *row) for numbers, row in folded]
 
 
-def _row(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
-    """The columns from `ranks` on, for ranks that share a dataset."""
+def _row(audit: Audit, made: tuple[Audit, ...], own: bool) -> tuple[str, ...]:
+    """The columns from `ranks` on. Where each rank reads its own dataset (`own`), equal indices are
+    not the same sample, so they are not counted."""
+    known = audit.complete or (not own and not audit.never)
+    counts = [str(audit.once), str(len(audit.repeated)), str(audit.never) if known else NOTHING]
     of = "" if audit.sampled == 1 else f" (1 in {audit.sampled})"
     return (
         fold_ranks(audit.epochs),
-        f"{audit.length}{of}",
-        str(audit.once),
-        str(len(audit.repeated)),
-        str(audit.never) if _known(audit) else NOTHING,
-        _order_column(_order(audit, made), left=not _known(audit)),
+        _lengths(audit) if own else f"{audit.length}{of}",
+        *([NOTHING] * 3 if own else counts),
+        _order_column(_order(audit, made), left=not known),
     )
 
 
-def _row_of_own_datasets(audit: Audit, made: tuple[Audit, ...]) -> tuple[str, ...]:
-    """The columns from `ranks` on, for ranks that each read their own dataset: equal indices are
-    not the same sample, so they are not counted."""
+def _lengths(audit: Audit) -> str:
+    """`40 / 30 (each rank its own)`: the lengths of the ranks' own datasets."""
     lengths = [audit.epochs[r].seen.length for r in sorted(audit.epochs)]
     equal = len(set(lengths)) == 1
-    whose = "index ignored" if _indexless(audit) else "each rank its own"
-    reported = " / ".join(map(str, lengths[:1] if equal else lengths))
+    listed = " / ".join(map(str, lengths[:1] if equal else lengths))
     if not equal and len(lengths) > LISTED:
-        reported = f"{min(lengths)} to {max(lengths)}"
-    return (
-        fold_ranks(audit.epochs),
-        f"{reported} ({whose})",
-        NOTHING,
-        NOTHING,
-        NOTHING,
-        _order_column(_order(audit, made), left=not audit.complete),
-    )
+        listed = f"{min(lengths)} to {max(lengths)}"
+    return f"{listed} ({'index ignored' if _indexless(audit) else 'each rank its own'})"
 
 
 def _indexless(audit: Audit) -> bool:
     return all(e.seen.indexless for e in audit.epochs.values())
-
-
-def _known(audit: Audit) -> bool:
-    """Whether it is known which samples no rank read."""
-    return audit.complete or not audit.never
 
 
 def _order_column(order: str | None, *, left: bool) -> str:
@@ -131,7 +120,7 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str | None:
     if before is None:
         return "shuffled"
     last = {r: e.ended for r, e in before.epochs.items() if e.ended is not None}
-    same = [r for r, e in ends.items() if r in last and _same(last[r], e)]
+    same = [r for r, e in ends.items() if r in last and same_order(last[r], e, FEWEST_TO_ORDER)]
     if not same:
         return "new"
     return "as before" if len(same) == len(ends) else f"as before on {fold_ranks(same)}"
@@ -142,15 +131,6 @@ def _but_the_last(ended: EpochEnded, ranks: int) -> bool:
     dataset, as padding is."""
     *rising, last = ended.head or (0,)
     return len(ended.head) == ended.samples and rising == sorted(rising) and last < ranks
-
-
-def _same(before: EpochEnded, now: EpochEnded) -> bool:
-    """Whether two epochs had the same order. Where one was left early, their first indices
-    decide."""
-    if before.samples == now.samples:
-        return before.order == now.order
-    count = min(len(before.head), len(now.head))
-    return count >= FEWEST and before.head[:count] == now.head[:count]
 
 
 def _unaudited(loader: Loader) -> tuple[str, ...]:

@@ -5,40 +5,24 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from ...events import ContentRead
 from ...events.pack import unpack
 from .loaders import Epoch, Reader
-
-SURE = 1e-3
-"""A probability of agreeing by chance below which agreement counts as proof."""
-
-SAME = 0.6
-"""Share of equal digests that makes two ranks' samples the same. Not 1: where batches are padded,
-the longest text of a batch has another digest than where it is padded itself."""
-
-AUGMENTED = 0.2
-"""As `SAME`, where all samples are distinct: augmentation changes some, but those that agree are
-the same samples beyond doubt."""
-
-FEWEST = 3
-"""Samples with equal digests that suffice under `AUGMENTED`."""
-
-DISTINCT = 0.75
-"""Share of distinct digests from which on samples can be told from each other."""
-
-WHOLE = 0.8
-"""Share of two passes over a stream that must agree. Not 1: each may drop its last batches."""
-
-ONCE = 0.95
-MANY = 32
-"""Rows in a pass over a stream, and the share of them that must occur once, for it to be one pass
-over the data and neither random draws nor padding."""
-
-POSITIONS = 8
-"""Distinct samples at equal positions that cannot agree by chance."""
+from .thresholds import (
+    AUGMENTED,
+    DISTINCT,
+    FEWEST_AUGMENTED,
+    FEWEST_COMPARED,
+    MANY,
+    NO_ACCIDENT,
+    ONCE,
+    SAME,
+    SURE,
+    WHOLE,
+)
 
 Row = tuple[int, ...]
 """Digests of one sample, two for each part of the batch (see `ContentRead.columns`)."""
@@ -116,24 +100,32 @@ def compare(a: dict[int, Row], b: dict[int, Row]) -> Agreement:
     return next(found, Agreement.UNKNOWN)
 
 
+def _columns(a: dict[int, Row], b: dict[int, Row]) -> Iterator[list[tuple[int, int]]]:
+    """For each column of the digests the pairs of both sides at equal indices, in their order."""
+    common = sorted(a.keys() & b.keys())
+    for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
+        pairs = [(a[i][column], b[i][column]) for i in common if a[i][column] and b[i][column]]
+        if pairs:
+            yield pairs
+
+
+def distinct(values: Collection[object]) -> bool:
+    """Whether hardly any of these digests are equal, so that each of them tells its sample."""
+    return len(set(values)) >= DISTINCT * len(values)
+
+
 def _column_agreements(a: dict[int, Row], b: dict[int, Row]) -> list[Agreement]:
     """How each column compares; constant ones and those with too few values are left out."""
-    common = a.keys() & b.keys()
     answers = []
-    for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
-        pairs = [
-            (a[i][column], b[i][column]) for i in sorted(common) if a[i][column] and b[i][column]
-        ]
-        if not pairs:
-            continue
+    for pairs in _columns(a, b):
         agreed = sum(x == y for x, y in pairs) / len(pairs)
         values = [x for x, _ in pairs]
         chance = _chance(values)
         if len(pairs) * math.log(max(chance, 1e-9)) > math.log(SURE):
             continue  # constant, or too few values to tell
-        distinct = len(pairs) >= FEWEST / AUGMENTED and len(set(values)) >= DISTINCT * len(values)
-        if agreed >= (AUGMENTED if distinct else SAME):
-            own = distinct and _in_blocks(pairs)
+        told_apart = len(pairs) >= FEWEST_AUGMENTED / AUGMENTED and distinct(values)
+        if agreed >= (AUGMENTED if told_apart else SAME):
+            own = told_apart and _in_blocks(pairs)
             answers.append(Agreement.DIFFERENT if own else Agreement.SAME)
         else:
             answers.append(Agreement.DIFFERENT if agreed < 0.5 else Agreement.UNKNOWN)
@@ -146,28 +138,33 @@ def _in_blocks(pairs: Sequence[tuple[int, int]]) -> bool:
     equal = [x == y for x, y in pairs]
     agreed, other = sum(equal), len(equal) - sum(equal)
     blocks = 1 + sum(one != then for one, then in pairwise(equal))
-    return min(agreed, other) >= FEWEST / AUGMENTED and blocks <= agreed * other / len(equal)
+    return min(agreed, other) >= FEWEST_AUGMENTED / AUGMENTED and blocks <= agreed * other / len(
+        equal
+    )
 
 
 def changed(a: dict[int, Row], b: dict[int, Row]) -> bool:
     """Whether some column of nearly all samples differs between two epochs."""
-    common = a.keys() & b.keys()
-    for column in range(min((len(r) for r in (*a.values(), *b.values())), default=0)):
-        pairs = [(a[i][column], b[i][column]) for i in common if a[i][column] and b[i][column]]
-        if len(pairs) >= 4 and sum(x != y for x, y in pairs) >= 0.95 * len(pairs):
-            return True
-    return False
+    return any(
+        len(pairs) >= FEWEST_COMPARED and sum(x != y for x, y in pairs) >= 0.95 * len(pairs)
+        for pairs in _columns(a, b)
+    )
+
+
+def shifts(a: dict[int, Row], b: dict[int, Row]) -> list[int]:
+    """For each sample of `a` that `b` has too, how much higher its index in `a` is. Empty where too
+    many samples are equal to tell."""
+    if not (distinct(a.values()) and distinct(b.values())):
+        return []
+    places = {row: index for index, row in b.items()}
+    return [index - places[row] for index, row in a.items() if row in places]
 
 
 def moved_samples(a: dict[int, Row], b: dict[int, Row]) -> tuple[int, int]:
     """How many samples of the smaller side the other one has at another index, with all digests
-    equal, and of how many. (0, 0) where too many samples are equal to tell."""
+    equal, and of how many."""
     few, many = sorted((a, b), key=len)
-    if any(len(set(side.values())) < DISTINCT * len(side) for side in (few, many)):
-        return (0, 0)
-    places = {row: index for index, row in many.items()}
-    found = sum(places.get(row, index) != index for index, row in few.items())
-    return found, len(few)
+    return sum(shift != 0 for shift in shifts(few, many)), len(few)
 
 
 def equal_positions(readers: Sequence[Reader]) -> int:
@@ -177,47 +174,9 @@ def equal_positions(readers: Sequence[Reader]) -> int:
     whole = all(len(found) >= r.epochs[0].samples for found, r in zip(seen, readers, strict=True))
     if not whole or any(found != seen[0] for found in seen):
         return 0
-    distinct = len({row for _, row in seen[0]})
-    return distinct if distinct >= max(POSITIONS, DISTINCT * len(seen[0])) else 0
-
-
-def group_by_data(readers: Sequence[Reader]) -> list[list[Reader]]:
-    """The readers in groups with equal digests at all indices that every one of them has on record,
-    and with datasets made of the same entries."""
-    samples = [by_index(r) for r in readers]
-    common = sorted(set.intersection(*map(set, samples)))
-    groups: dict[object, list[Reader]] = {}
-    for reader, found in zip(readers, samples, strict=True):
-        made_of = tuple((p.name, p.order, p.length) for p in reader.seen.payloads)
-        key = reader.seen.length, made_of, tuple(found[i] for i in common)
-        groups.setdefault(key, []).append(reader)
-    return list(groups.values())
-
-
-def equal_sources(readers: Sequence[Reader]) -> list[str]:
-    """Names of what the datasets make each sample of, where that and all their settings are the
-    same on all ranks. Texts count on one machine only: equal paths may be other files on another.
-    """
-    first = readers[0]
-    if not first.seen.settings or len({r.seen.settings for r in readers}) > 1:
-        return []
-    one_machine = len({r.rank.node for r in readers}) < len(readers)
-    common = set.intersection(
-        *({(p.name, p.order, p.length) for p in r.seen.payloads} for r in readers)
-    )
-    return [
-        p.name
-        for p in first.seen.payloads
-        if p.tells and (p.name, p.order, p.length) in common and (p.kind != "text" or one_machine)
-    ]
-
-
-def settings_differ(readers: Sequence[Reader]) -> bool:
-    """Whether the datasets have other settings (the rank, say) on other ranks, and none is known
-    to take its entry at the very index that it is given."""
-    settings = {r.seen.settings for r in readers}
-    tells = any(p.tells for r in readers for p in r.seen.payloads)
-    return len(settings) > 1 and 0 not in settings and not tells
+    different = {row for _, row in seen[0]}
+    enough = len(different) >= NO_ACCIDENT and distinct([row for _, row in seen[0]])
+    return len(different) if enough else 0
 
 
 def _chance(values: list[int]) -> float:
@@ -232,10 +191,8 @@ def overlap(a: list[Row], b: list[Row]) -> tuple[int, int]:
     best = (0, 0)
     for column in range(min((len(r) for r in (*a, *b)), default=0)):
         mine, yours = ([r[column] for r in side if r[column]] for side in (a, b))
-        if min(len(mine), len(yours)) < 4:
-            continue
-        distinct = all(len(set(side)) >= DISTINCT * len(side) for side in (mine, yours))
-        if distinct:
+        enough = min(len(mine), len(yours)) >= FEWEST_COMPARED
+        if enough and distinct(mine) and distinct(yours):
             common = len(set(mine) & set(yours))
             best = max(best, (common, min(len(set(mine)), len(set(yours)))))
     return best

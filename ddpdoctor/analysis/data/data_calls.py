@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...events import CallBlock, CallRun, CallSite, GroupReady, ObjectsGathered, Signature
 from ...events.operations import OPERATIONS
 from ...run import Rank
+from .thresholds import FEW
 
 GATHERS = {name for name, o in OPERATIONS.items() if o.gathers and not o.several}
 SUMS = {name for name, o in OPERATIONS.items() if o.reduces and not o.several}
@@ -17,10 +18,6 @@ SPREADS = {name for name, o in OPERATIONS.items() if o.spreads}
 MEETS = {name for name, o in OPERATIONS.items() if o.meets}
 UNKNOWN = 1 << 40
 """Entries of an object that could not be counted: more than any result needs."""
-
-FEW = 8
-"""The most numbers in one call that are taken for a report on the training (a loss, counts), not
-for samples, activations or gradients."""
 
 
 @dataclass(frozen=True)

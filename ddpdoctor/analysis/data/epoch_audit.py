@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from ...run import Run
-from .loaders import SCATTER, Epoch, Loader, loaders
-from .sharing_ranks import divisions
+from .loaders import Epoch, in_sample
+from .thresholds import FEWEST_REPEATS, REPEATS
 
 NAMED = 20
 """Indices named in a finding."""
-
-REPEATS, FEWEST_REPEATS = 24, 11
-"""Expected number of indices that come twice on one rank, if ranks draw at random. From `REPEATS`
-on, a quarter of it or less is not random; from `FEWEST_REPEATS` on, none at all is not."""
 
 
 @dataclass(eq=False)
@@ -83,11 +78,9 @@ class Audit:
     @cached_property
     def never(self) -> int:
         """How many of the compared indices of the dataset no rank read."""
-        if self.sampled == 1:
-            return max(0, self.length - len(self.total))
-        shift = 33 - self.sampled.bit_length()
-        subset = sum((i * SCATTER & 0xFFFFFFFF) >> shift == 0 for i in range(self.length))
-        return max(0, subset - len(self.total))
+        every = range(self.length)
+        known = len(every) if self.sampled == 1 else sum(in_sample(i, self.sampled) for i in every)
+        return max(0, known - len(self.total))
 
     def unseen(self) -> list[int]:
         """The first indices that no rank read; empty where not every index was compared."""
@@ -132,30 +125,6 @@ class Audit:
             {"index": i, "times": n, "ranks": self.readers_of(i)}
             for i, n in list(self.repeated.items())[:NAMED]
         ]
-
-
-@lru_cache(maxsize=1)
-def audits(run: Run) -> tuple[tuple[Loader, frozenset[int], tuple[Audit, ...]], ...]:
-    """Every loader with indices, every set of ranks that ought to divide its data, and an audit of
-    each of its epochs."""
-    found = []
-    for loader in loaders(run):
-        for ranks in divisions(run, loader):
-            made = tuple(_audits(loader, ranks))
-            if made:
-                found.append((loader, ranks, made))
-    return tuple(found)
-
-
-def _audits(loader: Loader, ranks: frozenset[int]) -> list[Audit]:
-    readers = loader.of(ranks)
-    found = []
-    for number in range(max(len(r.epochs) for r in readers)):
-        epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) and e.indices}
-        if len(epochs) > 1:
-            length = max(e.seen.length for e in epochs.values())
-            found.append(Audit(max(e.number for e in epochs.values()), length, epochs))
-    return found
 
 
 # --- what is no overlap by mistake ---------------------------------------------------------------

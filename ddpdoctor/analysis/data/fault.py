@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
+from ...report.findings import Evidence
+from ...run import Location
 from .epoch_audit import Audit
 from .loaders import Loader, Reader
-
-CheckName = Literal[
-    "sampler-missing",
-    "sampler-rank-mismatch",
-    "sampler-seed-skew",
-    "data-overlap",
-    "dataset-mismatch",
-]
-
-Overlap = Literal[
-    "equal-random-generators",
-    "overlapping-selections",
-    "different-shuffles",
-    "overlapping-shares",
-    "repeated-parts",
-    "unsharded-stream",
-    "unsharded-workers",
-]
-"""The rules of `data-overlap` that concern a loader."""
+from .rng_state import EqualGenerators
 
 
 class Doubt(enum.Enum):
@@ -40,24 +24,71 @@ class Doubt(enum.Enum):
     RANDOM_DATA = "samples seem to be random numbers made when they are read"
 
 
+class Intended(enum.Enum):
+    """Why what ranks read of a loader is no fault, where a rule can say so."""
+
+    INDICES_IGNORED = "the dataset ignores its indices, so they say nothing of its samples"
+    READ_ALONE = "every rank evaluates everything, or reads all of its own part"
+    DIVIDED = "the samplers divide the data, or padding and random draws explain what is shared"
+    UNEXAMINED = "another loader of the same line reads other samples on each rank"
+    ROWS_OF_ONE_BATCH = "each rank takes its rows of the same batches"
+    SHARED_IN_GROUPS = "ranks that read the same data have a group of their own, or do not train"
+    OWN_SAMPLES = "the data is sharded manually: equal indices stand for other samples"
+
+
 @dataclass(frozen=True)
 class Difference:
     """How the datasets of the ranks differ.
 
     Attributes:
+        ranks: those that differ from most others; all of them where there is no majority.
         names: what differs, as `Payload.name`; the first name is the one that decided.
         kind: of that, as `Payload.kind`.
+        selected: the ranks differ in selection or order, not just in numbers that each drew.
         reordered: all ranks have the same entries, in another order.
         digests: of that, by rank.
         moved: how many samples the ranks have at different indices, and of how many; (0, 0) where
             that was not needed to decide.
+        lengths: of the datasets, by rank.
+        distributed: a distributed sampler divides them.
+        split: the line that makes the `Subset` whose indices differ.
     """
 
+    ranks: tuple[int, ...]
     names: tuple[str, ...]
     kind: str
+    selected: bool
     reordered: bool
     digests: dict[int, str]
-    moved: tuple[int, int] = (0, 0)
+    moved: tuple[int, int]
+    lengths: dict[int, int]
+    distributed: bool
+    split: Location | None
+
+    @property
+    def unequal(self) -> bool:
+        return len(set(self.lengths.values())) > 1
+
+    @property
+    def rule(self) -> str:
+        """Why the entries differ: the first reason that fits."""
+        return next(rule for rule, fits in REASONS if fits(self))
+
+
+REASONS: tuple[tuple[str, Callable[[Difference], bool]], ...] = (
+    # A random split is equally long everywhere.
+    ("selections-of-unequal-length", lambda d: d.kind in ("indices", "choice") and d.unequal),
+    ("shuffled-lists", lambda d: d.kind == "choice" and d.reordered),
+    ("random-selection", lambda d: d.kind == "choice"),
+    (
+        "random-indices",
+        lambda d: d.kind == "indices" and d.split is not None and "Subset(" in d.split.source,
+    ),
+    ("random-split", lambda d: d.kind == "indices"),
+    ("lists-of-unequal-length", lambda d: d.unequal and d.distributed),
+    ("own-entries", lambda d: d.kind != "text" and not (d.reordered or d.unequal)),
+    ("listing-order", lambda d: True),
+)
 
 
 @dataclass(eq=False)
@@ -66,7 +97,7 @@ class LoaderFault:
 
     Attributes:
         check: name of the check that reports it.
-        overlap: the rule, for `data-overlap`.
+        rule: which rule decided.
         audit: the epoch that shows it; None for streams.
         doubt: why it may be intended, None where it is proven.
         parts: the sets of ranks that deliver the same samples, where others deliver others.
@@ -75,35 +106,29 @@ class LoaderFault:
         compared: samples of a stream that several ranks (or workers) deliver, and how many were
             compared.
         workers_overlap: the workers of one rank do not divide the stream either.
-        generators: random generators that are in the same state on all ranks.
-        equal_samples, equal_batches: how many samples are the same at the same positions, and how
-            many batches that the model was given.
-        sources: what the samples are made of, where only that could be compared.
+        generators: random generators in the same state on all ranks.
         selections: what each rank selects from one dataset, in words.
         shared_by_epoch: how many samples several ranks read, by epoch, where that changes.
         difference: how the ranks' datasets differ.
-        held_out: by rank, how many samples that it holds out other ranks train on, and of how many.
-        sharded_twice: samples read in an epoch, and of how many, where two things shard the data.
+        facts: what the sentences of the rule are filled in with.
+        evidence: the figures of the rule, beyond those of the audit.
     """
 
-    check: CheckName
+    check: str
+    rule: str
     loader: Loader
     ranks: tuple[int, ...]
     readers: list[Reader]
     audit: Audit | None = None
-    overlap: Overlap | None = None
     doubt: Doubt | None = None
     parts: tuple[tuple[int, ...], ...] = ()
     beneath: tuple[Audit, ...] = ()
     first_epoch: int = 0
     compared: tuple[int, int] = (0, 0)
     workers_overlap: bool = False
-    generators: tuple[str, ...] = ()
-    equal_samples: int = 0
-    equal_batches: int = 0
-    sources: list[str] = field(default_factory=list)
+    generators: EqualGenerators | None = None
     selections: dict[int, str] = field(default_factory=dict)
     shared_by_epoch: list[int] = field(default_factory=list)
     difference: Difference | None = None
-    held_out: dict[int, tuple[int, int]] = field(default_factory=dict)
-    sharded_twice: tuple[int, int] | None = None
+    facts: dict[str, object] = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=dict)

@@ -13,20 +13,7 @@ from ...events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
 from ...run import Rank, Run
 from .data_calls import exchange_in_own_group, received_from_peers
 from .loaders import Reader, batch_size
-
-FEWEST, LATER = 3, 4
-"""Compared forwards with equal inputs that suffice: where all are equal, and where they are equal
-from one of them to the last."""
-
-ENOUGH = 8
-"""Distinct batches of a loader that cannot be equal by chance on ranks with other indices."""
-
-DRAWN_SHARE = 6
-"""Inputs count as random toy data where one forward in this many follows a draw of as many random
-numbers: not every forward does, as a GAN draws once for two."""
-
-TOY_DRAWS = 300
-"""The most draws that a generator's state can tell; beyond it counts as enough."""
+from .thresholds import DRAWN_SHARE, FEWEST, LATER, NO_ACCIDENT, TOY_DRAWS
 
 
 @dataclass(eq=False)
@@ -119,7 +106,7 @@ def equal_batches(run: Run, readers: Sequence[Reader]) -> int:
         if any(len(digests) > 1 or 0 in digests for digests in found):
             return 0
         distinct = len(set().union(*found))
-        best = max(best, distinct if distinct >= ENOUGH else 0)
+        best = max(best, distinct if distinct >= NO_ACCIDENT else 0)
     return best
 
 
@@ -128,8 +115,9 @@ class EqualInputs:
     """Ranks that fed a model the same inputs at every compared forward, or from one of them on.
 
     Attributes:
-        forwards: the compared forwards with equal inputs.
-        event: the first of them, on the first of the ranks.
+        kind: the model's class.
+        forwards: the compared forwards with equal inputs; `events` are their records on the first
+            of the ranks.
         differed: the last compared forward before, with other inputs; -1 where there is none.
         drawn: the inputs were drawn from the global random generators just before.
         constant: they (nearly) never change over time: toy data.
@@ -137,13 +125,24 @@ class EqualInputs:
             from them in a smaller group of their own.
     """
 
+    kind: str
     ranks: tuple[int, ...]
     forwards: list[int]
-    event: ForwardInput
+    events: list[ForwardInput]
     drawn: bool
     intended: bool
-    differed: int = -1
-    constant: bool = False
+    differed: int
+    constant: bool
+
+    @property
+    def event(self) -> ForwardInput:
+        return self.events[0]
+
+    @property
+    def rule(self) -> str:
+        if self.drawn:
+            return "equal-random-inputs"
+        return "constant-inputs" if self.constant else "equal-inputs"
 
     @property
     def late(self) -> bool:
@@ -173,14 +172,16 @@ def equal_inputs(run: Run, given: Inputs) -> Iterator[EqualInputs]:
         constant = len(set(sequences[ranks[0]][begin:])) < (FEWEST if whole else LATER)
         if constant and not (whole and trained):
             continue
-        first, same = given.by_rank[ranks[0]], common[begin:]
-        if begin and any(first[n].carried for n in same):
+        same = common[begin:]
+        events = [given.by_rank[ranks[0]][n] for n in same]
+        if begin and any(e.carried for e in events):
             continue  # a recurrent state is not in the digest, and may differ
         yield EqualInputs(
+            given.kind,
             ranks,
             same,
-            first[same[0]],
-            _drawn([first[n] for n in same]),
+            events,
+            _drawn(events),
             all(_intended(run.ranks[r], frozenset(ranks), len(same)) for r in ranks),
             common[begin - 1] if begin else -1,
             constant,

@@ -1,63 +1,70 @@
 """What is wrong with how a loader's data is divided among the ranks: one verdict per loader.
 
-Many of these faults look the same at first (several ranks read the same samples), so one place
-decides between them: each loader gets one verdict, the first rule that fits, and the check that it
-names reports it.
+Many of these faults look the same at first (several ranks read the same samples), so one list of
+rules decides between them: the first that answers gives the verdict, and its name stands in the
+finding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from ...events import Payload
-from ...run import Run, equal_ranks, odd_ones
-from .content import (
-    Agreement,
-    agreement,
-    any_column_differs,
-    by_index,
-    equal_positions,
+from ...run import Run
+from .content import Agreement, agreement, equal_positions
+from .datasets import (
+    difference,
+    differences,
+    doubt,
     equal_sources,
     group_by_data,
-    moved_samples,
-    rows,
-    same_pass,
-    settings_differ,
+    judged,
+    known_different,
 )
-from .epoch_audit import Audit, audits, by_chance, own_orders, pads, partitioned
-from .fault import Difference, Doubt, LoaderFault, Overlap
-from .forward_inputs import equal_batches, sharded_inputs
-from .loaders import Loader, Reader, batch_size, loaders
+from .division import Division, divided_loaders
+from .epoch_audit import Audit, by_chance, own_orders, pads, partitioned
+from .fault import Doubt, Intended, LoaderFault
+from .forward_inputs import equal_batches
+from .loaders import Reader, loaders
 from .parts import divided, leaking, overlapping
 from .rng_state import equal_generators
 from .sharing_ranks import groups_of, partners, sampler_fits
-from .streams import (
-    MATERIAL,
-    all_workers_share,
-    shared_between_workers,
-    sharing_in_epoch,
-    sharing_later,
-    workers_share,
-)
+from .streams import stream_fault, worker_faults
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 """torch's samplers that know nothing of ranks."""
 
-MOVED, FEWEST_MOVED = 0.2, 8
-"""Share of the compared samples, and how many, that two ranks must have at different indices for
-each to have selected its own from the same data."""
+Rule = Callable[[Division], LoaderFault | Intended | None]
+"""A fault, a reason why there is none, or None where the rule does not apply."""
 
 
 @lru_cache(maxsize=1)
 def faults(run: Run) -> tuple[LoaderFault, ...]:
     """The verdicts on all loaders: at most one per loader and check."""
-    found = [f for entry in audits(run) if (f := _indexed(run, *entry)) is not None]
+    found = [f for d in divided_loaders(run) if (f := _verdict(d, _rules(d))) is not None]
     for loader in loaders(run):
         if loader.first.seen.iterable:
-            found += [f for s in partners(run, loader) if (f := _stream(loader, s)) is not None]
-            found += _workers(run, loader)
+            sets = partners(run, loader)
+            shared = [f for s in sets if (f := stream_fault(loader, loader.of(s))) is not None]
+            found += shared or worker_faults(loader)
     return tuple(_merged(found))
+
+
+def sound_divisions(run: Run) -> list[Division]:
+    """What ranks read of the loaders without a fault."""
+    faulty = {id(f.loader) for f in faults(run)}
+    return [d for d in divided_loaders(run) if id(d.loader) not in faulty]
+
+
+def of_check(run: Run, name: str) -> list[LoaderFault]:
+    """The faults that the check of that name reports."""
+    return [f for f in faults(run) if f.check == name]
+
+
+def _verdict(division: Division, rules: Sequence[Rule]) -> LoaderFault | None:
+    answer = next((a for rule in rules if (a := rule(division)) is not None), None)
+    return answer if isinstance(answer, LoaderFault) else None
 
 
 def _merged(found: list[LoaderFault]) -> list[LoaderFault]:
@@ -70,400 +77,334 @@ def _merged(found: list[LoaderFault]) -> list[LoaderFault]:
             readers = (*known.readers, *fault.readers)
             known.readers = sorted(readers, key=lambda reader: reader.rank.rank)
             if known.parts and not fault.parts:
-                known.overlap, known.parts = fault.overlap, ()
+                known.rule, known.parts = fault.rule, ()
             elif known.parts:
                 known.parts = (*known.parts, *fault.parts)
     return list(by_loader.values())
 
 
-def of_check(run: Run, name: str) -> list[LoaderFault]:
-    """The faults that the check of that name reports."""
-    return [f for f in faults(run) if f.check == name]
-
-
-def _indexed(
-    run: Run, loader: Loader, ranks: frozenset[int], made: tuple[Audit, ...]
-) -> LoaderFault | None:
-    """The verdict on a loader with indices.
-
-    The order matters. First come the cases in which equal indices do not mean equal samples, as no
-    later rule would hold for them; then distributed samplers; then selections that each rank made;
-    ranks that simply read the same come last.
-    """
-    readers = [r for r in loader.of(ranks) if any(e.indices for e in r.epochs)]
-    differing = _payload_differences(readers)
-    if (same := _equal_streams(run, loader, readers, made)) is not None:
-        return same
-    if all(r.seen.indexless for r in readers):
-        return None  # the dataset ignores its indices, so they say nothing of its samples
-    if all(r.seen.distributed for r in readers):
-        return _with_samplers(run, loader, ranks, readers, made, differing)
-    if differing and any(partitioned(a) for a in made):
-        return _mismatch(loader, readers, made[0], differing)
-    others = [other for other in loaders(run) if other is not loader]
-    if differing and loader.trains and (leak := leaking(readers, made, others)) is not None:
-        sharing = [r for r in readers if r.rank.rank in leak.held_out]
-        fault = _mismatch(loader, sharing, leak.audits[0], differing)
-        return replace(fault, beneath=leak.audits, held_out=leak.held_out)
-    if loader.trains and (over := overlapping(readers, made)) is not None:
-        return LoaderFault(
-            "data-overlap",
-            loader,
-            over.ranks,
-            [r for r in readers if r.rank.rank in over.ranks],
-            max(over.audits, key=lambda a: len(a.shared)),
-            "overlapping-selections",
-            beneath=over.audits,
-            selections=over.selected,
-        )
-    if not all(r.seen.payloads for r in readers) and _sibling_differs(run, loader, ranks):
-        return None
-    if made[0].same_order and sharded_inputs(run, readers):
-        return None  # each rank takes its rows of the same batches
-    if several := _ranks_by_dataset(readers):
-        return _repeated_datasets(run, loader, several, made) if loader.trains else None
-    return _unsharded(loader, readers, made, differing)
-
-
-def _with_samplers(
-    run: Run,
-    loader: Loader,
-    ranks: frozenset[int],
-    readers: list[Reader],
-    made: tuple[Audit, ...],
-    differing: list[tuple[Payload, Payload]],
-) -> LoaderFault | None:
-    """The verdict where every rank has a distributed sampler."""
-    everyone = tuple(r.rank.rank for r in readers)
-    if not sampler_fits(run, ranks, readers):
-        alone = all(r.seen.replicas == 1 for r in readers)
-        if alone and (not loader.trains or _known_different(readers)):
-            return None  # every rank evaluates everything, or reads all of its own part
-        return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, made[0])
-    if (skewed := next((a for a in made if _skewed(a) and a.shared), None)) is not None:
-        return LoaderFault("sampler-seed-skew", loader, everyone, readers, skewed)
-    if differing:
-        fault = _mismatch(loader, readers, made[0], differing)
-        if (of := divided(readers)) and all(r.seen.sampler_length > 0 for r in readers):
-            fault.sharded_twice = sum(r.seen.sampler_length for r in readers), of
-        return fault
-    worst = max(made, key=lambda a: len(a.shared))
-    surplus = len(worst.shared) > _padding(readers) and not by_chance(worst)
-    if not surplus or agreement(readers) not in (Agreement.SAME, Agreement.UNKNOWN):
-        return None
-    if loader.trains and 1 < readers[0].seen.replicas < len(ranks):
-        return LoaderFault("sampler-rank-mismatch", loader, everyone, readers, worst)
-    return _overlapping_shares(loader, readers, worst, made)
-
-
-def _overlapping_shares(
-    loader: Loader, readers: list[Reader], worst: Audit, made: tuple[Audit, ...]
+def _fault(
+    division: Division,
+    check: str,
+    rule: str,
+    audit: Audit | None,
+    ranks: Sequence[int] = (),
+    **more: object,
 ) -> LoaderFault:
-    """Shares that overlap, in an order that is the same on all ranks unless the overlap changes
-    from epoch to epoch."""
-    changing = _shared_by_epoch(made)
-    rule: Overlap = "different-shuffles" if changing else "overlapping-shares"
-    return LoaderFault(
-        "data-overlap", loader, worst.sharing, readers, worst, rule, shared_by_epoch=changing
+    """A fault of these ranks, or of all that read the loader."""
+    everyone = tuple(ranks) or division.numbers
+    return LoaderFault(check, rule, division.loader, everyone, division.readers, audit, **more)  # type: ignore[arg-type]
+
+
+# --- where equal indices do not mean equal samples: no later rule would hold ----------------------
+
+
+def _equal_generators(d: Division) -> LoaderFault | None:
+    """Ranks that deliver the same samples at the same positions although their indices differ, or
+    are ignored: random generators in the same state on all ranks choose the samples."""
+    indexless, drawn = all(r.seen.indexless for r in d.readers), equal_generators(d.readers)
+    disjoint = len(d.audits[0].shared) <= max(0, d.padding)
+    if not d.loader.trains or len(d.readers) < 2 or not (indexless or (disjoint and drawn)):
+        return None
+    samples, batches = equal_positions(d.readers), equal_batches(d.run, d.readers)
+    if not (samples or batches) or d.takes_rows:
+        return None
+    return _fault(
+        d,
+        "data-overlap",
+        "equal-random-generators",
+        None,
+        doubt=None if any(r.seen.holds for r in d.readers) else Doubt.RANDOM_DATA,
+        generators=drawn,
+        evidence={
+            "generators in the same state": list(drawn.names if drawn else ())
+            or "the dataset's own",
+            "the dataset uses the index": not d.readers[0].seen.indexless,
+            "equal samples at equal positions": samples,
+            "equal batches given to the model": batches,
+        },
     )
 
 
-def _equal_streams(
-    run: Run, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
-) -> LoaderFault | None:
-    """Ranks that deliver the same samples at the same positions although their indices differ, or
-    are ignored: random generators in the same state on all ranks choose the samples."""
-    indexless, drawn = all(r.seen.indexless for r in readers), equal_generators(readers)
-    disjoint = len(made[0].shared) <= max(0, _padding(readers))
-    if not loader.trains or len(readers) < 2 or not (indexless or (disjoint and drawn)):
+def _indices_ignored(d: Division) -> Intended | None:
+    return Intended.INDICES_IGNORED if all(r.seen.indexless for r in d.readers) else None
+
+
+# --- distributed samplers on all ranks -----------------------------------------------------------
+
+
+def _wrong_group(d: Division) -> LoaderFault | Intended | None:
+    """Samplers that do not divide the data over the ranks that average gradients."""
+    if sampler_fits(d.run, d.ranks, d.readers):
         return None
-    ranks = frozenset(r.rank.rank for r in readers)
-    samples, batches = equal_positions(readers), equal_batches(run, readers)
-    if not (samples or batches) or sharded_inputs(run, readers):
+    alone = all(r.seen.replicas == 1 for r in d.readers)
+    if alone and (not d.loader.trains or known_different(d.readers)):
+        return Intended.READ_ALONE
+    return _fault(d, "sampler-rank-mismatch", "wrong-group", d.audits[0])
+
+
+def _different_seeds(d: Division) -> LoaderFault | None:
+    audit = d.skewed
+    if audit is None:
+        return None
+    return _fault(d, "sampler-seed-skew", _skew(audit), audit)
+
+
+def _skew(audit: Audit) -> str:
+    if len({e.began.seed for e in audit.epochs.values()}) > 1:
+        return "different-seeds"
+    set_by_all = all(e.began.epochs_set for e in audit.epochs.values())
+    return "different-epochs" if set_by_all else "set-epoch-on-some-ranks"
+
+
+def _different_datasets(d: Division) -> LoaderFault | None:
+    if not d.differing:
+        return None
+    fault = _mismatch(d, d.readers, d.audits[0])
+    if (of := divided(d.readers)) and all(r.seen.sampler_length > 0 for r in d.readers):
+        read = sum(r.seen.sampler_length for r in d.readers)
+        fault.rule, fault.facts = "sharded-twice", {"read": read, "of": of}
+        fault.evidence |= {"samples read in an epoch": f"{read} of {of}"}
+    return fault
+
+
+def _no_surplus(d: Division) -> Intended | None:
+    """Whether the ranks share no more samples than padding and random draws explain, or know them
+    to be other samples."""
+    surplus = len(d.worst.shared) > d.padding and not by_chance(d.worst)
+    same = surplus and agreement(d.readers) in (Agreement.SAME, Agreement.UNKNOWN)
+    return None if same else Intended.DIVIDED
+
+
+def _smaller_group(d: Division) -> LoaderFault | None:
+    """Samplers that divide the data over a part of the ranks, which therefore repeats."""
+    if not (d.loader.trains and 1 < d.readers[0].seen.replicas < len(d.ranks)):
+        return None
+    return _fault(d, "sampler-rank-mismatch", "wrong-group", d.worst)
+
+
+def _overlapping_shares(d: Division) -> LoaderFault:
+    """Shares that overlap, in an order that is the same on all ranks unless the overlap changes
+    from epoch to epoch."""
+    changing = d.shared_by_epoch
+    rule = "different-shuffles" if changing else "overlapping-shares"
+    evidence = {"shared samples by epoch": changing} if changing else {}
+    return _fault(
+        d,
+        "data-overlap",
+        rule,
+        d.worst,
+        d.worst.sharing,
+        shared_by_epoch=changing,
+        evidence=evidence,
+    )
+
+
+# --- datasets and selections of each rank, without such samplers ----------------------------------
+
+
+def _different_shards(d: Division) -> LoaderFault | None:
+    """Ranks that divide the positions of a dataset of which each holds another one."""
+    if not d.differing or not any(partitioned(a) for a in d.audits):
+        return None
+    return _mismatch(d, d.readers, d.audits[0])
+
+
+def _leaking_split(d: Division) -> LoaderFault | None:
+    others = [other for other in loaders(d.run) if other is not d.loader]
+    leak = leaking(d, others) if d.differing and d.loader.trains else None
+    if leak is None:
+        return None
+    sharing = [r for r in d.readers if r.rank.rank in leak.held_out]
+    fault = _mismatch(d, sharing, leak.audits[0])
+    rank, (count, of) = next(iter(leak.held_out.items()))
+    fault.facts = {"count": count, "of": of, "rank": rank}
+    held_out = {r: f"{n} of {total}" for r, (n, total) in leak.held_out.items()}
+    fault.evidence |= {"held out, but trained on by other ranks": held_out}
+    fault.rule, fault.beneath = "leaking-split", leak.audits
+    return fault
+
+
+def _overlapping_selections(d: Division) -> LoaderFault | None:
+    over = overlapping(d) if d.loader.trains else None
+    if over is None:
         return None
     return LoaderFault(
         "data-overlap",
-        loader,
-        tuple(sorted(ranks)),
-        readers,
-        None,
-        "equal-random-generators",
-        None if any(r.seen.holds for r in readers) else Doubt.RANDOM_DATA,
-        generators=drawn.names if drawn else (),
-        equal_samples=samples,
-        equal_batches=batches,
+        "overlapping-selections",
+        d.loader,
+        over.ranks,
+        [r for r in d.readers if r.rank.rank in over.ranks],
+        max(over.audits, key=lambda a: len(a.shared)),
+        beneath=over.audits,
+        selections=over.selected,
+        evidence={"selected by each rank": over.selected},
     )
 
 
-def _ranks_by_dataset(readers: list[Reader]) -> list[list[Reader]]:
-    """The ranks in groups that read the same data, where some ranks do and others read other data;
-    empty otherwise."""
-    groups = group_by_data(readers) if len(readers) > 2 else []
-    if not 1 < len(groups) < len(readers):
-        return []
-    first, *others = (group[0] for group in groups)
-    differ = all(
-        _judged([first, o], _payload_differences([first, o])) is Agreement.DIFFERENT for o in others
-    )
-    return groups if differ else []
-
-
-def _repeated_datasets(
-    run: Run, loader: Loader, sets: list[list[Reader]], made: tuple[Audit, ...]
-) -> LoaderFault | None:
-    """Data that should be different on each rank, but is the same on some of them. Ranks with a
-    process group of their own may share it on purpose."""
-    found: list[LoaderFault] = []
-    for readers in sets:
-        ranks = frozenset(r.rank.rank for r in readers)
-        own = tuple(a for audit in made if (a := audit.of(ranks)) is not None)
-        intended = ranks in groups_of(readers[0].rank) or agreement(readers) is not Agreement.SAME
-        if not own or intended:
-            continue
-        if own[0].same_order and sharded_inputs(run, readers):
-            continue
-        if (fault := _unsharded(loader, readers, own, [])) is not None and fault.doubt is None:
-            found.append(replace(fault, check="data-overlap", overlap="repeated-parts"))
-    if not found:
+def _unexamined(d: Division) -> Intended | None:
+    """Whether another loader that the same line made is known to read other samples on each rank:
+    the samples of only some loaders are examined."""
+    if all(r.seen.payloads for r in d.readers):
         return None
+    for other in loaders(d.run):
+        readers = other.of(d.ranks)
+        if other is d.loader or other.first.made_at != d.loader.first.made_at or len(readers) < 2:
+            continue
+        if agreement(readers) is Agreement.DIFFERENT or differences(readers):
+            return Intended.UNEXAMINED
+    return None
+
+
+def _rows_of_one_batch(d: Division) -> Intended | None:
+    rows = d.audits[0].same_order and d.takes_rows
+    return Intended.ROWS_OF_ONE_BATCH if rows else None
+
+
+def _repeated_parts(d: Division) -> LoaderFault | Intended | None:
+    """Data that should be different on each rank, but is the same on some of them."""
+    groups = group_by_data(d.readers) if len(d.readers) > 2 else []
+    if not 1 < len(groups) < len(d.readers):
+        return None
+    first, *others = (group[0] for group in groups)
+    if any(judged([first, other]) is not Agreement.DIFFERENT for other in others):
+        return None
+    found = [f for g in groups if d.loader.trains and (f := _repeated(d, g)) is not None]
+    if not found:
+        return Intended.SHARED_IN_GROUPS
     parts = tuple(f.ranks for f in found)
     return replace(_merged(found)[0], parts=parts)
 
 
-def _sibling_differs(run: Run, loader: Loader, ranks: frozenset[int]) -> bool:
-    """Whether another loader that the same line made is known to read other samples on each rank:
-    the samples of only some loaders are examined."""
-    for other in loaders(run):
-        if other is loader or other.first.made_at != loader.first.made_at:
-            continue
-        readers = other.of(ranks)
-        if len(readers) < 2:
-            continue
-        if agreement(readers) is Agreement.DIFFERENT or _payload_differences(readers):
-            return True
-    return False
-
-
-def _skewed(audit: Audit) -> bool:
-    """Whether the ranks' samplers have different seeds or epoch numbers in the same epoch."""
-    if len({e.began.step for e in audit.epochs.values()}) > 1:
-        return False  # not the same epoch of the training
-    known = [(e.began.seed, e.began.sampler_epoch) for e in audit.epochs.values()]
-    if len(set(known)) == 1:
-        return False
-    seen = [e.seen for e in audit.epochs.values()]
-    own = all(s.own_order and s.shuffle is None for s in seen) and not by_chance(audit)
-    return own or any(s.shuffle for s in seen)
-
-
-def _shared_by_epoch(made: tuple[Audit, ...]) -> list[int]:
-    """How many samples several ranks read in each epoch, where that changes although the shares
-    keep their sizes: the ranks then shuffle differently. Empty where it does not change, as where
-    all ranks take wrong positions of one order."""
-    whole = [a for a in made if a.complete]
-    sizes = {tuple(e.samples for _, e in sorted(a.epochs.items())) for a in whole}
-    counts = [len(a.shared) for a in whole]
-    return counts[:8] if len(sizes) == 1 and len(set(counts)) > 1 else []
-
-
-def _padding(readers: list[Reader]) -> int:
-    """How many samples torch's sampler adds to make the shares equally long; one per rank where
-    that is unknown."""
-    seen = readers[0].seen
-    return max(0, seen.total_size - seen.length) if seen.total_size > 0 else len(readers)
-
-
-def _unsharded(
-    loader: Loader,
-    readers: list[Reader],
-    made: tuple[Audit, ...],
-    differing: list[tuple[Payload, Payload]],
-) -> LoaderFault | None:
-    """The verdict on ranks that read the same indices without a distributed sampler."""
-    worst = max(made, key=lambda a: len(a.shared))
-    whole = worst.same_sets or all(r.seen.sampler in PLAIN for r in readers)
-    batch = batch_size(readers)
-    exact = whole or own_orders(made)
-    slack = 0 if exact else min(len(readers) * batch, len(worst.total) // 2)
-    if len(worst.shared) <= slack or pads(worst, batch) or by_chance(worst):
+def _repeated(d: Division, readers: list[Reader]) -> LoaderFault | None:
+    """The fault of ranks that read the same data. Ranks with a process group of their own may share
+    it on purpose."""
+    own = d.of([r.rank.rank for r in readers])
+    intended = own.ranks in groups_of(readers[0].rank) or agreement(readers) is not Agreement.SAME
+    if not own.audits or intended:
         return None
-    answer = _judged(readers, differing)
-    if answer is Agreement.DIFFERENT:
-        return None  # sharded manually: equal indices stand for other samples
-    doubt = _doubt(answer, readers)
-    # Samples that change each time they are read were not compared themselves.
-    sources = equal_sources(readers) if answer is Agreement.RANDOM and doubt is None else []
-    if whole:
-        return LoaderFault(
-            "sampler-missing", loader, worst.sharing, readers, worst, doubt=doubt, sources=sources
-        )
-    own = all(r.seen.own_order for r in readers)
-    skewed = next((a for a in made if _skewed(a) and a.shared), None)
-    if own and doubt is None and skewed is not None:
-        return LoaderFault("sampler-seed-skew", loader, worst.sharing, readers, skewed)
-    fault = _overlapping_shares(loader, readers, worst, made)
-    return replace(fault, doubt=doubt, sources=sources)
-
-
-def _judged(readers: list[Reader], differing: list[tuple[Payload, Payload]]) -> Agreement:
-    """As `agreement`, but datasets that are made of other entries (`differing`) or have other
-    settings on other ranks count, too, where samples alone do not decide."""
-    answer = agreement(readers)
-    if differing and (answer is Agreement.UNKNOWN or any_column_differs(readers)):
-        return Agreement.DIFFERENT
-    if answer is Agreement.RANDOM and settings_differ(readers):
-        return Agreement.DIFFERENT
-    return answer
-
-
-def own_datasets(readers: list[Reader]) -> bool:
-    """Whether each rank is known to read its own dataset, without a distributed sampler: equal
-    indices then stand for other samples."""
-    return not any(r.seen.distributed for r in readers) and _known_different(readers)
-
-
-def _known_different(readers: list[Reader]) -> bool:
-    """Whether equal indices are known to stand for other samples on each rank."""
-    if len(readers) < 2:
-        return False
-    differing = _payload_differences(readers)
-    if differing and all(m.content and m.content == t.content for m, t in differing):
-        return False  # the same entries in another order
-    answer = _judged(readers, differing)
-    lengths = {r.seen.length for r in readers}
-    return answer is Agreement.DIFFERENT or (len(lengths) > 1 and answer is not Agreement.SAME)
-
-
-def _doubt(answer: Agreement, readers: list[Reader]) -> Doubt | None:
-    """Why ranks with equal indices may still read different samples; None where they do not."""
-    if answer is Agreement.SAME or (answer is Agreement.RANDOM and equal_sources(readers)):
+    fault = _verdict(own, (_rows_of_one_batch, *UNSHARDED))
+    if fault is None or fault.doubt is not None:
         return None
-    if answer is Agreement.RANDOM:
-        return Doubt.RANDOM_SAMPLES
-    listed = all(r.seen.payloads for r in readers)
-    if any(e.content for r in readers for e in r.looked):
-        if listed and not any(_constant(r) for r in readers):
-            return None
-        one = max((len(by_index(r)) for r in readers), default=0) < 2
-        return Doubt.ONE_SAMPLE if one else Doubt.EQUAL_SAMPLES
-    return None if listed else Doubt.UNREADABLE
+    return replace(fault, check="data-overlap", rule="repeated-parts")
 
 
-def _constant(reader: Reader) -> bool:
-    """Whether all examined samples of a rank are identical."""
-    found = [row for e in reader.looked for _, row in rows(e)]
-    return len(found) > 1 and len(set(found)) == 1
+# --- ranks that read the same indices without a distributed sampler -------------------------------
 
 
-# --- different datasets on different ranks ------------------------------------------------------
+def _whole(d: Division) -> bool:
+    """Whether every rank reads all that its sampler has."""
+    return d.worst.same_sets or all(r.seen.sampler in PLAIN for r in d.readers)
 
 
-def _payload_differences(readers: list[Reader]) -> list[tuple[Payload, Payload]]:
-    """What differs in the ranks' datasets: a payload of the first rank, and that of another."""
-    first, *others = readers
-    found: dict[str, tuple[Payload, Payload]] = {}
-    for other in others:
-        mine = {p.name: p for p in first.seen.payloads}
-        for theirs in other.seen.payloads:
-            own = mine.get(theirs.name)
-            if own is not None and (own.order, own.length) != (theirs.order, theirs.length):
-                found.setdefault(own.name, (own, theirs))
-    return list(found.values())
+def _divided(d: Division) -> Intended | None:
+    """Whether the ranks share few samples, or by chance."""
+    exact = _whole(d) or own_orders(d.audits)
+    slack = 0 if exact else min(len(d.readers) * d.batch, len(d.worst.total) // 2)
+    shared = len(d.worst.shared)
+    meant = shared <= slack or pads(d.worst, d.batch) or by_chance(d.worst)
+    return Intended.DIVIDED if meant else None
 
 
-def _mismatch(
-    loader: Loader,
-    readers: list[Reader],
-    audit: Audit,
-    differing: list[tuple[Payload, Payload]],
-) -> LoaderFault:
-    """Ranks that share a dataset by index, but hold different ones."""
-    mine, theirs = next((p for p in differing if _deliberate(*p)), differing[0])
-    deliberate = _deliberate(mine, theirs)
-    moved, of = (0, 0) if deliberate else _moved(readers)
-    chosen = moved >= max(FEWEST_MOVED, MOVED * of)
-    digests = {r.rank.rank: _digest_of(r, mine.name) for r in readers}
-    difference = Difference(
-        names=tuple(m.name for m, _ in differing),
-        kind="choice" if chosen else mine.kind,
-        reordered=bool(mine.content) and mine.content == theirs.content,
-        digests=digests,
-        moved=(moved, of) if chosen else (0, 0),
+def _own_samples(d: Division) -> Intended | None:
+    return Intended.OWN_SAMPLES if d.samples is Agreement.DIFFERENT else None
+
+
+def _no_sampler(d: Division) -> LoaderFault | None:
+    if not _whole(d):
+        return None
+    fault = _doubted(d, _fault(d, "sampler-missing", "", d.worst, d.worst.sharing))
+    if not d.loader.trains:
+        fault.rule = "equal-evaluation"
+    elif replaceable(d.readers[0], d.worst):
+        fault.rule = "no-distributed-sampler"
+    else:
+        fault.rule = "equal-draws" if _draws_shares(d.worst) else "undivided-selection"
+    return fault
+
+
+def replaceable(reader: Reader, audit: Audit) -> bool:
+    """Whether a `DistributedSampler` would select the same samples as the sampler does."""
+    sampler = reader.seen.sampler
+    whole = audit.complete and not audit.never and not audit.again_within
+    return sampler in ("SequentialSampler", "RandomSampler") or (
+        sampler == "SubsetRandomSampler" and whole
     )
-    ranks = odd_ones(equal_ranks(digests)) or tuple(digests)
+
+
+def _draws_shares(audit: Audit) -> bool:
+    """Whether each rank draws, with replacement, no more samples than its share of the dataset."""
+    drawn = all(e.seen.replacement for e in audit.epochs.values())
+    most = max(e.samples for e in audit.epochs.values())
+    return drawn and audit.complete and (most - 1) * len(audit.epochs) < audit.length
+
+
+def _own_samplers_seeds(d: Division) -> LoaderFault | None:
+    """Custom samplers whose seeds differ."""
+    own = all(r.seen.own_order for r in d.readers)
+    if not own or d.skewed is None or doubt(d.samples, d.readers) is not None:
+        return None
+    return _fault(d, "sampler-seed-skew", _skew(d.skewed), d.skewed, d.worst.sharing)
+
+
+def _doubted_shares(d: Division) -> LoaderFault:
+    return _doubted(d, _overlapping_shares(d))
+
+
+def _doubted(d: Division, fault: LoaderFault) -> LoaderFault:
+    """The fault with the doubt that equal indices are equal samples. Samples that change each time
+    they are read were not compared themselves: what they are made of is evidence then."""
+    fault.doubt = doubt(d.samples, d.readers)
+    compared = d.samples is not Agreement.RANDOM or fault.doubt is not None
+    if sources := [] if compared else equal_sources(d.readers):
+        fault.evidence |= {"samples are made of": ", ".join(sources)}
+    return fault
+
+
+UNSHARDED: tuple[Rule, ...] = (
+    _divided,
+    _own_samples,
+    _no_sampler,
+    _own_samplers_seeds,
+    _doubted_shares,
+)
+
+
+def _rules(d: Division) -> tuple[Rule, ...]:
+    """The rules in the order in which they are asked."""
+    first = (_equal_generators, _indices_ignored)
+    if d.distributed:
+        return (
+            *first,
+            _wrong_group,
+            _different_seeds,
+            _different_datasets,
+            _no_surplus,
+            _smaller_group,
+            _overlapping_shares,
+        )
+    return (
+        *first,
+        _different_shards,
+        _leaking_split,
+        _overlapping_selections,
+        _unexamined,
+        _rows_of_one_batch,
+        _repeated_parts,
+        *UNSHARDED,
+    )
+
+
+def _mismatch(d: Division, readers: list[Reader], audit: Audit) -> LoaderFault:
+    """Ranks that share a dataset by index, but hold different ones."""
+    found = difference(readers, d.differing, d.loader)
     return LoaderFault(
         "dataset-mismatch",
-        loader,
-        ranks,
-        [r for r in readers if r.rank.rank in ranks],
-        audit,
-        doubt=None if deliberate or chosen else Doubt.OWN_TENSORS,
-        difference=difference,
-    )
-
-
-def _moved(readers: list[Reader]) -> tuple[int, int]:
-    """As `moved_samples`, for the first rank and the one that holds the most of its samples."""
-    mine, *others = map(by_index, readers)
-    return max((moved_samples(mine, theirs) for theirs in others), default=(0, 0))
-
-
-def _deliberate(mine: Payload, theirs: Payload) -> bool:
-    """Whether two payloads differ in selection or order, not just in random numbers that each rank
-    drew."""
-    reordered = bool(mine.content) and mine.content == theirs.content
-    return mine.kind in ("indices", "choice", "text") or reordered or mine.length != theirs.length
-
-
-def _digest_of(reader: Reader, name: str) -> str:
-    found = next((p for p in reader.seen.payloads if p.name == name), None)
-    return f"{found.order:08x} of {found.length}" if found else "none"
-
-
-# --- streams without indices --------------------------------------------------------------------
-
-
-def _stream(loader: Loader, ranks: frozenset[int]) -> LoaderFault | None:
-    """Ranks that deliver the same samples of an iterable dataset, always or from one epoch on."""
-    readers = loader.of(ranks)
-    number, found = 0, sharing_in_epoch(readers, 0)
-    if not found.ranks:
-        number, found = sharing_later(readers)
-    if not found.ranks:
-        return None
-    return LoaderFault(
-        "data-overlap",
-        loader,
-        tuple(sorted(found.ranks)),
+        found.rule,
+        d.loader,
+        found.ranks,
         [r for r in readers if r.rank.rank in found.ranks],
-        None,
-        "repeated-parts" if found.parts else "unsharded-stream",
-        parts=found.parts,
-        first_epoch=number,
-        compared=found.best,
-        workers_overlap=any(workers_share(r) for r in readers) or all_workers_share(readers),
+        audit,
+        doubt=None if found.selected else Doubt.OWN_TENSORS,
+        difference=found,
     )
-
-
-def _workers(run: Run, loader: Loader) -> list[LoaderFault]:
-    """Workers of one rank that deliver the same samples, where no other rank delivers them."""
-    found = [n for n, reader in loader.readers.items() if reader.read and workers_share(reader)]
-    if not found and all_workers_share(list(loader.readers.values())):
-        found = list(loader.readers)
-    if not found or any(_stream(loader, s) for s in partners(run, loader)):
-        return []
-    readers = [loader.readers[n] for n in found]
-    common, of = shared_between_workers(readers[0])
-    if not of or common / of < MATERIAL:
-        common, of = same_pass(readers[:1], workers=True)
-    return [
-        LoaderFault(
-            "data-overlap",
-            loader,
-            tuple(found),
-            readers,
-            None,
-            "unsharded-workers",
-            compared=(common, of),
-        )
-    ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ...events import (
     ContentRead,
@@ -21,12 +21,22 @@ from ...events import (
 )
 from ...events.pack import unpack_ascending
 from ...run import Location, Rank, Run
+from .thresholds import FEWEST_TO_ORDER
 
 SCATTER = 2654435761
-"""Multiplier of the hash by which both the probe and `Epoch.of_every` sample indices."""
+"""Multiplier of the hash by which both the probe and `in_sample` choose indices."""
+
+
+def in_sample(index: int, sampled: int) -> bool:
+    """Whether a sampling of one in `sampled` (a power of two) keeps this index."""
+    return (index * SCATTER & 0xFFFFFFFF) >> (33 - sampled.bit_length()) == 0
+
 
 Line = tuple[str, int] | None
 """File and number of a line, None where it is unknown."""
+
+
+E = TypeVar("E", IndicesRead, ContentRead, RowsRead)
 
 
 class Turn(NamedTuple):
@@ -61,8 +71,8 @@ class Epoch:
     ended: EpochEnded | None
     parts: list[IndicesRead]
     content: list[ContentRead]
+    rows: list[RowsRead]
     steps: int = 0
-    rows: list[RowsRead] = field(default_factory=list)
 
     @property
     def batches(self) -> int:
@@ -101,11 +111,9 @@ class Epoch:
             return []
 
     def of_every(self, sampled: int) -> list[int]:
-        """The indices that a sampling of one in `sampled` (a power of two) keeps."""
-        shift = 33 - sampled.bit_length()
-        if sampled == 1:
-            return self.indices
-        return [i for i in self.indices if (i * SCATTER & 0xFFFFFFFF) >> shift == 0]
+        """The indices that a sampling of one in `sampled` keeps."""
+        every = self.indices
+        return every if sampled == 1 else [i for i in every if in_sample(i, sampled)]
 
 
 @dataclass(eq=False)
@@ -134,6 +142,11 @@ class Reader:
         return any(e.trained for e in self.epochs)
 
     @property
+    def training_ends(self) -> list[EpochEnded]:
+        """The ends of its training epochs, as far as they are on record."""
+        return [e.ended for e in self.epochs if e.ended is not None and e.ended.backwards]
+
+    @property
     def read(self) -> bool:
         return any(e.batches for e in self.epochs)
 
@@ -158,6 +171,13 @@ class Reader:
     @property
     def loop_at(self) -> Location | None:
         return self.rank.location(self.seen.loop_site)
+
+    def split(self, names: Container[str]) -> Location | None:
+        """The line that makes the first `Subset` whose indices are among these (`Payload.name`)."""
+        sites = (
+            e.site for n, e in enumerate(self.seen.layers) if "dataset." * n + "indices" in names
+        )
+        return self.rank.location(next(sites, -1))
 
 
 @dataclass(eq=False)
@@ -199,7 +219,16 @@ class Loader:
 def in_order(ended: EpochEnded) -> bool:
     """Whether the indices never fell, except perhaps for padding at the end."""
     head = ended.head
-    return ended.ascending or (len(head) >= 8 and list(head) == sorted(head))
+    return ended.ascending or (len(head) >= FEWEST_TO_ORDER and list(head) == sorted(head))
+
+
+def same_order(before: EpochEnded, now: EpochEnded, fewest: int) -> bool:
+    """Whether two epochs had the same order. Where one was left early, their first indices decide,
+    if there are at least `fewest`."""
+    if before.samples == now.samples:
+        return before.order == now.order
+    count = min(len(before.head), len(now.head))
+    return count >= fewest and before.head[:count] == now.head[:count]
 
 
 @lru_cache(maxsize=1)
@@ -245,15 +274,8 @@ def _joined(keyed: dict[tuple[Line, Line, int], dict[int, Reader]]) -> list[dict
 def _readers(rank: Rank) -> list[Reader]:
     """The rank's loaders, one reader each, in order of first iteration."""
     ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded)}
-    parts: dict[tuple[int, int], list[IndicesRead]] = defaultdict(list)
-    content: dict[tuple[int, int], list[ContentRead]] = defaultdict(list)
-    for part in rank.of(IndicesRead):
-        parts[part.loader, part.epoch].append(part)
-    for read in rank.of(ContentRead):
-        content[read.loader, read.epoch].append(read)
-    rows: dict[tuple[int, int], list[RowsRead]] = defaultdict(list)
-    for row in rank.of(RowsRead):
-        rows[row.loader, row.epoch].append(row)
+    parts, content = _by_epoch(rank, IndicesRead), _by_epoch(rank, ContentRead)
+    rows = _by_epoch(rank, RowsRead)
     seen = {e.loader: e for e in rank.of(LoaderSeen)}
     readers: dict[int, Reader] = {n: Reader(rank, e) for n, e in seen.items()}
     for began in rank.of(EpochBegan):
@@ -262,8 +284,7 @@ def _readers(rank: Rank) -> list[Reader]:
         if reader is None:
             continue
         ended = ends.get(key)
-        epoch = Epoch(0, reader.seen, began, ended, parts[key], content[key])
-        epoch.rows = rows[key]
+        epoch = Epoch(0, reader.seen, began, ended, parts[key], content[key], rows[key])
         if ended is None:
             epoch.steps = sum(s.count for s in rank.of(StepDone) if s.at > began.at)
         reader.epochs.append(epoch)
@@ -275,6 +296,14 @@ def _readers(rank: Rank) -> list[Reader]:
         kind = _line(reader.made_at), _line(reader.loop_at), reader.trains
         reader.turn = Turn(*kind, nth[kind], reader.epochs[0].began.step)
         nth[kind] += 1
+    return found
+
+
+def _by_epoch(rank: Rank, kind: type[E]) -> dict[tuple[int, int], list[E]]:
+    """The rank's records of one kind, by loader and epoch."""
+    found: dict[tuple[int, int], list[E]] = defaultdict(list)
+    for event in rank.of(kind):
+        found[event.loader, event.epoch].append(event)
     return found
 
 

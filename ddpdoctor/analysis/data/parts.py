@@ -5,24 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
 from ...events import Layer, Payload
 from ...events.pack import unpack
-from .content import DISTINCT, ONCE, Agreement, Row, by_index, compare, settings_differ
+from .content import Agreement, Row, by_index, compare, shifts
+from .datasets import settings_differ
+from .division import Division
 from .epoch_audit import Audit
 from .loaders import Epoch, Loader, Reader
 from .sharing_ranks import groups_of
-from .streams import MATERIAL
-
-NEARLY_ALL = 0.9
-"""Share of two selections that must be equal where neither continues the other. Below that, shards
-may have common samples on purpose."""
-
-FEWEST = 8
-"""Samples in common that cannot be an accident."""
+from .thresholds import MATERIAL, NEARLY_ALL, NO_ACCIDENT, ONCE
 
 
 def selected(layer: Layer) -> Sequence[int]:
@@ -71,16 +66,17 @@ class Overlap(NamedTuple):
     selected: dict[int, str]
 
 
-def overlapping(readers: list[Reader], made: tuple[Audit, ...]) -> Overlap | None:
+def overlapping(division: Division) -> Overlap | None:
     """Ranks whose selections overlap: one begins before another ends, or both are nearly the same.
     None where samples are drawn at random, or where all ranks share some samples on purpose."""
+    readers = division.readers
     if any(r.seen.distributed or r.seen.replacement for r in readers):
         return None
     depth = _depth(readers)
     parts = _selected(readers, depth, _overlaps) if depth else _by_content(readers)
     ranks = tuple(sorted(p.reader.rank.rank for p in parts))
     length = readers[0].seen.layers[depth].length if depth else 0
-    audits = tuple(_placed(a, parts, length) for audit in made if (a := audit.of(ranks)))
+    audits = tuple(_placed(a, parts, length) for a in division.of(ranks).audits)
     if not any(map(_shares_much, audits)):
         return None
     return Overlap(ranks, audits, {p.reader.rank.rank: _range_text(p.places) for p in parts})
@@ -99,11 +95,10 @@ class Leak(NamedTuple):
     audits: tuple[Audit, ...]
 
 
-def leaking(
-    readers: list[Reader], made: tuple[Audit, ...], others: Iterable[Loader]
-) -> Leak | None:
+def leaking(division: Division, others: Iterable[Loader]) -> Leak | None:
     """Ranks that train on parts of one dataset with much in common, where each evaluates (in
     `others`) samples that it does not train on, and that another rank trains on."""
+    readers = division.readers
     depth = _depth(readers)
     if not depth or any(r.seen.distributed or r.seen.replacement for r in readers):
         return None
@@ -115,12 +110,12 @@ def leaking(
         kept = _evaluated(part.reader.seen.layers[depth].data, rank, others)
         elsewhere = set().union(*(places for r, places in trained.items() if r != rank))
         leaked = len(kept & elsewhere)
-        if not kept & trained[rank] and leaked >= max(FEWEST, MATERIAL * len(kept)):
+        if not kept & trained[rank] and leaked >= max(NO_ACCIDENT, MATERIAL * len(kept)):
             held_out[rank] = leaked, len(kept)
     if len(held_out) < max(2, len(parts)):
         return None
     length = readers[0].seen.layers[depth].length
-    return Leak(held_out, tuple(_placed(a, parts, length) for m in made if (a := m.of(held_out))))
+    return Leak(held_out, tuple(_placed(a, parts, length) for a in division.of(held_out).audits))
 
 
 def divided(readers: list[Reader]) -> int:
@@ -150,13 +145,13 @@ def _evaluated(data: int, rank: int, others: Iterable[Loader]) -> set[int]:
 def _have_samples_in_common(a: Selection, b: Selection, world: int) -> bool:
     few = min(len(a.places), len(b.places))
     common = len(set(a.places) & set(b.places))
-    return common >= max(FEWEST, MATERIAL * few) and not _may_share(a.reader, b.reader, world)
+    return common >= max(NO_ACCIDENT, MATERIAL * few) and not _may_share(a.reader, b.reader, world)
 
 
 def _shares_much(audit: Audit) -> bool:
     """Whether several ranks read a material part of the samples."""
     few = min(len(read) for read in audit.per_rank.values())
-    return audit.sampled == 1 and len(audit.shared) >= max(FEWEST, MATERIAL * few)
+    return audit.sampled == 1 and len(audit.shared) >= max(NO_ACCIDENT, MATERIAL * few)
 
 
 def _selected(
@@ -202,14 +197,11 @@ def _shift(a: Reader, b: Reader) -> int:
     """The index in `a` at which the data of `b` begins, negative where `a` begins within `b`; 0
     where neither begins before the other ends."""
     mine, theirs = by_index(a), by_index(b)
-    if any(len(set(rows.values())) < DISTINCT * len(rows) for rows in (mine, theirs)):
-        return 0
-    places = {row: index for index, row in theirs.items()}
-    shifts = Counter(index - places[row] for index, row in mine.items() if row in places)
-    shift, count = max(shifts.items(), key=lambda item: item[1], default=(0, 0))
+    by_shift = Counter(shifts(mine, theirs))
+    shift, count = max(by_shift.items(), key=lambda item: item[1], default=(0, 0))
     both = [mine[i] == theirs[i - shift] for i in mine if i - shift in theirs]
-    clear = ONCE * max(len(both), sum(shifts.values()))
-    if not shift or count < max(FEWEST, clear):
+    clear = ONCE * max(len(both), by_shift.total())
+    if not shift or count < max(NO_ACCIDENT, clear):
         return 0
     first, second = (a, b) if shift > 0 else (b, a)
     common = first.seen.length - abs(shift)
@@ -255,7 +247,7 @@ def _overlaps(a: Selection, b: Selection, world: int) -> bool:
     the same data."""
     shared = set(a.places) & set(b.places)
     count, (few, many) = len(shared), sorted((len(a.places), len(b.places)))
-    if count < max(FEWEST, MATERIAL * few) or list(a.places) == list(b.places):
+    if count < max(NO_ACCIDENT, MATERIAL * few) or list(a.places) == list(b.places):
         return False
     if _may_share(a.reader, b.reader, world):
         return False
@@ -290,9 +282,7 @@ def _placed(audit: Audit, parts: list[Selection], length: int) -> Audit:
     """An audit of the dataset beneath, of at least that length, from one of the ranks' own."""
     by_rank = {p.reader.rank.rank: p.places for p in parts}
     placed: dict[int, Epoch] = {
-        rank: _Placed(
-            e.number, e.seen, e.began, e.ended, e.parts, e.content, e.steps, places=by_rank[rank]
-        )
+        rank: _Placed(**{f.name: getattr(e, f.name) for f in fields(Epoch)}, places=by_rank[rank])
         for rank, e in audit.epochs.items()
     }
     last = max(max(places) for places in by_rank.values())

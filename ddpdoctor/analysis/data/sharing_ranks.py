@@ -77,7 +77,7 @@ def trains_alone(reader: Reader) -> bool:
 def _averages(reader: Reader) -> bool:
     """Whether the rank communicates in every training step of the loop although no model is
     wrapped."""
-    ended = [e.ended for e in reader.epochs if e.ended and e.ended.backwards]
+    ended = reader.training_ends
     return bool(ended) and all(
         not e.sharded and e.collectives >= max(1, e.backwards) for e in ended
     )

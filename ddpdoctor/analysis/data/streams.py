@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from .content import WHOLE, Row, overlap, rows, same_pass
-from .loaders import Reader
-
-MATERIAL = 0.3
-"""Share of a stream's samples that another rank or worker has to deliver too. Below that, samples
-of one dataset may be common to shards on purpose, or equal by chance."""
+from .content import Row, overlap, rows, same_pass
+from .fault import LoaderFault
+from .loaders import Loader, Reader
+from .thresholds import MATERIAL, WHOLE
 
 
 class Sharing(NamedTuple):
@@ -66,18 +64,14 @@ def sharing_later(readers: list[Reader]) -> tuple[int, Sharing]:
     return found
 
 
-def workers_share(reader: Reader) -> bool:
-    """Whether two workers of a rank deliver much of the same samples."""
-    common, of = shared_between_workers(reader)
-    return of > 0 and common / of >= MATERIAL
-
-
-def shared_between_workers(reader: Reader) -> tuple[int, int]:
-    """How many samples the first two workers of a rank both deliver, and of how many."""
+def workers_share(reader: Reader) -> tuple[int, int]:
+    """How many samples the first two workers of a rank both deliver, and of how many; (0, 0) where
+    that is no material part."""
     if reader.seen.workers < 2:
         return 0, 0
     first, second, *_ = _by_worker(reader)
-    return overlap(first, second)
+    common, of = overlap(first, second)
+    return (common, of) if of and common / of >= MATERIAL else (0, 0)
 
 
 def all_workers_share(readers: list[Reader]) -> bool:
@@ -93,3 +87,56 @@ def _by_worker(reader: Reader, number: int = 0) -> list[list[Row]]:
     for batch, row in rows(reader.epochs[number]):
         found[batch % workers].append(row)
     return found
+
+
+def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
+    """Ranks that deliver the same samples of an iterable dataset, always or from one epoch on."""
+    number, found = 0, sharing_in_epoch(readers, 0)
+    if not found.ranks:
+        number, found = sharing_later(readers)
+    if not found.ranks:
+        return None
+    common, of = found.best
+    overlap = any(workers_share(r)[1] for r in readers) or all_workers_share(readers)
+    return LoaderFault(
+        "data-overlap",
+        "repeated-parts" if found.parts else "unsharded-stream",
+        loader,
+        tuple(sorted(found.ranks)),
+        [r for r in readers if r.rank.rank in found.ranks],
+        parts=found.parts,
+        first_epoch=number,
+        compared=found.best,
+        workers_overlap=overlap,
+        evidence={
+            "samples compared": of,
+            "delivered by several ranks": common,
+            "workers of one rank overlap too": overlap,
+        },
+    )
+
+
+def worker_faults(loader: Loader) -> list[LoaderFault]:
+    """Workers of one rank that deliver the same samples, where no other rank delivers them."""
+    every = loader.readers.values()
+    found = [r for r in every if r.read and workers_share(r)[1]]
+    if not found and all_workers_share(list(every)):
+        found = list(every)
+    if not found:
+        return []
+    shared = workers_share(found[0])
+    common, of = shared if shared[1] else same_pass(found[:1], workers=True)
+    return [
+        LoaderFault(
+            "data-overlap",
+            "unsharded-workers",
+            loader,
+            tuple(r.rank.rank for r in found),
+            found,
+            compared=(common, of),
+            evidence={
+                "workers": found[0].seen.workers,
+                "delivered by several workers": f"{common} of {of} samples compared",
+            },
+        )
+    ]

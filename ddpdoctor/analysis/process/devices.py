@@ -30,6 +30,21 @@ def trained_on(rank: Rank) -> list[DeviceUsed]:
     return [e for e in used(rank) if e.why == "parameters"]
 
 
+def users(run: Run) -> dict[tuple[str, str], list[tuple[Rank, DeviceUsed]]]:
+    """Who trains on which GPU, by node and UUID."""
+    found: dict[tuple[str, str], list[tuple[Rank, DeviceUsed]]] = {}
+    for rank in run.ranks.values():
+        for event in trained_on(rank):
+            if event.uuid:
+                found.setdefault((rank.node, plain(event.uuid)), []).append((rank, event))
+    return found
+
+
+def shared(of: list[tuple[Rank, DeviceUsed]]) -> bool:
+    """Whether more than one rank trains on a GPU with these users."""
+    return len({rank.rank for rank, _ in of}) > 1
+
+
 def no_gpu(run: Run) -> str | None:
     """Why GPUs cannot be judged in this run; None where they can."""
     if run.any(DeviceUsed):

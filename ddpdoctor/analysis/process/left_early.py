@@ -6,10 +6,6 @@ from ...events import NodeSample
 from ...run import Rank, Run
 from .rank_claims import Claim
 
-SHORT_S = 600.0
-"""A shorter `timeout=` of `init_process_group` ends the wait by itself soon enough; the run is then
-not stopped."""
-
 
 def gone_for_good(run: Run, rank: Rank) -> bool:
     """Whether no process can take the place of a rank: its process, started by torchrun on a single

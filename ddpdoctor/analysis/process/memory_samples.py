@@ -8,8 +8,7 @@ from itertools import pairwise
 
 from ...events import RankSample
 from ...run import Rank, Run
-
-MIB = 1 << 20
+from .thresholds import MIB
 
 
 def human(size: float) -> str:

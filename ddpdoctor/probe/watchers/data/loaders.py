@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 from ....events import EpochBegan
+from ....events.process import LOADERS_LOST
 from ...recording import hooks, rng_state
 from ...recording.frames import disguise, unframe, updates_statistics
 from ...recording.index_sample import halvings, kept
@@ -28,7 +29,7 @@ from . import dataset_parts, samplers, sharding, worker_rng
 from .iteration import EPOCHS_IN_FULL, Iteration, LoaderLine
 from .samplers import innermost, integer, length, weakly_referenceable
 
-LOST = "what each rank read from its DataLoaders"
+LOST = LOADERS_LOST
 LOST_ENTRIES = "what the data sets of some DataLoaders are made of"
 
 WATCHED = 2

@@ -1,13 +1,25 @@
-"""Phrases and evidence that the checks of the family `data` share."""
+"""What the checks of loaders share: selection, words, and how a finding is filled in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
 from ...events import LoaderSeen, OptimizerSeen, ProbeTrouble
-from ...report.findings import Evidence, Related, Steps
+from ...report.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    Related,
+    Requirement,
+    Severity,
+    Steps,
+)
 from ...run import Location, Run, some
 from .epoch_audit import Audit
+from .fault import LoaderFault
+from .loader_faults import of_check
 from .loaders import Epoch, Loader, Reader
 
 SHORTEST = (
@@ -16,17 +28,103 @@ SHORTEST = (
 )
 """The fix where each rank has its own data, some of it more than others."""
 
-FOLLOWING = "what each rank read from its DataLoaders"
-"""What the probe reports as lost (`ProbeTrouble.lost`) where it could not follow DataLoaders."""
+
+class Words(NamedTuple):
+    """The sentences of one rule; what is in braces is filled in from the facts of a finding.
+
+    Attributes:
+        when: when the rule decides, for `ddpdoctor explain`.
+    """
+
+    when: str
+    cause: str
+    fix: str
+    label: str = ""
+    summary: str = ""
+
+
+def when(words: Mapping[str, Words]) -> dict[str, str]:
+    """`Check.rules` of a check with such words."""
+    return {rule: row.when for rule, row in words.items()}
 
 
 def no_loader(run: Run) -> str | None:
     """Why nothing is known of loaders, None where something is."""
     if run.any(LoaderSeen):
         return None
-    if any(t.lost == FOLLOWING for rank in run.ranks.values() for t in rank.of(ProbeTrouble)):
+    if any(t.loaders for rank in run.ranks.values() for t in rank.of(ProbeTrouble)):
         return "the doctor failed to follow the DataLoaders"
     return "no DataLoader was iterated"
+
+
+class LoaderCheck(Check):
+    """A check of what loaders delivered.
+
+    `words` has a row for each rule; where a check gives none, it writes its sentences itself.
+    """
+
+    family = "data"
+    words: ClassVar[Mapping[str, Words]] = {}
+    requires: ClassVar[tuple[Requirement, ...]] = (no_loader,)
+
+    def faults(self, run: Run) -> list[LoaderFault]:
+        """The faults of loaders that this check reports."""
+        return of_check(run, self.name)
+
+    def of_reader(self, reader: Reader, **fields: object) -> Finding:
+        """A finding about a loader, from one of its readers: by default at the line that makes it,
+        from its first epoch on."""
+        defaults = {
+            "subjects": (reader.seen.dataset,),
+            "location": reader.made_at,
+            "related": related(reader),
+            "at": reader.rank.wall(reader.epochs[0].began.at),
+        }
+        return self.finding(**defaults | fields)
+
+    def of_fault(
+        self,
+        fault: LoaderFault,
+        facts: Mapping[str, object],
+        *,
+        note: bool = False,
+        **fields: object,
+    ) -> Finding:
+        """A finding about a fault, with the sentences of its rule.
+
+        Args:
+            note: what is found does no harm.
+            fields: the others, and those that differ from what the rule says.
+        """
+        reader, audit, words = fault.readers[0], fault.audit, self.words[fault.rule]
+        known: dict[str, object] = {
+            "dataset": dataset(reader),
+            "kind": reader.seen.dataset,
+            "sampler": reader.seen.sampler,
+            **fault.facts,
+            **facts,
+        }
+        sentences = {
+            name: text.format_map(known)
+            for name, text in words._asdict().items()
+            if text and name != "when" and name not in fields
+        }
+        defaults = {
+            "rule": fault.rule,
+            "severity": Severity.NOTE if note or fault.doubt else self.severity,
+            "confidence": Confidence.SUSPECTED if fault.doubt else Confidence.PROVEN,
+            "ranks": fault.ranks,
+            "evidence": {**(figures(audit) if audit else {}), **fault.evidence},
+            "at": reader.rank.wall(
+                audit.at if audit else reader.epochs[fault.first_epoch].began.at
+            ),
+        }
+        return self.of_reader(reader, **defaults | sentences | fields)
+
+
+def doubt(fault: LoaderFault) -> str:
+    """` (all compared samples are identical)`, where what is found may be intended."""
+    return f" ({fault.doubt.value})" if fault.doubt else ""
 
 
 def use(loader: Loader) -> str:
