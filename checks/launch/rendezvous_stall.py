@@ -80,8 +80,7 @@ class RendezvousStall(Check):
     requires = (unentered,)
     effects = (
         Effect(("stall", "rank-missing")),
-        # torch gave up waiting
-        Effect(("first-failure",), rules=("lost-peers",)),
+        Effect(("first-failure",), rules=("lost-peers",)),  # torch gave up waiting
         Effect(("first-failure",), of=("stale-store-after-restart",)),
         Effect(
             ("first-failure",), of=("stale-store-of-destroyed-group",), when=(When.WITHIN_RANKS,)
