@@ -20,6 +20,7 @@ from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.graph import fsdp_no_sync
 from ddpdoctor.probe.watchers.graph.fsdp_no_sync import FSDPNoSync
 from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges
+from ddpdoctor.report.errors import error_kinds
 
 
 def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
@@ -355,5 +356,5 @@ def test_what_torch_raises_after_a_backward_that_ddp_was_not_ready_for(reason, m
     run = run_of({n: [pattern(reason=reason), local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
     assert finding.rule == reason.replace(" ", "-").replace("_", "-")
-    raised = FirstFailure().finding(summary="", cause="", fix="", evidence={"message": message})
+    raised = FirstFailure().finding(summary="", cause="", fix="", errors=error_kinds(message))
     assert UnsyncedStep().explains(finding, raised) is follows

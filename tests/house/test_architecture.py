@@ -168,6 +168,17 @@ def test_codes_and_names_are_unique() -> None:
     assert len({c.code for c in checks}) == len({c.name for c in checks}) == len(checks)
 
 
+def test_consequences_are_of_checks_and_rules_that_exist() -> None:
+    rules = {check.name: {*check.rules, check.name} for check in all_checks()}
+    for check in all_checks():
+        for effect in check.effects:
+            assert rules.keys() >= {*effect.checks} - {check.name}, check.name
+            assert rules[check.name] >= {*effect.of}, check.name
+            assert set.union(*(rules[name] for name in effect.checks)) >= {*effect.rules}, (
+                check.name
+            )
+
+
 IMPORT_PROGRAM = """
 import sys
 import ddpdoctor
