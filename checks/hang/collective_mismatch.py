@@ -7,19 +7,14 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.divergence import group_cycles
 from ddpdoctor.analysis.divergence.explanations import rules
-from ddpdoctor.analysis.divergence.faults import PASSED_BY_ALL, Fault, faults
-from ddpdoctor.analysis.divergence.loop_exits import explains_shifted_schedule
+from ddpdoctor.analysis.divergence.faults import STOPPED_RANKS, Fault, faults
+from ddpdoctor.analysis.divergence.loop_exits import SHIFTED_SCHEDULE
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import across_groups, cycle
 from ddpdoctor.events import CallSite
+from ddpdoctor.report.declarations import STOPPED, Condition, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, State
-
-CONSEQUENCES = (
-    "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
-)  # fmt: skip
-
-DRIFT = ("gradient-drift", "parameter-drift")
 
 
 class CollectiveMismatch(Check):
@@ -66,9 +61,22 @@ class CollectiveMismatch(Check):
     family = "hang"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {**rules(name), **group_cycles.RULES}
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+    requires = (seen(CallSite, otherwise="no collective was seen"),)
+    effects = (
+        Effect((*STOPPED, "data-stall"), when=(STOPPED_RANKS, When.SINCE)),
+        Effect(
+            ("gradient-drift", "parameter-drift"),
+            when=(
+                Condition(
+                    "if gradients of DDP were mixed up",
+                    lambda mine, _: "DDP backward" in mine.subjects,
+                ),
+                STOPPED_RANKS,
+                When.SINCE,
+            ),
+        ),
+        Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in faults(run, self.name):
@@ -80,14 +88,6 @@ class CollectiveMismatch(Check):
         ring = [now.by_rank[r] for r in cycle(now)]
         if ring and across_groups(ring):
             yield self.finding(**group_cycles.report(now, ring))
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == self.name:
-            return False
-        if explains_shifted_schedule(mine, other):
-            return True
-        mixed = other.check in DRIFT and "DDP backward" in mine.subjects
-        return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
 
 
 def _effect(fault: Fault, *, deadlocked: bool) -> str:
@@ -107,11 +107,3 @@ def _effect(fault: Fault, *, deadlocked: bool) -> str:
         f"different calls were matched with each other ({op} on rank {rank} returned with the "
         f"data of another call), and now {group_cycles.DEADLOCKED}"
     )
-
-
-def _concerns(mine: Finding, other: Finding) -> bool:
-    """Whether a failure may follow from a mismatch: not where it came before the ranks diverged,
-    nor where all of them continued after that."""
-    if mine.evidence.get(PASSED_BY_ALL):
-        return False
-    return other.at == 0.0 or other.at >= mine.at - 1.0

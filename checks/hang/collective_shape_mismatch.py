@@ -8,13 +8,12 @@ from typing import ClassVar
 from ddpdoctor.analysis.divergence.buffer_shapes import BufferMismatch, buffer_mismatches
 from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.explanations import rules
-from ddpdoctor.analysis.divergence.faults import PASSED_BY_ALL, faults
+from ddpdoctor.analysis.divergence.faults import STOPPED_RANKS, faults
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.events import CallSite, CommHook, Wrapped
+from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
-
-CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
 
 
 class CollectiveShapeMismatch(Check):
@@ -59,9 +58,8 @@ class CollectiveShapeMismatch(Check):
         "communication-hooks": "ranks registered different communication hooks on one model",
         "buffers": "DDP broadcasts buffers that have different shapes on the ranks",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) or run.any(Wrapped) else "no collective was seen"
+    requires = (seen(CallSite, Wrapped, otherwise="no collective was seen"),)
+    effects = (Effect(STOPPED, when=(STOPPED_RANKS, When.SINCE)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in faults(run, self.name):
@@ -71,11 +69,6 @@ class CollectiveShapeMismatch(Check):
             yield self._report_hooks(snapshot_of(run), *hooked)
         for sent in buffer_mismatches(run):
             yield self._report_buffers(sent)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check not in CONSEQUENCES or mine.evidence.get(PASSED_BY_ALL):
-            return False
-        return other.at == 0.0 or other.at >= mine.at - 1.0
 
     def _report_buffers(self, found: BufferMismatch) -> Finding:
         """DDP broadcasts the buffers at the start of a forward, whatever their shapes."""

@@ -11,13 +11,9 @@ from ddpdoctor.analysis.divergence.faults import NEVER_CREATED, faults
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
+from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
-
-CONSEQUENCES = (
-    "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall",
-    "collective-mismatch",
-)  # fmt: skip
 
 
 class GroupCreationMismatch(Check):
@@ -56,18 +52,14 @@ class GroupCreationMismatch(Check):
         **rules(name),
         NEVER_CREATED: "some ranks never create a group that others create",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+    requires = (seen(CallSite, otherwise="no collective was seen"),)
+    effects = (Effect((*STOPPED, "collective-mismatch"), when=(When.SINCE,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if fault := next(iter(faults(run, self.name)), None):
             yield self.finding(**fault.fields(fault.standstill), fix_kind=FixKind.TEMPLATE)
         else:
             yield from self._absent(run)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
 
     def _absent(self, run: Run) -> Iterator[Finding]:
         """Some ranks created more groups than others, which are elsewhere or gone."""

@@ -12,15 +12,38 @@ from ddpdoctor.analysis.divergence.departures import (
     UNEVEN_SINCE,
     departure,
 )
-from ddpdoctor.analysis.divergence.faults import never_created
-from ddpdoctor.analysis.divergence.loop_exits import explains_shifted_schedule
+from ddpdoctor.analysis.divergence.faults import NEVER_CREATED
+from ddpdoctor.analysis.divergence.loop_exits import SHIFTED_SCHEDULE
 from ddpdoctor.events import CallSite
+from ddpdoctor.report.declarations import Condition, Effect, seen
 from ddpdoctor.report.evidence_names import STEPS_TAKEN
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run
 
 SET_FIRST_ON = "the_same_values_first_on_ranks"
 """Name of the evidence of hyperparameter-skew which ranks set the same values at earlier steps."""
+
+
+def _left_of(mine: Finding) -> set[int]:
+    """The ranks that left: they are not at fault where others entered a branch alone."""
+    steps = mine.evidence.get(STEPS_TAKEN)
+    if mine.rule != "entered-alone" or not isinstance(steps, dict):
+        return {*mine.ranks}
+    return {int(rank) for rank in steps} - {*mine.ranks}
+
+
+def _of_another_round(mine: Finding, other: Finding) -> bool:
+    """Whether a schedule is right for the round of each rank."""
+    early = other.evidence.get(SET_FIRST_ON)
+    if isinstance(early, list) and set(early) == _left_of(mine):
+        return True
+    since = mine.evidence.get(UNEVEN_SINCE)
+    return isinstance(since, int) and other.steps is not None and other.steps.first >= since
+
+
+_ON_RANKS_THAT_STAYED = Condition(
+    "on ranks that had not left", lambda mine, other: not _left_of(mine) & set(other.ranks)
+)
 
 
 class RankExitedEarly(Check):
@@ -57,9 +80,17 @@ class RankExitedEarly(Check):
     family = "hang"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = RULES
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+    requires = (seen(CallSite, otherwise="no collective was seen"),)
+    effects = (
+        Effect(("rank-missing", "stall")),
+        Effect(("group-creation-mismatch",), rules=(NEVER_CREATED,)),
+        Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
+        Effect(
+            ("hyperparameter-skew",),
+            when=(Condition("of ranks in different rounds", _of_another_round),),
+        ),
+        Effect(("first-failure", "rank-died"), when=(_ON_RANKS_THAT_STAYED,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if why := departure(run):
@@ -71,26 +102,3 @@ class RankExitedEarly(Check):
                 fix_kind=FixKind.CHECK,
                 at=now.at,
             )
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check in ("rank-missing", "stall") or never_created(other):
-            return True
-        if explains_shifted_schedule(mine, other):
-            return True
-        if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
-            early = other.evidence.get(SET_FIRST_ON)
-            if isinstance(early, list) and set(early) == _left_of(mine):
-                return True
-            since = mine.evidence.get(UNEVEN_SINCE)
-            return isinstance(since, int) and other.steps is not None and other.steps.first >= since
-        return other.check in ("first-failure", "rank-died") and not (
-            _left_of(mine) & set(other.ranks)
-        )
-
-
-def _left_of(mine: Finding) -> set[int]:
-    """The ranks that left: they are not at fault where others entered a branch alone."""
-    steps = mine.evidence.get(STEPS_TAKEN)
-    if mine.rule != "entered-alone" or not isinstance(steps, dict):
-        return {*mine.ranks}
-    return {int(rank) for rank in steps} - {*mine.ranks}

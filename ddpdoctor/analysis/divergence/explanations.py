@@ -21,7 +21,6 @@ from ..control_flow.branches import (
     condition,
     finalizer,
     head_of,
-    opener,
     parts,
     passed,
     same_lines,
@@ -253,10 +252,10 @@ def _handler(made: CallRecord) -> tuple[Place, Location] | None:
     for place in made.site.places if made.site else ():
         spot = made.rank.location(place.site)
         for around in place.inside if spot else ():
-            if spot and around.text.startswith("try:") and around.ways:
+            if spot and around.kind == "try" and around.ways:
                 way = around.ways[0]
                 return place, Location(spot.file, way.line, spot.function, way.text)
-            if not around.text.startswith(("with ", "try:")):
+            if around.kind not in ("with", "try"):
                 return None
     return None
 
@@ -364,7 +363,7 @@ class OppositeBranches(CallExplanation):
             return None
         return self.blame(
             suspect,
-            cause=f"ranks take different branches of `{opener(found[1])}`, whose collectives "
+            cause=f"ranks take different branches of `{found[1].opening}`, whose collectives "
             "differ or come in a different order",
             fix=_branch_fix(suspect, *found),
         )
@@ -447,7 +446,7 @@ def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
     if opposed(blamed, place, head):
         return (
             "call the same collectives in the same order in every branch of "
-            f"`{opener(head)}`, or once outside of it"
+            f"`{head.opening}`, or once outside of it"
         )
     op = call.signature.op
     if op.startswith("DDP"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...report.evidence_names import STEPS_TAKEN
-from ...report.findings import Evidence, Finding, Steps
+from ...report.findings import Condition, Evidence, Steps
 from ...run import Run, fold_ranks
 from ...run.phrases import some
 from ..calls.call_logs import call_logs
@@ -27,10 +27,10 @@ left before."""
 PASSED_BY_ALL = "all_ranks_continued"
 """Name of the evidence that all ranks continued after the divergence."""
 
-
-def never_created(other: Finding) -> bool:
-    """Whether a finding of group-creation-mismatch only says that ranks never created a group."""
-    return other.check == "group-creation-mismatch" and other.rule == NEVER_CREATED
+STOPPED_RANKS = Condition(
+    "unless all ranks continued after the cause",
+    lambda mine, _: not mine.evidence.get(PASSED_BY_ALL),
+)
 
 
 @dataclass(frozen=True)
