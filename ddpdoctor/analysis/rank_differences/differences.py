@@ -75,7 +75,7 @@ def differences(
 
 
 def differences_of(
-    ranks: Iterable[Rank], kind: type[Event], *, before: float = inf, **of: object
+    ranks: Iterable[Rank], kind: type[Event], /, *, before: float = inf, **of: object
 ) -> Iterator[Difference]:
     """What ranks recorded differently in events of one kind. `of`: fields that have these values
     (`optimizer=0`)."""

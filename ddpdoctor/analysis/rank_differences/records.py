@@ -41,12 +41,12 @@ class Series(Generic[E]):
 
     def spans(self, end: int) -> Iterator[tuple[E, int, int]]:
         """Each record with the first and the last moment for which it holds; `end`: of the last."""
-        for first, after in zip(self._moments, [*self._moments[1:], None], strict=True):
+        for first, after in zip(self._moments, [*self._moments, None][1:], strict=True):
             last = max(end, first) if after is None else after - 1
             yield self.records[first], first, last
 
 
-def series(rank: Rank, kind: type[E], moment: str, **of: object) -> Series[E]:
+def series(rank: Rank, kind: type[E], moment: str, /, **of: object) -> Series[E]:
     """The records of a kind by the field `moment`, those whose fields are equal to `of`."""
     return Series(
         {

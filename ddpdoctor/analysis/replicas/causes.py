@@ -106,19 +106,12 @@ def written(group: Replicas, found: Divergence) -> Cause:
 
 def step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
     """The line of the optimizer's step, on one of these ranks if it is known there."""
-    for number in (*ranks, *group.members):
-        member = group.members.get(number)
-        if member is None:
-            continue
-        for done in member.rank.of(StepDone):
-            if done.optimizer == member.optimizer:
-                return member.rank.location(done.site)
-    return None
+    return group.line(StepDone, ranks)
 
 
 def step_time(member: Member, step: int) -> float:
     """When a rank took a step, on its own clock."""
-    done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    done = member.of(StepDone)
     return next((e.at for e in done if e.step >= step), done[-1].at if done else 0.0)
 
 

@@ -14,10 +14,9 @@ def distances(group: Replicas, found: Divergence) -> dict[int, float]:
     end = max(m.last_step for m in group.members.values()) + 1
     sketches: dict[int, dict[int, Sketch]] = {}
     for number, member in group.members.items():
-        for event in member.rank.of(Sketch):
-            same = (event.model, event.optimizer) == (member.model, member.optimizer)
+        for event in member.of(Sketch, kind=kind):
             within = event.step >= found.first if steps is None else event.step in steps
-            if same and event.kind == kind and (within or event.step == end):
+            if within or event.step == end:
                 sketches.setdefault(event.step, {})[number] = event
     # Ranks that agree have no distance: it takes one rank of two groups.
     sides = [set(side) for side in found.split]

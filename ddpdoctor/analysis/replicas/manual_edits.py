@@ -395,8 +395,7 @@ def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
 
 def edits_of(member: Member, kind: str) -> list[Edited]:
     """The records of a kind of tensor: `gradients`, `parameters` or `state`."""
-    of = member.model, member.optimizer, kind
-    return [e for e in member.rank.of(Edited) if (e.model, e.optimizer, e.kind) == of]
+    return member.of(Edited, kind=kind)
 
 
 def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:

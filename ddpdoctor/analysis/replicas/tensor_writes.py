@@ -91,9 +91,8 @@ def _to(group: Replicas, number: int, names: list[str]) -> list[Rewritten]:
     every = member.wrapped.parameters
     return [
         e
-        for e in member.rank.of(Rewritten)
-        if (e.model, e.optimizer) == (member.model, member.optimizer)
-        and any(every[p].name in names for p in unpack(e.parameters) if p < len(every))
+        for e in member.of(Rewritten)
+        if any(every[p].name in names for p in unpack(e.parameters) if p < len(every))
     ]
 
 
