@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...events import OptimizerSeen, ProbeTrouble, StepDone
+from ...events.drift import UNHELD
 from ...report.findings import Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
 from .distances import distances
@@ -56,6 +58,15 @@ class Cause:
     trained: Steps | None = None
 
 
+Explanation = Callable[[Replicas, Divergence], Cause | None]
+"""One reason why copies may differ: None where it does not apply."""
+
+
+def explained(explanations: Iterable[Explanation], group: Replicas, found: Divergence) -> Cause:
+    """The cause of the first explanation that applies; the last one always does."""
+    return next(cause for explain in explanations if (cause := explain(group, found)))
+
+
 EXPLAINING = {
     "hyper-parameters and loss scales": "hyperparameters and loss scales",
     "edits of gradients and parameters by hand": "manual modifications of gradients and parameters",
@@ -89,8 +100,10 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     return Cause(UNKNOWN, text=text + suspects, fix=fix, label="applied here")
 
 
-def written(group: Replicas, found: Divergence) -> Cause:
+def no_optimizer(group: Replicas, found: Divergence) -> Cause | None:
     """No optimizer holds the parameters, and yet they change: the program writes them itself."""
+    if group.any.optimizer != UNHELD:
+        return None
     return Cause(
         NO_OPTIMIZER,
         text="no optimizer holds these parameters: the program writes them itself after each "

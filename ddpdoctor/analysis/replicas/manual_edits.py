@@ -266,7 +266,17 @@ def _lines(rank: Rank, event: Edited) -> list[Location]:
     return [spot for site in sites if (spot := rank.location(site)) is not None]
 
 
-def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") -> Cause | None:
+def parameters(group: Replicas, found: Divergence) -> Cause | None:
+    """Modifications of parameters at the step where they first differ."""
+    return edited(group, "parameters", found) if found.point == "step" else None
+
+
+def parameters_earlier(group: Replicas, found: Divergence) -> Cause | None:
+    """Modifications of parameters some steps before it was seen that they differ."""
+    return edited_once(group, found, "parameters") if found.point == "step" else None
+
+
+def edited_once(group: Replicas, found: Divergence, kind: str) -> Cause | None:
     """The ranks that differ from the others, and only they, modified parameters or optimizer state
     some steps before that was seen: not every tensor is compared at every step.
 
@@ -304,8 +314,10 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
 def before_the_step(group: Replicas, found: Divergence) -> Cause | None:
     """Parameters differ since a step in which some ranks, for the first time, modified gradients
     and the others did not: not all gradients are compared in every step."""
-    parameters = window(group, found)
-    steps = range(max(0, parameters.start - 1), parameters.stop - 1)
+    if found.point != "step":
+        return None
+    moved = window(group, found)
+    steps = range(max(0, moved.start - 1), moved.stop - 1)
     edits = {
         n: [e for e in edits_of(m, "gradients") if e.changed] for n, m in group.members.items()
     }

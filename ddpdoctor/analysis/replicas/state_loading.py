@@ -102,6 +102,11 @@ def loaded(group: Replicas, what: str, found: Divergence) -> Cause | None:
     )
 
 
+def weights(group: Replicas, found: Divergence) -> Cause | None:
+    """Loads of weights after the wrap."""
+    return loaded(group, "weights", found)
+
+
 ONLY_SOME = "only some ranks run this line"
 
 

@@ -96,8 +96,11 @@ def _to(group: Replicas, number: int, names: list[str]) -> list[Rewritten]:
     ]
 
 
-def cause(seen: Written) -> Cause:
-    """The program wrote to the parameters; the line is not known."""
+def write_on_some(group: Replicas, found: Divergence) -> Cause | None:
+    """Some ranks wrote to the parameters more often; the line is not known."""
+    seen = written(group, found)
+    if seen is None:
+        return None
     when = f"between steps {seen.since} and {seen.step}" if seen.trained else (
         f"between the begin of step {seen.since} and the end of the run"
     )  # fmt: skip
@@ -120,8 +123,10 @@ def cause(seen: Written) -> Cause:
     )
 
 
-def after_the_last_step(group: Replicas) -> Cause | None:
+def after_the_last_step(group: Replicas, found: Divergence) -> Cause | None:
     """Some ranks, or all, changed parameters after the last step."""
+    if found.point != "end":
+        return None
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
         for event in manual_edits.edits_of(member, "parameters"):
