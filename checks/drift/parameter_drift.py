@@ -265,10 +265,10 @@ def _averaged_again(group: Replicas, found: Divergence) -> bool:
     """Whether the program itself made the copies equal again (local SGD): nothing was loaded, and
     the optimizer does not broadcast parameters from the ranks that hold its state
     (`ZeroRedundancyOptimizer`: if they differ before a step, something else modified them)."""
-    if found.healed < 0 or found.point not in ("step", "eval"):
+    if found.point not in ("step", "eval"):
         return False
     sends = any(e.kind == "ZeroRedundancyOptimizer" for e in group.any.of(OptimizerSeen))
-    return not sends and not state_loading.reloads(group, "weights", found.at)
+    return not sends and state_loading.equal_again(group, found)
 
 
 def _partial_state(group: Replicas, found: Divergence) -> Cause | None:

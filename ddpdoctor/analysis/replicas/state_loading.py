@@ -159,12 +159,16 @@ def of_the_same(one: Finding, other: Finding) -> bool:
     return ranks is not None and ranks == other.evidence.get(LOADED_ONLY_ON)
 
 
+def equal_again(group: Replicas, found: Divergence) -> bool:
+    """Whether parameters that differed were equal again later, and not because they were loaded:
+    the program averages them itself (local SGD)."""
+    return found.healed >= 0 and not reloads(group, "weights", found.at)
+
+
 def reloads(group: Replicas, what: str, after: float) -> bool:
-    """Whether anything was loaded later: that explains copies that are equal again."""
+    """Whether anything was loaded later."""
     return any(
-        group.members[n].rank.wall(e.at) > after
-        for n, events in loads(group, what).items()
-        for e in events
+        m.rank.wall(e.at) > after for m in group.members.values() for e in m.of(Loaded, what=what)
     )
 
 
