@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import causes, manual_edits, state_loading
 from ddpdoctor.analysis.replicas.causes import UNEQUAL_PARAMETERS, Cause
 from ddpdoctor.analysis.replicas.group_findings import MODIFIED_ON, NO_GRADIENT_ON, ZEROS_ON
 from ddpdoctor.analysis.replicas.replicas import (
-    ABSENT,
     NO_COPIES,
     ZERO,
     Divergence,
@@ -128,65 +127,41 @@ def _brought(mine: Finding, other: Finding) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Missing:
-    """How ranks step that have none of what the others have. `{line}`: where it is done, or that
-    the line is not known."""
-
-    rule: str
-    digest: int
-    evidence: str
-    done: str
-    here: str
-    unknown: str
-    label: str
-    elsewhere: str
-    fix: str
-
-
-_MISSING = (
-    _Missing(
+def _cleared(group: Replicas, found: Divergence) -> Cause | None:
+    """Some ranks step without gradients that the others have and agree on."""
+    if not (ranks := lacking(group, found)):
+        return None
+    spot = manual_edits.own_line(group, "gradients", found.first, ranks)
+    return Cause(
         CLEARED,
-        ABSENT,
-        NO_GRADIENT_ON,
-        "without these gradients: they are set to None after backward",
-        ", at this line",
-        "",
-        label="sets gradients to None on some ranks only",
-        elsewhere="lacks some gradients, on some ranks only",
+        text=f"{ranks_do(ranks, 'step')} without these gradients: they are set to None after "
+        f"backward{', at this line' * (spot is not None)}. The other ranks apply DDP's average",
         fix="set them to None on every rank, or on none",
-    ),
-    _Missing(
+        label=f"{'sets gradients to None' if spot else 'lacks some gradients,'} on some ranks only",
+        location=spot,
+        ranks=ranks,
+        evidence={NO_GRADIENT_ON: list(ranks)},
+    )
+
+
+def _zeroed(group: Replicas, found: Divergence) -> Cause | None:
+    """Some ranks step with zeros where the others have gradients and agree on them."""
+    if not (ranks := lacking(group, found, ZERO)):
+        return None
+    spot = manual_edits.own_line(group, "gradients", found.first, ranks)
+    where = "at this line" if spot else "at a line not known (`zero_()`, a product with 0)"
+    return Cause(
         ZEROED,
-        ZERO,
-        ZEROS_ON,
-        "with zeros in place of these gradients: they are zeroed after backward",
-        ", at this line",
-        ", at a line not known (`zero_()`, a product with 0)",
-        label="zeroes gradients on some ranks only",
-        elsewhere="steps with zeros for gradients, on some ranks only",
+        text=f"{ranks_do(ranks, 'step')} with zeros in place of these gradients: they are zeroed "
+        f"after backward, {where}. The other ranks apply DDP's average",
         fix="zero them on every rank, or on none: between `backward` and `step`, look for code "
         "under `if rank == ...` or under a condition on the rank's own data",
-    ),
-)
-
-
-def _missing(group: Replicas, found: Divergence) -> Cause | None:
-    """Some ranks have no gradients, or zeros, where the others have some and agree on them."""
-    for what in _MISSING:
-        if ranks := lacking(group, found, what.digest):
-            spot = manual_edits.own_line(group, "gradients", found.first, ranks)
-            return Cause(
-                what.rule,
-                text=f"{ranks_do(ranks, 'step')} {what.done}{what.here if spot else what.unknown}. "
-                "The other ranks apply DDP's average",
-                fix=what.fix,
-                label=what.label if spot else what.elsewhere,
-                location=spot,
-                ranks=ranks,
-                evidence={what.evidence: list(ranks)},
-            )
-    return None
+        label=f"{'zeroes gradients' if spot else 'steps with zeros for gradients,'} on some ranks "
+        "only",
+        location=spot,
+        ranks=ranks,
+        evidence={ZEROS_ON: list(ranks)},
+    )
 
 
 def _edit(group: Replicas, found: Divergence) -> Cause | None:
@@ -225,7 +200,8 @@ def _unknown(group: Replicas, found: Divergence) -> Cause:
 
 
 EXPLANATIONS: tuple[causes.Explanation, ...] = (
-    _missing,
+    _cleared,
+    _zeroed,
     _edit_on_some,
     _unequal_parameters,
     _edit,
