@@ -333,7 +333,8 @@ def _time(member: Member, step: int) -> float:
 def _from_a_load(skew: Skew) -> Cause | None:
     """Only some ranks loaded the state of the optimizer, or of a scheduler, just before."""
     for what in ("optimizer", "scheduler"):
-        some = state_loading.of_some(skew.group, what, skew.at)
+        loads = state_loading.Loads(skew.group, what, skew.at)
+        some = loads.on_some
         if some is None or len({v for n, v in skew.values.items() if n not in some.ranks}) != 1:
             continue
         if what == "optimizer":  # it sets the options at once
@@ -341,8 +342,7 @@ def _from_a_load(skew: Skew) -> Cause | None:
             follows = all(e.at <= some.event.at for e in done if e.step < skew.first)
         else:
             follows = skew.option in SCHEDULED and skew.stepped_equally
-        if follows:
-            cause = state_loading.by_some(skew.group, what, some, skew.at)
+        if follows and (cause := loads.cause()):
             return replace(cause, text=f"{cause.text}; that sets {skew.option}")
     return None
 

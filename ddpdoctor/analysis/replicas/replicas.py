@@ -10,7 +10,7 @@ from math import prod
 
 import msgspec
 
-from ...events import Digests, Event, Loaded, Replica, Wrapped
+from ...events import Digests, Event, Replica, Wrapped
 from ...events.drift import UNHELD, chosen
 from ...events.pack import unpack
 from ...report.findings import Finding
@@ -455,8 +455,3 @@ def _split(rows: dict[int, Row], key: int, count: int, differing: list[int]) -> 
 def by_module(names: Iterable[str]) -> dict[str, int]:
     """How many of the tensors each module owns."""
     return dict(Counter(name.rpartition(".")[0] or "(root)" for name in names))
-
-
-def loads(group: Replicas, what: str) -> dict[int, list[Loaded]]:
-    """By rank, the loads of `what` (a key of `state_loading.THINGS`)."""
-    return {n: found for n, m in group.members.items() if (found := m.of(Loaded, what=what))}
