@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ...events import OptimizerSeen, ProbeTrouble, StepDone
+from ...events import OptimizerSeen, ProbeTrouble, StepDone, Watched
 from ...events.drift import UNHELD
 from ...report.findings import Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
 from .distances import distances
 from .replica import Member
 from .replicas import Divergence, Replicas, by_module
+from .thresholds import GROWS, NOISE, ROUNDING
 
 UNKNOWN = "unknown-cause"
 NO_OPTIMIZER = "no-optimizer"
@@ -68,20 +69,19 @@ def explained(explanations: Iterable[Explanation], group: Replicas, found: Diver
 
 
 EXPLAINING = {
-    "hyper-parameters and loss scales": "hyperparameters and loss scales",
-    "edits of gradients and parameters by hand": "manual modifications of gradients and parameters",
-    "loads of weights and optimizer states": "loads of weights and optimizer state",
+    Watched.OPTIONS: "hyperparameters and loss scales",
+    Watched.EDITS: "manual modifications of gradients and parameters",
+    Watched.LOADS: "loads of weights and optimizer state",
 }
-"""What makes copies diverge: the probe's name of it where it could not be watched
-(`ProbeTrouble.lost`), and how a report calls it."""
+"""What makes copies diverge, and how a report calls it."""
 
 
 def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     """Nothing that was recorded explains it. `moment` says what is known, as a clause."""
     members = group.members.values()
     nodes = {m.rank.node for m in members}
-    lost = {t.lost for m in members for t in m.rank.of(ProbeTrouble)}
-    blind = sorted(words for name, words in EXPLAINING.items() if name in lost)
+    lost = {t.watched for m in members for t in m.rank.of(ProbeTrouble)}
+    blind = sorted(words for watched, words in EXPLAINING.items() if watched in lost)
     suspects = "; possible causes: code that runs on some ranks only, faulty memory or a faulty "
     suspects += "processor, or nondeterministic kernels"
     if len(nodes) > 1:
@@ -235,27 +235,15 @@ def _size(value: float) -> str:
     return f"{value:.2g}" if value > ROUNDING else "below 1e-6"
 
 
-NOISE = 0.2
-"""Two measurements of one distance may differ by this share: `Sketch` estimates each to about ten
-percent."""
-
-
 def _grows(sizes: list[float]) -> str:
     if len(sizes) < 2:
         return "measured once"
     first, last = sizes[0], sizes[-1]
-    if last > 1.5 * first:
-        return "yes"
     if last > (1 + NOISE) * first:
-        return "slowly"
-    if last * 1.5 < first:
-        return "shrinks"
-    return "shrinks slowly" if last * (1 + NOISE) < first else "no"
-
-
-ROUNDING = 1e-6
-"""A distance over the norm up to which copies differ by rounding errors only: a few times the
-resolution of float32 (1.2e-7)."""
+        return "yes" if last > GROWS * first else "slowly"
+    if first > (1 + NOISE) * last:
+        return "shrinks" if first > GROWS * last else "shrinks slowly"
+    return "no"
 
 
 def largest_distance(group: Replicas, found: Divergence) -> float | None:

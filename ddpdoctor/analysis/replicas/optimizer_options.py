@@ -8,14 +8,10 @@ from ...events import Hyperparameters
 from ...events.amp import told_at
 from ...run import Location, Rank, ranks_text, some
 from ..rank_differences import same_value
+from .thresholds import LACKS_AT_MOST, SCHEDULE
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
-
-SCHEDULE = 3
-"""Consecutive values that two ranks do not have in common by chance."""
-
-LACKS_AT_MOST = 8
 
 
 def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
