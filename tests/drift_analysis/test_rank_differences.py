@@ -278,3 +278,10 @@ def test_lines_at_which_some_ranks_do_more() -> None:
     # The other rank does it at another line.
     assert extra_by_line({0: ["a"], 1: ["b"]}) == {}
     assert extra_by_line({0: ["a"], 1: ["b"]}, whole=False) == {"a": (0,), "b": (1,)}
+
+
+def test_a_difference_as_text() -> None:
+    (first,) = found([options(0, lr=0.1)], [options(0, lr=0.2)])
+    assert first.text == "options groups[0].lr is 0.1 on rank 0, 0.2 on rank 1"
+    (first,) = found([ON_SOME["clipping"]], [])
+    assert first.text == "clipping on rank 0 only (train.py:10)"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from ...events import Event, ExceptionRaised, RankExiting
 from ...events.base import Part
-from ...run import Location, Rank, Run
+from ...run import Location, Rank, Run, listed, ranks_text
 from .compared import COMPARED, Recorded
 from .records import same_value
+
+SHOWN = 60
+"""Characters of a value."""
 
 ABSENT = None
 """Stands for what a rank did not do."""
@@ -52,6 +55,22 @@ class Difference:
     at: float
     lines: Mapping[int, Location]
 
+    @property
+    def text(self) -> str:
+        """`options groups[0].lr is 0.1 on ranks 0-2, 0.2 on rank 3 (train.py:22)`, `clipping on
+        rank 0 only (train.py:30)`."""
+        spots = listed(list(dict.fromkeys(map(str, self.lines.values()))))
+        where = f" ({spots})" if spots else ""
+        if not self.field:
+            done = [n for n, value in self.values.items() if value is not ABSENT]
+            return f"{self.what} on {ranks_text(done)} only{where}"
+        by_value: dict[str, list[int]] = {}
+        for number, value in self.values.items():
+            shown = "nothing" if value is ABSENT else str(value)
+            by_value.setdefault(shown[:SHOWN], []).append(number)
+        values = ", ".join(f"{value} on {ranks_text(on)}" for value, on in by_value.items())
+        return f"{self.what} {self.field} is {values}{where}"
+
 
 def differences(
     run: Run, ranks: Iterable[int] = (), *, before: float = inf, usual: bool = False
@@ -65,6 +84,13 @@ def differences(
         usual: include what differs between ranks of a correct program, too.
     """
     members = [run.ranks[n] for n in ranks or run.ranks if n in run.ranks]
+    return differences_among(members, before=before, usual=usual)
+
+
+def differences_among(
+    members: Collection[Rank], *, before: float = inf, usual: bool = False
+) -> list[Difference]:
+    """What these ranks recorded differently: see `differences`."""
     found = [
         difference
         for kind, row in COMPARED.items()

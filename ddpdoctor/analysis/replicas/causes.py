@@ -9,6 +9,7 @@ from ...events import OptimizerSeen, ProbeTrouble, StepDone, Watched
 from ...events.drift import UNHELD
 from ...report.findings import Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
+from ..rank_differences import differences_among
 from .distances import distances
 from .replica import Member
 from .replicas import Divergence, Replicas, by_module
@@ -97,6 +98,9 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
         suspects += "may be the cause"
         fix = "print on every rank what was not observed, and compare; look for code under "
         fix += "`if rank == ...` that touches the model or its optimizer"
+    before = differences_among([m.rank for m in members], before=found.at)
+    if before:
+        suspects += f". First recorded difference between the ranks: {before[0].text}"
     return Cause(UNKNOWN, text=text + suspects, fix=fix, label="applied here")
 
 
