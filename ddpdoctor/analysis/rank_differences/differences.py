@@ -69,6 +69,8 @@ class Difference:
             shown = "nothing" if value is ABSENT else str(value)
             by_value.setdefault(shown[:SHOWN], []).append(number)
         values = ", ".join(f"{value} on {ranks_text(on)}" for value, on in by_value.items())
+        if self.field.endswith("site"):
+            return f"{self.what} at {values}"
         return f"{self.what} {self.field} is {values}{where}"
 
 

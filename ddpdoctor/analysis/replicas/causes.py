@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ...events import OptimizerSeen, ProbeTrouble, StepDone, Watched
+from ...events import OptimizerSeen, ProbeTrouble, Sketch, StepDone, Watched
 from ...events.drift import UNHELD
 from ...report.findings import Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
 from ..rank_differences import differences_among
-from .distances import distances
 from .replica import Member
 from .replicas import Divergence, Replicas, by_module
 from .thresholds import GROWS, NOISE, ROUNDING
@@ -248,6 +247,40 @@ def _grows(sizes: list[float]) -> str:
     if first > (1 + NOISE) * last:
         return "shrinks" if first > GROWS * last else "shrinks slowly"
     return "no"
+
+
+def distances(group: Replicas, found: Divergence) -> dict[int, float]:
+    """By step at which copies differ: the largest distance of two copies over their norm, where it
+    was measured."""
+    kind = found.kind
+    steps = set(found.keys) if found.point == "step" else None
+    end = max(m.last_step for m in group.members.values()) + 1
+    sketches: dict[int, dict[int, Sketch]] = {}
+    for number, member in group.members.items():
+        for event in member.of(Sketch, kind=kind):
+            within = event.step >= found.first if steps is None else event.step in steps
+            if within or event.step == end:
+                sketches.setdefault(event.step, {})[number] = event
+    # Ranks that agree have no distance: it takes one rank of two groups.
+    sides = [set(side) for side in found.split]
+    found_distances = {
+        step: _distance(list(seen.values()))
+        for step, seen in sorted(sketches.items())
+        if sum(not side.isdisjoint(seen) for side in sides) > 1
+    }
+    if not found_distances.get(end, 1.0):
+        del found_distances[end]  # made equal after the last step
+    return found_distances
+
+
+def _distance(sketches: list[Sketch]) -> float:
+    first = sketches[0]
+    widest = max(
+        sum((a - b) ** 2 for a, b in zip(first.bins, other.bins, strict=False)) ** 0.5
+        for other in sketches[1:]
+    )
+    norm = max(s.norm for s in sketches)
+    return widest / norm if norm else 0.0
 
 
 def largest_distance(group: Replicas, found: Divergence) -> float | None:
