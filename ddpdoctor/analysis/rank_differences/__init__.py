@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .compared import COMPARED, NOT_COMPARED, Compared, Recorded
-from .differences import Difference, differences, differences_among, differences_of
+from .differences import Difference, differences, differences_among
 from .records import Series, extra_by_line, same_value, series
 
 __all__ = [
     "COMPARED", "NOT_COMPARED", "Compared", "Difference", "Recorded", "Series", "differences",
-    "differences_among", "differences_of", "extra_by_line", "same_value", "series",
+    "differences_among", "extra_by_line", "same_value", "series",
 ]  # fmt: skip

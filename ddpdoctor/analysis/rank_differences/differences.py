@@ -93,31 +93,40 @@ def differences_among(
     members: Collection[Rank], *, before: float = inf, usual: bool = False
 ) -> list[Difference]:
     """What these ranks recorded differently: see `differences`."""
+    last = {rank.rank: _last(rank) for rank in members}
     found = [
         difference
         for kind, row in COMPARED.items()
         if usual or not row.usual
-        for difference in differences_of(members, kind, before=before)
+        for difference in _of_kind(members, kind, last, before)
     ]
     return sorted(found, key=lambda d: d.at)
 
 
-def differences_of(
-    ranks: Iterable[Rank], kind: type[Event], /, *, before: float = inf, **of: object
+def _of_kind(
+    members: Collection[Rank], kind: type[Event], last: Mapping[int, float], before: float
 ) -> Iterator[Difference]:
-    """What ranks recorded differently in events of one kind. `of`: fields that have these values
-    (`optimizer=0`)."""
-    members = list(ranks)
-    tables = _by_key(members, kind, of)
+    """What ranks recorded differently in events of one kind."""
+    tables = _by_key(members, kind)
     for key in dict.fromkeys(key for table in tables.values() for key in table):
         records = {n: table.get(key, {}) for n, table in tables.items()}
-        yield from _of_one(members, kind, key, records, before)
+        yield from _of_one(members, kind, key, records, last, before)
 
 
 def _of_one(
-    members: list[Rank], kind: type[Event], key: Key, records: Mapping[int, Records], before: float
+    members: Collection[Rank],
+    kind: type[Event],
+    key: Key,
+    records: Mapping[int, Records],
+    last: Mapping[int, float],
+    before: float,
 ) -> Iterator[Difference]:
-    """The first difference in each field of one thing."""
+    """The first difference in each field of one thing.
+
+    Args:
+        last: by rank, when it was last seen to go on: it was there until then, and did not do what
+            it has no record of.
+    """
     row = COMPARED[kind]
     common = (kind, row.what, dict(zip(row.key, key, strict=True)))
     different: set[str] = set()
@@ -129,27 +138,31 @@ def _of_one(
             return
         held |= fresh
         now = held if row.recorded is Recorded.CHANGES else fresh
-        there = [r for r in members if r.rank in fresh or _went_on(r, at)]
+        there = [r for r in members if r.rank in fresh or last[r.rank] > at]
         compared = [r for r in there if r.rank in now]
         absent = [
             r
             for r in there
             if r.rank not in now and (row.recorded is not Recorded.SAMPLED or not records[r.rank])
         ]
-        lines = {r.rank: spot for r in compared if (spot := _line(r, now[r.rank])) is not None}
         if absent:
             done = {r.rank: r.rank in now or ABSENT for r in (*compared, *absent)}
-            yield Difference(*common, "", done, moment, at, lines)
+            yield Difference(*common, "", done, moment, at, _lines(compared, now))
             return
         for field in row.fields:
             if field not in different and (first := _first(compared, now, field)) is not None:
                 different.add(field)
-                yield Difference(*common, *first, moment, at, lines)
+                yield Difference(*common, *first, moment, at, _lines(compared, now))
 
 
-def _by_key(
-    members: list[Rank], kind: type[Event], of: Mapping[str, object]
-) -> dict[int, dict[Key, Records]]:
+def _last(rank: Rank) -> float:
+    """When a rank last recorded anything, on the run's clock. How it failed does not count: it may
+    have been about to do what the others did."""
+    ends = (ExceptionRaised, RankExiting) if rank.exception else ()
+    return max((rank.wall(e.at) for e in rank if not isinstance(e, ends)), default=0.0)
+
+
+def _by_key(members: Collection[Rank], kind: type[Event]) -> dict[int, dict[Key, Records]]:
     """By rank, its records by what they are about and by moment. Names that only some ranks know
     are taken without the rank's own number: `state-0.pt` and `state-1.pt` belong together."""
     row = COMPARED[kind]
@@ -157,8 +170,7 @@ def _by_key(
         rank.rank: [
             (tuple(_value(rank, e, name) for name in row.key), e)
             for e in rank.of(kind)
-            if (row.when is None or row.when(e))
-            and all(getattr(e, name) == value for name, value in of.items())
+            if row.when is None or row.when(e)
         ]
         for rank in members
     }
@@ -172,8 +184,10 @@ def _by_key(
     return tables
 
 
-def _line(rank: Rank, event: Event) -> Location | None:
-    return rank.location(getattr(event, "site", -1))
+def _lines(ranks: Iterable[Rank], now: Mapping[int, Event]) -> dict[int, Location]:
+    """The known lines of records."""
+    spots = ((r.rank, r.location(getattr(now[r.rank], "site", -1))) for r in ranks)
+    return {number: spot for number, spot in spots if spot is not None}
 
 
 def _value(rank: Rank, event: Event, field: str) -> Any:
@@ -182,17 +196,13 @@ def _value(rank: Rank, event: Event, field: str) -> Any:
     return str(rank.location(value) or "") if field.endswith("site") else value
 
 
-def _went_on(rank: Rank, at: float) -> bool:
-    """Whether a rank recorded more after this time, so that it was there and did not do it. How it
-    failed does not count: it may have been about to do it."""
-    ends = (ExceptionRaised, RankExiting) if rank.exception else ()
-    return any(rank.wall(e.at) > at and not isinstance(e, ends) for e in rank)
-
-
 def _first(
     ranks: list[Rank], now: Mapping[int, Event], field: str
 ) -> tuple[str, dict[int, object]] | None:
     """The first part of a field that differs, with its value on every rank."""
+    first, *others = (_value(r, now[r.rank], field) for r in ranks)
+    if all(other == first for other in others):
+        return None  # the usual case, and the fast one
     leaves = {r.rank: dict(_leaves(field, _value(r, now[r.rank], field))) for r in ranks}
     for place in dict.fromkeys(place for mine in leaves.values() for place in mine):
         values = {n: mine.get(place, ABSENT) for n, mine in leaves.items()}
