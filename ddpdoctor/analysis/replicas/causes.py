@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ...events import OptimizerSeen, ProbeTrouble, Sketch, StepDone, Watched
+from ...events import (
+    Clipped,
+    Edited,
+    Loaded,
+    OptimizerSeen,
+    ProbeTrouble,
+    Sketch,
+    StepDone,
+    Watched,
+)
 from ...events.drift import UNHELD
 from ...report.findings import Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
@@ -76,6 +85,10 @@ EXPLAINING = {
 """What makes copies diverge, and how a report calls it."""
 
 
+JUDGED = (Loaded, Edited, Clipped)
+"""What the explanations before `unknown` have judged: these records do not explain it."""
+
+
 def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     """Nothing that was recorded explains it. `moment` says what is known, as a clause."""
     members = group.members.values()
@@ -98,8 +111,8 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
         fix = "print on every rank what was not observed, and compare; look for code under "
         fix += "`if rank == ...` that touches the model or its optimizer"
     before = differences_among([m.rank for m in members], before=found.at)
-    if before:
-        suspects += f". First recorded difference between the ranks: {before[0].text}"
+    if other := next((d for d in before if d.kind not in JUDGED), None):
+        suspects += f". First other difference between the ranks on record: {other.text}"
     return Cause(UNKNOWN, text=text + suspects, fix=fix, label="applied here")
 
 
