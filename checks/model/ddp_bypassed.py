@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     SyncPattern,
 )
 from ddpdoctor.events.drift import UNHELD
+from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, title_of
 
@@ -67,9 +68,17 @@ class DdpBypassed(Check):
         "wrapper-discarded": "the program did not keep the wrapper, and trains the model itself",
         "manual-update": "the program itself applies gradients that bypassed the wrapper",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(
+            (
+                *NOT_AVERAGED,
+                "model-not-wrapped",
+                "optimizer-state-drift",
+                "parameters-changed-after-wrap",
+            )
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for model in models.numbers(run):
@@ -80,12 +89,6 @@ class DdpBypassed(Check):
             if discarded and len(seen) < 2:
                 continue  # one process that goes on alone, after the others are done
             yield self._report(run, model, seen)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in (
-            "gradient-drift", "parameter-drift", "unsynced-step", "model-not-wrapped",
-            "optimizer-state-drift", "parameters-changed-after-wrap",
-        )  # fmt: skip
 
     def _report(self, run: Run, model: int, seen: dict[Rank, list[Bypassed]]) -> Finding:
         rank, events = next(iter(seen.items()))

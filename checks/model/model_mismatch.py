@@ -10,6 +10,8 @@ from typing import ClassVar
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrap_order import WrapOrder, wrap_order
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
+from ddpdoctor.report.declarations import Effect, When, seen, several_ranks
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, listed, ranks_text
 
@@ -101,11 +103,24 @@ class ModelMismatch(Check):
         "different-dtypes": "the same parameters have other dtypes",
         "frozen-on-some-ranks": "the same parameters are frozen on some ranks only",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if run.world_size < 2:
-            return "one rank only"
-        return None if run.any(Wrapped) or run.any(Unwrapped) else models.NO_DDP
+    requires = (several_ranks, seen(Wrapped, Unwrapped, otherwise=models.NO_DDP))
+    effects = (
+        Effect(("first-failure",), errors=(ErrorKind.DIFFERENT_MODELS, ErrorKind.CONNECTION)),
+        # gloo aborts at collectives that do not fit together.
+        Effect(("rank-died",), when=(When.about("SIGABRT"),)),
+        Effect(
+            (
+                "gradient-drift",
+                "parameter-drift",
+                "buffer-drift",
+                "rank-missing",
+                "stall",
+                "collective-shape-mismatch",
+                "collective-mismatch",
+                "rank-dependent-graph",
+            )
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         reordered: set[tuple[int, ...]] = set()
@@ -122,17 +137,6 @@ class ModelMismatch(Check):
                 yield self._report_origins(lists, majority, others, origins)
                 if origins.reordered:
                     reordered.add(ranks)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            text = str(other.evidence)
-            return "same model across" in text or "to match sizes" in text or "onnection" in text
-        if other.check == "rank-died":  # gloo, of collectives that do not fit together
-            return "SIGABRT" in other.subjects
-        return other.check in (
-            "gradient-drift", "parameter-drift", "buffer-drift", "rank-missing", "stall",
-            "collective-shape-mismatch", "collective-mismatch", "rank-dependent-graph",
-        )  # fmt: skip
 
     def _report_origins(
         self,

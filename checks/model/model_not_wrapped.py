@@ -26,7 +26,9 @@ from ddpdoctor.events import (
     Unwrapped,
     UnwrappedState,
 )
+from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When, seen, several_ranks
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.merging import merged
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
 
 GROUP = "gradients of a group"
@@ -39,6 +41,18 @@ EDITED = (manual_edits.EDIT_ON_SOME, manual_edits.UNEQUAL_EDITS, manual_edits.IN
 
 ENOUGH = 0.5
 """Numbers exchanged per step and parameter from which on gradients may be among them."""
+
+
+def _known(run: Run) -> str | None:
+    if any(e.late for r in run.ranks.values() for e in r.of(TorchLoaded)):
+        return "torch was already in use when the doctor started: earlier wraps are unknown"
+    if run.any(Unwrapped):
+        return None
+    if not run.training_ranks():
+        return "no optimizer step seen"
+    optimizers = [e for r in run.ranks.values() for e in r.of(OptimizerSeen)]
+    held = not optimizers or any(e.models for e in optimizers)
+    return None if held else "the optimizers step inside the backward, or on sharded parameters"
 
 
 class ModelNotWrapped(Check):
@@ -114,22 +128,12 @@ class ModelNotWrapped(Check):
         "sequence-parallel": "the ranks work on parts of one batch, and do not sum their gradients",
         "equal-replicas": "nothing is synchronised, but the ranks stay equal",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if run.world_size < 2:
-            return "one rank only"
-        if not run.any(GroupReady):
-            return "no process group was formed"
-        if any(e.late for r in run.ranks.values() for e in r.of(TorchLoaded)):
-            return "torch was already in use when the doctor started: earlier wraps are unknown"
-        if run.any(Unwrapped):
-            return None
-        if not run.training_ranks():
-            return "no optimizer step seen"
-        seen = [e for r in run.ranks.values() for e in r.of(OptimizerSeen)]
-        if seen and not any(e.models for e in seen):
-            return "the optimizers step inside the backward, or on sharded parameters"
-        return None
+    requires = (several_ranks, seen(GroupReady, otherwise="no process group was formed"), _known)
+    effects = (
+        Effect(NOT_AVERAGED, when=(When.IS_ERROR, When.SAME_OPTIMIZER)),
+        # Parameters of other optimizers follow only if all these ranks modify them manually.
+        Effect(NOT_AVERAGED, rules=EDITED, when=(When.IS_ERROR, When.SAME_RANKS)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         optimizers = {e.optimizer for r in run.ranks.values() for e in r.of(Unwrapped)}
@@ -147,16 +151,6 @@ class ModelNotWrapped(Check):
                 yield self._of_sequence(run, *copies)
         for found_together in together.values():
             yield _with_others(found_together)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is not Severity.ERROR or other.check not in (
-            "gradient-drift", "parameter-drift", "unsynced-step"
-        ):  # fmt: skip
-            return False
-        if not other.optimizers or not set(mine.optimizers).isdisjoint(other.optimizers):
-            return True
-        # Parameters of other optimizers follow only if all these ranks modify them manually.
-        return other.rule in EDITED and set(other.ranks) == set(mine.ranks)
 
     def _judge(
         self, run: Run, optimizer: int, replicas: dict[Rank, Unwrapped]
@@ -337,14 +331,11 @@ def _with_others(found: list[tuple[str, Finding]]) -> Finding:
     (_, first), *others = found
     if not others:
         return first
-    numbers = {n for _, f in found for n in f.optimizers}
     titles = [title for title, _ in found]
-    distinct = len(set(titles)) == len(titles)
-    return msgspec.structs.replace(
-        first,
-        optimizers=tuple(sorted(numbers)),
-        summary=f"{first.summary}; this line makes {counted(len(others), 'more such model')}",
-        evidence=first.evidence | {"models": titles if distinct else len(titles)},
+    return merged(
+        [f for _, f in found],
+        note=f"this line makes {counted(len(others), 'more such model')}",
+        evidence={"models": titles if len({*titles}) == len(titles) else len(titles)},
     )
 
 

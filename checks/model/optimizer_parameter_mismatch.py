@@ -11,6 +11,7 @@ import msgspec
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
+from ddpdoctor.report.declarations import seen, unless
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, some, title_of
 
@@ -84,11 +85,10 @@ class OptimizerParameterMismatch(Check):
         "empty-group": "a parameter group of the optimizer is empty",
         "not-covered": "the optimizer's parameter groups do not cover the model",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if not models.numbers(run) and not run.any(Ownership):
-            return models.NO_DDP
-        return None if run.training_ranks() else "no optimizer step seen"
+    requires = (
+        unless(models.needs_ddp, Ownership),
+        seen(StepDone, otherwise="no optimizer step seen"),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         sharded = {e.model for r in run.ranks.values() for e in r.of(Ownership) if e.model < 0}

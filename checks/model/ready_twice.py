@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import ReadyTwice as Record
+from ddpdoctor.report.declarations import WAITING, Condition, Effect
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, some, title_of
 
@@ -21,6 +23,20 @@ LABELS = {
 
 WATCHED = 3
 """The first forwards of a model, for which the called modules are known."""
+
+
+def _first_step(finding: Finding) -> int:
+    return finding.steps.first if finding.steps else -1
+
+
+def _wraps(finding: Finding) -> set[Location]:
+    """The line of the wrap: of the related lines, the one that is not the backward itself."""
+    return {r.location for r in finding.related if r.location != finding.location}
+
+
+def _of_one_forward(mine: Finding, other: Finding) -> bool:
+    same_step = _first_step(mine) == _first_step(other)
+    return same_step and not _wraps(mine).isdisjoint(r.location for r in other.related)
 
 
 class ReadyTwice(Check):
@@ -68,24 +84,22 @@ class ReadyTwice(Check):
         "the wrapper's forward",
         "used-more-than-once": "none of the other reasons: DDP counts the parameter more than once",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(("first-failure",), errors=(ErrorKind.READY_TWICE, ErrorKind.CONNECTION)),
+        Effect(
+            ("unused-parameter",),
+            of=("second-backward",),
+            when=(Condition("of the first backward over the same forward", _of_one_forward),),
+        ),
+        Effect(WAITING),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for model in models.numbers(run):
             seen = {r: e for r in run.ranks.values() for e in r.of(Record)[:1] if e.model == model}
             if seen:
                 yield self._report(run, model, seen)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            text = str(other.evidence)
-            return "ready only once" in text or "onnection" in text
-        if other.check == "unused-parameter":  # of the first backward over the same forward
-            again = mine.rule == "second-backward" and _first_step(mine) == _first_step(other)
-            return again and not _wraps(mine).isdisjoint(r.location for r in other.related)
-        return other.check in ("rank-missing", "stall", "rank-exited-early")
 
     def _report(self, run: Run, model: int, seen: dict[Rank, Record]) -> Finding:
         rank, event = next(iter(seen.items()))
@@ -119,15 +133,6 @@ class ReadyTwice(Check):
             },
             at=rank.wall(event.at),
         )
-
-
-def _first_step(finding: Finding) -> int:
-    return finding.steps.first if finding.steps else -1
-
-
-def _wraps(finding: Finding) -> set[Location]:
-    """The line of the wrap: of the related lines, the one that is not the backward itself."""
-    return {r.location for r in finding.related if r.location != finding.location}
 
 
 def _rule(rank: Rank, event: Record) -> str:

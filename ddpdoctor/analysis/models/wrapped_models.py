@@ -12,7 +12,6 @@ from ...events import (
     Ownership,
     ParameterUse,
     Replica,
-    StepDone,
     UnusedParameters,
     Wrapped,
 )
@@ -22,6 +21,11 @@ from ...report.findings import Related
 from ...run import Location, Rank, Run, whom
 
 NO_DDP = "no model was wrapped in DistributedDataParallel"
+
+
+def needs_ddp(run: Run) -> str | None:
+    """For checks that judge wrapped models only."""
+    return None if numbers(run) else NO_DDP
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,6 @@ def steps_of(rank: Rank, model: int) -> int:
     rank's busiest optimizer if none is known to hold the model's parameters."""
     own = (o.optimizer for o in rank.of(OptimizerSeen) if model in o.models)
     return max(map(rank.steps_of, own), default=0) or rank.steps
-
-
-def steps_taken(rank: Rank) -> int:
-    """Steps of all optimizers of a rank together."""
-    return sum(e.count for e in rank.of(StepDone))
 
 
 def parts_of(wrapped: Wrapped, positions: Iterable[int]) -> list[Part]:

@@ -16,7 +16,7 @@ from ...events import (
     Watched,
 )
 from ...events.drift import UNHELD
-from ...report.findings import Finding, Related, Steps
+from ...report.findings import Condition, Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
 from ..rank_differences import differences_among
 from .replica import Member
@@ -245,6 +245,9 @@ def may_follow(effect: Finding, cause: Finding, later: int) -> bool:
         return True
     equal = cause.evidence.get(LAST_EQUAL, -1)
     return effect.steps.first >= (equal if isinstance(equal, int) else -1) + 1 + later
+
+
+IN_A_LATER_STEP = Condition("in a later step", lambda mine, other: may_follow(other, mine, later=1))
 
 
 def _size(value: float) -> str:
