@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ddpdoctor.analysis.manual_sync import classify, optimizer_coverage
+from ddpdoctor.analysis.manual_sync import classify, optimizer_coverage, rules
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
@@ -103,7 +103,7 @@ class ParameterDrift(Check):
         PARTIAL_STATE: "each rank holds part of the optimizer's state, and updates are not sent",
         LOCAL_LOSS: "an optimizer that calls a closure (LBFGS) decides by each rank's own loss",
         **causes.UNKNOWN_RULES,
-        **classify.RULES,
+        **rules.RULES,
         **optimizer_coverage.RULES,
     }
 

@@ -1,5 +1,5 @@
-"""What may be wrong with copies that no wrapper synchronises: a case is what was found, a rule is a
-row of the table that says of it what it is and what to do."""
+"""What may be wrong with copies that no wrapper synchronises: a case is what was found, a rule is
+the row of the table that says of it what it is and what to do."""
 
 from __future__ import annotations
 
@@ -8,39 +8,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...report.findings import Check, Confidence, Evidence, Finding, Related, Severity, Steps
-from ...run import Location, named, plural
+from ...run import Location, counted, named, plural, ranks_text
 from .copies import Copies, Rows, step_of
 
 SHOWN = 20
 """Steps that evidence lists at most."""
 
-Text = str | Callable[[Any], str]
-"""What a rule says, or a function of the case that says it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A row of the table.
+    """A row of the table. Its texts are templates in which `c` is the case.
 
     Attributes:
-        name: of the rule, which several scopes may share (a whole model, some parameters).
+        name: of the rule, which several scopes share (the model, layers, some parameters).
         when: says when the rule decides, for the check's page.
         spots: names of the lines that it may point to, the best one first (see `Case.spot`).
         related: texts and names of related lines.
-        severity: of the finding; `confidence` likewise.
     """
 
     name: str
     when: str
-    summary: Text
-    cause: Text
-    fix: Text
-    label: Text = ""
-    evidence: Callable[[Any], Evidence]
+    severity: Severity = Severity.ERROR
+    confidence: Confidence = Confidence.PROVEN
     spots: tuple[str, ...] = ("step", "made")
-    related: tuple[tuple[Text, str], ...] = (("created here", "made"),)
-    severity: Severity | Callable[[Any], Severity] = Severity.ERROR
-    confidence: Confidence | Callable[[Any], Confidence] = Confidence.PROVEN
+    label: str = ""
+    related: tuple[tuple[str, str], ...] = (("created here", "made"),)
+    summary: str
+    cause: str
+    fix: str
+    evidence: Callable[[Any], Evidence]
 
 
 @dataclass(frozen=True)
@@ -54,6 +50,8 @@ class Case:
         since: the first step that is not synchronised, where an earlier one was.
         blamed: the ranks at fault; empty for all.
         beside: another optimizer's part of the model, which is synchronised.
+        remarks: templates that go on with the cause.
+        example: names for these.
     """
 
     rule: Rule
@@ -64,52 +62,33 @@ class Case:
     since: int = -1
     blamed: tuple[int, ...] = ()
     beside: Copies | None = None
+    remarks: tuple[str, ...] = ()
+    example: tuple[str, ...] = ()
 
-    @property
-    def begin(self) -> int:
-        return step_of(self.look)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.blamed or tuple(self.copies.members)
-
-    @property
-    def subjects(self) -> tuple[str, ...]:
-        return tuple(self.copies.names[i] for i in self.positions)
-
-    @property
-    def optimizers(self) -> tuple[int, ...]:
-        """Optimizers whose other findings this one may explain; none: any."""
-        return ()
-
-    @property
-    def kind(self) -> str:
-        return self.copies.first[1].kind or "a set of parameters"
-
-    @property
-    def steps(self) -> Steps | None:
-        taken = max(r.steps_of(e.optimizer) for r, e in self.copies.members.values())
-        last = max(self.begin, taken - 1)
-        return Steps(self.begin, last, last - self.begin + 1)
-
-    @property
-    def at(self) -> float:
-        members = self.copies.members
-        return min(members[n][0].wall(state.at) for n, state in self.look.items())
-
-    @property
-    def compared(self) -> list[int]:
-        """The steps at which each parameter was compared."""
-        return [step_of(look) for look in self.copies.close]
-
-    @property
-    def they_differ(self) -> str:
-        """`head.bias of Net differs between ranks`."""
-        verb = plural(len(self.positions), "differs", "differ")
-        return f"{named(self.copies.names, self.positions)} of {self.kind} {verb} between ranks"
+    def finding(self, check: Check) -> Finding:
+        rule = self.rule
+        spots = map(self.spot, rule.spots)
+        places = [(text, self.spot(name)) for text, name in rule.related]
+        return check.finding(
+            rule=rule.name,
+            severity=self.severity,
+            confidence=self.confidence,
+            ranks=self.ranks,
+            steps=self.steps,
+            subjects=self.subjects,
+            optimizers=self.optimizers,
+            location=next((spot for spot in spots if spot is not None), None),
+            label=rule.label.format(c=self),
+            related=tuple(Related(text.format(c=self), spot) for text, spot in places if spot),
+            summary=rule.summary.format(c=self),
+            cause="".join((rule.cause, *self.remarks)).format(c=self),
+            fix=rule.fix.format(c=self),
+            evidence=rule.evidence(self),
+            at=self.at,
+        )
 
     def spot(self, name: str) -> Location | None:
-        """A line of the program, on the first rank that knows it best."""
+        """A line of the program, on the first rank or on the first that knows it."""
         rank, event = self.copies.first
         if name == "running":
             ran = ((n, s) for n, s in self.copies.last.items() if s.running)
@@ -123,27 +102,100 @@ class Case:
         }
         return rank.location(sites[name])
 
-    def finding(self, check: Check) -> Finding:
-        rule = self.rule
-        places = [(text, self.spot(name)) for text, name in rule.related]
-        severity, confidence = rule.severity, rule.confidence
-        return check.finding(
-            rule=rule.name,
-            severity=severity(self) if callable(severity) else severity,
-            confidence=confidence(self) if callable(confidence) else confidence,
-            ranks=self.ranks,
-            steps=self.steps,
-            subjects=self.subjects,
-            optimizers=self.optimizers,
-            location=next((spot for n in rule.spots if (spot := self.spot(n))), None),
-            label=self.say(rule.label),
-            related=tuple(Related(self.say(text), spot) for text, spot in places if spot),
-            summary=self.say(rule.summary),
-            cause=self.say(rule.cause),
-            fix=self.say(rule.fix),
-            evidence=rule.evidence(self),
-            at=self.at,
-        )
+    @property
+    def severity(self) -> Severity:
+        return self.rule.severity
 
-    def say(self, text: Text) -> str:
-        return text if isinstance(text, str) else text(self)
+    @property
+    def confidence(self) -> Confidence:
+        return self.rule.confidence
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.blamed or tuple(self.copies.members)
+
+    @property
+    def steps(self) -> Steps | None:
+        taken = max(r.steps_of(e.optimizer) for r, e in self.copies.members.values())
+        last = max(self.begin, taken - 1)
+        return Steps(self.begin, last, last - self.begin + 1)
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        return tuple(self.copies.names[i] for i in self.positions)
+
+    @property
+    def optimizers(self) -> tuple[int, ...]:
+        """Optimizers whose other findings this one may explain; none: any."""
+        return ()
+
+    @property
+    def at(self) -> float:
+        members = self.copies.members
+        return min(members[n][0].wall(state.at) for n, state in self.look.items())
+
+    # Values for the texts.
+
+    @property
+    def begin(self) -> int:
+        return step_of(self.look)
+
+    @property
+    def compared(self) -> list[int]:
+        """The steps at which each parameter was compared."""
+        return [step_of(look) for look in self.copies.close]
+
+    @property
+    def looked(self) -> list[int]:
+        """The first steps at which the whole model was compared."""
+        return [step_of(look) for look in self.copies.looks][:SHOWN]
+
+    @property
+    def kind(self) -> str:
+        return self.copies.first[1].kind or "a set of parameters"
+
+    @property
+    def few(self) -> int:
+        return len(self.positions)
+
+    @property
+    def rest(self) -> int:
+        return len(self.beside.names if self.beside else self.others)
+
+    @property
+    def count(self) -> int:
+        return len(self.copies.names)
+
+    @property
+    def they_differ(self) -> str:
+        """`head.bias of Net differs between ranks`."""
+        verb = plural(self.few, "differs", "differ")
+        return f"{named(self.copies.names, self.positions)} of {self.kind} {verb} between ranks"
+
+    @property
+    def they_were(self) -> str:
+        return plural(self.few, "the parameter was", "the parameters were")
+
+    @property
+    def it(self) -> str:
+        return plural(self.few, "it", "them")
+
+    @property
+    def its(self) -> str:
+        return plural(self.few, "its", "their")
+
+    @property
+    def its_gradient(self) -> str:
+        return plural(self.few, "its gradient", "their gradients")
+
+    @property
+    def counted_rest(self) -> str:
+        return counted(self.rest, "parameter")
+
+    @property
+    def who(self) -> str:
+        return ranks_text(self.ranks)
+
+    @property
+    def apply(self) -> str:
+        return plural(len(self.ranks), "applies", "apply")

@@ -8,36 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import takewhile
+
+import msgspec
 
 from ...report.findings import Check, Finding
-from ...run import Run
-from ..replicas import optimizer_options
-from . import divergence as whole
-from . import rules
+from ...run import Run, named, ranks_text
+from . import divergence, rules
 from .cases import Case
 from .copies import (
     ABSENT,
     ALL_ZERO,
     Copies,
     History,
-    Rows,
-    agree,
+    members_of,
     parting,
     same,
     step_of,
     trained_copies,
 )
-from .divergence import Divergence, Options, SkippedSteps
-from .thresholds import ENOUGH, LOOKS, LOOKS_SINCE_ONCE, LOOKS_SINCE_STOPPED
-
-EVERY = (
-    rules.NEVER_SYNCED, rules.PART_STOPPED, rules.OTHER_OPTIMIZER, rules.MISMATCHED,
-    rules.NOT_AWAITED, rules.UNEQUAL_START, rules.UPDATE_ON_SOME, rules.UNEQUAL_UPDATES,
-    whole.SYNC_STOPPED, whole.STEP_NOT_SYNCED, whole.SKIPPED, whole.UNEQUAL_OPTIONS,
-    whole.UNEQUAL_UPDATES, whole.EDIT_AFTER_SYNC,
-)  # fmt: skip
-RULES = {rule.name: rule.when for rule in EVERY}
+from .divergence import Divergence
+from .thresholds import ENOUGH, LOOKS, LOOKS_SINCE_STOPPED
 
 
 def findings(check: Check, run: Run) -> Iterator[Finding]:
@@ -50,8 +41,14 @@ def findings(check: Check, run: Run) -> Iterator[Finding]:
         else:
             yield case.finding(check)
     for first, *others in together.values():
-        more = tuple(n for case in others for n in case.ranks)
-        yield replace(first, likewise=more).finding(check)
+        found, more = first.finding(check), {n for case in others for n in case.ranks}
+        if more:
+            found = msgspec.structs.replace(
+                found,
+                ranks=tuple(sorted({*found.ranks, *more})),
+                summary=f"{found.summary}; likewise {ranks_text(more)} in other groups",
+            )
+        yield found
 
 
 def cases(run: Run) -> Iterator[Case]:
@@ -66,12 +63,12 @@ def cases(run: Run) -> Iterator[Case]:
 def judged(run: Run) -> bool:
     """Whether there are copies that can be judged."""
     return any(
-        kept_equal(c)
-        or steady(c)
-        or _agreed(c)
+        c.kept_equal
+        or c.steady
+        or c.agreed
         or _began_equal(c)
         or not_awaited(c, [])
-        or _once(c, [])
+        or divergence.synced_once(c, [])
         for c in trained_copies(run)
     )
 
@@ -79,53 +76,7 @@ def judged(run: Run) -> bool:
 def equal_gradients(copies: Copies) -> bool:
     """Whether the program synchronises the gradients, which agree at every look from before the
     first step on, but was not seen to keep the parameters equal that way."""
-    return steady(copies) and _agree_from_start(copies) and not kept_equal(copies)
-
-
-# What the program does about its gradients.
-
-
-def steady(copies: Copies) -> bool:
-    """Whether all ranks synchronised most gradients of every step, and no parameters since the
-    first."""
-    if len(copies.close) < LOOKS:
-        return False
-    first = copies.looks[0]
-    return all(
-        s.exchanged == "gradients" and s.shared == s.step + 1 for s in copies.states
-    ) and all(
-        s.averaged == first[n].averaged
-        for look in (*copies.looks, copies.end or {})
-        for n, s in look.items()
-    )
-
-
-def _agreed(copies: Copies) -> bool:
-    """Whether gradients were equal on all ranks at every look, and new each time, and enough was
-    communicated in each step to make them so, by whatever means: there may be no backward."""
-    if len(copies.close) < LOOKS or not all(all(h.agree) for h in copies.parameters):
-        return False
-    rows = {tuple(h.gradients[k][0] for h in copies.parameters) for k in range(len(copies.close))}
-    return len(rows) == len(copies.close) and all(
-        s.elements >= ENOUGH * copies.size * s.step for s in copies.looks[-1].values()
-    )
-
-
-def kept_equal(copies: Copies) -> bool:
-    """Whether manual synchronisation was seen to work: every rank passed all gradients of all steps
-    between two looks to collectives, and the parameters moved and were equal at both."""
-    for before, after in pairwise(copies.looks):
-        if not (same(before) and same(after)):
-            return False
-        steps = step_of(after) - step_of(before)
-        whole = all(s.completed - before[n].completed == steps for n, s in after.items())
-        if whole and _moved(before, after):
-            return True
-    return False
-
-
-def _moved(before: Rows, after: Rows) -> bool:
-    return all(s.parameters != before[n].parameters for n, s in after.items())
+    return copies.steady and copies.agree_from_start and not copies.kept_equal
 
 
 # Classes of single parameters.
@@ -143,7 +94,7 @@ def not_awaited(copies: Copies, every: list[Copies]) -> Case | None:
 def _mismatched(copies: Copies, every: list[Copies]) -> Case | None:
     """At some step each rank passed the gradients it had to collectives, of different parameters;
     some of these have differed since."""
-    if not steady(copies):
+    if not copies.steady:
         return None
     for k, look in enumerate(copies.close):
         if any(
@@ -154,7 +105,9 @@ def _mismatched(copies: Copies, every: list[Copies]) -> Case | None:
             continue
         lone = [i for i, h in enumerate(copies.parameters) if len(set(h.passed[k])) > 1]
         if any(not all(copies.parameters[i].equal[k + 1 :]) for i in lone):
-            return Case(rules.MISMATCHED, copies, look, lone)
+            case = Case(rules.MISMATCHED, copies, look, lone)
+            number, missing = next(iter(rules.lacking(case).items()))
+            return replace(case, example=(named(copies.names, missing), f"rank {number}"))
     return None
 
 
@@ -162,7 +115,7 @@ def _part_stopped(copies: Copies, every: list[Copies]) -> Case | None:
     """All gradients were synchronised in every step up to one and in none since, and just the
     parameters differ whose gradients no longer are."""
     first = parting(map(same, copies.looks))
-    if not first or not (steady(copies) and kept_equal(copies)):
+    if not first or not (copies.steady and copies.kept_equal):
         return None
     later = [s for look in copies.looks[first:] for s in look.values()]
     if len({s.completed for s in later}) > 1 or any(s.complete for s in later):
@@ -182,8 +135,9 @@ def _part_stopped(copies: Copies, every: list[Copies]) -> Case | None:
         for k in looks
     ):
         return None
-    look = copies.looks[first]
-    return Case(rules.PART_STOPPED, copies, look, local, others, since=later[0].completed)
+    torn = _torn([copies.names[i] for i in local], [copies.names[i] for i in others])
+    rule, since = rules.PART_STOPPED if torn else rules.LAYERS_STOPPED, later[0].completed
+    return Case(rule, copies, copies.looks[first], local, others, since=since)
 
 
 def _apart(history: History, look: int) -> bool:
@@ -194,7 +148,7 @@ def _apart(history: History, look: int) -> bool:
 
 def _unequal_start(copies: Copies, every: list[Copies]) -> Case | None:
     """Some parameters differ from the first step on, although all gradients are synchronised."""
-    if not _agreed(copies) and not (steady(copies) and all(s.complete for s in copies.states)):
+    if not copies.agreed and not (copies.steady and all(s.complete for s in copies.states)):
         return None
     unequal = _positions(copies, lambda h: h.trained and not any(h.equal))
     if not all(all(h.agree) for h in copies.parameters) or not _any_moved(copies, unequal):
@@ -204,7 +158,7 @@ def _unequal_start(copies: Copies, every: list[Copies]) -> Case | None:
 
 def _never_synced(copies: Copies, every: list[Copies]) -> Case | None:
     """Some parameters were equal and diverge, as their gradients are never synchronised."""
-    if not steady(copies) or not all(h.equal[0] for h in copies.parameters):
+    if not copies.steady or not all(h.equal[0] for h in copies.parameters):
         return None
     agreeing = _agreeing(copies)
     if not agreeing and not copies.accounted:
@@ -218,7 +172,44 @@ def _never_synced(copies: Copies, every: list[Copies]) -> Case | None:
     if not enough or not _any_moved(copies, local):
         return None
     firsts = (copies.parameters[i].equal.index(False) for i in local)
-    return Case(rules.NEVER_SYNCED, copies, copies.close[min(firsts)], local, shared)
+    look = copies.close[min(firsts)]
+    names, others = [copies.names[i] for i in local], [copies.names[i] for i in shared]
+    remarks: tuple[str, ...] = ()
+    example: tuple[str, ...] = ()
+    if torn := _torn(names, others):
+        left = next(name for name in names if _layer(name) in torn)
+        synced = next(name for name in others if _layer(name) == _layer(left))
+        remarks, example = (rules.IN_ONE_LAYER,), (synced, left)
+    if any(not copies.parameters[i].equal[-1] for i in shared):
+        remarks = (*remarks, rules.OTHERS_TOO)
+    rule = rules.NEVER_SYNCED
+    if not remarks:
+        part = _rest_of(copies, local, others)
+        rule, example = rules.NEVER_SYNCED_REST if part else rules.NEVER_SYNCED_LAYERS, (part,)
+    return Case(rule, copies, look, local, shared, remarks=remarks, example=example)
+
+
+def _layer(name: str) -> str:
+    """The module that owns a parameter."""
+    return name.rpartition(".")[0]
+
+
+def _torn(names: list[str], others: list[str]) -> list[str]:
+    """The modules that own parameters of both lists."""
+    return sorted(({*map(_layer, names)} & {*map(_layer, others)}) - {""})
+
+
+def _rest_of(copies: Copies, local: list[int], others: list[str]) -> str:
+    """The part of the model of which `local` are the rest, as a bucket that is never full leaves
+    it: consecutive parameters of one part, `others` of which are synchronised, where a collective
+    of these ranks carried all parameters before the first step. Empty where it is not so: layers
+    of one kind are not consecutive, and a head is a part by itself."""
+    spread = (members_of(r, copies.looks[0][n].spread) for n, (r, _) in copies.members.items())
+    owners = {copies.names[i].partition(".")[0] for i in local if "." in copies.names[i]}
+    consecutive = local == list(range(local[0], local[-1] + 1))
+    inside = owners <= {name.partition(".")[0] for name in others}
+    whole = consecutive and len(owners) == 1 and inside
+    return owners.pop() if whole and all(g == copies.members.keys() for g in spread) else ""
 
 
 def _diverges(history: History) -> bool:
@@ -239,7 +230,7 @@ def _agreeing(copies: Copies) -> list[int]:
 
 def _unequal_updates(copies: Copies, every: list[Copies]) -> Case | None:
     """Parameters that begin equal differ for good, although gradients agree."""
-    if kept_equal(copies) or any(s.running for s in copies.states):
+    if copies.kept_equal or any(s.running for s in copies.states):
         return None  # of a collective that runs on, what is digested is not what is applied
     if not _began_equal(copies):
         return None
@@ -250,7 +241,7 @@ def _unequal_updates(copies: Copies, every: list[Copies]) -> Case | None:
     if any(not all(h.equal) for i, h in enumerate(copies.parameters) if i not in differ):
         return None
     kept = [i for i in trained if i not in differ and copies.parameters[i].moved]
-    if not differ or not (kept or steady(copies)):
+    if not differ or not (kept or copies.steady):
         return None
     first = min(differ.values())
     news = [
@@ -261,26 +252,22 @@ def _unequal_updates(copies: Copies, every: list[Copies]) -> Case | None:
         for column, n in enumerate(copies.members)
         if all(old[column] == new[column] for old, new in news)
     )
-    rule = rules.UPDATE_ON_SOME if still else rules.UNEQUAL_UPDATES
-    return Case(rule, copies, copies.close[first], list(differ), kept, blamed=still)
-
-
-def _agree_from_start(copies: Copies) -> bool:
-    """Whether every gradient is equal on all ranks at all looks, the first one before any step."""
-    enough = len(copies.close) >= LOOKS and not step_of(copies.close[0])
-    return enough and all(all(h.agree) for h in copies.parameters)
+    rule = rules.UPDATE_ON_SOME if still else rules.UPDATES_DIFFER
+    remarks = (rules.STAY_EQUAL,) if kept else ()
+    look = copies.close[first]
+    return Case(rule, copies, look, list(differ), kept, blamed=still, remarks=remarks)
 
 
 def _began_equal(copies: Copies) -> bool:
     """Whether some parameters begin equal and have a gradient before every step, and no gradient
     differs between ranks."""
-    return _agree_from_start(copies) and any(h.trained and h.equal[0] for h in copies.parameters)
+    return copies.agree_from_start and any(h.trained and h.equal[0] for h in copies.parameters)
 
 
 def _other_optimizer(copies: Copies, every: list[Copies]) -> Case | None:
     """An optimizer's gradients are never synchronised, and those of another optimizer of the same
     model are in every step."""
-    shared = next((c for c in every if _one_model(copies, c) and steady(c)), None)
+    shared = next((c for c in every if _one_model(copies, c) and c.steady), None)
     if shared is None or len(copies.close) < LOOKS or not _never_communicated(copies):
         return None
     looks = [*copies.looks, *([copies.end] if copies.end else [])]
@@ -301,7 +288,20 @@ def _other_optimizer(copies: Copies, every: list[Copies]) -> Case | None:
     differ = [i for i in trained if not copies.parameters[i].equal[-1]]
     if not differ:
         return None
-    return Case(rules.OTHER_OPTIMIZER, copies, copies.looks[1], differ, beside=shared)
+    rule, torn = rules.OTHER_OPTIMIZER, _torn(copies.names, shared.names)
+    if torn:
+        rule = rules.OTHER_OPTIMIZER_TORN
+    elif _one_part(copies.names, shared.names) or _one_part(shared.names, copies.names):
+        rule = rules.OTHER_OPTIMIZER_PART
+    return Case(rule, copies, copies.looks[1], differ, beside=shared, example=tuple(torn[:1]))
+
+
+def _one_part(names: list[str], others: list[str]) -> bool:
+    """Whether these are all parameters of one module (or one parameter), which has none of the
+    others."""
+    paths = [name.split(".") for name in names]
+    common = [row[0] for row in takewhile(lambda r: len(set(r)) == 1, zip(*paths, strict=False))]
+    return bool(common) and not any(n.split(".")[: len(common)] == common for n in others)
 
 
 def _one_model(some: Copies, others: Copies) -> bool:
@@ -331,222 +331,11 @@ def _any_moved(copies: Copies, positions: list[int]) -> bool:
     return any(copies.parameters[i].moved for i in positions)
 
 
-# Classes of whole copies.
-
-
-def _once_kept_equal(copies: Copies, every: list[Copies]) -> Case | None:
-    """Copies that manual synchronisation kept equal diverge, unless that may be intended."""
-    if not kept_equal(copies):
-        return None
-    every_look = [*copies.looks, *([copies.end] if copies.end else [])]
-    first = next((i for i, look in enumerate(every_look) if not same(look)), None)
-    if first is None and (late := _fewer_in_the_end(copies)):
-        return _divergence(copies, every_look[-1], copies.ends, ahead=late)
-    if not first or any(map(same, every_look[first:])):
-        return None
-    equal, differ, last = every_look[first - 1], every_look[first], every_look[-1]
-    if (skipped := _skipped(copies, equal, differ)) is not None:
-        return _divergence(copies, equal, differ, ahead=skipped)
-    if any(s.averaged != equal[n].averaged for n, s in last.items()):
-        return None  # the parameters themselves are communicated: local SGD, or a repair
-    steps = step_of(differ) - step_of(equal)
-    missing = {n: steps - (s.completed - equal[n].completed) for n, s in differ.items()}
-    silent = last is not differ and _stopped(differ, last)
-    found = _divergence(
-        copies, equal, differ, missing=missing, gradients=_agreement(copies, equal, differ),
-        stopped=silent and all(count == steps for count in missing.values()),
-    )  # fmt: skip
-    if differ is copies.end:
-        # After the run, a rank may load another model to look at it: only a step that was not
-        # synchronised shows a fault.
-        return found if any(missing.values()) and _mostly(copies.looks[0], equal) else None
-    if not silent:
-        return found if _mostly(differ, last) else None
-    if _mostly(copies.looks[0], last):
-        return found
-    if not _little(copies, differ, last):
-        return None
-    goes_on = (c for c in every if _always(c) and step_of(c.last) == step_of(last))
-    apart = (c for c in goes_on if c.members.keys().isdisjoint(copies.members))
-    if (other := next(apart, None)) is not None:
-        return replace(found, suspected=True, other_group=tuple(other.members))
-    return replace(found, suspected=True) if _went_apart(copies, found) else None
-
-
-def _divergence(
-    copies: Copies,
-    equal: Rows,
-    differ: Rows,
-    *,
-    missing: dict[int, int] | None = None,
-    gradients: str = "not known",
-    stopped: bool = False,
-    once: bool = False,
-    ahead: SkippedSteps | None = None,
-) -> Divergence:
-    """A divergence, with the rule that says why."""
-    options = _other_options(copies, step_of(equal), step_of(differ))
-    if ahead:
-        rule = whole.SKIPPED
-    elif missing and any(missing.values()):
-        rule = whole.SYNC_STOPPED if stopped else whole.STEP_NOT_SYNCED
-    elif options is not None:
-        rule = whole.UNEQUAL_OPTIONS
-    else:
-        rule = whole.UNEQUAL_UPDATES if gradients == "agree" else whole.EDIT_AFTER_SYNC
-    return Divergence(
-        rule, copies, differ, range(len(copies.names)), equal=equal, missing=missing or {},
-        gradients=gradients, stopped=stopped, once=once, suspected=once, ahead=ahead,
-        options=options,
-    )  # fmt: skip
-
-
-def _once(copies: Copies, every: list[Copies]) -> Case | None:
-    """The copies diverge because only the first step was synchronised, and so little was
-    communicated since that nothing else can be meant to keep them equal."""
-    if len(copies.looks) < LOOKS_SINCE_ONCE:
-        return None
-    first, equal, *later = copies.looks
-    last = copies.end or later[-1]
-    if (step_of(first), step_of(equal)) != (0, 1) or not _moved(first, equal):
-        return None
-    if parting(map(same, (*copies.looks, last))) != 2 or not _little(copies, None, last):
-        return None
-    if not agree(first) or any(map(agree, copies.looks[1:])):
-        return None
-    for n, s in last.items():
-        more = s.late or s.running or s.averaged != equal[n].averaged
-        if more or not s.completed + s.inside == equal[n].completed + equal[n].inside == 1:
-            return None
-    missing = {n: step_of(later[0]) - 1 for n in copies.members}
-    return _divergence(
-        copies, equal, later[0], missing=missing, gradients="differ", stopped=True, once=True
-    )
-
-
-def _always(copies: Copies) -> bool:
-    """Whether a group kept its copies equal by the gradients of every step."""
-    return (
-        copies.part
-        and kept_equal(copies)
-        and all(s.completed + s.complete == s.step + (not s.last) for s in copies.last.values())
-    )
-
-
-def _went_apart(copies: Copies, found: Divergence) -> bool:
-    """Whether all gradients of every step were synchronised up to the divergence, of more than one
-    step, and the gradients differ at each look since, up to an end that is on record."""
-    begin, end = found.window
-    later = [look for look in copies.looks if step_of(look) >= end]
-    return (
-        found.stopped
-        and copies.end is not None
-        and begin > 1
-        and all(s.completed == begin for s in found.equal.values())
-        and not any(map(agree, later))
-    )
-
-
-def _little(copies: Copies, first: Rows | None, last: Rows) -> bool:
-    """Whether less is communicated between these looks (without `first`: since the first step) than
-    it takes to make the parameters equal once."""
-    return all(
-        s.elements - (first[n].elements if first else 0) < ENOUGH * copies.size
-        for n, s in last.items()
-    )
-
-
-def _mostly(first: Rows, last: Rows) -> bool:
-    """Whether every rank synchronised more than half of the steps between these looks."""
-    return all(
-        2 * (s.completed + s.complete - first[n].completed) > s.step + (not s.last) - first[n].step
-        for n, s in last.items()
-    )
-
-
-def _stopped(first: Rows, last: Rows) -> bool:
-    """Whether no rank synchronised any step between these looks, nor used other communication."""
-    return not any(
-        s.complete or s.completed > first[n].completed or s.exchanged != "gradients"
-        for n, s in last.items()
-    )
-
-
-def _agreement(copies: Copies, equal: Rows, differ: Rows) -> str:
-    """Whether the gradients between two looks agree: see `Divergence.gradients`."""
-    begin, end = step_of(equal), step_of(differ)
-    between = [look for look in copies.looks if begin <= step_of(look) < end]
-    if not all(map(agree, between)):
-        return "differ"
-    return "agree" if len(between) == end - begin else "not known"
-
-
-def _other_options(copies: Copies, begin: int, end: int) -> Options | None:
-    """The first step in between that the ranks took with different options."""
-    tables = {n: optimizer_options.by_step(r, e.optimizer) for n, (r, e) in copies.members.items()}
-    step = next((s for s in optimizer_options.skewed(tables, end - 1) if begin <= s), None)
-    if step is None:
-        return None
-    values = {n: optimizer_options.at(table, step) for n, table in tables.items()}
-    values = optimizer_options.settled(values)
-    option, group = optimizer_options.options(values)[0]
-    shown = {n: groups[group].get(option) for n, groups in values.items()}
-    return step, option, optimizer_options.spelled(shown)
-
-
-# Steps that some ranks skip, although all synchronised the gradients.
-
-
-def _skipped(copies: Copies, equal: Rows, differ: Rows) -> SkippedSteps | None:
-    """The ranks that have communicated at least the gradients of one more step than others where
-    the copies diverge, and ever since; None where the ranks have not communicated equally much in
-    the end, as they must, since collectives pair. On the ranks that skip, `averaged` counts what
-    is communicated then as parameters."""
-    looks, ends, size = copies.looks, copies.ends, copies.size
-    whole = ends.keys() == copies.members.keys()
-    if whole and max(_more(ends).values()) >= size:
-        return None
-    more = [_more(look) for look in looks]
-    first = next((i for i, extra in enumerate(more) if max(extra.values()) >= size), None)
-    if not first or step_of(looks[first]) not in (step_of(equal), step_of(differ)):
-        return None
-    ranks = tuple(n for n, extra in more[first].items() if extra >= size)
-    if any(later[n] < size for later in more[first:] for n in ranks):
-        return None
-    if any(s.averaged != equal[n].averaged for n, s in differ.items() if n not in ranks):
-        return None
-    elements = {n: s.elements for n, s in looks[first].items()}
-    taken = {n: s.step for n, s in ends.items()} if whole else {}
-    return SkippedSteps(ranks, step_of(looks[first]), elements, taken)
-
-
-def _fewer_in_the_end(copies: Copies) -> SkippedSteps | None:
-    """The ranks that took fewer steps in the end and have different parameters, where all ranks
-    have communicated equally much, the gradients of every step included."""
-    looks, ends = copies.looks, copies.ends
-    if not looks or ends.keys() != copies.members.keys() or same(ends):
-        return None
-    most = max(s.step for s in ends.values())
-    ranks = tuple(n for n, s in ends.items() if s.step < most)
-    if any(max(_more(look).values()) >= copies.size for look in (looks[-1], ends)):
-        return None
-    if any(s.completed < s.step for s in ends.values()) or not ranks:
-        return None
-    elements = {n: s.elements for n, s in ends.items()}
-    return SkippedSteps(ranks, -1, elements, {n: s.step for n, s in ends.items()})
-
-
-def _more(look: Rows) -> dict[int, int]:
-    """By rank, how many elements more it has communicated than the rank with the fewest."""
-    least = min(s.elements for s in look.values())
-    return {n: s.elements - least for n, s in look.items()}
-
-
 CLASSES: tuple[Callable[[Copies, list[Copies]], Case | None], ...] = (
     not_awaited,
     _mismatched,
-    _once_kept_equal,
-    _once,
+    divergence.once_kept_equal,
+    divergence.synced_once,
     _part_stopped,
     _unequal_start,
     _never_synced,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ import msgspec
 from ...events import GroupReady, Unwrapped, UnwrappedState
 from ...events.pack import unpack
 from ...run import Rank, Run
+from .thresholds import ENOUGH, LOOKS
 
 BESIDE = ("gradients of a group", "point-to-point", "all-to-all", "in backward")
 """Kinds of communication (`UnwrappedState.exchanged`) that a group may have with other ranks."""
@@ -155,6 +157,51 @@ class Copies:
                 return False
         return True
 
+    @cached_property
+    def steady(self) -> bool:
+        """Whether all ranks synchronised most gradients of every step, and no parameters since the
+        first."""
+        first, ends = self.looks[0] if self.looks else {}, self.end or {}
+        return (
+            len(self.close) >= LOOKS
+            and all(s.exchanged == "gradients" and s.shared == s.step + 1 for s in self.states)
+            and all(s.averaged == first[n].averaged for k in self.looks for n, s in k.items())
+            and all(s.averaged == first[n].averaged for n, s in ends.items())
+        )
+
+    @cached_property
+    def agreed(self) -> bool:
+        """Whether gradients were equal on all ranks at every look, and new each time, and enough
+        was communicated in each step to make them so, by whatever means: there may be no
+        backward."""
+        looks = range(len(self.close))
+        if len(looks) < LOOKS or not all(all(h.agree) for h in self.parameters):
+            return False
+        rows = {tuple(h.gradients[k][0] for h in self.parameters) for k in looks}
+        return len(rows) == len(looks) and all(
+            s.elements >= ENOUGH * self.size * s.step for s in self.looks[-1].values()
+        )
+
+    @cached_property
+    def kept_equal(self) -> bool:
+        """Whether manual synchronisation was seen to work: every rank passed all gradients of all
+        steps between two looks to collectives, and the parameters moved and were equal at both."""
+        for before, after in pairwise(self.looks):
+            if not (same(before) and same(after)):
+                return False
+            steps = step_of(after) - step_of(before)
+            whole = all(s.completed - before[n].completed == steps for n, s in after.items())
+            if whole and moved(before, after):
+                return True
+        return False
+
+    @cached_property
+    def agree_from_start(self) -> bool:
+        """Whether every gradient is equal on all ranks at all looks, the first one before any
+        step."""
+        enough = len(self.close) >= LOOKS and not step_of(self.close[0])
+        return enough and all(all(h.agree) for h in self.parameters)
+
 
 def trained_copies(run: Run) -> Iterator[Copies]:
     """The models that every rank of the world, or of the one group to which it passes all
@@ -211,6 +258,11 @@ def same(look: Rows) -> bool:
 def agree(look: Rows) -> bool:
     """Whether the gradients are equal on all ranks."""
     return len({s.gradients for s in look.values()}) == 1
+
+
+def moved(before: Rows, after: Rows) -> bool:
+    """Whether the parameters of all ranks changed between two looks."""
+    return all(s.parameters != before[n].parameters for n, s in after.items())
 
 
 def parting(equal: Iterable[bool]) -> int | None:

@@ -1,16 +1,17 @@
-"""Whole copies without a wrapper that were kept equal by gradients which the program synchronises
-manually (its own all-reduce), and diverge: the record and its rows of the table."""
+"""The whole model: copies that were kept equal by gradients which the program synchronises manually
+(its own all-reduce), and diverge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ...report.findings import Confidence, Evidence, Severity, Steps
+from ...report.findings import Confidence, Severity, Steps
 from ...run import Location, equal_ranks, odd_ones, plural, ranks_text
 from ..replicas import optimizer_options
-from .cases import Case, Rule, Text
-from .copies import Rows, step_of
+from . import rules
+from .cases import Case
+from .copies import Copies, Rows, agree, moved, parting, same, step_of
+from .thresholds import ENOUGH, LOOKS_SINCE_ONCE
 
 Options = tuple[int, str, str]
 """A step, an option that differs between ranks at it, and its values, as text."""
@@ -41,11 +42,11 @@ class Divergence(Case):
         gradients: whether the gradients applied agree: `agree`, `differ` or `not known`.
         stopped: none of the steps after `equal` was synchronised.
         once: of the steps before `equal`, only the first one was.
-        other_group: the ranks of another group that synchronises every step, where only that shows
-            that the difference is not intended.
+        suspected: the difference may be intended.
+        going_on: the ranks of another group that synchronises every step, where only that shows
+            that it is not.
         ahead: the ranks that skipped steps whose gradients all ranks synchronised.
         options: the first step in between that the ranks took with different options.
-        likewise: ranks of other groups that diverge in the same steps of the same line.
     """
 
     equal: Rows = field(default_factory=dict)
@@ -54,15 +55,9 @@ class Divergence(Case):
     stopped: bool = False
     once: bool = False
     suspected: bool = False
-    other_group: tuple[int, ...] = ()
+    going_on: tuple[int, ...] = ()
     ahead: SkippedSteps | None = None
     options: Options | None = None
-    likewise: tuple[int, ...] = ()
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """The step before which they were last equal, and the first before which they differ."""
-        return step_of(self.equal), self.begin
 
     @property
     def over(self) -> bool:
@@ -70,14 +65,18 @@ class Divergence(Case):
         return self.look is self.copies.end
 
     @property
-    def minority(self) -> tuple[int, ...]:
-        if self.ahead:
-            return self.ahead.ranks
-        return odd_ones(equal_ranks({n: s.parameters for n, s in self.look.items()}))
+    def severity(self) -> Severity:
+        return Severity.NOTE if self.over else Severity.ERROR
+
+    @property
+    def confidence(self) -> Confidence:
+        return Confidence.SUSPECTED if self.suspected else Confidence.PROVEN
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted((*self.minority, *self.likewise)))
+        if self.ahead:
+            return self.ahead.ranks
+        return odd_ones(equal_ranks({n: s.parameters for n, s in self.look.items()}))
 
     @property
     def steps(self) -> Steps | None:
@@ -94,198 +93,291 @@ class Divergence(Case):
                 return None
             step, option, _ = self.options
             return optimizer_options.set_at(rank, event.optimizer, option, step)
-        if name == "exchange":  # the synchronisation that stopped
+        if name == "last exchange":
             looks = (look[rank.rank] for look in reversed(self.copies.looks) if self.stopped)
             spots = (rank.location(state.exchange_site) for state in looks if state.complete)
             return next((spot for spot in spots if spot is not None), None)
         return super().spot(name)
 
+    # Values for the texts.
 
-def _row(
-    name: str,
-    when: str,
-    cause: Callable[[Divergence], str],
-    fix: Text,
-    *,
-    label: str = "",
-    summary: Callable[[Divergence], str] | None = None,
-    evidence: Callable[[Divergence], Evidence] | None = None,
-) -> Rule:
-    def equal_before(case: Divergence) -> str:
-        equal, differ = case.window
-        end = "after the last step" if case.over else f"before step {differ}"
-        return f"the parameters were equal before step {equal} and differed {end}: {cause(case)}"
+    @property
+    def window(self) -> tuple[int, int]:
+        """The step before which they were last equal, and the first before which they differ."""
+        return step_of(self.equal), self.begin
 
-    def also(case: Divergence) -> str:
-        others = f"; likewise {ranks_text(case.likewise)} in other groups"
-        return (summary or _summary)(case) + (others if case.likewise else "")
+    @property
+    def in_between(self) -> str:
+        begin, end = self.window
+        return f"step {begin}" if end == begin + 1 else f"a step from {begin} to {end - 1}"
 
-    return Rule(
-        name=name,
-        when=when,
-        severity=lambda c: Severity.NOTE if c.over else Severity.ERROR,
-        confidence=lambda c: Confidence.SUSPECTED if c.suspected else Confidence.PROVEN,
-        label=label,
-        related=(
-            (lambda c: f"sets {c.options[1]}", "option"),
-            ("all-reduced here before", "exchange"),
-            ("created here", "made"),
-        ),
-        summary=also,
-        cause=cause if summary else equal_before,
-        fix=fix,
-        evidence=lambda c: {
-            "last_equal_at_step": c.window[0],
-            **(evidence or _evidence)(c),
-            "comparisons": len(c.copies.looks),
-        },
-    )
+    @property
+    def last_before(self) -> int:
+        return self.begin - 1
 
+    @property
+    def between(self) -> str:
+        """`between all ranks`, `on rank 1 from the other ranks`."""
+        who, part = self.ranks, self.copies.part
+        if len(who) < len(self.copies.members):
+            return f"on {self.who} from the other ranks{self.of_the_group}"
+        return f"between {self.who if part else 'all ranks'}"
 
-def _summary(case: Divergence) -> str:
-    minority, everyone = case.minority, len(case.copies.members)
-    if len(minority) == everyone:
-        where = "between " + (ranks_text(minority) if case.copies.part else "all ranks")
-    else:
-        where = (
-            f"on {ranks_text(minority)} from the other ranks" + " of the group" * case.copies.part
-        )
-    when = "at the end of the run" if case.over else f"from step {case.begin} on"
-    return (
-        f"parameters of {case.kind} differ {where} {when}, although the program synchronises their "
-        "gradients manually"
-    )
+    @property
+    def from_when(self) -> str:
+        return "at the end of the run" if self.over else f"from step {self.begin} on"
 
+    @property
+    def by_when(self) -> str:
+        return "after the last step" if self.over else f"before step {self.begin}"
 
-def _evidence(case: Divergence) -> Evidence:
-    return {
-        "first_different_at_step": case.begin,
-        "steps_in_between_not_synchronised": [
-            {"rank": n, "steps": count} for n, count in case.missing.items() if count
-        ],
-        "gradients": case.gradients,
-    }
+    @property
+    def of_the_group(self) -> str:
+        return " of the group" * self.copies.part
 
+    @property
+    def earlier(self) -> str:
+        return "step 0" if self.once else "earlier steps"
 
-def _in_steps(case: Divergence) -> str:
-    begin, end = case.window
-    return f"step {begin}" if end == begin + 1 else f"a step from {begin} to {end - 1}"
-
-
-def _not_synced(case: Divergence) -> str:
-    missing = tuple(n for n, count in case.missing.items() if count)
-    who = f"{ranks_text(missing)} {plural(len(missing), 'does', 'do')} not, and each rank"
-    if len(missing) == len(case.copies.members):
-        who = "no rank does, and each"
-    since = f"from step {case.window[0]} on" if case.stopped else f"in {_in_steps(case)}"
-    others = f"; {ranks_text(case.other_group)} still synchronise theirs"
-    return (
-        f"in {'step 0' if case.once else 'earlier steps'} every rank"
-        f"{' of the group' * case.copies.part} passed all gradients to a collective; {since} {who} "
-        f"applies its own{others if case.other_group else ''}"
-    )
-
-
-def _unequal_options(case: Divergence) -> str:
-    assert case.options is not None
-    step, option, values = case.options
-    return f"the ranks take step {step} with different options, {option} is {values}"
-
-
-def _edited(case: Divergence) -> str:
-    if case.gradients == "differ":
-        steps = _in_steps(case)
-        return f"the gradients applied in {steps} differ between ranks, although all-reduced"
-    begin, end = case.window
-    return (
-        f"all gradients of steps {begin} to {end - 1} are all-reduced, so a rank modifies its "
-        "parameters there, or its gradients after the all-reduce"
-    )
-
-
-def _who_skipped(case: Divergence) -> str:
-    skipped = case.ahead
-    assert skipped is not None
-    who = ranks_text(skipped.ranks)
-    if skipped.step >= 0:
+    @property
+    def lacking(self) -> str:
+        """`from step 8 on no rank does, and each`: who does not synchronise, and since when."""
+        missing = tuple(n for n, count in self.missing.items() if count)
+        who = f"{ranks_text(missing)} {plural(len(missing), 'does', 'do')} not, and each rank"
+        if len(missing) == len(self.copies.members):
+            who = "no rank does, and each"
         return (
-            f"{who} skipped an optimizer step of {case.kind}: step {skipped.step} follows more "
-            "all-reduces of gradients there than on the other ranks"
+            f"{f'from step {self.window[0]} on' if self.stopped else f'in {self.in_between}'} {who}"
         )
-    least, most = min(skipped.taken.values()), max(skipped.taken.values())
-    return (
-        f"{who} took {least} optimizer steps of {case.kind} for as many all-reduces of gradients "
-        f"as the other ranks, which took {most}"
+
+    @property
+    def others_go_on(self) -> str:
+        return ranks_text(self.going_on)
+
+    @property
+    def communicated(self) -> list[dict[str, int]]:
+        assert self.ahead is not None
+        taken = {n: {"steps": count} for n, count in self.ahead.taken.items()}
+        elements = self.ahead.elements.items()
+        return [{"rank": n, "elements": count, **taken.get(n, {})} for n, count in elements]
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """The fewest steps that a rank took, and the most."""
+        assert self.ahead is not None
+        return min(self.ahead.taken.values()), max(self.ahead.taken.values())
+
+
+def once_kept_equal(copies: Copies, every: list[Copies]) -> Case | None:
+    """Copies that manual synchronisation kept equal diverge, unless that may be intended."""
+    if not copies.kept_equal:
+        return None
+    every_look = [*copies.looks, *([copies.end] if copies.end else [])]
+    first = next((i for i, look in enumerate(every_look) if not same(look)), None)
+    if first is None and (late := _fewer_in_the_end(copies)):
+        return _divergence(copies, every_look[-1], copies.ends, ahead=late)
+    if not first or any(map(same, every_look[first:])):
+        return None
+    equal, differ, last = every_look[first - 1], every_look[first], every_look[-1]
+    if (skipped := _skipped(copies, equal, differ)) is not None:
+        return _divergence(copies, equal, differ, ahead=skipped)
+    if any(s.averaged != equal[n].averaged for n, s in last.items()):
+        return None  # the parameters themselves are communicated: local SGD, or a repair
+    steps = step_of(differ) - step_of(equal)
+    missing = {n: steps - (s.completed - equal[n].completed) for n, s in differ.items()}
+    silent = last is not differ and _stopped(differ, last)
+    found = _divergence(
+        copies, equal, differ, missing=missing, gradients=_agreement(copies, equal, differ),
+        stopped=silent and all(count == steps for count in missing.values()),
+    )  # fmt: skip
+    if differ is copies.end:
+        # After the run, a rank may load another model to look at it: only a step that was not
+        # synchronised shows a fault.
+        return found if any(missing.values()) and _mostly(copies.looks[0], equal) else None
+    if not silent:
+        return found if _mostly(differ, last) else None
+    if _mostly(copies.looks[0], last):
+        return found
+    if not _little(copies, differ, last):
+        return None
+    goes_on = (c for c in every if _always(c) and step_of(c.last) == step_of(last))
+    apart = (c for c in goes_on if c.members.keys().isdisjoint(copies.members))
+    if (other := next(apart, None)) is not None:
+        return replace(
+            found, suspected=True, going_on=tuple(other.members), remarks=(rules.OTHER_GROUP,)
+        )
+    return replace(found, suspected=True) if _went_apart(copies, found) else None
+
+
+UPDATES = {
+    "agree": rules.UNEQUAL_UPDATES,
+    "differ": rules.GRADIENTS_EDITED,
+    "not known": rules.EDIT_AFTER_SYNC,
+}
+"""Why copies diverge although all synchronise, by `Divergence.gradients`."""
+
+
+def _divergence(
+    copies: Copies,
+    equal: Rows,
+    differ: Rows,
+    *,
+    missing: dict[int, int] | None = None,
+    gradients: str = "not known",
+    stopped: bool = False,
+    once: bool = False,
+    ahead: SkippedSteps | None = None,
+) -> Divergence:
+    """A divergence, with the rule that says why."""
+    options = _other_options(copies, step_of(equal), step_of(differ))
+    if ahead:
+        rule = rules.SKIPPED if ahead.step >= 0 else rules.FEWER_IN_THE_END
+    elif missing and any(missing.values()):
+        rule = rules.SYNC_STOPPED if stopped else rules.STEP_NOT_SYNCED
+    elif options is not None:
+        rule = rules.UNEQUAL_OPTIONS
+    else:
+        rule = UPDATES[gradients]
+    return Divergence(
+        rule, copies, differ, range(len(copies.names)), equal=equal, missing=missing or {},
+        gradients=gradients, stopped=stopped, once=once, suspected=once, ahead=ahead,
+        options=options,
+    )  # fmt: skip
+
+
+def synced_once(copies: Copies, every: list[Copies]) -> Case | None:
+    """The copies diverge because only the first step was synchronised, and so little was
+    communicated since that nothing else can be meant to keep them equal."""
+    if len(copies.looks) < LOOKS_SINCE_ONCE:
+        return None
+    first, equal, *later = copies.looks
+    last = copies.end or later[-1]
+    if (step_of(first), step_of(equal)) != (0, 1) or not moved(first, equal):
+        return None
+    if parting(map(same, (*copies.looks, last))) != 2 or not _little(copies, None, last):
+        return None
+    if not agree(first) or any(map(agree, copies.looks[1:])):
+        return None
+    for n, s in last.items():
+        more = s.late or s.running or s.averaged != equal[n].averaged
+        if more or not s.completed + s.inside == equal[n].completed + equal[n].inside == 1:
+            return None
+    missing = {n: step_of(later[0]) - 1 for n in copies.members}
+    return _divergence(
+        copies, equal, later[0], missing=missing, gradients="differ", stopped=True, once=True
     )
 
 
-def _communicated(case: Divergence) -> Evidence:
-    skipped = case.ahead
-    assert skipped is not None
-    taken = {n: {"steps": count} for n, count in skipped.taken.items()}
-    return {
-        "communicated" + ("" if skipped.step < 0 else "_before_the_step"): [
-            {"rank": n, "elements": count, **taken.get(n, {})}
-            for n, count in skipped.elements.items()
-        ]
-    }
+def _always(copies: Copies) -> bool:
+    """Whether a group kept its copies equal by the gradients of every step."""
+    return (
+        copies.part
+        and copies.kept_equal
+        and all(s.completed + s.complete == s.step + (not s.last) for s in copies.last.values())
+    )
 
 
-SYNC_EVERY_STEP = "all-reduce the gradients before every `optimizer.step()`"
-NOT_SYNCED = "applies gradients that are not synchronised"
-SAME_EDITS = (
-    "modify parameters and gradients on every rank with the same values, or broadcast them from "
-    "one rank afterwards"
-)
+def _went_apart(copies: Copies, found: Divergence) -> bool:
+    """Whether all gradients of every step were synchronised up to the divergence, of more than one
+    step, and the gradients differ at each look since, up to an end that is on record."""
+    begin, end = found.window
+    later = [look for look in copies.looks if step_of(look) >= end]
+    return (
+        found.stopped
+        and copies.end is not None
+        and begin > 1
+        and all(s.completed == begin for s in found.equal.values())
+        and not any(map(agree, later))
+    )
 
-SYNC_STOPPED = _row(
-    "sync-stopped",
-    "manual synchronisation of gradients stops at some step",
-    _not_synced,
-    SYNC_EVERY_STEP,
-    label=NOT_SYNCED,
-)
-STEP_NOT_SYNCED = _row(
-    "step-not-synced",
-    "manual synchronisation of gradients is missing at some step",
-    _not_synced,
-    f"{SYNC_EVERY_STEP}, also those of the last, shorter group of micro-batches",
-    label=NOT_SYNCED,
-)
-SKIPPED = _row(
-    "skipped-step-manual-sync",
-    "some ranks skip a step whose gradients were synchronised manually",
-    lambda c: (
-        "all ranks synchronised the gradients manually, but not all of them applied them: "
-        "the parameters differ by the missing updates"
-    ),
-    "take the step on every rank; if a step is to be skipped, decide it from values that are equal "
-    "on all ranks (all-reduce the condition)",
-    label="skipped at least once, on some ranks only",
-    summary=_who_skipped,
-    evidence=_communicated,
-)
-UNEQUAL_OPTIONS = _row(
-    "unequal-options",
-    "the ranks apply synchronised gradients with different optimizer options",
-    _unequal_options,
-    lambda c: (
-        f"set `{c.options[1]}` to the same value on every rank before the same step: end "
-        "inner loops on all ranks together (all-reduce the condition), step schedulers on all ranks"
-    ),
-)
-UNEQUAL_UPDATES = _row(
-    "unequal-updates",
-    "the ranks apply different updates, although synchronised gradients agree",
-    lambda c: (
-        f"the gradients of {_in_steps(c)} are all-reduced and agree, so a rank modifies its "
-        "parameters there, or applies a different update"
-    ),
-    SAME_EDITS,
-)
-EDIT_AFTER_SYNC = _row(
-    "edit-after-sync",
-    "gradients or parameters are modified after manual synchronisation",
-    _edited,
-    SAME_EDITS,
-)
+
+def _little(copies: Copies, first: Rows | None, last: Rows) -> bool:
+    """Whether less is communicated between these looks (without `first`: since the first step) than
+    it takes to make the parameters equal once."""
+    return all(
+        s.elements - (first[n].elements if first else 0) < ENOUGH * copies.size
+        for n, s in last.items()
+    )
+
+
+def _mostly(first: Rows, last: Rows) -> bool:
+    """Whether every rank synchronised more than half of the steps between these looks."""
+    return all(
+        2 * (s.completed + s.complete - first[n].completed) > s.step + (not s.last) - first[n].step
+        for n, s in last.items()
+    )
+
+
+def _stopped(first: Rows, last: Rows) -> bool:
+    """Whether no rank synchronised any step between these looks, nor used other communication."""
+    return not any(
+        s.complete or s.completed > first[n].completed or s.exchanged != "gradients"
+        for n, s in last.items()
+    )
+
+
+def _agreement(copies: Copies, equal: Rows, differ: Rows) -> str:
+    """Whether the gradients between two looks agree: see `Divergence.gradients`."""
+    begin, end = step_of(equal), step_of(differ)
+    between = [look for look in copies.looks if begin <= step_of(look) < end]
+    if not all(map(agree, between)):
+        return "differ"
+    return "agree" if len(between) == end - begin else "not known"
+
+
+def _other_options(copies: Copies, begin: int, end: int) -> Options | None:
+    """The first step in between that the ranks took with different options."""
+    tables = {n: optimizer_options.by_step(r, e.optimizer) for n, (r, e) in copies.members.items()}
+    step = next((s for s in optimizer_options.skewed(tables, end - 1) if begin <= s), None)
+    if step is None:
+        return None
+    values = {n: optimizer_options.at(table, step) for n, table in tables.items()}
+    values = optimizer_options.settled(values)
+    option, group = optimizer_options.options(values)[0]
+    shown = {n: groups[group].get(option) for n, groups in values.items()}
+    return step, option, optimizer_options.spelled(shown)
+
+
+def _skipped(copies: Copies, equal: Rows, differ: Rows) -> SkippedSteps | None:
+    """The ranks that have communicated at least the gradients of one more step than others where
+    the copies diverge, and ever since; None where the ranks have not communicated equally much in
+    the end, as they must, since collectives pair. On the ranks that skip, `averaged` counts what
+    is communicated then as parameters."""
+    looks, ends, size = copies.looks, copies.ends, copies.size
+    whole = ends.keys() == copies.members.keys()
+    if whole and max(_more(ends).values()) >= size:
+        return None
+    more = [_more(look) for look in looks]
+    first = next((i for i, extra in enumerate(more) if max(extra.values()) >= size), None)
+    if not first or step_of(looks[first]) not in (step_of(equal), step_of(differ)):
+        return None
+    ranks = tuple(n for n, extra in more[first].items() if extra >= size)
+    if any(later[n] < size for later in more[first:] for n in ranks):
+        return None
+    if any(s.averaged != equal[n].averaged for n, s in differ.items() if n not in ranks):
+        return None
+    elements = {n: s.elements for n, s in looks[first].items()}
+    taken = {n: s.step for n, s in ends.items()} if whole else {}
+    return SkippedSteps(ranks, step_of(looks[first]), elements, taken)
+
+
+def _fewer_in_the_end(copies: Copies) -> SkippedSteps | None:
+    """The ranks that took fewer steps in the end and have different parameters, where all ranks
+    have communicated equally much, the gradients of every step included."""
+    looks, ends = copies.looks, copies.ends
+    if not looks or ends.keys() != copies.members.keys() or same(ends):
+        return None
+    most = max(s.step for s in ends.values())
+    ranks = tuple(n for n, s in ends.items() if s.step < most)
+    if any(max(_more(look).values()) >= copies.size for look in (looks[-1], ends)):
+        return None
+    if any(s.completed < s.step for s in ends.values()) or not ranks:
+        return None
+    elements = {n: s.elements for n, s in ends.items()}
+    return SkippedSteps(ranks, -1, elements, {n: s.step for n, s in ends.items()})
+
+
+def _more(look: Rows) -> dict[int, int]:
+    """By rank, how many elements more it has communicated than the rank with the fewest."""
+    least = min(s.elements for s in look.values())
+    return {n: s.elements - least for n, s in look.items()}
