@@ -26,7 +26,7 @@ from ddpdoctor.analysis.replicas.replicas import (
     replicas,
 )
 from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
-from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.report.findings import Check, Confidence, Finding, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, counted, some, whom
 
 COMMUNICATION_HOOK = "communication-hook"
@@ -270,7 +270,6 @@ class UnsyncedStep(Check):
             f"{steps.first}",
             cause=cause,
             fix=fix,
-            fix_kind=FixKind.CHECK,
             rule=rule,
             evidence={
                 **_backwards(pattern),
@@ -298,7 +297,6 @@ class UnsyncedStep(Check):
             cause="a hook steps as soon as a gradient is computed, before DDP averages it: each "
             "rank applies its own",
             fix="step after `loss.backward()`, when DDP has averaged the gradients",
-            fix_kind=FixKind.CHECK,
             evidence={
                 "collectives_from_backward_to_step": "none",
                 "parameters_compared_after": model.compared,
@@ -334,7 +332,6 @@ class UnsyncedStep(Check):
             "the sharded parameters, which the optimizer holds, get none",
             fix="switch it on for the last backward before each step: "
             "`model.set_requires_gradient_sync(i == accumulation - 1)` with `i` from 0",
-            fix_kind=FixKind.CHECK,
             evidence={"steps": steps, "sharded_parameters": event.parameters},
             at=rank.wall(event.at),
         )

@@ -10,7 +10,7 @@ from typing import ClassVar
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrap_order import WrapOrder, wrap_order
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
-from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Evidence, Finding, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, listed, ranks_text
 
 REPORTED = 12
@@ -164,7 +164,6 @@ class ModelMismatch(Check):
             f"{_in(origins.made[1])} on {who[1]}",
             cause=origins.cause,
             fix=origins.fix,
-            fix_kind=FixKind.CHECK,
             evidence=_compared(here, there),
             at=min(h.rank.wall(h.origin.at) for h in lists),
         )
@@ -203,7 +202,6 @@ class ModelMismatch(Check):
             f"{_described(_at(there.parameters, first))} on rank {there.rank.rank}",
             cause=cause,
             fix=fix,
-            fix_kind=FixKind.CHECK,
             evidence=_compared(here, there),
             at=min(h.rank.wall(h.origin.at) for h in lists),
         )

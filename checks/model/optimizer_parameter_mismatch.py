@@ -11,7 +11,7 @@ import msgspec
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, some, title_of
 
 MOST = 0.5
@@ -133,7 +133,6 @@ class OptimizerParameterMismatch(Check):
             summary=f"{_summary(event, kind)} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(event, kind, rule, owner),
             fix=_fix(rule, models.names_in_code(rank, wrapped)[0] if wrapped else "model"),
-            fix_kind=FixKind.CHECK,
             evidence={
                 "in no optimizer": len(event.missing),
                 "parameters with gradients": event.trained,

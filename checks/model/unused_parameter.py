@@ -13,7 +13,7 @@ from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrapped_models import Part
 from ddpdoctor.events import UnusedParameters, Wrapped
-from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Finding, Related, Severity
 from ddpdoctor.run import Rank, Run, plural, some, title_of
 
 
@@ -154,7 +154,6 @@ class UnusedParameter(Check):
                 _freeze(rank, wrapped, parts),
                 models.names_in_code(rank, wrapped)[0],
             ),
-            fix_kind=FixKind.CHECK,
             evidence={
                 "modules": [
                     {
