@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
@@ -26,8 +27,8 @@ from ddpdoctor.analysis.replicas.replicas import (
     replicas,
 )
 from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
-from ddpdoctor.report.findings import Check, Confidence, Finding, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, counted, some, whom
+from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
+from ddpdoctor.run import Run, counted, some, whom
 
 COMMUNICATION_HOOK = "communication-hook"
 LEFT_OVER_GROUP = "left-over-group"
@@ -258,13 +259,21 @@ class UnsyncedStep(Check):
         else:
             rule, cause = reason.rule, reason.cause
             label, fix = _label(pattern, sets_flag), _fix(member, spans, sets_flag)
+        second = pattern.reason == "second backward"  # it may be over an earlier forward
+        places = [
+            ("last forward before it" if second else "its forward", pattern.forward_site),
+            ("its backward", pattern.backward_site),
+        ]
+        if full:
+            after = _step_site(member, spans[0].first)
+            places.append(("steps with the left-over micro-batches", after))
         yield self.finding(
             ranks=tuple(sorted(bad)),
             steps=steps,
             subjects=(group.any.wrapped.kind,),
             location=spot or rank.location(pattern.backward_site),
             label=label,
-            related=_related(rank, pattern) + (_stepped(member, spans[0].first) if full else ()),
+            related=models.related(rank, places),
             summary="optimizer.step applies rank-local gradients on "
             f"{whom(bad, run.world_size)} in {count} of {total} steps{in_part}, first at step "
             f"{steps.first}",
@@ -291,7 +300,7 @@ class UnsyncedStep(Check):
             subjects=(model.wrapped.kind,),
             location=rank.location(event.site) or rank.location(event.backward_site),
             label="steps inside backward, before DDP averages",
-            related=_places(rank, (("the backward", event.backward_site),)),
+            related=models.related(rank, [("the backward", event.backward_site)]),
             summary=f"optimizer.step applies rank-local gradients on {whom(ranks, run.world_size)} "
             f"inside {count} of {event.backwards} backwards of {model.wrapped.kind}",
             cause="a hook steps as soon as a gradient is computed, before DDP averages it: each "
@@ -401,13 +410,10 @@ def _left_over(count: int, full: int) -> str:
     )
 
 
-def _stepped(member: Member, step: int) -> tuple[Related, ...]:
-    """The line of one step."""
-    for done in member.rank.of(StepDone):
-        if done.optimizer == member.optimizer and done.step - done.count < step <= done.step:
-            spot = member.rank.location(done.site)
-            return (Related("steps with the left-over micro-batches", spot),) if spot else ()
-    return ()
+def _step_site(member: Member, step: int) -> int:
+    """Site of the line of one step; -1 where it is not known."""
+    steps = (e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer)
+    return next((e.site for e in steps if e.step - e.count < step <= e.step), -1)
 
 
 def _backwards(pattern: SyncPattern) -> dict[str, int]:
@@ -442,16 +448,3 @@ def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]
     if differ is None:
         return {"gradients": "not seen to differ (the same data on all ranks, or not compared)"}
     return causes.evidence(group, differ)
-
-
-def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:
-    """The lines of forward and backward. A second backward may be over an earlier forward than the
-    last one."""
-    second = pattern.reason == "second backward"
-    forward = "last forward before it" if second else "its forward"
-    return _places(rank, ((forward, pattern.forward_site), ("its backward", pattern.backward_site)))
-
-
-def _places(rank: Rank, places: Iterable[tuple[str, int]]) -> tuple[Related, ...]:
-    spots: list[tuple[str, Location | None]] = [(t, rank.location(s)) for t, s in places]
-    return tuple(Related(text, spot) for text, spot in spots if spot)
