@@ -8,12 +8,7 @@ from math import isclose
 from ...events import Hyperparameters, LoaderSeen, Unwrapped
 from ...run import Rank
 from .copies import Copies, form, same, step_of
-
-ROUNDING = 1e-6
-"""Relative distance of numbers that count as equal."""
-
-AGAIN = 3
-"""So many models of one line are no longer a generator, a critic and the like."""
+from .thresholds import MODELS_OF_A_LINE, ROUNDING
 
 Options = tuple[dict[str, float | bool | str], ...]
 Trial = tuple[tuple[object, ...], Options]
@@ -36,7 +31,7 @@ def adapted(copies: Copies) -> bool:
     """Whether the line creates one model after the other next to a wrapped one: copies that are
     adapted for a few steps and dropped (test-time training, inner loops)."""
     return _beside_wrapped(copies) and all(
-        len(_trials(rank, event)) >= AGAIN for rank, event in copies.members.values()
+        len(_trials(rank, event)) >= MODELS_OF_A_LINE for rank, event in copies.members.values()
     )
 
 

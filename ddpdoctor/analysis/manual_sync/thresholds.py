@@ -20,3 +20,13 @@ LOOKS_BESIDE = 4
 NEAR = 1e-3
 """Relative distance up to which two ratios or norms count as equal. The average over ranks whose
 gradients differ has a norm farther away."""
+
+LARGE = 0.05
+"""A mean counts if it is at least this share of the largest value it is the mean of: smaller ones
+are dominated by rounding."""
+
+ROUNDING = 1e-6
+"""Relative distance of two options that count as equal."""
+
+MODELS_OF_A_LINE = 3
+"""So many models of one line are no longer a generator, a critic and the like."""
