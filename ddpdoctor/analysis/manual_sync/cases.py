@@ -5,14 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 from ...report.findings import Check, Confidence, Evidence, Finding, Related, Severity, Steps
-from ...run import Location, counted, named, plural, ranks_text
+from ...run import Location, named, plural, ranks_text
 from .copies import Copies, Rows, step_of
 
 SHOWN = 20
 """Steps that evidence lists at most."""
+
+
+class Template(Formatter):
+    """Templates in which a number chooses words: `{c.few:its gradient|their gradients}`."""
+
+    def format_field(self, value: object, words: str) -> str:
+        return words.split("|")[value != 1] if "|" in words else format(value, words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +86,17 @@ class Case:
             subjects=self.subjects,
             optimizers=self.optimizers,
             location=next((spot for spot in spots if spot is not None), None),
-            label=rule.label.format(c=self),
-            related=tuple(Related(text.format(c=self), spot) for text, spot in places if spot),
-            summary=rule.summary.format(c=self),
-            cause="".join((rule.cause, *self.remarks)).format(c=self),
-            fix=rule.fix.format(c=self),
+            label=self.say(rule.label),
+            related=tuple(Related(self.say(text), spot) for text, spot in places if spot),
+            summary=self.say(rule.summary),
+            cause=self.say(rule.cause, *self.remarks),
+            fix=self.say(rule.fix),
             evidence=rule.evidence(self),
             at=self.at,
         )
+
+    def say(self, *templates: str) -> str:
+        return Template().format("".join(templates), c=self)
 
     def spot(self, name: str) -> Location | None:
         """A line of the program, on the first rank or on the first that knows it."""
@@ -173,29 +184,9 @@ class Case:
         return f"{named(self.copies.names, self.positions)} of {self.kind} {verb} between ranks"
 
     @property
-    def they_were(self) -> str:
-        return plural(self.few, "the parameter was", "the parameters were")
-
-    @property
-    def it(self) -> str:
-        return plural(self.few, "it", "them")
-
-    @property
-    def its(self) -> str:
-        return plural(self.few, "its", "their")
-
-    @property
-    def its_gradient(self) -> str:
-        return plural(self.few, "its gradient", "their gradients")
-
-    @property
-    def counted_rest(self) -> str:
-        return counted(self.rest, "parameter")
-
-    @property
     def who(self) -> str:
         return ranks_text(self.ranks)
 
     @property
-    def apply(self) -> str:
-        return plural(len(self.ranks), "applies", "apply")
+    def many(self) -> int:
+        return len(self.ranks)

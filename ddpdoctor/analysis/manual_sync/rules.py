@@ -27,7 +27,7 @@ NEVER_SYNCED = Rule(
     spots=("exchange", "step"),
     label="does not include their gradients",
     summary="{c.they_differ} from step {c.begin} on: the program's own all-reduce does not include "
-    "{c.its_gradient}",
+    "{c.few:its gradient|their gradients}",
     cause="the gradients of {c.rest} of {c.count} parameters are synchronised in every step, those "
     "of {c.few} never: each rank applies its own",
     fix=f"all-reduce the gradient of every parameter: {ALL_REDUCE}",
@@ -66,7 +66,7 @@ PART_STOPPED = Rule(
     spots=("exchange", "step"),
     label="no longer includes their gradients from step {c.since} on",
     summary="{c.they_differ} from step {c.begin} on: the program's own all-reduce no longer "
-    "includes {c.its_gradient} since step {c.since}",
+    "includes {c.few:its gradient|their gradients} since step {c.since}",
     cause="until then the gradients of all {c.count} parameters were synchronised in every step "
     "and kept the ranks equal; those of {c.few} no longer are, and each rank applies its own",
     fix="all-reduce the gradient of every parameter that is trained; for one that is no longer to "
@@ -95,8 +95,9 @@ OTHER_OPTIMIZER = Rule(
     related=(("does not include their gradients", "exchange"), ("created here", "made")),
     summary="{c.they_differ} from step {c.begin} on: the program's own all-reduce includes no "
     "parameters of this optimizer",
-    cause="the gradients of {c.counted_rest} of {c.kind} in another optimizer are synchronised in "
-    "every step, those of the {c.count} in this one never: each rank applies its own",
+    cause="the gradients of {c.rest} {c.rest:parameter|parameters} of {c.kind} in another "
+    "optimizer are synchronised in every step, those of the {c.count} in this one never: each "
+    "rank applies its own",
     fix=f"all-reduce the gradients of both optimizers: {ALL_REDUCE}",
     evidence=lambda c: {
         "gradients_synchronised": c.rest,
@@ -194,8 +195,9 @@ UPDATES_DIFFER = Rule(
     when="the ranks apply different updates, although synchronised gradients agree",
     label="applies updates that differ between ranks",
     summary="{c.they_differ} from step {c.begin} on, although the same gradients are applied",
-    cause="{c.they_were} equal before the first step, and gradients agree in every step; the ranks "
-    "apply different updates to {c.it}, or some ranks modify {c.it} afterwards",
+    cause="{c.few:the parameter was|the parameters were} equal before the first step, and "
+    "gradients agree in every step; the ranks apply different updates to {c.few:it|them}, or some "
+    "ranks modify {c.few:it|them} afterwards",
     fix="compute the update on every rank from the same values, or on one rank and send it",
     evidence=lambda c: {
         "gradients": "agree",
@@ -208,12 +210,13 @@ UPDATE_ON_SOME = replace(
     UPDATES_DIFFER,
     name="update-on-some-ranks",
     when="a custom optimizer updates parameters on some ranks only",
-    cause="{c.they_were} equal before the first step, and gradients agree in every step; {c.who} "
-    "{c.apply} no update to {c.it}, the other ranks do",
-    fix="send {c.it} to all ranks after the update (`dist.broadcast`, `dist.all_gather`), or apply "
-    "the update on every rank",
+    cause="{c.few:the parameter was|the parameters were} equal before the first step, and "
+    "gradients agree in every step; {c.who} {c.many:applies|apply} no update to {c.few:it|them}, "
+    "the other ranks do",
+    fix="send {c.few:it|them} to all ranks after the update (`dist.broadcast`, "
+    "`dist.all_gather`), or apply the update on every rank",
 )
-STAY_EQUAL = "; the other {c.counted_rest} stay equal"
+STAY_EQUAL = "; the other {c.rest} {c.rest:parameter|parameters} stay equal"
 
 # The whole model: kept equal, and from some step on no longer.
 

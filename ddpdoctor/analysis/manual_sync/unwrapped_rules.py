@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...events import OptimizerSeen, Unwrapped
 from ...report.findings import Confidence, Evidence, Severity, Steps
-from ...run import Location, plural, ranks_do, ranks_text, whom
+from ...run import Location, ranks_do, ranks_text, whom
 from . import other_exchanges
 from .cases import Case, Rule
 from .copies import Copies, same, step_of
@@ -131,15 +131,13 @@ class Alone(Case):
         return " and ".join(ranks_text(group.members) for group in self.groups)
 
     @property
-    def some_are(self) -> str:
-        """`1 of the 4 parameters of Net is`; of a model with other optimizers, all are counted."""
-        count = self.count if self.few < self.count else self.few + self.rest
-        kind = self.event.kind or "an optimizer"
-        return f"{self.few} of the {count} parameters of {kind} {plural(self.few, 'is', 'are')}"
+    def all(self) -> int:
+        """The model's parameters, those of other optimizers included."""
+        return self.count if self.few < self.count else self.few + self.rest
 
     @property
-    def these(self) -> str:
-        return plural(self.few, "this parameter", "these")
+    def owner(self) -> str:
+        return self.event.kind or "an optimizer"
 
 
 def _evidence(case: Alone) -> Evidence:
@@ -283,12 +281,13 @@ LEFT_OUT = Rule(
     when="the optimizer's step synchronises other parameters of the model",
     label="does not synchronise some parameters",
     related=(("communicates the others", "exchange"), ("created here", "made")),
-    summary="{c.some_are} trained {c.where}, but nothing synchronises {c.its} gradients, which "
-    "differ",
-    cause="{c.these} and {c.rest} others start equal and get gradients that differ between ranks. "
-    "The others stay equal, so the optimizer's step synchronises them; for {c.these} every rank "
-    "applies its own gradients",
-    fix="all-reduce {c.its} gradients as well, in the optimizer's step or before it: " + AVERAGE,
+    summary="{c.few} of the {c.all} parameters of {c.owner} {c.few:is|are} trained {c.where}, but "
+    "nothing synchronises {c.few:its|their} gradients, which differ",
+    cause="{c.few:this parameter|these} and {c.rest} others start equal and get gradients that "
+    "differ between ranks. The others stay equal, so the optimizer's step synchronises them; for "
+    "{c.few:this parameter|these} every rank applies its own gradients",
+    fix="all-reduce {c.few:its|their} gradients as well, in the optimizer's step or before it: "
+    + AVERAGE,
     evidence=lambda c: {
         "parameters": f"{c.few} of {c.count}",
         "parameters that stay equal": c.rest,
@@ -304,7 +303,7 @@ WITHOUT_HOOK = replace(
     label="some of its parameters have no hook",
     related=(("communicates the others", "exchange"), ("applied here", "step")),
     cause="collectives in backward carry the gradients of {c.rest} other parameters, which stay "
-    "equal, but not {c.its} gradients: every rank applies its own",
+    "equal, but not {c.few:its|their} gradients: every rank applies its own",
     fix="register the hook for every parameter that requires a gradient, after the last one was "
     "added",
     evidence=lambda c: {
@@ -322,9 +321,11 @@ OTHER_OPTIMIZER_SYNCED = replace(
     label="no gradients of this optimizer are synchronised",
     related=(("applied here", "step"),),
     cause="the other {c.rest} stay equal on all ranks, so something synchronises them; the "
-    "gradients of {c.these} were passed to no collective, and every rank applies its own",
-    fix="average {c.its} gradients before the step as well: " + AVERAGE + ", or give {c.it} to the "
-    "optimizer that synchronises the others",
+    "gradients of {c.few:this parameter|these} were passed to no collective, and every rank "
+    "applies its own",
+    fix="average {c.few:its|their} gradients before the step as well: "
+    + AVERAGE
+    + ", or give {c.few:it|them} to the optimizer that synchronises the others",
     evidence=lambda c: _evidence(c) | {"parameters": f"{c.few} of {c.few + c.rest}"},
 )
 
