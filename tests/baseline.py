@@ -4,8 +4,9 @@
     python tests/baseline.py write FOLDER      # diagnose what is kept, keep the findings
     python tests/baseline.py compare FOLDER    # diagnose it again, print what changed
 
-Use it around a change of structure: nothing of check, severity, ranks, steps, line and rule may
-change without a reason in the commit. Any folder of runs will do, also those of other programs.
+Use it around a change of structure: nothing of check, severity, ranks, steps, line, rule and
+consequences may change without a reason in the commit. Any folder of runs will do, also those of
+other programs.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def findings(run: Path) -> list[dict[str, Any]]:
                 "steps": str(finding.steps),
                 "line": f"{Path(place.file).name}:{place.line}" if place else None,
                 "rule": finding.rule,
+                "consequences": sorted(effect.check for effect in finding.consequences),
                 **{word: getattr(finding, word) for word in WORDS},
             }
         )
@@ -106,7 +108,8 @@ def compare(folder: Path, jobs: int, words: bool) -> int:
 
 
 def _line(finding: dict[str, Any], words: bool) -> str:
-    told = " ".join(str(finding[k]) for k in ("code", "severity", "ranks", "steps", "line"))
+    facts = ("code", "severity", "ranks", "steps", "line", "consequences")
+    told = " ".join(str(finding.get(k)) for k in facts)  # older folders lack the last one
     return f"{told} {[finding[w] for w in WORDS]}" if words else told
 
 

@@ -27,17 +27,18 @@ PLACE = pathlib.Path(os.environ["PLACE"])
 
 GUARDS = {
     "activation.leave", "activation.torch_loaded", "activation.uninstall",
-    "collectives.mark", "collectives._returned", "collectives._waited_for",
-    "loaders._batch_delivered", "loaders._dropped", "loaders._generators_before",
-    "loaders._loading_failed", "loaders._next_batch",
+    "collectives.mark", "collectives._returned", "collectives.Collectives._waited_for",
+    "loaders.Loaders._batch_delivered", "loaders.Loaders._dropped", "loaders._generators_before",
+    "loaders.Loaders._loading_failed", "loaders.Loaders._next_batch",
     "frames.disguise", "frames.unframe", "import_hooks.Finder.find_spec",
     "import_hooks._Execution.__call__",
-    "module_origins._missed", "module_origins._registered", "hooks.Hook.fire",
-    "optimizers._post_hook", "optimizers._pre_hook",
+    "module_origins.ModuleOrigins._missed", "module_origins.ModuleOrigins._registered",
+    "hooks.Hook.fire",
+    "optimizers.Optimizers._post_hook", "optimizers.Optimizers._pre_hook",
     "patching.around", "patching.on_restore", "patching.refused",
     "patching.replace", "patching.replace_copies", "patching.restore", "exits.uninstall",
     "recorder.Recorder.disabled", "recorder.Recorder.trouble", "recorder.write_probe_error",
-    "optimizers._last_pre_hook",
+    "optimizers.Optimizers._last_pre_hook",
     "recorder.guarded", "recorder.current_recorder", "recorder.run_hook", "recorder.set_recorder",
     "recorder.shielded", "stack_file.drop",
     "torch_compat.resume_compiler",
@@ -224,7 +225,7 @@ assert same(plain, healthy), "the healthy probe changes the numbers"
 assert "probe-trouble" not in record, record
 used = {n: f for n, f in functions().items() if f.__code__ in called} | closures()
 assert len(used) > 400, len(used)
-assert "forwards._ends_fast" in used
+assert "forwards.Forwards._ends_fast" in used
 chosen = list(used)[:: int(os.environ.get("EVERY", "1"))]
 wrong = []
 for name in chosen:

@@ -30,6 +30,7 @@ from ddpdoctor.analysis.data.loader_check import (
 )
 from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
 from ddpdoctor.run import Location, Rank, Run, listed, ranks_text, some, whom
 
@@ -174,6 +175,11 @@ class DataOverlap(LoaderCheck):
         ),
     }
     rules = when(words)
+    effects = (
+        Effect(
+            ("identical-augmentation",), of=("equal-random-generators",), when=(When.SAME_LINE,)
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         if (reason := no_loader(run)) is None or any(
@@ -197,10 +203,6 @@ class DataOverlap(LoaderCheck):
                 yield self._of_inputs(run, sets)
         for work in () if found else equal_gradients(run):
             yield self._of_gradients(run, work)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        same_loader = other.check == "identical-augmentation" and other.location == mine.location
-        return same_loader and mine.rule == "equal-random-generators"
 
     def tables(self, run: Run) -> Iterator[Table]:
         yield from audit_table(run)

@@ -19,6 +19,7 @@ from ddpdoctor.analysis.data.loader_check import (
     when,
 )
 from ddpdoctor.events import OptimizerSeen
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Evidence, Finding, Severity, Steps
 from ddpdoctor.run import Location, Run, equal_ranks, ranks_do, ranks_text, whom
 
@@ -144,6 +145,7 @@ class DatasetMismatch(LoaderCheck):
         ),
     }
     rules = when(words)
+    effects = (Effect(("uneven-batches",), when=(When.IS_ERROR,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         groups: list[list[LoaderFault]] = []
@@ -155,9 +157,6 @@ class DatasetMismatch(LoaderCheck):
                 known.append(fault)
         for faults in groups:
             yield self._report(run, faults[0], faults[1:])
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "uneven-batches" and mine.severity is Severity.ERROR
 
     def _report(self, run: Run, fault: LoaderFault, others: list[LoaderFault]) -> Finding:
         """The finding; `others` are the same fault in other datasets (parts of a split)."""

@@ -20,6 +20,7 @@ from ddpdoctor.analysis.data.loader_check import (
     when,
 )
 from ddpdoctor.analysis.data.loader_faults import replaceable
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run, whom
 
@@ -101,13 +102,11 @@ class SamplerMissing(LoaderCheck):
         ),
     }
     rules = when(words)
+    effects = (Effect(("identical-augmentation",), when=(When.SAME_LINE,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in self.faults(run):
             yield self._report(run, fault)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "identical-augmentation" and other.location == mine.location
 
     def _report(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, fault.readers[0]

@@ -16,6 +16,7 @@ from ddpdoctor.analysis.data.loader_check import (
 )
 from ddpdoctor.analysis.data.loaders import Reader
 from ddpdoctor.events import GroupReady, SamplerRefused
+from ddpdoctor.report.declarations import Effect, When, unless
 from ddpdoctor.report.findings import Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text, some
 
@@ -75,20 +76,18 @@ class SamplerRankMismatch(LoaderCheck):
         "invalid-rank": "torch rejects the sampler's rank",
         "wrong-group": "num_replicas and rank do not match the group that averages gradients",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(SamplerRefused) else no_loader(run)
+    requires = (unless(no_loader, SamplerRefused),)
+    effects = (
+        Effect(
+            ("first-failure",), of=("swapped-arguments", "invalid-rank"), when=(When.SAME_LINE,)
+        ),
+        Effect(("uneven-batches", "sampler-padding-duplicates")),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._refused(run)
         for fault in self.faults(run):
             yield self._report(run, fault)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            rejected = mine.rule in ("swapped-arguments", "invalid-rank")
-            return rejected and other.location == mine.location
-        return other.check in ("uneven-batches", "sampler-padding-duplicates")
 
     def _refused(self, run: Run) -> Iterator[Finding]:
         """The finding of a sampler whose constructor raised, and that ended the program."""

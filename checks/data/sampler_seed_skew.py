@@ -16,6 +16,7 @@ from ddpdoctor.analysis.data.loader_check import (
     steps_from,
     when,
 )
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Run, equal_ranks, odd_ones, whom
 
@@ -71,13 +72,11 @@ class SamplerSeedSkew(LoaderCheck):
         ),
     }
     rules = when(words)
+    effects = (Effect(("sampler-epoch-frozen",), when=(When.SAME_LINE,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in self.faults(run):
             yield self._report(run, fault)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "sampler-epoch-frozen" and other.location == mine.location
 
     def _report(self, run: Run, fault: LoaderFault) -> Finding:
         audit, reader = fault.audit, fault.readers[0]

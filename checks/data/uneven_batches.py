@@ -20,15 +20,13 @@ from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, loaders
 from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import ExceptionPassed, LoaderSeen, OptimizerSeen
 from ddpdoctor.events.amp import told_at
-from ddpdoctor.report.evidence_names import MESSAGE
+from ddpdoctor.report.declarations import WAITING, Condition, Effect, When
+from ddpdoctor.report.errors import LOST_PEER, error_kinds
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
 
 PLAIN = ("RandomSampler", "SequentialSampler")
 """torch's own samplers that read the whole dataset."""
-
-LOST = ("closed by peer", "Timed out", "reset by peer")
-"""What gloo and NCCL say where another rank is gone."""
 
 JOIN = "use `with Join([model]):` (it covers no other collectives and no optimizer state)"
 
@@ -43,6 +41,14 @@ AFTERWARDS = (
     "call `model.module` instead of the wrapped model; or give every rank the same number of "
     "batches"
 )
+
+
+def _by_another_epoch(mine: Finding, other: Finding) -> bool:
+    """Whether hyperparameters differ because the ranks with fewer batches are in the next epoch:
+    from the first recorded step after the one in which they finished this epoch."""
+    if mine.steps is None or other.steps is None:
+        return False
+    return other.steps.first == next(s for s in count(mine.steps.first) if told_at(s))
 
 
 class UnevenBatches(LoaderCheck):
@@ -119,6 +125,11 @@ class UnevenBatches(LoaderCheck):
         ),
     }
     rules = when(words)
+    effects = (
+        Effect(("hyperparameter-skew",), when=(Condition("of the next epoch", _by_another_epoch),)),
+        Effect(("first-failure",), errors=LOST_PEER),
+        Effect((*WAITING, "collective-mismatch", "data-stall"), when=(When.NOT_BEFORE,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if run.outcome() == "completed":
@@ -127,22 +138,6 @@ class UnevenBatches(LoaderCheck):
             if loader.trains or _communicates(loader):
                 for ranks in partners(run, loader, begun=True):
                     yield from self._judge(run, loader, loader.of(ranks, begun=True))
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "hyperparameter-skew":
-            return _by_another_epoch(mine, other)
-        late = mine.at <= other.at
-        follows = (
-            "rank-missing",
-            "rank-exited-early",
-            "stall",
-            "collective-mismatch",
-            "data-stall",
-        )
-        if other.check == "first-failure":
-            # Any other failure has its own cause.
-            return any(text in str(other.evidence.get(MESSAGE)) for text in LOST)
-        return late and other.check in follows
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
         over = run.outcome() in ("hung", "failed", "killed")
@@ -251,7 +246,7 @@ def _stopped_together(readers: list[Reader], number: int) -> bool:
 def _went_on(reader: Reader, number: int) -> bool:
     """Whether the rank left the loop by itself, not because its connection to others failed."""
     raised = reader.rank.exception
-    lost = raised is not None and any(text in raised.message for text in LOST)
+    lost = raised is not None and not set(LOST_PEER).isdisjoint(error_kinds(raised.message))
     return not lost or reader.epoch(number + 1) is not None
 
 
@@ -275,14 +270,6 @@ def _steps(
             if not loader.trains or begun <= step <= begun + epoch.batches:
                 return Steps.of([step if loader.trains else begun])
     return None
-
-
-def _by_another_epoch(mine: Finding, other: Finding) -> bool:
-    """Whether hyperparameters differ because the ranks with fewer batches are in the next epoch:
-    from the first recorded step after the one in which they finished this epoch."""
-    if mine.steps is None or other.steps is None:
-        return False
-    return other.steps.first == next(s for s in count(mine.steps.first) if told_at(s))
 
 
 def _unsharded(epochs: dict[int, Epoch]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from ddpdoctor.analysis.replicas.replicas import (
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
+from ddpdoctor.report.declarations import Condition, Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, plural, some
 
@@ -25,6 +26,11 @@ BYPASSED = "wrapper-bypassed"
 UNEQUAL_AT_WRAP = "unequal-at-wrap"
 NOT_BROADCAST = "not-broadcast"
 NOT_COPIED = "not-copied-since"
+
+
+def _masks(mine: Finding, other: Finding) -> bool:
+    """Pruning masks that differ leave parameters that differ, once they are made permanent."""
+    return all(any(m.startswith(f"{s}_") for m in mine.subjects) for s in other.subjects)
 
 
 class BufferDrift(Check):
@@ -72,6 +78,13 @@ class BufferDrift(Check):
         NOT_COPIED: "DDP broadcasts buffers, but has not since each rank updated its own",
         LATE: "the buffers were added after the wrap, and DDP does not know them",
     }
+    effects = (
+        Effect(
+            ("parameter-drift",),
+            of=(LATE,),
+            when=(Condition("of the parameters that these buffers mask", _masks),),
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
@@ -87,12 +100,6 @@ class BufferDrift(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge)
         yield from each_model(run, self._judge_late)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        """Pruning masks that differ leave parameters that differ, once they are made permanent."""
-        if other.check != "parameter-drift" or mine.rule != LATE:
-            return False
-        return all(any(m.startswith(f"{s}_") for m in mine.subjects) for s in other.subjects)
 
     def _judge_late(self, run: Run, group: Replicas) -> Iterator[Finding]:
         late = None if group.left_out else late_buffers.differing(group)

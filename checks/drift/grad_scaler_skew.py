@@ -8,8 +8,14 @@ from typing import ClassVar
 from ddpdoctor.analysis.replicas import uncompared
 from ddpdoctor.analysis.replicas.group_findings import united
 from ddpdoctor.analysis.replicas.missed_scaler_calls import MissedScalerCalls, missed_call
-from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, by_step, replicas
+from ddpdoctor.analysis.replicas.replicas import (
+    Replicas,
+    by_step,
+    needs_copies,
+    replicas,
+)
 from ddpdoctor.events import Loaded, ScalerStep
+from ddpdoctor.report.declarations import COPIES_DIFFER, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Location, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
@@ -88,11 +94,11 @@ class GradScalerSkew(Check):
         CHANGED_AFTER: "some ranks skip a step whose gradients were changed after DDP's average",
         UNEQUAL_SKIPS: "some ranks skip a step; whether its gradients were averaged is not known",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if not run.any(ScalerStep):
-            return "no enabled GradScaler was used"
-        return None if replicas(run) else NO_COPIES
+    requires = (seen(ScalerStep, otherwise="no enabled GradScaler was used"), needs_copies)
+    effects = (
+        # A rank that skips is one step behind from then on, and so is its schedule.
+        Effect((*COPIES_DIFFER, "hyperparameter-skew"), when=(When.STEP_NOT_BEFORE,)),
+    )
 
     def left_out(self, run: Run) -> str | None:
         return uncompared.left_out(run)
@@ -105,16 +111,6 @@ class GradScalerSkew(Check):
                 if members not in first or finding.at < first[members].at:
                     first[members] = finding
         yield from united(first.items())
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        # A rank that skips is one step behind from then on, and so is its schedule.
-        later = (
-            "parameter-drift", "gradient-drift", "optimizer-state-drift", "buffer-drift",
-            "hyperparameter-skew",
-        )  # fmt: skip
-        if other.check not in later:
-            return False
-        return not other.steps or not mine.steps or other.steps.first >= mine.steps.first
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         optimizer = {n: m.optimizer for n, m in group.members.items()}

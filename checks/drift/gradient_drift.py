@@ -21,12 +21,29 @@ from ddpdoctor.analysis.replicas.replicas import (
     replicas,
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
+from ddpdoctor.report.declarations import Condition, Effect
 from ddpdoctor.report.evidence_names import FINITE_ON
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Run, ranks_do, some
 
 CLEARED = "cleared-on-some-ranks"
 ZEROED = "zeroed-on-some-ranks"
+
+
+def _brought(mine: Finding, other: Finding) -> bool:
+    """Whether NaN or infinity came with gradients that the same ranks modified, and only these
+    ranks have it: DDP's average would have spread it to all."""
+    if other.steps is None:
+        return False
+    ranks = mine.evidence.get(MODIFIED_ON)
+    within = mine.steps is None or mine.steps.first <= other.steps.first <= mine.steps.last
+    same = isinstance(ranks, list) and {*other.ranks} <= {*ranks}
+    return (
+        within
+        and same
+        and bool(other.evidence.get(FINITE_ON))
+        and bool({*other.subjects} & {*mine.subjects})
+    )
 
 
 class GradientDrift(Check):
@@ -74,6 +91,17 @@ class GradientDrift(Check):
         UNEQUAL_PARAMETERS: "the parameters differed first, and so does what they are used for",
         **causes.UNKNOWN_RULES,
     }
+    effects = (
+        Effect(
+            ("nonfinite-origin",),
+            rules=("gradient-of-earlier-step",),
+            when=(Condition("of gradients that these ranks modified", _brought),),
+        ),
+        Effect(
+            ("parameter-drift", "buffer-drift", "optimizer-state-drift"),
+            when=(causes.IN_A_LATER_STEP,),
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
@@ -89,12 +117,6 @@ class GradientDrift(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         return each_model(run, self._judge)
 
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "nonfinite-origin":
-            return _brought(mine, other)
-        later = ("parameter-drift", "buffer-drift", "optimizer-state-drift")
-        return other.check in later and causes.may_follow(other, mine, 1)
-
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         found = None if group.left_out else divergence(group, "gradients")
         if found is None or _averages_parameters(group):
@@ -108,22 +130,6 @@ class GradientDrift(Check):
             f"first {'seen ' * bool(found.unseen)}at step {found.first}{since}",
             evidence=causes.evidence(group, found) | cause.evidence,
         )
-
-
-def _brought(mine: Finding, other: Finding) -> bool:
-    """Whether NaN or infinity came with gradients that the same ranks modified, and only these
-    ranks have it: DDP's average would have spread it to all."""
-    if other.rule != "gradient-of-earlier-step" or other.steps is None:
-        return False
-    ranks = mine.evidence.get(MODIFIED_ON)
-    within = mine.steps is None or mine.steps.first <= other.steps.first <= mine.steps.last
-    same = isinstance(ranks, list) and {*other.ranks} <= {*ranks}
-    return (
-        within
-        and same
-        and bool(other.evidence.get(FINITE_ON))
-        and bool({*other.subjects} & {*mine.subjects})
-    )
 
 
 def _averages_parameters(group: Replicas) -> bool:

@@ -24,6 +24,7 @@ from ddpdoctor.events import (
     Wrapped,
 )
 from ddpdoctor.events.amp import told_at
+from ddpdoctor.report.declarations import Condition, Effect, When
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
@@ -61,6 +62,17 @@ AHEAD = "the_same_values_first_on_ranks"
 
 LEFT_OUT = "the_same_values_but_for_a_few_on_ranks"
 """Evidence: the ranks that omit some values, as they took no step for a batch, for example."""
+
+
+def _since_unequal(mine: Finding, other: Finding) -> bool:
+    if other.steps is None or mine.steps is None:
+        return True
+    # Not every step is examined: the options may differ since just after the one before.
+    equal = next((s for s in range(mine.steps.first - 1, -1, -1) if told_at(s)), 0)
+    return other.steps.first > (equal + 1 if equal else mine.steps.first)
+
+
+_LATER = Condition("after the options differ", _since_unequal)
 
 
 class HyperparameterSkew(Check):
@@ -112,6 +124,11 @@ class HyperparameterSkew(Check):
         UNEQUAL_AT_START: "the options differ when the optimizer first steps",
         UNKNOWN_LINE: "the options differ, and no line is known that sets them",
     }
+    effects = (
+        Effect(("parameter-drift",), when=(When.SAME_OPTIMIZER, _LATER)),
+        Effect(("buffer-drift",), when=(_LATER,)),
+        Effect(("optimizer-state-drift",), when=(_LATER, state_loading.OTHER_LOADS)),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         if not _copies(run):
@@ -132,20 +149,6 @@ class HyperparameterSkew(Check):
                 for finding in self._judge(group):
                     reported.add(key)
                     yield tuple(group.members), finding
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check not in ("parameter-drift", "buffer-drift", "optimizer-state-drift"):
-            return False
-        if other.check == "optimizer-state-drift" and state_loading.of_the_same(mine, other):
-            return False
-        unrelated = bool(other.optimizers) and set(mine.optimizers).isdisjoint(other.optimizers)
-        if mine.optimizers and unrelated and other.check == "parameter-drift":
-            return False
-        if other.steps is None or mine.steps is None:
-            return True
-        # Not every step is examined: the options may differ since just after the one before.
-        equal = next((s for s in range(mine.steps.first - 1, -1, -1) if told_at(s)), 0)
-        return other.steps.first > (equal + 1 if equal else mine.steps.first)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         tables = {

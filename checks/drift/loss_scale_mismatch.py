@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.analysis.replicas.replica import Member
-from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
+from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
 from ddpdoctor.events import BatchSeen, Edited
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run
 
@@ -44,11 +45,10 @@ class LossScaleMismatch(Check):
     name = "loss-scale-mismatch"
     family = "drift"
     severity = Severity.NOTE
-
-    def unobserved(self, run: Run) -> str | None:
-        if not replicas(run):
-            return NO_COPIES
-        return None if run.any(BatchSeen) else "no loss was seen whose reduction is known"
+    requires = (
+        needs_copies,
+        seen(BatchSeen, otherwise="no loss was seen whose reduction is known"),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         reported: set[int] = set()

@@ -25,6 +25,7 @@ from ddpdoctor.analysis.replicas.replicas import (
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
+from ddpdoctor.report.declarations import Condition, Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, counted, listed, ranks_do, some
 
@@ -37,6 +38,13 @@ OF_GRADIENTS = {
 
 STATE_CHANGED = "state-changed"
 NEW_OPTIMIZER = "new-optimizer"
+
+
+def _applied(mine: Finding, other: Finding) -> bool:
+    if other.rule == skipped_steps.SKIPPED or not causes.changed_state(mine):
+        return False
+    # What was loaded applies with the next step, what was modified perhaps at once.
+    return causes.may_follow(other, mine, mine.rule in state_loading.RULES)
 
 
 class OptimizerStateDrift(Check):
@@ -80,6 +88,13 @@ class OptimizerStateDrift(Check):
         causes.UNEVEN_JOIN: "under torch's `Join` ranks took different numbers of steps",
         **causes.UNKNOWN_RULES,
     }
+    effects = (
+        Effect(("hyperparameter-skew",), when=(state_loading.SAME_LOADS,)),
+        Effect(
+            ("parameter-drift", "buffer-drift"),
+            when=(Condition("after the state was changed", _applied),),
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
@@ -94,16 +109,6 @@ class OptimizerStateDrift(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         return each_model(run, self._judge)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "hyperparameter-skew":
-            return state_loading.of_the_same(mine, other)
-        if other.check not in ("parameter-drift", "buffer-drift"):
-            return False
-        if other.rule == skipped_steps.SKIPPED or not causes.changed_state(mine):
-            return False
-        # What was loaded applies with the next step, what was modified perhaps at once.
-        return causes.may_follow(other, mine, mine.rule in state_loading.RULES)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:

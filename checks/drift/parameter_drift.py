@@ -29,6 +29,7 @@ from ddpdoctor.analysis.replicas.skipped_steps import Skipped
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import OptimizerSeen, StepDone
 from ddpdoctor.events.drift import UNHELD
+from ddpdoctor.report.declarations import Condition, Effect, When
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Run, ranks_text, some
 
@@ -37,6 +38,23 @@ AT_THE_END = "at the end of the run"
 
 PARTIAL_STATE = "partial-optimizer-state"
 LOCAL_LOSS = "rank-local-loss"
+
+
+def _with_it(mine: Finding) -> list[object]:
+    """What else the ranks loaded that loaded other weights."""
+    loaded_too = mine.evidence.get(state_loading.LOADED_TOO)
+    return loaded_too if isinstance(loaded_too, list) else []
+
+
+def _moved_the_state(mine: Finding, other: Finding) -> bool:
+    known = mine.rule in skipped_steps.RULES or "optimizer" in _with_it(mine)
+    return known or not causes.changed_state(other)
+
+
+_DIFFER = Condition(
+    "if the cause is more than a note and names parameters",
+    lambda mine, _: mine.severity is not Severity.NOTE and bool(mine.subjects),
+)
 
 
 class ParameterDrift(Check):
@@ -106,6 +124,33 @@ class ParameterDrift(Check):
         **rules.RULES,
         **optimizer_coverage.RULES,
     }
+    effects = (
+        Effect(("gradient-drift",), rules=(causes.UNEQUAL_PARAMETERS,), when=(_DIFFER,)),
+        Effect(
+            ("hyperparameter-skew",),
+            when=(
+                _DIFFER,
+                state_loading.SAME_LOADS,
+                Condition("loaded with the weights", lambda mine, _: bool(_with_it(mine))),
+            ),
+        ),
+        # The epoch was loaded with the weights.
+        Effect(
+            ("sampler-seed-skew",),
+            of=(state_loading.LOAD_ON_SOME,),
+            rules=("different-epochs",),
+            when=(_DIFFER,),
+        ),
+        Effect(("buffer-drift",), when=(_DIFFER, When.NOT_BEFORE)),
+        Effect(
+            ("optimizer-state-drift",),
+            when=(
+                _DIFFER,
+                When.NOT_BEFORE,
+                Condition("unless changed by itself", _moved_the_state),
+            ),
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run, unheld=True)
@@ -125,22 +170,6 @@ class ParameterDrift(Check):
         yield from classify.findings(self, run)
         for fields in optimizer_coverage.reported(run):
             yield self.finding(**fields)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is Severity.NOTE or not mine.subjects:
-            return False
-        if other.check == "gradient-drift":
-            return other.rule == causes.UNEQUAL_PARAMETERS
-        loaded_too = mine.evidence.get(state_loading.LOADED_TOO)
-        with_it = loaded_too if isinstance(loaded_too, list) else []
-        skipped = mine.rule in skipped_steps.RULES
-        if causes.changed_state(other) and not skipped and "optimizer" not in with_it:
-            return False
-        if other.check == "hyperparameter-skew" and with_it:
-            return state_loading.of_the_same(mine, other)
-        if other.check == "sampler-seed-skew":  # the epoch was loaded with the weights
-            return (mine.rule, other.rule) == (state_loading.LOAD_ON_SOME, "different-epochs")
-        return other.check in ("buffer-drift", "optimizer-state-drift") and other.at >= mine.at
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:

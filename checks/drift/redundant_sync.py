@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
 from ddpdoctor.analysis.replicas.replica import Member
-from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
+from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
 from ddpdoctor.events import SyncPattern
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
 
@@ -68,11 +69,10 @@ class RedundantSync(Check):
         BACKWARD_ONLY: "`no_sync()` is active during backward only, which has no effect",
         DIFFERENT_LINES: "backwards of different lines per step each all-reduce the gradients",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if not replicas(run):
-            return NO_COPIES
-        return None if run.any(SyncPattern) else "no optimizer step after DDP's backward was seen"
+    requires = (
+        needs_copies,
+        seen(SyncPattern, otherwise="no optimizer step after DDP's backward was seen"),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for group in replicas(run):

@@ -19,14 +19,15 @@ from ddpdoctor.analysis.replicas.missed_backwards import SYNCED, puts_ahead
 from ddpdoctor.analysis.replicas.moving import moved
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
-    NO_COPIES,
     Divergence,
     Replicas,
     divergence,
     each_model,
-    replicas,
+    needs_copies,
 )
 from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
+from ddpdoctor.report.declarations import Condition, Effect, When, seen, unless
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Run, counted, some, whom
 
@@ -122,7 +123,6 @@ TAKE_OUT = (
 )
 REDUCER_CONFUSED = ("`initialize_buckets` must NOT be called", "still allreduced by DDP reducer")
 """What torch raises in a later step if DDP was not prepared for a backward that ran."""
-
 FLAG = "require_backward_grad_sync"
 FLAG_FIXES = {
     "no_sync": f"set `{FLAG} = True` before the forward of the last micro-batch before the step",
@@ -187,13 +187,32 @@ class UnsyncedStep(Check):
         STEP_IN_BACKWARD: "a hook steps inside backward, before DDP has averaged",
         NEVER_REDUCED: "`fully_shard` never reduces the gradients, and steps apply nothing",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if run.any(KeptBack) or run.any(SteppedInside):
-            return None
-        if not replicas(run):
-            return NO_COPIES
-        return None if run.any(SyncPattern) else "no optimizer step after DDP's backward was seen"
+    requires = tuple(
+        unless(requirement, KeptBack, SteppedInside)
+        for requirement in (
+            needs_copies,
+            seen(SyncPattern, otherwise="no optimizer step after DDP's backward was seen"),
+        )
+    )
+    effects = (
+        Effect(
+            ("collective-mismatch", "rank-exited-early"),
+            when=(Condition("of ranks ahead by the backwards that they missed", puts_ahead),),
+        ),
+        Effect(("first-failure",), of=(INSIDE_FORWARD,), errors=(ErrorKind.REDUCER_UNPREPARED,)),
+        Effect(
+            (
+                "gradient-drift",
+                "buffer-drift",
+                "optimizer-state-drift",
+                "grad-scaler-skew",
+                "model-not-wrapped",
+            ),
+            when=(When.STEP_NOT_BEFORE,),
+        ),
+        # Applied in the step, and seen before the next one.
+        Effect(("parameter-drift",), when=(When.STEP_AFTER,)),
+    )
 
     def left_out(self, run: Run) -> str | None:
         return uncompared.left_out(run)
@@ -204,21 +223,6 @@ class UnsyncedStep(Check):
             yield from self._never_reduced(run, optimizer)
         for model in step_in_backward.stepped(run):
             yield self._stepped_inside(run, model)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if puts_ahead(mine, other):
-            return True
-        if other.check == "first-failure":
-            message = str(other.evidence)  # of the exception, which is torch's
-            return mine.rule == INSIDE_FORWARD and any(text in message for text in REDUCER_CONFUSED)
-        later = (
-            "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift",
-            "grad-scaler-skew", "model-not-wrapped",
-        )  # fmt: skip
-        if other.check not in later or mine.steps is None:
-            return False
-        applied = other.check == "parameter-drift"  # in the step, and seen before the next one
-        return other.steps is None or other.steps.first >= mine.steps.first + applied
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:

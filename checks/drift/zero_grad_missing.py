@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.events import Carried, OptimizerSeen, StepDone
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, ranks_do, ranks_text
 
@@ -54,9 +55,7 @@ class ZeroGradMissing(Check):
         NEVER: "gradients are not cleared in any step",
         NO_LONGER: "gradients were cleared in every step, and are not from some step on",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(Carried) else "no two optimizer steps with a backward in between"
+    requires = (seen(Carried, otherwise="no two optimizer steps with a backward in between"),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         seen: dict[int, dict[int, Carried]] = {}
@@ -66,9 +65,6 @@ class ZeroGradMissing(Check):
                     seen.setdefault(optimizer, {})[rank.rank] = event
         for optimizer, events in sorted(seen.items()):
             yield from self._finding(run, optimizer, events)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return False
 
     def _finding(self, run: Run, optimizer: int, events: dict[int, Carried]) -> Iterator[Finding]:
         number, event = next(iter(events.items()))

@@ -8,9 +8,9 @@ from typing import ClassVar
 from ddpdoctor.analysis.divergence import group_cycles
 from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.explanations import RULES, Explanation, explain
-from ddpdoctor.analysis.divergence.loop_exits import explains_shifted_schedule
+from ddpdoctor.analysis.divergence.loop_exits import SHIFTED_SCHEDULE
 from ddpdoctor.analysis.divergence.mismatch_report import (
-    PASSED_BY_ALL,
+    STOPPED_RANKS,
     Mismatch,
     began,
     each_once,
@@ -21,14 +21,9 @@ from ddpdoctor.analysis.divergence.mismatch_report import (
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import across_groups, cycle
 from ddpdoctor.events import CallSite
+from ddpdoctor.report.declarations import STOPPED, Condition, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Run
-
-CONSEQUENCES = (
-    "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall", "data-stall",
-)  # fmt: skip
-
-DRIFT = ("gradient-drift", "parameter-drift")
 
 
 class CollectiveMismatch(Check):
@@ -75,9 +70,22 @@ class CollectiveMismatch(Check):
     family = "hang"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {rule.value: text for rule, text in RULES.items()}
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+    requires = (seen(CallSite, otherwise="no collective was seen"),)
+    effects = (
+        Effect((*STOPPED, "data-stall"), when=(STOPPED_RANKS, When.SINCE)),
+        Effect(
+            ("gradient-drift", "parameter-drift"),
+            when=(
+                Condition(
+                    "if gradients of DDP were mixed up",
+                    lambda mine, _: "DDP backward" in mine.subjects,
+                ),
+                STOPPED_RANKS,
+                When.SINCE,
+            ),
+        ),
+        Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = [d for d in divergences(run) if d.key.name != "new_group" and not d.same_call]
@@ -89,14 +97,6 @@ class CollectiveMismatch(Check):
         ring = [now.by_rank[r] for r in cycle(now)]
         if ring and across_groups(ring):
             yield self.finding(**group_cycles.report(now, ring))
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == self.name:
-            return False
-        if explains_shifted_schedule(mine, other):
-            return True
-        mixed = other.check in DRIFT and "DDP backward" in mine.subjects
-        return (other.check in CONSEQUENCES or mixed) and _concerns(mine, other)
 
     def _report(self, run: Run, mismatch: Mismatch, why: Explanation) -> Finding:
         divergence, culprits = mismatch.divergence, mismatch.culprits
@@ -123,11 +123,3 @@ class CollectiveMismatch(Check):
             evidence={**evidence(run, mismatch), **(left.evidence if left else {})},
             at=began(divergence, run.started),
         )
-
-
-def _concerns(mine: Finding, other: Finding) -> bool:
-    """Whether a failure may follow from a mismatch: not where it came before the ranks diverged,
-    nor where all of them continued after that."""
-    if mine.evidence.get(PASSED_BY_ALL):
-        return False
-    return other.at == 0.0 or other.at >= mine.at - 1.0

@@ -9,7 +9,7 @@ from ddpdoctor.analysis.divergence.buffer_shapes import BufferMismatch, buffer_m
 from ddpdoctor.analysis.divergence.divergence import describe_sides
 from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.mismatch_report import (
-    PASSED_BY_ALL,
+    STOPPED_RANKS,
     Mismatch,
     began,
     each_once,
@@ -19,10 +19,10 @@ from ddpdoctor.analysis.divergence.mismatch_report import (
 )
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.events import CallSite, CommHook, Wrapped
+from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, listed, ranks_text
 
-CONSEQUENCES = ("rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall")
 NAMES = {
     "numel": "shapes",
     "dtype": "dtypes",
@@ -81,9 +81,8 @@ class CollectiveShapeMismatch(Check):
         "communication-hooks": "ranks registered different communication hooks on one model",
         "buffers": "DDP broadcasts buffers that have different shapes on the ranks",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) or run.any(Wrapped) else "no collective was seen"
+    requires = (seen(CallSite, Wrapped, otherwise="no collective was seen"),)
+    effects = (Effect(STOPPED, when=(STOPPED_RANKS, When.SINCE)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = divergences(run)
@@ -94,11 +93,6 @@ class CollectiveShapeMismatch(Check):
             yield self._report_hooks(snapshot_of(run), *hooked)
         for sent in buffer_mismatches(run):
             yield self._report_buffers(sent)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check not in CONSEQUENCES or mine.evidence.get(PASSED_BY_ALL):
-            return False
-        return other.at == 0.0 or other.at >= mine.at - 1.0
 
     def _report(self, run: Run, mismatch: Mismatch) -> Finding:
         divergence, culprits = mismatch.divergence, mismatch.culprits

@@ -12,6 +12,7 @@ from ddpdoctor.analysis.waiting.patience import overdue
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import merged_stacks, missing, victims, waiting_for
 from ddpdoctor.events import LoaderSeen, RankStood, Worker
+from ddpdoctor.report.declarations import Effect, seen
 from ddpdoctor.report.findings import (
     Check,
     Confidence,
@@ -87,9 +88,8 @@ class DataStall(Check):
         "unobserved": "what the workers do was not seen",
         "workers-stalled": "the workers do not deliver the next batch",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(LoaderSeen) else "no DataLoader was seen"
+    requires = (seen(LoaderSeen, otherwise="no DataLoader was seen"),)
+    effects = (Effect(("rank-missing", "stall", "first-failure")),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._died(run)
@@ -99,9 +99,6 @@ class DataStall(Check):
             stuck = [s for s in now.by_rank.values() if s.phase is Phase.DATA and not s.gone]
         if stuck and (now.stall is not None or overdue(run, now, stuck)):
             yield self._report(now, stuck)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in ("rank-missing", "stall", "first-failure")
 
     def _died(self, run: Run) -> Iterable[Finding]:
         """The process of a worker ended, and torch raised for it."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.divergence.mismatch_report import never_created
+from ddpdoctor.analysis.divergence.mismatch_report import NEVER_CREATED
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
     Failure,
@@ -32,6 +32,8 @@ from ddpdoctor.events import (
     RankExiting,
     SpawnFailed,
 )
+from ddpdoctor.report.declarations import WAITING, Condition, Effect, When
+from ddpdoctor.report.errors import error_kinds
 from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run, fold_ranks, ranks_text, shorten
@@ -43,6 +45,12 @@ NO_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 LOST_PEERS = "lost-peers"
 """Rule of a finding that is itself a consequence: no rank was seen to fail on its own."""
+
+
+_OWN = Condition(
+    "unless the cause is itself a consequence",
+    lambda mine, _: mine.severity is Severity.ERROR and mine.rule != LOST_PEERS,
+)
 
 
 class FirstFailure(Check):
@@ -92,6 +100,12 @@ class FirstFailure(Check):
         LOST_PEERS: "ranks only lost their peers; none was seen to fail on its own",
         "teardown-abort": "a process aborted in native code after the program had ended",
     }
+    effects = (
+        # A worker that died is why its own rank raised.
+        Effect(("data-stall",), when=(_OWN, When.OTHER_RANKS)),
+        Effect((*WAITING, "rank-died", "rendezvous-stall"), when=(_OWN,)),
+        Effect(("group-creation-mismatch",), rules=(NEVER_CREATED,), when=(_OWN,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = failures(run)
@@ -120,14 +134,6 @@ class FirstFailure(Check):
             yield self._report_lost(run, lost)
         elif aborts:
             yield self._report_abort(run, aborts)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is not Severity.ERROR or mine.rule == LOST_PEERS:
-            return False
-        if other.check == "data-stall":  # a worker that died is why its own rank raised
-            return not set(mine.ranks) & set(other.ranks)
-        effects = "rank-missing", "rank-exited-early", "rank-died", "stall", "rendezvous-stall"
-        return other.check in effects or never_created(other)
 
     def _report(self, run: Run, own: list[Failure], followers: list[Failure]) -> Finding:
         first = own[0]
@@ -170,6 +176,7 @@ class FirstFailure(Check):
                 **_aftermath(first.at, others),
                 **_named_by_torchrun(run, ranks),
             },
+            errors=error_kinds(message),
             at=first.at,
         )
 
@@ -189,6 +196,7 @@ class FirstFailure(Check):
             fix="look at the ranks not named here, and at the network between them",
             fix_kind=FixKind.CHECK,
             evidence={MESSAGE: message[:2000]},
+            errors=error_kinds(message),
             at=first.at,
         )
 
@@ -248,6 +256,7 @@ class FirstFailure(Check):
             fix="read the exception",
             fix_kind=FixKind.CHECK,
             evidence={MESSAGE: raised.message[:2000], **_aftermath(raised.wall, followers)},
+            errors=error_kinds(raised.message),
             at=raised.wall,
         )
 

@@ -20,13 +20,9 @@ from ddpdoctor.analysis.divergence.mismatch_report import (
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
+from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_do, ranks_text
-
-CONSEQUENCES = (
-    "rank-missing", "rank-exited-early", "rank-died", "first-failure", "stall",
-    "collective-mismatch",
-)  # fmt: skip
 
 
 class GroupCreationMismatch(Check):
@@ -66,9 +62,8 @@ class GroupCreationMismatch(Check):
         "members-only": "every rank creates only the groups that it is a member of",
         NEVER_CREATED: "some ranks never create a group that others create",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+    requires = (seen(CallSite, otherwise="no collective was seen"),)
+    effects = (Effect((*STOPPED, "collective-mismatch"), when=(When.SINCE,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = next((p for p in divergences(run) if p.key.name == "new_group"), None)
@@ -76,9 +71,6 @@ class GroupCreationMismatch(Check):
             yield self._order(run, found)
         else:
             yield from self._absent(run)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in CONSEQUENCES and (other.at == 0.0 or other.at >= mine.at - 1.0)
 
     def _order(self, run: Run, divergence: CallDivergence) -> Finding:
         sides: dict[tuple[int, ...], list[int]] = {}

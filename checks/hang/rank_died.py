@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddpdoctor.analysis.divergence.mismatch_report import never_created
+from ddpdoctor.analysis.divergence.mismatch_report import NEVER_CREATED
 from ddpdoctor.analysis.waiting.failures import (
     CLEAN_UP_S,
     Failure,
@@ -24,6 +24,7 @@ from ddpdoctor.analysis.waiting.sent_signals import sent as signal_sent
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import victims
 from ddpdoctor.events import MemoryLimit, NodeSample, RankExiting, RankSample, SpawnEnded
+from ddpdoctor.report.declarations import WAITING, Effect
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, ranks_text, ranks_were
 
@@ -114,6 +115,10 @@ class RankDied(Check):
         "unknown-end": "nobody saw how the process ended",
         "time-limit": "`timeout` ended the command of the run",
     }
+    effects = (
+        Effect((*WAITING, "first-failure", "data-stall", "rendezvous-stall")),
+        Effect(("group-creation-mismatch",), rules=(NEVER_CREATED,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if spawn_failed(run):
@@ -134,11 +139,6 @@ class RankDied(Check):
         if own is not None and own.at < first.at:
             return  # the failure of another rank led to it
         yield self._report(run, [f for f in died if f.rank.signal == first.rank.signal])
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        effects = ("rank-missing", "rank-exited-early", "first-failure", "stall", "data-stall",
-                   "rendezvous-stall")  # fmt: skip
-        return other.check in effects or never_created(other)
 
     def _report(self, run: Run, died: list[Failure]) -> Finding:
         first = died[0]

@@ -22,13 +22,13 @@ from ddpdoctor.analysis.control_flow.caught_exceptions import caught
 from ddpdoctor.analysis.control_flow.jumps import may_end
 from ddpdoctor.analysis.divergence.loop_exits import (
     MAY_END,
+    SHIFTED_SCHEDULE,
     LoopExit,
     LoopExitKind,
-    explains_shifted_schedule,
     loop_of_leaver,
     uneven_since,
 )
-from ddpdoctor.analysis.divergence.mismatch_report import never_created
+from ddpdoctor.analysis.divergence.mismatch_report import NEVER_CREATED
 from ddpdoctor.analysis.divergence.periodic_calls import HISTORY
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
@@ -42,6 +42,7 @@ from ddpdoctor.analysis.waiting.failures import (
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import gone, unanswered, victims, waiting_for
 from ddpdoctor.events import CallSite, RankExiting, Statement
+from ddpdoctor.report.declarations import Condition, Effect, seen
 from ddpdoctor.report.evidence_names import STEPS_TAKEN
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text, shorten
@@ -82,6 +83,28 @@ class Departure(enum.Enum):
     EXIT_CALLED = enum.auto()
     ENDED = enum.auto()
     DESTROYED = enum.auto()
+
+
+def _left_of(mine: Finding) -> set[int]:
+    """The ranks that left: they are not at fault where others entered a branch alone."""
+    steps = mine.evidence.get(STEPS_TAKEN)
+    if mine.rule != "entered-alone" or not isinstance(steps, dict):
+        return {*mine.ranks}
+    return {int(rank) for rank in steps} - {*mine.ranks}
+
+
+def _of_another_round(mine: Finding, other: Finding) -> bool:
+    """Whether a schedule is right for the round of each rank."""
+    early = other.evidence.get(SET_FIRST_ON)
+    if isinstance(early, list) and set(early) == _left_of(mine):
+        return True
+    since = mine.evidence.get(UNEVEN_SINCE)
+    return isinstance(since, int) and other.steps is not None and other.steps.first >= since
+
+
+_ON_RANKS_THAT_STAYED = Condition(
+    "on ranks that had not left", lambda mine, other: not _left_of(mine) & set(other.ranks)
+)
 
 
 class RankExitedEarly(Check):
@@ -128,9 +151,17 @@ class RankExitedEarly(Check):
         "group-destroyed": "the ranks destroyed their process group",
         "program-ended": "the program ended on these ranks",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+    requires = (seen(CallSite, otherwise="no collective was seen"),)
+    effects = (
+        Effect(("rank-missing", "stall")),
+        Effect(("group-creation-mismatch",), rules=(NEVER_CREATED,)),
+        Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
+        Effect(
+            ("hyperparameter-skew",),
+            when=(Condition("of ranks in different rounds", _of_another_round),),
+        ),
+        Effect(("first-failure", "rank-died"), when=(_ON_RANKS_THAT_STAYED,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         now = snapshot_of(run)
@@ -144,21 +175,6 @@ class RankExitedEarly(Check):
             left = [s for s in _peers(now, lost) if _well(s.rank)]
             if left:
                 yield self._report(now, left, lost)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check in ("rank-missing", "stall") or never_created(other):
-            return True
-        if explains_shifted_schedule(mine, other):
-            return True
-        if other.check == "hyperparameter-skew":  # a schedule is right for the round of each rank
-            early = other.evidence.get(SET_FIRST_ON)
-            if isinstance(early, list) and set(early) == _left_of(mine):
-                return True
-            since = mine.evidence.get(UNEVEN_SINCE)
-            return isinstance(since, int) and other.steps is not None and other.steps.first >= since
-        return other.check in ("first-failure", "rank-died") and not (
-            _left_of(mine) & set(other.ranks)
-        )
 
     def _report(
         self, now: Snapshot, left: list[RankSnapshot], waiting: list[RankSnapshot]
@@ -205,14 +221,6 @@ class RankExitedEarly(Check):
             },
             at=now.at,
         )
-
-
-def _left_of(mine: Finding) -> set[int]:
-    """The ranks that left: they are not at fault where others entered a branch alone."""
-    steps = mine.evidence.get(STEPS_TAKEN)
-    if mine.rule != "entered-alone" or not isinstance(steps, dict):
-        return {*mine.ranks}
-    return {int(rank) for rank in steps} - {*mine.ranks}
 
 
 def _rule(

@@ -18,6 +18,7 @@ from ddpdoctor.analysis.waiting.wait_graph import (
     waiting_for,
 )
 from ddpdoctor.events import CallSite, InitEntered
+from ddpdoctor.report.declarations import Effect, When, seen
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Phase, Rank, Run, ranks_do, ranks_text, ranks_were
 
@@ -67,20 +68,14 @@ class RankMissing(Check):
         "idle": "the rank waits and uses no CPU time",
         "unobserved": "what the rank does was not seen",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(CallSite) else "no collective was seen"
+    requires = (seen(CallSite, otherwise="no collective was seen"),)
+    effects = (Effect(("stall", "first-failure")), Effect(("rank-died",), when=(When.OTHER_RANKS,)))
 
     def examine(self, run: Run) -> Iterable[Finding]:
         now = snapshot_of(run)
         absent = [s for s in missing(now) if s.phase is not Phase.DATA]
         if absent and (why := overdue(run, now, absent)):
             yield self._report(run, now, absent, why)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in ("stall", "first-failure", "rank-died") and not set(mine.ranks) & set(
-            other.ranks if other.check == "rank-died" else ()
-        )
 
     def _report(self, run: Run, now: Snapshot, absent: list[RankSnapshot], why: Overdue) -> Finding:
         waiting = [s for a in absent for s in waiting_for(now, a)]

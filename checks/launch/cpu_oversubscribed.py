@@ -9,6 +9,7 @@ from typing import ClassVar
 from ddpdoctor.analysis.process.memory_samples import seen_from_outside
 from ddpdoctor.analysis.process.thresholds import CROWDED, FAR_OVER, FEWEST_THREAD_SAMPLES
 from ddpdoctor.events import LoaderSeen, RankSample, StepDone, ThreadsSeen
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Rank, Run, counted
 
@@ -64,9 +65,7 @@ class CpuOversubscribed(Check):
         TOO_MANY_WORKERS: "DataLoader workers need more cores than there are",
         TOO_MANY_RANKS: "there are more ranks than cores, each with no more threads than its share",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(ThreadsSeen) else "no rank trained long enough to count its threads"
+    requires = (seen(ThreadsSeen, otherwise="no rank trained long enough to count its threads"),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         by_node: dict[str, list[Rank]] = {}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.events import InitEntered, ProgramSeen, TorchLoaded
+from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, equal_ranks, listed, ranks_do, ranks_text
 
@@ -72,9 +73,7 @@ class EnvironmentSkew(Check):
         "launch-environment": "ranks were started with different software or settings",
         "set-by-program": "the program sets variables to different values on different ranks",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if len(run.ranks) > 1 else "only one rank left a record"
+    requires = (several_records,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         ranks = [p for p in run.ranks.values() if p.started]

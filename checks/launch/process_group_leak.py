@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, RankExiting
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, ranks_do
 
@@ -35,9 +36,7 @@ class ProcessGroupLeak(Check):
     name = "process-group-leak"
     family = "launch"
     severity = Severity.NOTE
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(GroupReady) else "no process group was created"
+    requires = (seen(GroupReady, otherwise="no process group was created"),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         states = {r.state for r in run.ranks.values()}

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.process.rank_claims import Claim, claims, meetings, unentered
 from ddpdoctor.events import StepDone, Wrapped
+from ddpdoctor.report.declarations import CALLS, STOPPED, Condition, Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Finding, Related, Severity
 from ddpdoctor.run import Run, listed, ranks_do, ranks_text
 
@@ -81,9 +82,20 @@ class RankMismatch(Check):
         "world-larger-than-spawned": "the world size is above the number of spawned processes",
         "world-of-one": "processes that were started together each train with a world size of 1",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return unentered(run)
+    requires = (unentered,)
+    effects = (
+        Effect(("rendezvous-stall", "group-never-formed")),
+        Effect(("first-failure",), when=(When.SAME_LINE, When.WITHIN_RANKS)),
+        # If no group was ever created, all failures of collectives follow from that.
+        Effect(
+            (*STOPPED, *CALLS),
+            when=(
+                Condition(
+                    "if no group was formed", lambda mine, _: mine.evidence.get(GROUPS_FORMED) == 0
+                ),
+            ),
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = claims(run)
@@ -94,14 +106,6 @@ class RankMismatch(Check):
                 return  # problems at later addresses follow from the first
         if alone := _world_of_one(found):
             yield self._report(run, found, alone, confidence=Confidence.SUSPECTED)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check in ("rendezvous-stall", "group-never-formed"):
-            return True
-        if other.check == "first-failure" and other.location == mine.location:
-            return set(other.ranks) <= set(mine.ranks)
-        # If no group was ever created, all failures of collectives follow from that.
-        return mine.evidence.get(GROUPS_FORMED) == 0 and other.code.startswith("DDP6")
 
     def _report(self, run: Run, members: list[Claim], problem: Problem, **more: object) -> Finding:
         first = problem.wrong[0]

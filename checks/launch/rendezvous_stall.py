@@ -10,6 +10,7 @@ from ddpdoctor.analysis.process.rank_claims import claims, unentered
 from ddpdoctor.analysis.process.thresholds import SHORT_S
 from ddpdoctor.analysis.waiting import stale_store
 from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text, shorten
 
@@ -76,9 +77,21 @@ class RendezvousStall(Check):
         "rank-exited-before": "missing ranks exited before init_process_group",
         "rank-not-arrived": "missing ranks are still busy before init_process_group, or failed",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return unentered(run)
+    requires = (unentered,)
+    effects = (
+        Effect(("stall", "rank-missing")),
+        Effect(("first-failure",), rules=("lost-peers",)),  # torch gave up waiting
+        Effect(("first-failure",), of=("stale-store-after-restart",)),
+        Effect(
+            ("first-failure",), of=("stale-store-of-destroyed-group",), when=(When.WITHIN_RANKS,)
+        ),
+        Effect(
+            ("first-failure",),
+            of=("no-store-at-address", "address-unreachable", "world-larger-than-launched",
+                "processes-not-seen", "rank-exited-before", "rank-not-arrived"),
+            when=(When.OTHER_RANKS,),
+        ),
+    )  # fmt: skip
 
     def examine(self, run: Run) -> Iterable[Finding]:
         waiting = [r for r in run.ranks.values() if _waits(r)]
@@ -98,17 +111,6 @@ class RendezvousStall(Check):
             yield self._report(run, waiting, absent, world)
         elif stalled and len(waiting) == len(run.ranks):
             yield self._nobody_answers(run, waiting)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check != "first-failure":
-            return other.check in ("stall", "rank-missing")
-        if other.rule == "lost-peers":  # torch gave up waiting
-            return True
-        if mine.rule == "stale-store-of-destroyed-group":
-            return set(other.ranks) <= set(mine.ranks)
-        if mine.rule == "stale-store-after-restart":
-            return True
-        return not set(mine.ranks) & set(other.ranks)
 
     def _after_restart(self, run: Run, waiting: list[Rank]) -> Finding:
         """The finding that ranks of a restarted run connect to addresses of the last attempt."""

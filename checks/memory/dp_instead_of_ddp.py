@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import DataParallelMade
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run
 
@@ -44,9 +45,7 @@ class DpInsteadOfDdp(Check):
     name = "dp-instead-of-ddp"
     family = "memory"
     severity = Severity.NOTE
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(DataParallelMade) else "torch.nn.DataParallel was not used"
+    requires = (seen(DataParallelMade, otherwise="torch.nn.DataParallel was not used"),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for rank in run.ranks.values():

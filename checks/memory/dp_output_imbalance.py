@@ -14,6 +14,7 @@ from ddpdoctor.analysis.process.thresholds import (
     OUTPUT_RATIO,
 )
 from ddpdoctor.events import DataParallelMade, DeviceMemory, Gathered
+from ddpdoctor.report.declarations import Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run
 
@@ -50,6 +51,7 @@ class DpOutputImbalance(Check):
     name = "dp-output-imbalance"
     family = "memory"
     severity = Severity.WARNING
+    effects = (Effect(("dp-instead-of-ddp",)),)
 
     def unobserved(self, run: Run) -> str | None:
         made = [e for r in run.ranks.values() for e in r.of(DataParallelMade)]
@@ -68,9 +70,6 @@ class DpOutputImbalance(Check):
             finding = self._judge(run, rank, gathered, memory)
             if finding is not None:
                 yield finding
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "dp-instead-of-ddp"
 
     def _judge(
         self, run: Run, rank: Rank, gathered: Gathered, memory: DeviceMemory

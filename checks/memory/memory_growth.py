@@ -23,7 +23,8 @@ from ddpdoctor.analysis.process.thresholds import (
     WARM_UP_SHARE,
 )
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
-from ddpdoctor.report.evidence_names import MESSAGE
+from ddpdoctor.report.declarations import Effect, When
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, ranks_do, whom
 
@@ -123,6 +124,13 @@ class MemoryGrowth(Check):
         CONTAINER: "a container keeps tensors without graphs",
         UNKNOWN: "memory grows, and no container that explains it was found",
     }
+    effects = (
+        Effect(("rank-memory-imbalance",)),
+        Effect(("rank-died",), rules=("out-of-memory", "unknown-end")),
+        # The kernel kills with SIGKILL where memory runs out.
+        Effect(("rank-died",), rules=("killed-outside",), when=(When.about("SIGKILL"),)),
+        Effect(("first-failure",), errors=(ErrorKind.OUT_OF_MEMORY,)),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         if not run.any(MemorySample):
@@ -138,17 +146,6 @@ class MemoryGrowth(Check):
                 yield self._report(run, max(growing, key=lambda g: (g.held is not None, g.total)),
                                  growing)  # fmt: skip
                 return
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "rank-memory-imbalance":
-            return True
-        if other.check == "rank-died":  # the kernel kills with SIGKILL where memory runs out
-            killed = other.rule == "killed-outside" and "SIGKILL" in other.subjects
-            return killed or other.rule in ("out-of-memory", "unknown-end")
-        if other.check != "first-failure":
-            return False
-        message = str(other.evidence.get(MESSAGE, ""))
-        return "memory" in message.lower()  # torch's own text, as in `CUDA out of memory`
 
     def _report(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
         ranks = tuple(g.rank.rank for g in growing)

@@ -15,6 +15,7 @@ from ddpdoctor.analysis.process.thresholds import (
     HOST_RATIO,
 )
 from ddpdoctor.events import MemorySample, Wrapped
+from ddpdoctor.report.declarations import seen, several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, ranks_do, ranks_text
 
@@ -55,11 +56,7 @@ class RankMemoryImbalance(Check):
         "device-memory": "the peak on the device is far above that of the other ranks",
         "host-memory": "host memory in the second half of training is far above the others'",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if len(run.ranks) < 2:
-            return "only one rank left a record"
-        return None if run.any(MemorySample) else "memory was not sampled"
+    requires = (several_records, seen(MemorySample, otherwise="memory was not sampled"))
 
     def examine(self, run: Run) -> Iterable[Finding]:
         device = {r: p for r in run.ranks.values() if (p := _device_peak(r))}

@@ -45,9 +45,7 @@ class SharedDevice(Check):
         "fewer-gpus-than-ranks": "the node has fewer GPUs than ranks, and NCCL is not used",
         "device-not-by-local-rank": "the GPU of a rank does not depend on LOCAL_RANK",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_gpu(run)
+    requires = (no_gpu,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         sharing = users(run)

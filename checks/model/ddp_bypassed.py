@@ -19,6 +19,7 @@ from ddpdoctor.events import (
     Wrapped,
 )
 from ddpdoctor.events.drift import UNHELD
+from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural
 
@@ -68,21 +69,23 @@ class DdpBypassed(Check):
         "wrapper-discarded": "the program did not keep the wrapper, and trains the model itself",
         "manual-update": "the program itself applies gradients that bypassed the wrapper",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(
+            (
+                *NOT_AVERAGED,
+                "model-not-wrapped",
+                "optimizer-state-drift",
+                "parameters-changed-after-wrap",
+            )
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for seen in models.seen(run, _events):
             discarded = any(e.discarded for events in seen.records.values() for e in events)
             if not discarded or len(seen.records) > 1:  # else one process goes on alone
                 yield self._report(seen)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check in (
-            "gradient-drift", "parameter-drift", "unsynced-step", "model-not-wrapped",
-            "optimizer-state-drift", "parameters-changed-after-wrap",
-        )  # fmt: skip
 
     def _report(self, seen: models.Seen[Bypassed]) -> Finding:
         rank, wrapped, events = seen.rank, seen.wrapped, seen.records[seen.rank]

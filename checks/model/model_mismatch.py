@@ -12,6 +12,8 @@ from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrap_order import WrapOrder, wrap_order
 from ddpdoctor.analysis.models.wrapped_models import Reason
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
+from ddpdoctor.report.declarations import Effect, When, seen, several_ranks
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Evidence, Finding, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, listed, ranks_text
 
@@ -153,11 +155,24 @@ class ModelMismatch(Check):
         "different-branches": "different lines made the models: the ranks took other branches",
         **models.rules(REASONS),
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if run.world_size < 2:
-            return "one rank only"
-        return None if run.any(Wrapped) or run.any(Unwrapped) else models.NO_DDP
+    requires = (several_ranks, seen(Wrapped, Unwrapped, otherwise=models.NO_DDP))
+    effects = (
+        Effect(("first-failure",), errors=(ErrorKind.DIFFERENT_MODELS, ErrorKind.CONNECTION)),
+        # gloo aborts at collectives that do not fit together.
+        Effect(("rank-died",), when=(When.about("SIGABRT"),)),
+        Effect(
+            (
+                "gradient-drift",
+                "parameter-drift",
+                "buffer-drift",
+                "rank-missing",
+                "stall",
+                "collective-shape-mismatch",
+                "collective-mismatch",
+                "rank-dependent-graph",
+            )
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         reordered: set[tuple[int, ...]] = set()
@@ -175,17 +190,6 @@ class ModelMismatch(Check):
                 yield self._report_origins(mismatch, origins)
                 if origins.reordered:
                     reordered.add(ranks)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            text = str(other.evidence)
-            return "same model across" in text or "to match sizes" in text or "onnection" in text
-        if other.check == "rank-died":  # gloo, of collectives that do not fit together
-            return "SIGABRT" in other.subjects
-        return other.check in (
-            "gradient-drift", "parameter-drift", "buffer-drift", "rank-missing", "stall",
-            "collective-shape-mismatch", "collective-mismatch", "rank-dependent-graph",
-        )  # fmt: skip
 
     def _report_origins(self, mismatch: Mismatch, origins: WrapOrder) -> Finding:
         """The finding of models that different lines made."""

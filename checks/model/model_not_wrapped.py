@@ -8,11 +8,24 @@ from typing import ClassVar
 from ddpdoctor.analysis.manual_sync import unwrapped, unwrapped_rules
 from ddpdoctor.analysis.replicas import manual_edits
 from ddpdoctor.events import GroupReady, OptimizerSeen, TorchLoaded, Unwrapped
+from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When, seen, several_ranks
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
 
 EDITED = (manual_edits.EDIT_ON_SOME, manual_edits.UNEQUAL_EDITS, manual_edits.INEXACT_RESTORE)
 """Rules of other checks: ranks modify parameters or gradients manually."""
+
+
+def _known(run: Run) -> str | None:
+    if any(e.late for r in run.ranks.values() for e in r.of(TorchLoaded)):
+        return "torch was already in use when the doctor started: earlier wraps are unknown"
+    if run.any(Unwrapped):
+        return None
+    if not run.training_ranks():
+        return "no optimizer step seen"
+    optimizers = [e for r in run.ranks.values() for e in r.of(OptimizerSeen)]
+    held = not optimizers or any(e.models for e in optimizers)
+    return None if held else "the optimizers step inside the backward, or on sharded parameters"
 
 
 class ModelNotWrapped(Check):
@@ -76,32 +89,12 @@ class ModelNotWrapped(Check):
     family = "model"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = unwrapped_rules.RULES
-
-    def unobserved(self, run: Run) -> str | None:
-        if run.world_size < 2:
-            return "one rank only"
-        if not run.any(GroupReady):
-            return "no process group was formed"
-        if any(e.late for r in run.ranks.values() for e in r.of(TorchLoaded)):
-            return "torch was already in use when the doctor started: earlier wraps are unknown"
-        if run.any(Unwrapped):
-            return None
-        if not run.training_ranks():
-            return "no optimizer step seen"
-        seen = [e for r in run.ranks.values() for e in r.of(OptimizerSeen)]
-        if seen and not any(e.models for e in seen):
-            return "the optimizers step inside the backward, or on sharded parameters"
-        return None
+    requires = (several_ranks, seen(GroupReady, otherwise="no process group was formed"), _known)
+    effects = (
+        Effect(NOT_AVERAGED, when=(When.IS_ERROR, When.SAME_OPTIMIZER)),
+        # Parameters of other optimizers follow only if all these ranks modify them manually.
+        Effect(NOT_AVERAGED, rules=EDITED, when=(When.IS_ERROR, When.SAME_RANKS)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         return unwrapped.findings(self, run)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is not Severity.ERROR or other.check not in (
-            "gradient-drift", "parameter-drift", "unsynced-step"
-        ):  # fmt: skip
-            return False
-        if not other.optimizers or not set(mine.optimizers).isdisjoint(other.optimizers):
-            return True
-        # Parameters of other optimizers follow only if all these ranks modify them manually.
-        return other.rule in EDITED and set(other.ranks) == set(mine.ranks)

@@ -51,9 +51,7 @@ class NeedlessFindUnusedParameters(Check):
     name = "needless-find-unused-parameters"
     family = "model"
     severity = Severity.NOTE
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if run.outcome() in ("failed", "hung", "killed"):

@@ -12,6 +12,7 @@ import msgspec
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrapped_models import Reason
 from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
+from ddpdoctor.report.declarations import seen, unless
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, some, title_of
 
@@ -133,11 +134,10 @@ class OptimizerParameterMismatch(Check):
     family = "model"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = models.rules(REASONS)
-
-    def unobserved(self, run: Run) -> str | None:
-        if not models.numbers(run) and not run.any(Ownership):
-            return models.NO_DDP
-        return None if run.training_ranks() else "no optimizer step seen"
+    requires = (
+        unless(models.needs_ddp, Ownership),
+        seen(StepDone, otherwise="no optimizer step seen"),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         sharded = {e.model for r in run.ranks.values() for e in r.of(Ownership) if e.model < 0}

@@ -8,6 +8,8 @@ from typing import ClassVar, NamedTuple
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Loaded, ParametersChanged, Replica, StepDone, Wrapped
+from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, plural, some, title_of
 
@@ -86,23 +88,25 @@ class ParametersChangedAfterWrap(Check):
     rules: ClassVar[Mapping[str, str]] = {
         kind: f"parameters were {change.done} after the wrap" for kind, change in CHANGES.items()
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(("first-failure",), errors=(ErrorKind.REDUCTION_UNFINISHED,)),
+        Effect(
+            (
+                *NOT_AVERAGED,
+                "unused-parameter",
+                "rank-dependent-graph",
+                "optimizer-state-drift",
+                "model-not-wrapped",
+            )
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         kinds = {e.kind for r in run.ranks.values() for e in r.of(ParametersChanged)}
         for kind in sorted(kinds):
             for seen in models.seen(run, partial(_events, kind)):
                 yield self._report(kind, seen)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            return "finished reduction" in str(other.evidence)
-        return other.check in (
-            "unused-parameter", "rank-dependent-graph", "gradient-drift", "parameter-drift",
-            "unsynced-step", "optimizer-state-drift", "model-not-wrapped",
-        )  # fmt: skip
 
     def _report(self, kind: str, seen: models.Seen[ParametersChanged]) -> Finding:
         rank, every = min(seen.records.items(), key=lambda item: item[1][0].at)

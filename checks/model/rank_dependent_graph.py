@@ -8,6 +8,8 @@ from typing import ClassVar
 from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import UnusedParameters, Wrapped
+from ddpdoctor.report.declarations import NOT_AVERAGED, WAITING, Effect, When
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Location, Rank, Run, equal_ranks, plural, ranks_text, some, title_of
 
@@ -53,27 +55,26 @@ class RankDependentGraph(Check):
         "unused-on-some-ranks": "some ranks did not use parameters that the others used",
         "different-on-each-rank": "every rank left out parameters that others used",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(
+            ("first-failure",),
+            errors=(ErrorKind.REDUCTION_UNFINISHED, ErrorKind.CONNECTION, ErrorKind.TIMED_OUT),
+            when=(When.IS_ERROR,),
+        ),
+        # gloo aborts at collectives that do not fit together.
+        Effect(("rank-died",), when=(When.IS_ERROR, When.about("SIGABRT"))),
+        Effect(
+            (*WAITING, *NOT_AVERAGED, "collective-mismatch", "collective-shape-mismatch"),
+            when=(When.IS_ERROR,),
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for model in models.numbers(run):
             found = graphs.differing(run, model)
             if found is not None:
                 yield from self._report(run, model, *found)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is not Severity.ERROR:
-            return False
-        hang = ("rank-missing", "stall", "rank-exited-early", "collective-mismatch",
-                "collective-shape-mismatch")  # fmt: skip
-        if other.check == "first-failure":
-            text = str(other.evidence)
-            return "finished reduction" in text or "onnection" in text or "imed out" in text
-        if other.check == "rank-died":  # gloo, of collectives that do not fit together
-            return "SIGABRT" in other.subjects
-        return other.check in (*hang, "gradient-drift", "parameter-drift", "unsynced-step")
 
     def _report(
         self,

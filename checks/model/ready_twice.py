@@ -9,6 +9,8 @@ from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrapped_models import Reason
 from ddpdoctor.events import ReadyTwice as Record
 from ddpdoctor.events import Wrapped
+from ddpdoctor.report.declarations import WAITING, Condition, Effect
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, some
 
@@ -58,6 +60,20 @@ WATCHED = 3
 """The first forwards of a model, for which the called modules are known."""
 
 
+def _first_step(finding: Finding) -> int:
+    return finding.steps.first if finding.steps else -1
+
+
+def _wraps(finding: Finding) -> set[Location]:
+    """The line of the wrap: of the related lines, the one that is not the backward itself."""
+    return {r.location for r in finding.related if r.location != finding.location}
+
+
+def _of_one_forward(mine: Finding, other: Finding) -> bool:
+    same_step = _first_step(mine) == _first_step(other)
+    return same_step and not _wraps(mine).isdisjoint(r.location for r in other.related)
+
+
 class ReadyTwice(Check):
     """torch: "Expected to mark a variable ready only once"
 
@@ -95,21 +111,19 @@ class ReadyTwice(Check):
     family = "model"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = models.rules(REASONS)
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(("first-failure",), errors=(ErrorKind.READY_TWICE, ErrorKind.CONNECTION)),
+        Effect(
+            ("unused-parameter",),
+            of=("second-backward",),
+            when=(Condition("of the first backward over the same forward", _of_one_forward),),
+        ),
+        Effect(WAITING),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         return map(self._report, models.seen(run, _events))
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            text = str(other.evidence)
-            return "ready only once" in text or "onnection" in text
-        if other.check == "unused-parameter":  # of the first backward over the same forward
-            again = mine.rule == "second-backward" and _first_step(mine) == _first_step(other)
-            return again and not _wraps(mine).isdisjoint(r.location for r in other.related)
-        return other.check in ("rank-missing", "stall", "rank-exited-early")
 
     def _report(self, seen: models.Seen[Record]) -> Finding:
         rank, wrapped, event = seen.rank, seen.wrapped, seen.records[seen.rank][0]
@@ -149,15 +163,6 @@ class ReadyTwice(Check):
 
 def _events(rank: Rank, wrapped: Wrapped) -> list[Record]:
     return [e for e in rank.of(Record) if e.model == wrapped.model]
-
-
-def _first_step(finding: Finding) -> int:
-    return finding.steps.first if finding.steps else -1
-
-
-def _wraps(finding: Finding) -> set[Location]:
-    """The line of the wrap: of the related lines, the one that is not the backward itself."""
-    return {r.location for r in finding.related if r.location != finding.location}
 
 
 def _rule(rank: Rank, event: Record) -> str:

@@ -8,6 +8,8 @@ from typing import ClassVar
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import StaticGraphBroken as Record
 from ddpdoctor.events import Wrapped
+from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, some
 
@@ -75,23 +77,14 @@ class StaticGraphBroken(Check):
         "no-sync-first": "forwards ran under `no_sync` before the first synchronised backward",
         "graph-changes": "the forward uses other parameters than in the first iteration",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(("first-failure",), errors=(ErrorKind.GRAPH_CHANGED, ErrorKind.CONNECTION)),
+        Effect((*NOT_AVERAGED, "unused-parameter", "rank-dependent-graph", "redundant-sync")),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         return map(self._report, models.seen(run, _events))
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "first-failure":
-            text = str(other.evidence)
-            return any(
-                t in text for t in ("graph has changed", "expect_autograd_hooks", "onnection")
-            )
-        return other.check in (
-            "gradient-drift", "parameter-drift", "unsynced-step", "unused-parameter",
-            "rank-dependent-graph", "redundant-sync",
-        )  # fmt: skip
 
     def _report(self, seen: models.Seen[Record]) -> Finding:
         rank, wrapped, events = seen.rank, seen.wrapped, seen.records[seen.rank]

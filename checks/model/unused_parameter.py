@@ -13,6 +13,8 @@ from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrapped_models import Part, Reason
 from ddpdoctor.events import UnusedParameters, Wrapped
+from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, Related, Severity
 from ddpdoctor.run import Rank, Run, plural, some, title_of
 
@@ -128,22 +130,16 @@ class UnusedParameter(Check):
     family = "model"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = models.rules(REASONS)
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if models.numbers(run) else models.NO_DDP
+    requires = (models.needs_ddp,)
+    effects = (
+        Effect(("first-failure",), errors=(ErrorKind.REDUCTION_UNFINISHED,), when=(When.IS_ERROR,)),
+        # The gradients in the bucket of an unused parameter are never averaged.
+        Effect(NOT_AVERAGED, when=(When.IS_ERROR,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for model in models.numbers(run):
             yield from self._judge(run, model)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.severity is not Severity.ERROR:
-            return False
-        if other.check == "first-failure":
-            said = str(other.evidence)  # torch's words, or Lightning's for them
-            return "finished reduction" in said or "not used in producing the loss" in said
-        # The gradients in the bucket of an unused parameter are never averaged.
-        return other.check in ("gradient-drift", "parameter-drift", "unsynced-step")
 
     def _judge(self, run: Run, model: int) -> Iterator[Finding]:
         seen = {

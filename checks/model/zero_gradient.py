@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
 from ddpdoctor.analysis.models import wrapped_models as models
-from ddpdoctor.events import Wrapped, ZeroGradients
+from ddpdoctor.events import StepDone, Wrapped, ZeroGradients
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Rank, Run, some, title_of
 
@@ -62,19 +63,15 @@ class ZeroGradient(Check):
         "zero-factor": "the parameters reach the loss only through a factor of zero",
         "bias-cancels": "a bias cancels out, while the weight of its module has a gradient",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        if not models.numbers(run):
-            return models.NO_DDP
-        return None if run.training_ranks() else "no optimizer step seen"
+    requires = (models.needs_ddp, seen(StepDone, otherwise="no optimizer step seen"))
 
     def examine(self, run: Run) -> Iterable[Finding]:
         keys = {(e.model, e.optimizer) for r in run.ranks.values() for e in r.of(ZeroGradients)}
         every = [_seen(run, model, optimizer) for model, optimizer in sorted(keys)]
         reported: set[tuple[int, int]] = set()
         # An optimizer within another one (a sharded one) covers some of its parameters and ranks.
-        for seen in sorted(every, key=len, reverse=True):
-            for rank, event in list(seen.items())[:1]:
+        for events in sorted(every, key=len, reverse=True):
+            for rank, event in list(events.items())[:1]:
                 wrapped = models.wrap_of(rank, event.model)
                 if wrapped is None or not (event.weight_decay or event.moved):
                     continue
@@ -85,7 +82,7 @@ class ZeroGradient(Check):
                 for part in ([i for i in left if i not in cancelled], cancelled):
                     if part:
                         yield self._report(
-                            run, rank, wrapped, event, part, tuple(r.rank for r in seen)
+                            run, rank, wrapped, event, part, tuple(r.rank for r in events)
                         )
 
     def _report(

@@ -17,6 +17,7 @@ from ddpdoctor.analysis.process.shared_files import (
     writes,
 )
 from ddpdoctor.events import FileRead, FileWritten
+from ddpdoctor.report.declarations import CALLS, WAITING, Effect, When, seen
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Run, ranks_do, shorten
 
@@ -85,9 +86,11 @@ class CheckpointBeforeSync(Check):
         OVERLAP: "the read began before the write ended",
         UNORDERED: "no collective orders write and read; this time it went well",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(FileWritten) else "no rank was seen to write a file"
+    requires = (seen(FileWritten, otherwise="no rank was seen to write a file"),)
+    effects = (
+        Effect(("first-failure",), of=(ENDED_RANK,), when=(When.NOT_BEFORE, When.SHARED_RANK)),
+        Effect((*WAITING, *CALLS, "rank-died"), of=(ENDED_RANK,), when=(When.NOT_BEFORE,)),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         written = writes(run)
@@ -103,13 +106,6 @@ class CheckpointBeforeSync(Check):
                     by_place.setdefault(place, []).append((write, read))
         for pairs in by_place.values():
             yield self._report(run, pairs)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if mine.rule != ENDED_RANK or other.at < mine.at:
-            return False
-        if other.check == "first-failure":
-            return bool(set(mine.ranks) & set(other.ranks))
-        return other.code.startswith("DDP6")
 
     def _report(self, run: Run, pairs: list[tuple[Touch, Touch]]) -> Finding:
         # Of several reads at one line, one that failed shows the fault best.

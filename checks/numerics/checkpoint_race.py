@@ -18,6 +18,8 @@ from ddpdoctor.analysis.process.shared_files import (
     writes,
 )
 from ddpdoctor.events import FileRead, FileWritten
+from ddpdoctor.report.declarations import Condition, Effect, When, seen
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run, counted, fold_ranks, listed, ranks_do, ranks_text, shorten
@@ -38,6 +40,21 @@ themselves is most often equal."""
 _LOGS = (".log", ".out", ".err")
 _QUOTED = re.compile("'([^']+)'")
 _SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
+
+
+def _taken_away(mine: Finding, other: Finding) -> bool:
+    """Whether a rank failed at one of the lines of `mine` because another rank had renamed or
+    created the file they race for."""
+    message = str(other.evidence.get(MESSAGE, ""))
+    if not {*other.subjects} & {"FileNotFoundError", "FileExistsError"} or other.at < mine.at:
+        return False
+    spots = [mine.location, *(r.location for r in mine.related)]
+    here = other.location
+    if here is None or (here.file, here.line) not in [(s.file, s.line) for s in spots if s]:
+        return False
+    paths = [f"/{path.removeprefix('./')}" for path in _QUOTED.findall(message)]
+    files = (f"/{file.removeprefix('/')}" for file in mine.subjects)
+    return {*other.ranks} <= {*mine.ranks} and any(p.endswith(f) for f in files for p in paths)
 
 
 class CheckpointRace(Check):
@@ -88,9 +105,15 @@ class CheckpointRace(Check):
         RENAMED: "ranks rename their files to one path",
         SAME_FILE: "ranks write one file without waiting for each other",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(FileWritten) else "no rank was seen to write a file"
+    requires = (seen(FileWritten, otherwise="no rank was seen to write a file"),)
+    effects = (
+        Effect(("checkpoint-before-sync",), when=(When.SHARED_SUBJECT,)),
+        Effect(("first-failure",), errors=(ErrorKind.BROKEN_FILE,)),
+        Effect(
+            ("first-failure",),
+            when=(Condition("at a file that another rank took away", _taken_away),),
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         by_place: dict[object, list[list[Touch]]] = {}
@@ -104,16 +127,6 @@ class CheckpointRace(Check):
                 by_place.setdefault(place, []).append(racing)
         for files in _in_one_go(list(by_place.values())):
             yield self._report(run, files)
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        if other.check == "checkpoint-before-sync":
-            return bool(set(mine.subjects) & set(other.subjects))
-        message = str(other.evidence.get(MESSAGE, ""))
-        # Texts of torch and pickle about a corrupt file.
-        torn = ("PytorchStreamReader", "EOFError", "invalid load key", "Ran out of input")
-        if other.check != "first-failure":
-            return False
-        return any(text in message for text in torn) or _taken_away(mine, other, message)
 
     def _report(self, run: Run, files: list[list[Touch]]) -> Finding:
         first = files[0][0]
@@ -148,20 +161,6 @@ class CheckpointRace(Check):
             },
             at=first.began,
         )
-
-
-def _taken_away(mine: Finding, other: Finding, message: str) -> bool:
-    """Whether a rank failed at one of the lines of `mine` because another rank had renamed or
-    created the file they race for. `message`: the text of Python's exception."""
-    if not {*other.subjects} & {"FileNotFoundError", "FileExistsError"} or other.at < mine.at:
-        return False
-    spots = [mine.location, *(r.location for r in mine.related)]
-    here = other.location
-    if here is None or (here.file, here.line) not in [(s.file, s.line) for s in spots if s]:
-        return False
-    paths = [f"/{path.removeprefix('./')}" for path in _QUOTED.findall(message)]
-    files = (f"/{file.removeprefix('/')}" for file in mine.subjects)
-    return {*other.ranks} <= {*mine.ranks} and any(p.endswith(f) for f in files for p in paths)
 
 
 def _racing(touches: list[Touch]) -> list[Touch]:

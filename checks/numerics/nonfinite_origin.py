@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.events import NonFinite, ScalerStep, Sketch, Wrapped
+from ddpdoctor.report.declarations import COPIES_DIFFER, Condition, Effect, When
 from ddpdoctor.report.evidence_names import FINITE_ON
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, listed, plural, whom
@@ -36,6 +37,15 @@ AT_START = "parameter-at-start"
 PARAMETER = "parameter"
 
 _SKIP = "skip the step on all ranks when a value is not finite"
+
+
+def _holds_nan(value: object) -> bool:
+    """Whether a figure of evidence is NaN, or one inside its lists and tables."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_nan, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_nan, value))
+    return value == "nan" or (isinstance(value, float) and math.isnan(value))
 
 
 class NonfiniteOrigin(Check):
@@ -91,6 +101,18 @@ class NonfiniteOrigin(Check):
         AT_START: "parameters or buffers are not finite before the first step",
         PARAMETER: "parameters or buffers are not finite after a step",
     }
+    effects = (
+        Effect(
+            COPIES_DIFFER,
+            when=(
+                When.STEP_NOT_BEFORE,
+                Condition(
+                    "that shows NaN",
+                    lambda _, other: other.steps is not None and _holds_nan(other.evidence),
+                ),
+            ),
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         seen = run.training_ranks() or any(_first(r) for r in run.ranks.values())
@@ -144,12 +166,6 @@ class NonfiniteOrigin(Check):
             at=rank.wall(event.at),
         )
 
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        drifts = ("gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift")
-        began = mine.steps.first if mine.steps else 0
-        later = other.steps is not None and other.steps.first >= began
-        return other.check in drifts and later and _holds_nan(other.evidence)
-
 
 def _first(rank: Rank) -> NonFinite | None:
     """The first non-finite value of a rank that mattered: a step was taken on it, no step was taken
@@ -159,15 +175,6 @@ def _first(rank: Rank) -> NonFinite | None:
     mattered = [e for e in rank.of(NonFinite) if e.applied or e.skipped or failed]
     spared = [e for e in mattered if e.spared]
     return next((e for e in mattered if not e.spared), spared[-1] if spared else None)
-
-
-def _holds_nan(value: object) -> bool:
-    """Whether a figure of evidence is NaN, or one inside its lists and tables."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_nan, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_nan, value))
-    return value == "nan" or (isinstance(value, float) and math.isnan(value))
 
 
 def _when(event: NonFinite) -> int:

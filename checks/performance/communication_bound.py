@@ -18,6 +18,7 @@ from ddpdoctor.analysis.process.thresholds import (
     SYNC_SHARE,
 )
 from ddpdoctor.events import Pace, StepDone, SyncPattern, SyncTimes, Wrapped
+from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, counted
 
@@ -68,9 +69,7 @@ class CommunicationBound(Check):
         ACCUMULATING: "gradients are accumulated without synchronisation already",
         ONE_BACKWARD: "each step has one backward, which is synchronised",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(SyncTimes) else "no DDP model trained for more than ten steps"
+    requires = (seen(SyncTimes, otherwise="no DDP model trained for more than ten steps"),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         numbers = sorted({e.model for r in run.ranks.values() for e in r.of(SyncTimes)})

@@ -15,6 +15,7 @@ from ddpdoctor.analysis.process.thresholds import (
     WARM_UP_STEPS,
 )
 from ddpdoctor.events import EpochEnded, LoaderSeen, StepDone
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_text
 
@@ -62,6 +63,7 @@ class DataBound(Check):
         FEW_WORKERS: "workers are too slow, and there are cores for more",
         NO_CORES: "loading is too slow, and there are no cores for more workers",
     }
+    effects = (Effect(("straggler",), rules=("slow-loading",), when=(When.FEWER_RANKS,)),)
 
     def unobserved(self, run: Run) -> str | None:
         if reason := no_loader(run):
@@ -105,10 +107,6 @@ class DataBound(Check):
             },
             at=rank.wall(steps[0].at),
         )
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        loading = other.check == "straggler" and other.rule == "slow-loading"
-        return loading and set(other.ranks) < set(mine.ranks)
 
 
 def _cores(run: Run, rank: Rank, workers: int) -> tuple[float, int]:

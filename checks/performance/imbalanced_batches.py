@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     OptimizerSeen,
     StepDone,
 )
+from ddpdoctor.report.declarations import Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
 
@@ -67,9 +68,8 @@ class ImbalancedBatches(Check):
         ONE_RANK_LONGER: "one rank nearly always has the longest samples, all have as many",
         UNCOORDINATED: "the rank with the largest batch changes from step to step",
     }
-
-    def unobserved(self, run: Run) -> str | None:
-        return None if run.any(ForwardInput) else "no forward of a wrapped model seen"
+    requires = (seen(ForwardInput, otherwise="no forward of a wrapped model seen"),)
+    effects = (Effect(("straggler",), when=(When.SAME_RANKS,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         if any(e.joined for r in run.ranks.values() for e in r.of(EpochBegan)):
@@ -136,9 +136,6 @@ class ImbalancedBatches(Check):
             },
             at=rank.wall(first.at),
         )
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        return other.check == "straggler" and other.ranks == mine.ranks
 
 
 def _excess(sizes: list[int]) -> float:

@@ -21,6 +21,7 @@ from ddpdoctor.analysis.process.thresholds import (
 )
 from ddpdoctor.events import LoaderSeen, Pace
 from ddpdoctor.events.timing import PHASES
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text
 
@@ -89,6 +90,7 @@ class Straggler(Check):
         "slow-optimizer": "the time is lost in the optimizer step",
         "slow-between-phases": "the time is lost in the program's code between the phases",
     }
+    effects = (Effect(("data-bound",), of=("slow-loading",), when=(When.WITHIN_RANKS,)),)
 
     def unobserved(self, run: Run) -> str | None:
         if any(rank.waits_on_gpu for rank in run.ranks.values()):
@@ -152,10 +154,6 @@ class Straggler(Check):
             },
             at=rank.wall(first.at),
         )
-
-    def explains(self, mine: Finding, other: Finding) -> bool:
-        loading = mine.rule == "slow-loading"
-        return loading and other.check == "data-bound" and set(other.ranks) <= set(mine.ranks)
 
 
 @dataclass(frozen=True)

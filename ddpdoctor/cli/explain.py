@@ -27,7 +27,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     if word is None:
         content = render.index_of(registry.all_checks(), width, styled=styled)
     elif check := registry.find(word):
-        content = render.page_of(check, width, styled=styled)
+        content = render.page_of(check, registry.all_checks(), width, styled=styled)
     elif word.lower() in registry.FAMILIES or _is_prefix(word):
         content = render.index_of(registry.select((word,)), width, styled=styled)
     else:

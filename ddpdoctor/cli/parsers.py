@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..config import BY_NAME
 from .split import UsageError
@@ -44,25 +44,14 @@ def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> Non
     group = parser.add_argument_group("doctor options")
     for setting in (BY_NAME[name] for name in names):
         text = setting.help.replace("%", "%%")
+        more: dict[str, Any] = {"metavar": setting.metavar}
         if setting.name == "live":
-            action: object = argparse.BooleanOptionalAction
-            group.add_argument(setting.flag, action=action, default=argparse.SUPPRESS, help=text)  # type: ignore[arg-type]
+            more = {"action": argparse.BooleanOptionalAction}
         elif not setting.metavar:
-            group.add_argument(
-                setting.flag, action="store_true", default=argparse.SUPPRESS, help=text
-            )
+            more = {"action": "store_true"}
         elif setting.name in ("select", "ignore"):
-            group.add_argument(
-                setting.flag,
-                action="append",
-                metavar=setting.metavar,
-                default=argparse.SUPPRESS,
-                help=text,
-            )
-        else:
-            group.add_argument(
-                setting.flag, metavar=setting.metavar, default=argparse.SUPPRESS, help=text
-            )
+            more["action"] = "append"
+        group.add_argument(setting.flag, default=argparse.SUPPRESS, help=text, **more)
 
 
 def given(namespace: argparse.Namespace) -> dict[str, object]:

@@ -14,6 +14,7 @@ from ..config import resolve
 from ..render import streams
 from ..report.postmortem import Attempts, open_run
 from ..report.registry import select
+from ..run import fold_ranks
 from ..storage.run_folder import FolderError
 from .parsers import EXAMINING, add_settings, given
 from .split import UsageError
@@ -49,21 +50,19 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
                 write(report, path)
             except OSError as error:
                 raise UsageError(f"--{name}: cannot write {path} ({error.strerror})") from error
+    width, styled = streams.width_of(sys.stdout), streams.is_terminal(sys.stdout)
     if args.rank is not None:
-        streams.emit(_story(attempts, args.rank), sys.stdout)
+        content = _story(attempts, args.rank, width, styled)
     elif args.format == "text":
-        styled = streams.is_terminal(sys.stdout)
-        width = streams.width_of(sys.stdout)
-        streams.emit(render.text(report, width, styled=styled), sys.stdout)
+        content = render.text(report, width, styled=styled)
     else:
-        streams.emit(render.FORMATS[args.format](report), sys.stdout)
+        content = render.FORMATS[args.format](report)
+    streams.emit(content, sys.stdout)
     return FAILED_ON if options.fails(report.worst()) else 0
 
 
-def _story(attempts: Attempts, number: int) -> str:
+def _story(attempts: Attempts, number: int, width: int, styled: bool) -> str:
     if not any(number in run.ranks for run in attempts.runs):
-        from ..run import fold_ranks
-
         known = fold_ranks(r for run in attempts.runs for r in run.ranks)
         raise FolderError(f"rank {number} left no record; recorded ranks: {known}")
     stacks = [
@@ -72,6 +71,5 @@ def _story(attempts: Attempts, number: int) -> str:
         for run in attempts.runs
         for path in folder.stacks_files(number, run.attempt)
     ]
-    width = streams.width_of(sys.stdout)
     runs = [run for run in attempts.runs if number in run.ranks]
-    return render.story(runs, number, stacks, width, styled=streams.is_terminal(sys.stdout))
+    return render.story(runs, number, stacks, width, styled=styled)

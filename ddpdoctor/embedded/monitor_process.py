@@ -21,6 +21,7 @@ import psutil
 from ..config import Options, resolve
 from ..events import RankExiting
 from ..launch import outcome
+from ..monitor import system
 from ..monitor.monitor import Monitor
 from ..run import Recording, Run
 from ..storage.run_folder import RunFolder, RunInfo
@@ -104,7 +105,7 @@ class Watcher:
 
     def run(self) -> None:
         """Watch until the ranks are done, then report."""
-        self._open()
+        self.monitor.start()
         signal.signal(signal.SIGTERM, self._terminated)
         while not self._over():
             reason = self.monitor.tick()
@@ -118,14 +119,6 @@ class Watcher:
             time.sleep(TICK_WHILE_RANKS_WAIT_S if self.monitor.ranks_wait else TICK_S)
         self.monitor.finish()
         self._report()
-
-    def _open(self) -> None:
-        while True:
-            try:
-                self.monitor.start()
-                return
-            except FileExistsError:  # another node, or the watcher before, in the same folder
-                self.monitor.node_rank += 1
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or "terminate"
@@ -141,7 +134,7 @@ class Watcher:
         if self._all_done_since is None:
             self._all_done_since = now
         waited = now - self._all_done_since
-        launcher_gone = not _alive(self.orders.launcher)
+        launcher_gone = not system.alive(self.orders.launcher)
         here = [w for w in self.monitor.watched.values() if w.attempt == run.attempt]
         if len(here) < self.orders.local_size and not launcher_gone and waited < LATE_RANK_S:
             return False
@@ -187,13 +180,6 @@ def _ended(info: RunInfo, run: Run, status: int, stopped_by: str) -> RunInfo:
     info = outcome.ended(info, run, status, stopped_by)
     unknown = status == 0 and info.outcome != "completed"
     return msgspec.structs.replace(info, exit_code=None) if unknown else info
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 
 import msgspec
 
-from ..storage.run_folder import FolderError, Lines, RunFolder, RunInfo, rank_stem
+from ..storage.run_folder import FolderError, Lines, RunFolder, RunInfo, plain_name, rank_stem
 
 MOST_FOLDERS = 1000
 
@@ -64,7 +64,7 @@ def this_launch(environ: Mapping[str, str] | None = None) -> Launch:
     attempt = _number(environ, ("TORCHELASTIC_RESTART_COUNT",), 0)
     return Launch(
         key=hashlib.sha256(f"{os.getuid()}:{origin}:{born}".encode()).hexdigest()[:32],
-        name=_plain(f"{clock}-{script}"),
+        name=plain_name(f"{clock}-{script}"),
         rank=_number(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")),
         world_size=(size := _number(environ, _SIZES)),
         local_rank=_number(environ, ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")),
@@ -113,7 +113,7 @@ def is_reported(folder: RunFolder) -> bool:
 
 
 def _mark(folder: RunFolder) -> Path:
-    return folder.path / f".monitor-{_plain(platform.node())}"
+    return folder.path / f".monitor-{plain_name(platform.node())}"
 
 
 def _joined(place: Path, launch: Launch, stem: str | None) -> RunFolder:
@@ -244,10 +244,6 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int = -
         if (text := environ.get(name, "")).isdecimal():
             return int(text)
     return default
-
-
-def _plain(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80] or "run"
 
 
 def stem_of(launch: Launch) -> str | None:

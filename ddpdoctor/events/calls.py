@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import re
+
+import msgspec
+
 from .base import Event, Part
 
 
@@ -70,15 +76,19 @@ class Statement(Part, frozen=True):
 
     Attributes:
         line: of its head; for a past one, of the statement that leaves.
-        text: its head; `else:  # if x:` for another arm of `if x:`, `past if x:` for a past one,
-            `if x` for `f() if x else y`.
+        text: its head; `if x` for `f() if x else y`.
         ways: for a loop, the jumps that cut an iteration short; for a `try`, its handlers after
             which the program goes on.
         broken: for a loop, whether it has `exits`; older records lack those.
-        opener: for an `else` or `elif`, the line of the statement it belongs to; for a past one,
-            the line of its head.
+        opener: for a later arm of a statement (`else`, `except`, `case`), the line of that
+            statement; for a past one, the line of its head. Older records have it for `else` and
+            `elif` only.
         exits: for a loop, the statements that end it.
         matched: for an arm of an `if`, every other arm makes the same calls as that line.
+        kind: the keyword of its head; `past` for a past one, `after` for the `else` of a loop or a
+            `try`. Empty in older records, whose `text` says all: see `_of_older_record`.
+        test: the condition of an `if`, `elif`, `while` or past one; what a `match` matches.
+        of: for a later arm, the head of the statement that it belongs to.
     """
 
     line: int
@@ -88,6 +98,53 @@ class Statement(Part, frozen=True):
     opener: int = 0
     exits: tuple[Way, ...] = ()
     matched: bool = False
+    kind: str = ""
+    test: str = ""
+    of: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            for name, value in _of_older_record(self.text).items():
+                msgspec.structs.force_setattr(self, name, value)
+
+    @property
+    def is_loop(self) -> bool:
+        return self.kind in ("for", "while")
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether it may be entered on some ranks only, by a condition or an exception."""
+        return self.kind in ("if", "elif", "else", "after", "except", "case")
+
+    @property
+    def opening(self) -> str:
+        """The head of the statement that it is an arm of; its own for the first arm."""
+        return self.of or self.text
+
+    @property
+    def label(self) -> str:
+        """Its head, after `else` with that of the `if`: `else:  # if x:`."""
+        return f"{self.text}  # {self.of}" if self.kind in ("elif", "else", "after") else self.text
+
+
+def _of_older_record(text: str) -> dict[str, str]:
+    """The fields of a `Statement` that older records hold within its text, as `past if x:` and
+    `else:  # if x:`."""
+    code = text.removeprefix("past ")
+    word = re.match(r"(?:async )?(\w+)", code)
+    keyword = word[1] if word else ""
+    kind = "past" if code != text else keyword or "?"
+    of = "try:" if kind == "except" else ""
+    if kind in ("elif", "else"):
+        code, _, of = code.partition("  # ")
+        kind = "after" if kind == "else" and of and not of.startswith("if ") else kind
+    condition = kind in ("if", "elif", "while", "past")
+    test = code.removeprefix(keyword).strip().removesuffix(":") if condition else ""
+    if ":" in test:  # with the body on the same line
+        with contextlib.suppress(SyntaxError, ValueError):
+            node = ast.parse(f"if {test}").body[0]
+            test = ast.unparse(node.test) if isinstance(node, ast.If) else test
+    return {"kind": kind, "text": code, "test": test, "of": of}
 
 
 class Place(Part, frozen=True):

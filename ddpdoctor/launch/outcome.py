@@ -13,9 +13,8 @@ import msgspec
 
 from ..events import ProcessEnded
 from ..report import environment, registry
-from ..report.diagnose import diagnose
 from ..report.findings import Finding, Report
-from ..report.postmortem import join_attempts
+from ..report.postmortem import report_of
 from ..run import Recording, Run
 from ..storage.run_folder import RunFolder, RunInfo, printable, write_private
 
@@ -54,12 +53,10 @@ def outcome(run: Run, status: int, stopped_by: str) -> str:
         return "failed"
     states = {r.state for r in run.ranks.values()}
     signals = [e.signal for e in seen if e.signal is not None]
-    if "failed" in states and not signals:  # who else is gone may have been ended for it
-        return "failed"
-    if "killed" in states:
-        return "killed"
-    if "failed" in states:
-        return "failed"
+    # Without a signal on record, who else is gone may have been ended for what failed.
+    for state in ("killed", "failed") if signals else ("failed", "killed"):
+        if state in states:
+            return state
     if status > 128:
         return "killed"
     return "failed" if status else "completed"
@@ -83,8 +80,7 @@ def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None)
     runs = [recording.refresh(attempt) for attempt in folder.attempts()]
     if unsaved is not None:
         runs[-1].info = unsaved
-    where, others = str(folder.path), registry.others(checks)
-    return join_attempts([(r, diagnose(r, checks, folder=where, others=others)) for r in runs])
+    return report_of(runs, checks, str(folder.path))
 
 
 def publish(folder: RunFolder, report: Report, options: Options) -> None:
@@ -156,10 +152,8 @@ def _append_to_log(
     lines = ["", *([f"it stood {printable(stood)}"] if stood else ())]
     lines += ["findings that concern this rank:" if concerned else "no finding for this rank"]
     for f in concerned:
-        said = f.location is None or str(f.location) in f.summary
-        place = "" if said else f" ({f.location})"
         lines += [
-            f"  {f.severity.value}[{f.code}] {f.check}: {printable(f.summary)}{place}",
+            f"  {f.severity.value}[{f.code}] {f.check}: {printable(f.summary)}{f.elsewhere}",
             f"    cause: {printable(f.cause)}",
             f"    fix: {printable(f.fix)}",
         ]

@@ -20,7 +20,7 @@ from ..events import ExaminedInside
 from ..monitor.monitor import Monitor
 from ..report import registry
 from ..run import Recording, Run
-from ..storage.run_folder import EventWriter, FolderError, RunFolder, RunInfo
+from ..storage.run_folder import EventWriter, FolderError, RunFolder, RunInfo, plain_name
 from . import outcome, supervisor, torchrun
 from .agent_orders import VARIABLE, Orders
 from .environment import LaunchError, environment
@@ -196,14 +196,10 @@ def _prepare(
     folder = _open_folder(options.out, stem, shared)
     number = torchrun.node_rank(parsed, os.environ)
     monitor = Monitor(folder, number, options, launcher=launcher)
-    while True:
-        try:
-            monitor.start()
-            break
-        except FileExistsError:  # several nodes in one folder, and only the rendezvous numbers them
-            monitor.node_rank += 1
-        except OSError as error:
-            raise FolderError(f"cannot write to {folder.path} ({error.strerror})") from error
+    try:
+        monitor.start()
+    except OSError as error:
+        raise FolderError(f"cannot write to {folder.path} ({error.strerror})") from error
     info = RunInfo(
         schema_version=1,
         id=shared or uuid.uuid4().hex,
@@ -232,7 +228,7 @@ def _open_folder(out: Path | None, stem: str, shared: str | None) -> RunFolder:
             return RunFolder(out)
         return RunFolder.create(out)
     base = Path("ddpdoctor-runs")
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{_plain(stem)}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plain_name(stem)}"
     for number in range(1, 1000):
         path = base / (name if number == 1 else f"{name}-{number}")
         if not path.exists():
@@ -244,7 +240,3 @@ def _stem(command: Sequence[str]) -> str:
     """A name for a command: that of its script, else of its program."""
     scripts = [PurePath(word).stem for word in command if word.endswith(".py")]
     return scripts[0] if scripts else PurePath(command[0]).stem
-
-
-def _plain(stem: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in stem)[:60] or "run"

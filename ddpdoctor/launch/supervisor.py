@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import psutil
 
+from ..monitor import system
 from ..monitor.monitor import Monitor
 from ..run import Run
 from .outcome import say
@@ -228,10 +229,10 @@ class Supervisor:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
         deadline = time.monotonic() + _LAST_WORDS_S
-        while time.monotonic() < deadline and any(_alive(p) for p in left):
+        while time.monotonic() < deadline and any(system.alive(p.pid) for p in left):
             time.sleep(0.05)
         for process in left:
-            if _alive(process):
+            if system.alive(process.pid):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
 
@@ -298,10 +299,3 @@ def _descendants() -> list[psutil.Process]:
         return list(psutil.Process().children(recursive=True))
     except psutil.Error:
         return []
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False

@@ -115,12 +115,17 @@ class Monitor:
         self.stall_detector = StallDetector(options, self._write, lambda: _hang_checks(options))
 
     def start(self) -> None:
-        """Open the node's file.
+        """Open the node's file, the first that is free from `node_rank` on: several nodes may
+        record in one folder, and only the rendezvous numbers them.
 
         Raises:
             OSError: it cannot be made.
         """
-        self._writer = EventWriter(self.folder.node_path(self.node_rank))
+        while self._writer is None:
+            try:
+                self._writer = EventWriter(self.folder.node_path(self.node_rank))
+            except FileExistsError:
+                self.node_rank += 1
         self._write(
             MonitorStarted(
                 at=time.monotonic(),

@@ -138,7 +138,7 @@ class StallDetector:
         if run.attempt != self._attempt:
             self._attempt, self._stall, self._ranks = run.attempt, None, {}
             self._stood_once = set()
-        live = [r for r in run.ranks.values() if r.started and r.started.pid in pids]
+        live = [r for r in run.ranks.values() if r.pid in pids]
         for rank in live:
             self._measure(rank, now)
         since = self._still_since(run, live, now)
@@ -150,15 +150,14 @@ class StallDetector:
         if stall is None or since > stall.since + QUIET_S:
             if stall is not None and not self._check_over(run, live, stall, now):
                 return None
-            stall = self._stall = Stall(since, pids=frozenset(_pids(live)))
+            stall = self._stall = Stall(since, pids=frozenset(r.pid for r in live))
         return self._examine_stall(run, live, stall, now)
 
     def finish(self, run: Run, pids: set[int]) -> None:
         """Record where ranks were as they crashed or got SIGTERM, from what faulthandler wrote."""
         seen = {e.rank for n in run.nodes.values() for e in n.of(RankStood)} | self._stood_once
         for rank in run.ranks.values():
-            pid = rank.started.pid if rank.started else 0
-            if pid not in pids or rank.ended is None:
+            if rank.pid not in pids or rank.ended is None:
                 continue
             dump = stack_dumps.read(stack_dumps.beside(rank.path))
             frames = stack_dumps.crash(dump) if rank.ended.signal in CRASHES else ()
@@ -168,7 +167,7 @@ class StallDetector:
             if frames:
                 self._write(
                     RankStood(
-                        at=rank.ended.at, rank=rank.rank, pid=pid, frames=frames,
+                        at=rank.ended.at, rank=rank.rank, pid=rank.pid, frames=frames,
                         attempt=run.attempt, crashed=crashed,
                     )
                 )  # fmt: skip
@@ -194,7 +193,7 @@ class StallDetector:
             self._longest = max(self._longest, now - seen.changed if seen.moved_at >= 0 else 0.0)
             seen.moved_at, seen.changed = moved_at, now
         if now - seen.cpu_at >= QUIET_S or not seen.cpu_s:
-            used = system.wanted_seconds(rank.started.pid if rank.started else 0)
+            used = system.wanted_seconds(rank.pid)
             if seen.cpu_s and now > seen.cpu_at:
                 seen.cpu = max(0.0, used - seen.cpu_s) / (now - seen.cpu_at)
             seen.cpu_s, seen.cpu_at = used, now
@@ -216,7 +215,7 @@ class StallDetector:
         failed = any(r.exception or r.latest(RankExiting) for r in run.ranks.values())
         if stall.recorded:
             stall.moved = stall.moved or now
-            if failed or stall.pids - set(_pids(live)) or now - stall.moved < QUIET_S:
+            if failed or stall.pids - {r.pid for r in live} or now - stall.moved < QUIET_S:
                 return False
             lasted = now - stall.since
             self._write(StallOver(at=now, lasted_s=lasted, attempt=self._attempt))
@@ -328,8 +327,7 @@ class StallDetector:
         )
 
     def _rank_stood(self, rank: Rank, stall: Stall, now: float) -> RankStood:
-        pid = rank.started.pid if rank.started else 0
-        stat = system.stat(pid)
+        stat = system.stat(rank.pid)
         every = stack_dumps.threads(
             stack_dumps.read(stack_dumps.beside(rank.path), (stall.sizes or {}).get(rank.rank, 0))
         )
@@ -341,21 +339,17 @@ class StallDetector:
         return RankStood(
             at=now,
             rank=rank.rank,
-            pid=pid,
+            pid=rank.pid,
             state=stat.state if stat else "",
             cpu=round(self._ranks[rank.rank].cpu, 2),
             frames=every[-1] if every else (),
             threads=others[:20],
-            workers=tuple(_worker(child) for child in system.children(pid)[:32]),
+            workers=tuple(_worker(child) for child in system.children(rank.pid)[:32]),
             attempt=self._attempt,
             phase=rank.ring.phase if rank.ring else -1,
             phase_site=rank.ring.phase_site if rank.ring else -1,
             still_s=round(now - rank.ring.progress_at, 3) if rank.ring else -1.0,
         )
-
-
-def _pids(live: list[Rank]) -> list[int]:
-    return [r.started.pid for r in live if r.started]
 
 
 def _release(pids: set[int]) -> None:
@@ -383,9 +377,7 @@ def deadlocked(finding: Finding) -> bool:
 
 def _notice(finding: Finding, waited: float) -> str:
     sure = "proven" if deadlocked(finding) else "suspected"
-    known = finding.location is None or str(finding.location) in finding.summary
-    where = "" if known else f" ({finding.location})"
-    return f"no progress for {waited:.0f} s ({sure}): {finding.summary}{where}"
+    return f"no progress for {waited:.0f} s ({sure}): {finding.summary}{finding.elsewhere}"
 
 
 def _size(path: Path | None) -> int:
@@ -403,10 +395,10 @@ def _silent(live: list[Rank], stall: Stall) -> list[Rank]:
 
 def _signal_for_stack(rank: Rank) -> None:
     """Have faulthandler write the stack of the main thread."""
-    pid, path = rank.started.pid if rank.started else 0, stack_dumps.beside(rank.path)
-    if path and system.catches(pid, STACK_SIGNAL) and system.has_open(pid, path):
+    path = stack_dumps.beside(rank.path)
+    if path and system.catches(rank.pid, STACK_SIGNAL) and system.has_open(rank.pid, path):
         with contextlib.suppress(OSError):
-            os.kill(pid, STACK_SIGNAL)
+            os.kill(rank.pid, STACK_SIGNAL)
 
 
 def _ask_stack_server(rank: Rank) -> None:

@@ -21,6 +21,7 @@ from ..events.json_text import UNREADABLE
 from ..report import registry
 from ..report.diagnose import diagnose
 from ..report.findings import Confidence, Finding, Report, Severity
+from ..report.postmortem import fault_key
 from ..run import Run
 from ..storage.run_folder import RunFolder, write_private
 from ..storage.safe_fd import mapped
@@ -127,7 +128,7 @@ class Judge:
         self._folder = folder
         self._place = Place(folder.attempt_path(attempt))
         self._next_look = 0.0
-        self._before: dict[object, Finding] = {}
+        self._before: dict[tuple[object, ...], Finding] = {}
         self._rate = _Rate()
         self.decided = False
 
@@ -169,7 +170,7 @@ class Judge:
         spent = time.monotonic() - began
         self._next_look = time.monotonic() + max(LOOK_S, LOOK_SHARE * spent)
         # What one look says may be half a step, written by some ranks and not yet by others.
-        proven = {_key(f): f for f in found if f.confidence is Confidence.PROVEN}
+        proven = {fault_key(f): f for f in found if f.confidence is Confidence.PROVEN}
         stable = [f for key, f in proven.items() if key in self._before]
         self._before = proven
         if stable:
@@ -217,11 +218,6 @@ def _all_here(run: Run, counting: int) -> bool:
     return counting >= max(1, run.world_size) or (
         counting >= len(started) > 0 and time.time() - max(started) > GATHER_S
     )
-
-
-def _key(finding: Finding) -> object:
-    place = finding.location
-    return finding.code, finding.subjects, (place.file, place.line) if place else None
 
 
 def _read_count(path: Path) -> int | None:

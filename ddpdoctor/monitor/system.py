@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 _PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_THREADS = 128
 _PR_GET_CHILD_SUBREAPER = 37
@@ -63,23 +64,27 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def cpu_quota() -> float | None:
-    """The CPU quota of our control group in cores; None where unlimited."""
+def _own_groups() -> list[tuple[str, str]]:
+    """Controllers and path of each of our control groups; in version 2 there is one, without."""
     try:
         lines = _told("self", "cgroup").splitlines()
     except OSError:
-        return None
-    found = [q for line in lines for q in _quotas(*line.split(":", 2)[1:])]
-    return min(found, default=None)
+        return []
+    return [(controllers, path) for _, controllers, path in (n.split(":", 2) for n in lines)]
+
+
+def cpu_quota() -> float | None:
+    """The CPU quota of our control group in cores; None where unlimited."""
+    return min((q for group in _own_groups() for q in _quotas(*group)), default=None)
 
 
 def _quotas(controllers: str, path: str) -> Iterator[float]:
     """The CPU quotas of a control group and of its parents, in cores."""
     names: tuple[str, ...] = ("cpu.max",)
     if not controllers:
-        root = Path("/sys/fs/cgroup")
+        root = _GROUPS
     elif "cpu" in controllers.split(","):
-        root, names = Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        root, names = _GROUPS / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     else:
         return
     folder = root / path.lstrip("/")
@@ -124,16 +129,26 @@ def available_bytes() -> int:
 
 def stat(pid: int) -> Stat | None:
     """The state of a process; None where there is no such process."""
-    try:
-        text = _told(pid, "stat")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = _stat_fields(pid)
     if len(fields) < 20:
         return None
     ended = fields[0] == "Z" and len(fields) > 49
     code = os.waitstatus_to_exitcode(int(fields[49])) if ended else None
     return Stat(fields[0], int(fields[1]), int(fields[19]), code)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    seen = stat(pid)
+    return seen is not None and seen.state != "Z"
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """`/proc/<pid>/stat` from the state on; empty where there is no such process."""
+    try:
+        return _told(pid, "stat").rpartition(")")[2].split()  # the name may hold anything
+    except OSError:
+        return []
 
 
 def has_open(pid: int, path: Path) -> bool:
@@ -157,12 +172,8 @@ def _target(link: Path) -> str:
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of all threads of a process; 0 where there is no such process."""
-    try:
-        text = _told(pid, "stat")
-        fields = text.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-    except (OSError, IndexError, ValueError):
-        return 0.0
+    fields = _stat_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else 0.0
 
 
 def wanted_seconds(pid: int) -> float:
@@ -209,8 +220,7 @@ def orphans() -> int:
         ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
     if not adopts.value:
         return -1
-    known = (stat(pid) for pid in children(os.getpid()))
-    return sum(1 for child in known if child is not None and child.state != "Z") - 1
+    return sum(map(alive, children(os.getpid()))) - 1
 
 
 def waits_in(pid: int) -> str:
@@ -276,34 +286,22 @@ def _resident(pid: int) -> tuple[int, int] | None:
 
 def control_group_memory() -> GroupMemory:
     """Memory limit, use and OOM kills of our control group (version 1 or 2)."""
-    try:
-        lines = _told("self", "cgroup").splitlines()
-    except OSError:
-        return GroupMemory()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    groups = _own_groups()
+    for controllers, path in groups:
         if not controllers:
-            # Inside a container the path of the host is not there, but the root is ours.
-            for folder in _places(Path("/sys/fs/cgroup"), path):
-                if (folder / "memory.current").exists():
-                    return GroupMemory(
-                        _number(folder / "memory.max"),
-                        _number(folder / "memory.current"),
-                        _counter(folder / "memory.events", "oom_kill"),
-                    )
-        if "memory" in controllers.split(","):
-            for folder in _places(Path("/sys/fs/cgroup/memory"), path):
-                if (folder / "memory.usage_in_bytes").exists():
-                    return GroupMemory(
-                        _number(folder / "memory.limit_in_bytes"),
-                        _number(folder / "memory.usage_in_bytes"),
-                        _counter(folder / "memory.oom_control", "oom_kill"),
-                    )
-    return GroupMemory(oom_kills=_counter(_PROC / "vmstat", "oom_kill"))
-
-
-def _places(root: Path, path: str) -> tuple[Path, Path]:
-    return root / path.lstrip("/"), root
+            root, *names = _GROUPS, "max", "current", "events"
+        elif "memory" in controllers.split(","):
+            root = _GROUPS / "memory"
+            names = ["limit_in_bytes", "usage_in_bytes", "oom_control"]
+        else:
+            continue
+        # Inside a container the path of the host is not there, but the root is ours.
+        for folder in (root / path.lstrip("/"), root):
+            limit, used, events = (folder / f"memory.{name}" for name in names)
+            if used.exists():
+                return GroupMemory(_number(limit), _number(used), _counter(events, "oom_kill"))
+    kills = _counter(_PROC / "vmstat", "oom_kill") if groups else None
+    return GroupMemory(oom_kills=kills)
 
 
 def _number(path: Path) -> int | None:

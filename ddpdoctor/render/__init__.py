@@ -73,11 +73,11 @@ def comparison(change: Comparison, width: int, *, styled: bool = False) -> str:
     return comparison_tables.render(change, width, styled=styled)
 
 
-def page_of(check: Check, width: int, *, styled: bool = False) -> str:
-    """What `ddpdoctor explain` prints about a check."""
+def page_of(check: Check, checks: Sequence[Check], width: int, *, styled: bool = False) -> str:
+    """What `ddpdoctor explain` prints about a check, one of `checks`."""
     from . import explain_pages
 
-    return explain_pages.page(check, width, styled=styled)
+    return explain_pages.page(check, checks, width, styled=styled)
 
 
 def index_of(checks: Sequence[Check], width: int, *, styled: bool = False) -> str:

@@ -9,7 +9,7 @@ from io import StringIO
 
 from rich.text import Text
 
-from ..report.findings import Check
+from ..report.findings import Check, Effect
 from .safe_text import wrap
 from .terminal import STYLES, captured, make_console, show
 
@@ -19,8 +19,9 @@ _ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
 _RULE = re.compile(r"[-=~]{3,}")
 
 
-def page(check: Check, width: int, *, styled: bool) -> str:
-    """The docstring as a page, wrapped to the width; code stays as it is."""
+def page(check: Check, checks: Sequence[Check], width: int, *, styled: bool) -> str:
+    """The docstring as a page, wrapped to the width; code stays as it is. `checks`: all of them,
+    for those whose findings explain this one's."""
     console = make_console(StringIO(), width, styled)
     head = Text.assemble(
         (f"{check.code} {check.name}", "bold"),
@@ -32,14 +33,24 @@ def page(check: Check, width: int, *, styled: bool) -> str:
     show(console, Text())
     for line in _body(inspect.cleandoc(type(check).__doc__ or ""), min(width, 100)):
         show(console, line)
-    if check.rules:
-        show(console, Text("\nRules", "bold"))
-        for rule, when in check.rules.items():
-            first, *more = wrap(f"{rule}: {when}", min(width, 100) - 2)
-            show(console, Text(f"- {first}"))
-            for rest in more:
-                show(console, Text(f"  {rest}"))
+    effects = ((", ".join(effect.checks), effect) for effect in check.effects)
+    causes = ((c.name, e) for c in checks for e in c.effects if check.name in e.checks)
+    lists = {
+        "Rules": [f"{rule}: {when}" for rule, when in check.rules.items()],
+        "What follows from it": [_effect(*entry) for entry in effects],
+        "What it may follow from": [_effect(*entry) for entry in causes],
+    }
+    for title, items in lists.items():
+        if items:
+            show(console, Text(f"\n{title}", "bold"))
+        for item in items:
+            for line in _flow([f"- {item}"], min(width, 100)):
+                show(console, line)
     return captured(console)
+
+
+def _effect(names: str, effect: Effect) -> str:
+    return f"{names}: {words}" if (words := effect.describe()) else names
 
 
 def index(checks: Sequence[Check], width: int, *, styled: bool) -> str:

@@ -14,15 +14,15 @@ from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
+from msgspec.structs import replace
 from rich.table import Table
 from rich.text import Text
 
 from ..report.diagnose import row
-from ..report.findings import RankState
-from ..run import Run, fold_ranks, ranks_text
+from ..run import Run, counted, ranks_text
 from ..run.last_activity import whereabouts
-from .report_text import RANK_COLUMNS, Grid
-from .safe_text import clean, count, duration
+from .report_text import RANK_COLUMNS, Grid, rank_row, same_place
+from .safe_text import clean, duration
 from .streams import emit, is_terminal
 from .terminal import captured, make_console, rank_table, show
 
@@ -50,7 +50,7 @@ def snapshot(
 
 
 def _status(run: Run, folder: str, over: bool) -> str:
-    parts = [run.outcome() if over else "running", count(run.world_size, "rank")]
+    parts = [run.outcome() if over else "running", counted(run.world_size, "rank")]
     if run.started and not over:
         parts.append(duration(max(time.time() - run.started, 0.0)))
         silent = time.time() - max(r.wall(r.last.at) for r in run.ranks.values() if r.last)
@@ -66,25 +66,16 @@ def _status(run: Run, folder: str, over: bool) -> str:
 def _table(run: Run, limit: int, width: int, over: bool) -> Table:
     """One row per rank; where they do not fit, ranks in the same place share one."""
     states = [row(rank, whereabouts(run, rank, live=not over)) for rank in run.ranks.values()]
-    groups: dict[object, list[RankState]] = {}
-    for one in states:
-        key = one.rank if len(states) <= limit else (one.state, one.steps, one.last)
-        groups.setdefault(key, []).append(one)
-    ordered = list(groups.values())
+    if not over:
+        lost = {"lost": "running"}
+        states = [replace(one, state=lost.get(one.state, one.state)) for one in states]
+    ordered = same_place(states, fold=len(states) > limit)
     if len(states) > limit:  # those that are behind first: they are what one looks for
         ordered.sort(key=lambda g: (g[0].steps, g[0].rank))
-    cells = tuple(_cells(group, over) for group in ordered[:limit])
+    cells = tuple(map(rank_row, ordered[:limit]))
     more = max(len(ordered) - limit, 0)
     grid = Grid(RANK_COLUMNS, cells[: limit - 1] if more else cells, more + (more > 0))
     return rank_table(grid, width)
-
-
-def _cells(group: list[RankState], over: bool) -> tuple[str, ...]:
-    one = group[0]
-    state = "running" if one.state == "lost" and not over else one.state
-    times = [g.step_time_s for g in group if g.step_time_s is not None]
-    step_time = duration(max(times)) if times else ""
-    return (fold_ranks(g.rank for g in group), state, str(one.steps), step_time, clean(one.last))
 
 
 class LiveView:

@@ -18,8 +18,8 @@ from ..report.findings import (
     Skipped,
     Steps,
 )
-from ..run import fold_ranks, ranks_text, ranks_were
-from .safe_text import between, clean, columns, count, duration, figure, some, title
+from ..run import counted, fold_ranks, ranks_text, ranks_were
+from .safe_text import between, clean, columns, duration, figure, some, title
 
 FOLD_ABOVE = 16
 """Worlds larger than this have equal ranks folded into one row."""
@@ -57,7 +57,7 @@ def headline(report: Report) -> list[str]:
     """What was run and how it ended."""
     run = report.run
     command = clean(shlex.join(run.command), 200) or "(command not on record)"
-    facts = [count(run.world_size, "rank")]
+    facts = [counted(run.world_size, "rank")]
     if run.torch:
         facts.append(f"torch {clean(run.torch, 40)}")
     if run.backend:
@@ -129,11 +129,11 @@ def _how_many(steps: Steps) -> str:
     """`2 of 18 steps`, or what was seen of them: `all 10 steps compared`."""
     if steps.compared is None:
         if steps.total is None or steps.total < steps.count:
-            return count(steps.count, "step")
-        return f"{steps.count} of {count(steps.total, 'step')}"
+            return counted(steps.count, "step")
+        return f"{steps.count} of {counted(steps.total, 'step')}"
     if steps.compared == steps.count > 1:
         return f"all {steps.count} steps compared since"
-    return f"{steps.count} of {count(steps.compared, 'step')} compared since"
+    return f"{steps.count} of {counted(steps.compared, 'step')} compared since"
 
 
 def subjects(finding: Finding) -> str:
@@ -184,11 +184,7 @@ def _fold_equal(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 def rank_grid(report: Report) -> Grid:
     """One row per rank, equal ones folded in a large world."""
     fold = report.run.world_size > FOLD_ABOVE
-    groups: dict[object, list[RankState]] = {}
-    for rank in report.ranks:
-        key = (_state(rank), rank.steps, rank.last) if fold else rank.rank
-        groups.setdefault(key, []).append(rank)
-    first = {group[0].rank: _rank_row(group) for group in groups.values()}
+    first = {group[0].rank: rank_row(group) for group in same_place(report.ranks, fold=fold)}
     known = {r.rank for r in report.ranks}
     if known and (gone := [r for r in range(report.run.world_size) if r not in known]):
         first[gone[0]] = (fold_ranks(gone), "no record", "", "", "")
@@ -196,7 +192,17 @@ def rank_grid(report: Report) -> Grid:
     return Grid(RANK_COLUMNS, tuple(rows[:ROWS_LIMIT]), max(len(rows) - ROWS_LIMIT, 0))
 
 
-def _rank_row(group: list[RankState]) -> tuple[str, ...]:
+def same_place(ranks: Iterable[RankState], *, fold: bool) -> list[list[RankState]]:
+    """The ranks, if `fold`, those together that ended alike after the same last thing."""
+    groups: dict[object, list[RankState]] = {}
+    for rank in ranks:
+        key = (_state(rank), rank.steps, rank.last) if fold else rank.rank
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+
+
+def rank_row(group: list[RankState]) -> tuple[str, ...]:
+    """The cells of `RANK_COLUMNS` for ranks in the same place."""
     one = group[0]
     times = sorted({duration(r.step_time_s) for r in group if r.step_time_s is not None})
     known = [r.step_time_s for r in group if r.step_time_s is not None]
@@ -229,14 +235,14 @@ def verdict(report: Report) -> list[str]:
     ended, where the ranks stood."""
     by = Counter(f.severity for f in report.findings)
     if by:
-        lines = [", ".join(count(by[s], s.value) for s in Severity if by[s])]
+        lines = [", ".join(counted(by[s], s.value) for s in Severity if by[s])]
         explained = by[Severity.ERROR] or any(f.check == "stall" for f in report.findings)
         return lines if explained or _running(report) else [*lines, *_stood(report)]
-    examined = count(len(report.coverage.examined), "check")
+    examined = counted(len(report.coverage.examined), "check")
     steps = most_steps(report)
     blind = {rank for u in report.coverage.unobserved for rank in u.ranks}
     seen = [rank for rank in report.ranks if rank.rank not in blind]
-    grounds = f"examined {examined} over {count(len(seen), 'rank')}, {count(steps, 'step')}"
+    grounds = f"examined {examined} over {counted(len(seen), 'rank')}, {counted(steps, 'step')}"
     if not report.ranks:
         return ["no rank was observed, so nothing can be said of this run"]
     if not report.coverage.examined:
@@ -300,12 +306,12 @@ def _reasons(title: str, what: Iterable[Skipped], saved: bool) -> list[str]:
     for skipped in what:
         by_reason.setdefault(clean(skipped.reason), []).append(skipped.check)
     reasons = [
-        f"{reason} ({some(checks) if len(checks) <= NAMED_CHECKS else count(len(checks), 'check')})"
-        for reason, checks in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+        f"{reason} ({some(of) if len(of) <= NAMED_CHECKS else counted(len(of), 'check')})"
+        for reason, of in sorted(by_reason.items(), key=lambda item: -len(item[1]))
     ]
     more = len(reasons) - REASONS_LIMIT
     if more > 0 and saved:
-        reasons[REASONS_LIMIT:] = [f"{count(more, 'more reason')} in findings.json"]
+        reasons[REASONS_LIMIT:] = [f"{counted(more, 'more reason')} in findings.json"]
     return [f"{title}: {'; '.join(reasons)}"] if reasons else []
 
 

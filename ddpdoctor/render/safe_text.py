@@ -53,11 +53,6 @@ def figure(value: object) -> str:
     return clean(value)
 
 
-def count(number: int, word: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}".replace(",", " ")
-
-
 def duration(seconds: float | None) -> str:
     """`3.2 ms`, `0.12 s`, `2 min 5 s`; empty for None."""
     if seconds is None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.text import Text
 
 from ..events import RankStarted, StepDone
-from ..run import Rank, Run
+from ..run import Rank, Run, counted
 from ..run.last_activity import whereabouts
-from .safe_text import clean, clean_lines, count, duration
+from .safe_text import clean, clean_lines, duration
 from .terminal import captured, make_console, show
 
 LINES_LIMIT = 2000
@@ -43,7 +43,7 @@ def _told(run: Run, rank: Rank, several: bool) -> Iterator[Text]:
     where = f" on {clean(rank.node)}" if rank.node else ""
     yield Text(f"rank {rank.rank} of {run.world_size}{where}{attempt}", "bold")
     ended = rank.signal or (f"exit {rank.exit_code}" if rank.exit_code is not None else "")
-    yield Text(f"{rank.state}{f' ({ended})' if ended else ''} after {count(rank.steps, 'step')}")
+    yield Text(f"{rank.state}{f' ({ended})' if ended else ''} after {counted(rank.steps, 'step')}")
     if stood := whereabouts(run, rank):
         yield Text(f"it stood {clean(stood)}")
     yield Text()
@@ -54,8 +54,7 @@ def _told(run: Run, rank: Rank, several: bool) -> Iterator[Text]:
             break
         yield line
     for twin in rank.twins:
-        pid = twin.started.pid if twin.started else "?"
-        yield Text(f"\nanother process, pid {pid}, claimed this rank too:")
+        yield Text(f"\nanother process, pid {twin.pid or '?'}, claimed this rank too:")
         yield from _lines(twin)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..run import some
 from .findings import Finding, RankState, Report
 from .postmortem import fault_key
 
@@ -111,17 +112,11 @@ def _unlike(
             reasons.append(f"{name}: {old or 'unknown'} before, {new or 'unknown'} after")
     unseen = set(before.coverage.examined) - set(after.coverage.examined)
     if maybe := sorted({f.check for f in went} & unseen):
-        reasons.append(f"not examined after, and may still be there: {_some(maybe)}")
+        reasons.append(f"not examined after, and may still be there: {some(maybe, _NAMED_CHECKS)}")
     if rest := sorted(unseen - {*maybe}):
-        reasons.append(f"examined before, not after: {_some(rest)}")
+        reasons.append(f"examined before, not after: {some(rest, _NAMED_CHECKS)}")
     if new := sorted({f.check for f in appeared} - set(before.coverage.examined)):
-        reasons.append(f"not examined before, and may have been there: {_some(new)}")
+        reasons.append(f"not examined before, and may have been there: {some(new, _NAMED_CHECKS)}")
     for when, report in (("before", before), ("after", after)):
         reasons += [f"records {when}: {text}" for text in report.coverage.lost]
     return reasons
-
-
-def _some(checks: list[str]) -> str:
-    more = len(checks) - _NAMED_CHECKS
-    shown = ", ".join(checks[:_NAMED_CHECKS])
-    return f"{shown} and {more} more" if more > 0 else shown

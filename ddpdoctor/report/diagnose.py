@@ -6,11 +6,22 @@ import contextlib
 import signal
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from .._version import __version__
-from ..events import MemorySample, ProbeCost, RankExiting, RankStarted, SignalSent, StepDone
+from ..events import (
+    MemorySample,
+    OptimizerSeen,
+    ProbeCost,
+    RankExiting,
+    RankStarted,
+    SignalSent,
+    StepDone,
+)
 from ..events.process import CLOSE_STEPS
 from ..run import Rank, Run, stopped_in
 from ..run.last_activity import interrupted, whereabouts
+from ..run.steps import reported_steps
 from .coverage import lost, unobserved
 from .environment import describe
 from .findings import (
@@ -29,7 +40,7 @@ from .findings import (
     Table,
     Tool,
 )
-from .steps import among_all, steps_in_turn
+from .merging import each_once
 
 SHORTEST_LATER_S = 2.0
 """Shorter than this the time after the first steps says nothing about a long run."""
@@ -66,9 +77,9 @@ def diagnose(
             examined.append(check.name)
             partly += [Skipped(check.name, part)] if part else []
             findings += found
-    findings = fold(_each_once(findings), makers)
+    findings = fold(each_once(findings), makers)
     findings = _explained(findings, makers, run, others) if findings else []
-    findings = among_all(run, findings)
+    findings = _with_totals(run, findings)
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     return Report(
         schema_version=FINDINGS_SCHEMA,
@@ -86,28 +97,6 @@ def diagnose(
         ),
         tables=tuple(tables),
     )
-
-
-def _each_once(findings: list[Finding]) -> list[Finding]:
-    """Findings of one check, severity and ranks at one line (a loader made in every epoch) are one
-    finding; those without a line are one where subjects and summary are equal."""
-    same: dict[object, list[Finding]] = {}
-    for f in findings:
-        what = f.location or (f.subjects, f.summary)
-        same.setdefault((f.code, f.severity, f.ranks, what), []).append(f)
-    return [_joined(several) for several in same.values()]
-
-
-def _joined(several: list[Finding]) -> Finding:
-    import msgspec
-
-    first = several[0]
-    more = list(dict.fromkeys(f.summary for f in several if f.summary != first.summary))
-    if not more:
-        return first
-    subjects = tuple(dict.fromkeys(s for f in several for s in f.subjects))
-    evidence = first.evidence | {"from the same line also": more}
-    return msgspec.structs.replace(first, subjects=subjects, evidence=evidence)
 
 
 def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
@@ -139,8 +128,6 @@ def _explained(
     findings: list[Finding], makers: dict[str, Check], run: Run, others: Sequence[Check]
 ) -> list[Finding]:
     """The findings; where a check that was not selected explains one, with its cause and fix."""
-    import msgspec
-
     causes: list[tuple[Check, Finding]] = []
     for check in others:
         with contextlib.suppress(Exception):  # nobody asked for it
@@ -168,8 +155,6 @@ def _root(i: int, because: dict[int, int]) -> int:
 
 
 def _with_consequences(finding: Finding, effects: list[Finding], ends: set[str]) -> Finding:
-    import msgspec
-
     if not effects:
         return finding
     consequences = (Consequence(e.code, e.check, e.summary) for e in effects)
@@ -179,6 +164,28 @@ def _with_consequences(finding: Finding, effects: list[Finding], ends: set[str])
         severity=Severity.ERROR if ended else finding.severity,
         consequences=(*finding.consequences, *consequences),
     )
+
+
+def _with_totals(run: Run, findings: list[Finding]) -> list[Finding]:
+    """With all steps that the optimizers of each took, or all optimizers where it is not known
+    whose it is; without, where one took more than another."""
+    ranks = run.ranks.values()
+    taken: dict[int, int] = {}
+    for rank in ranks:
+        seen = {e.optimizer for e in rank.of(OptimizerSeen)}
+        for n in seen | {e.optimizer for e in rank.of(StepDone)}:
+            taken[n] = max(taken.get(n, 0), rank.steps_of(n))
+    in_turn = any(reported_steps(r) > r.steps for r in ranks)
+    adjusted = []
+    for finding in findings:
+        totals = {taken.get(n, 0) for n in finding.optimizers or taken}
+        mixed = len(totals) > 1 or (in_turn and not finding.optimizers)
+        if finding.steps is not None:
+            total = None if mixed else max(totals, default=0)
+            steps = msgspec.structs.replace(finding.steps, total=total)
+            finding = msgspec.structs.replace(finding, steps=steps)
+        adjusted.append(finding)
+    return adjusted
 
 
 def _about_itself(check: Check, error: Exception) -> Finding:
@@ -239,7 +246,7 @@ def _launcher_killed(run: Run) -> str:
 def row(rank: Rank, stood: str = "") -> RankState:
     """How a rank ended, or where it is."""
     started = rank.started
-    steps = steps_in_turn(rank)
+    steps = reported_steps(rank)
     return RankState(
         rank=rank.rank,
         node=rank.node,
@@ -273,8 +280,7 @@ def _last_thing(rank: Rank) -> str:
     if raised is not None and not raised.caught:
         return raised.describe()  # what follows it is no news
     skipped = RankExiting if raised else ()
-    own = rank.started.pid if rank.started else -1
-    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == own)
+    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == rank.pid)
     last = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
     step = rank.latest(StepDone)
     if step and (last is None or step.at > last.at):
@@ -312,8 +318,6 @@ def _share(cost: ProbeCost) -> float:
 
 def _whole_cost(rank: Rank) -> ProbeCost | None:
     """What it took until the rank ended, or said so last."""
-    import msgspec
-
     cost = rank.latest(ProbeCost)
     if cost is None:
         return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from ..events.json_text import to_json
 from ..run import Run
 from ..run.location import Location
+from .errors import ErrorKind
 
 FINDINGS_SCHEMA = 1
 
@@ -94,8 +96,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         location: the user's line; `label` says what is wrong there, in a few words.
         summary: one sentence with the numbers, present tense; stands alone.
         fix: an action, as code where it can be; `fix_kind` says how it may be applied.
-        evidence: the figures that prove it. An entry that another check reads (`explains`) has a
-            typed value and a name that is a constant of the code.
+        evidence: the figures that prove it. An entry that another check reads (a `Condition`) has
+            a typed value and a name that is a constant of the code.
+        errors: what kind of error ended the rank, where one did and its text is a known one.
         rule: which rule of the check decided, in kebab-case; a name for life, the check's own where
             it has one rule only.
         deadlocked: no rank concerned can ever go on. Where it is proven, a run is stopped for it.
@@ -120,11 +123,74 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     related: tuple[Related, ...] = ()
     fix_kind: FixKind = FixKind.CHECK
     evidence: Evidence = {}
+    errors: tuple[ErrorKind, ...] = ()
     rule: str = ""
     deadlocked: bool = False
     consequences: tuple[Consequence, ...] = ()
     attempt: int | None = None
     at: float = 0.0
+
+    @property
+    def elsewhere(self) -> str:
+        """` (train.py:12)`, to be put after the summary; empty where that names the line itself."""
+        named = self.location is None or str(self.location) in self.summary
+        return "" if named else f" ({self.location})"
+
+
+Requirement = Callable[[Run], str | None]
+"""Tells why a run cannot be judged (`no optimizer step seen`); None where it can."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When one finding may follow from another.
+
+    Attributes:
+        words: for `ddpdoctor explain`: `on other ranks`.
+        holds: called with the cause and what may follow from it.
+    """
+
+    words: str
+    holds: Callable[[Finding, Finding], bool]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Findings that are only consequences of one of the check that declares this.
+
+    Attributes:
+        checks: those that make them.
+        of: rules of the declaring check that have this effect; any where it is empty.
+        rules: rules of the other checks; any where it is empty.
+        errors: the finding must be about one of these.
+        when: all of these must hold.
+    """
+
+    checks: tuple[str, ...]
+    of: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    errors: tuple[ErrorKind, ...] = ()
+    when: tuple[Condition, ...] = ()
+
+    def describe(self) -> str:
+        """Which findings these are beside the checks' names, in words; empty for all."""
+        parts = (
+            self.of and f"from rule {' or '.join(self.of)}",
+            self.rules and f"of rule {' or '.join(self.rules)}",
+            self.errors and f"about this error: {' or '.join(e.value for e in self.errors)}",
+            *(condition.words for condition in self.when),
+        )
+        return "; ".join(part for part in parts if part)
+
+    def covers(self, mine: Finding, other: Finding) -> bool:
+        """Whether `other` is such a consequence of `mine`."""
+        return (
+            other.check in self.checks
+            and (not self.of or mine.rule in self.of)
+            and (not self.rules or other.rule in self.rules)
+            and (not self.errors or not set(self.errors).isdisjoint(other.errors))
+            and all(condition.holds(mine, other) for condition in self.when)
+        )
 
 
 class Check(ABC):
@@ -135,7 +201,8 @@ class Check(ABC):
     pure function of the run: no torch, no files, no clock, no printing.
 
     `rules` are those that may decide, each with a phrase that says when it does; a check with one
-    rule only has none, and its findings carry its own name.
+    rule only has none, and its findings carry its own name. `requires` says what must be on record
+    for a judgement. `effects` are what its findings explain: these are printed under them.
     """
 
     code: ClassVar[str]
@@ -143,14 +210,16 @@ class Check(ABC):
     family: ClassVar[str]
     severity: ClassVar[Severity]
     rules: ClassVar[Mapping[str, str]] = {}
+    requires: ClassVar[tuple[Requirement, ...]] = ()
+    effects: ClassVar[tuple[Effect, ...]] = ()
 
     @abstractmethod
     def examine(self, run: Run) -> Iterable[Finding]:
         """The findings of this check; one per fault."""
 
     def unobserved(self, run: Run) -> str | None:
-        """Why this run cannot be judged (`no optimizer step seen`), or None where it can."""
-        return None
+        """The first of its requirements that this run does not meet, None where it meets all."""
+        return next((why for requirement in self.requires if (why := requirement(run))), None)
 
     def left_out(self, run: Run) -> str | None:
         """What of this run is not judged though the rest is, and why; None where all of it is."""
@@ -162,7 +231,7 @@ class Check(ABC):
 
     def explains(self, mine: Finding, other: Finding) -> bool:
         """Whether `other`, made by another check, is only a consequence of `mine`."""
-        return False
+        return other.check != mine.check and any(e.covers(mine, other) for e in self.effects)
 
     def finding(self, **fields: object) -> Finding:
         """A finding of this check; `code`, `check`, and where they are left out `severity` and

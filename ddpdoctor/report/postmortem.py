@@ -33,15 +33,14 @@ class Attempts:
 
     def report(self, checks: Sequence[Check]) -> Report:
         """The last attempt's report; what was found in earlier ones comes after it."""
-        where = ", ".join(str(folder.path) for folder in self.folders)
-        others = registry.others(checks)
-        reports = [(r, diagnose(r, checks, folder=where, others=others)) for r in self.runs]
-        return join_attempts(reports)
+        return report_of(self.runs, checks, ", ".join(str(folder.path) for folder in self.folders))
 
 
-def join_attempts(reports: Sequence[tuple[Run, Report]]) -> Report:
+def report_of(runs: Sequence[Run], checks: Sequence[Check], folder: str) -> Report:
     """The last attempt's report, with what was wrong in earlier ones and no more is: a note where
     the last one looked for it, since the restart has recovered it."""
+    others = registry.others(checks)
+    reports = [(run, diagnose(run, checks, folder=folder, others=others)) for run in runs]
     _, last = reports[-1]
     seen = {fault_key(f) for f in last.findings}
     findings = list(last.findings)

@@ -84,8 +84,7 @@ def _until(run: Run, rank: Rank, ring: Ring, stood: RankStood | None) -> float:
     if (ended := rank.ended) is not None:
         ends = (rank.stopped, rank.exception if interrupted(rank) else None)
         return min([ended.at, *(e.at for e in ends if e is not None)])
-    pid = rank.started.pid if rank.started else 0
-    samples = (e for n in run.nodes.values() for e in n.of(RankSample) if e.pid == pid)
+    samples = (e for n in run.nodes.values() for e in n.of(RankSample) if e.pid == rank.pid)
     times = (e.at for e in (rank.last, stood, *samples) if e is not None)
     heard: list[float] = [ring.progress_at, *times]
     return max(heard)
@@ -93,9 +92,8 @@ def _until(run: Run, rank: Rank, ring: Ring, stood: RankStood | None) -> float:
 
 def _stood(run: Run, rank: Rank) -> RankStood | None:
     """What the monitor saw of it when the run stood still, or it crashed."""
-    pid = rank.started.pid if rank.started else 0
     every = [e for node in run.nodes.values() for e in node.of(RankStood)]
-    own = [e for e in every if (e.rank, e.pid) == (rank.rank, pid)]
+    own = [e for e in every if (e.rank, e.pid) == (rank.rank, rank.pid)]
     return max(own, key=lambda e: e.at) if own else None
 
 

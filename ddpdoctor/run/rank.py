@@ -115,6 +115,11 @@ class Rank(Facts):
         return self.first(RankStarted)
 
     @property
+    def pid(self) -> int:
+        """Of its process; 0 where the start is not on record."""
+        return self.started.pid if self.started else 0
+
+    @property
     def cwd(self) -> str:
         return self.started.cwd if self.started else ""
 
@@ -152,7 +157,7 @@ class Rank(Facts):
         return next((g for g in self.of(GroupReady) if g.group == 0), None)
 
     def steps_of(self, optimizer: int) -> int:
-        """Steps of one optimizer."""
+        """Steps of one optimizer (`steps.py` defines all ways to count)."""
         recorded = max(
             (e.step + 1 for e in self.of(StepDone) if e.optimizer == optimizer), default=0
         )

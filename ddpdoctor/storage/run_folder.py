@@ -141,6 +141,12 @@ def rank_stem(rank: int, world_size: int) -> str:
     return f"rank-{max(rank, 0):0{width}d}"
 
 
+def plain_name(name: str) -> str:
+    """A name for a file or folder, without characters that shells and file systems treat
+    specially."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80] or "run"
+
+
 def write_private(path: Path, content: bytes) -> None:
     """Replace a file as a whole, readable by the user alone."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

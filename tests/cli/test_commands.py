@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 from commands import Caught, refused
+from ddpdoctor.checks.hang.data_stall import DataStall
+from ddpdoctor.checks.hang.rank_missing import RankMissing
 from recordings import steps, write_folder
 
 from ddpdoctor.cli import COMMANDS, main
+from ddpdoctor.report import registry
 
 # -- every command
 
@@ -66,6 +69,19 @@ def test_explain(capsys: Caught) -> None:
     assert (
         "- the models drift apart, which is an item that is longer than a line of the\n  " in page
     )
+
+
+def test_explain_names_causes_and_consequences(
+    capsys: Caught, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "all_checks", lambda: (DataStall(), RankMissing()))
+    assert main(["explain", "data-stall"]) == 0
+    page = capsys.readouterr().out
+    assert page.endswith("What follows from it\n- rank-missing, stall, first-failure\n")
+    assert main(["explain", "rank-missing"]) == 0
+    page = capsys.readouterr().out
+    assert "What follows from it\n- stall, first-failure\n- rank-died: on other ranks\n" in page
+    assert page.endswith("What it may follow from\n- data-stall\n")
 
 
 def test_explain_lists_all(capsys: Caught) -> None:

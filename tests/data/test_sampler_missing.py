@@ -307,9 +307,9 @@ def test_nothing_was_iterated() -> None:
 
 
 def test_loaders_that_could_not_be_followed() -> None:
-    from ddpdoctor.probe.watchers.data.loaders import LOST
+    from ddpdoctor.probe.watchers.data.loaders import Loaders
 
-    run = run_of([ProbeTrouble(at=1, part="data", error="TypeError()", lost=LOST)], [])
+    run = run_of([ProbeTrouble(at=1, part="data", error="TypeError()", lost=Loaders.lost)], [])
     assert SamplerMissing().unobserved(run) == "the doctor failed to follow the DataLoaders"
 
 

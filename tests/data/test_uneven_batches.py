@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     ExceptionRaised,
     OptimizerSeen,
 )
+from ddpdoctor.report.errors import error_kinds
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 
 FAILED = {0: 1, 1: 0}
@@ -145,7 +146,7 @@ def test_a_failure_of_its_own_does_not_follow() -> None:
     late = {"reported": "Connection closed by peer"}
     other = Finding(
         code="DDP606", check="first-failure", severity=Severity.ERROR, summary="", cause="",
-        fix="", evidence={"message": "of its own", "consequences": [late]}, at=mine.at + 1,
+        fix="", evidence={"consequences": [late]}, errors=error_kinds("of its own"), at=mine.at + 1,
     )  # fmt: skip
     assert not UnevenBatches().explains(mine, other)
 
@@ -162,10 +163,10 @@ def test_a_batch_sampler_of_one_s_own() -> None:
 def test_what_follows_from_it_is_folded() -> None:
     check = UnevenBatches()
     (mine,) = examine(part(36, ended=False), part(24))
-    told = {"message": "[gloo] Connection closed by peer [127.0.0.1]:1234"}
+    told = error_kinds("[gloo] Connection closed by peer [127.0.0.1]:1234")
     other = Finding(
         code="DDP606", check="first-failure", severity=Severity.ERROR, summary="", cause="",
-        fix="", evidence=told, at=mine.at + 1,
+        fix="", errors=told, at=mine.at + 1,
     )  # fmt: skip
     assert check.explains(mine, other)
 

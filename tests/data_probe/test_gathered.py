@@ -10,6 +10,7 @@ import torch
 
 from ddpdoctor.events import Event, ObjectsGathered
 from ddpdoctor.probe.collectives import gathered_objects
+from ddpdoctor.probe.collectives.gathered_objects import GatheredObjects
 
 Sums = namedtuple("Sums", "correct count")
 
@@ -46,9 +47,9 @@ def test_only_what_is_larger_than_before_is_recorded() -> None:
         def emit(self, event: Event, *, vital: bool) -> None:
             self.events.append(event)
 
-    gathered_objects.install()
+    GatheredObjects.begin()
     recorder: Any = Recorder()
     for size in (5, 7, 6, 20, -1):
-        gathered_objects.record_object(recorder, 2 if size > 0 else -1, [0] * abs(size))
+        GatheredObjects.current.record_object(recorder, 2 if size > 0 else -1, [0] * abs(size))
     told = [e.entries for e in recorder.events if isinstance(e, ObjectsGathered)]
     assert told == [7, 15, 31]

@@ -9,8 +9,9 @@ import pytest
 
 from ddpdoctor.probe.recording import patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
-from ddpdoctor.probe.training import module_origins
+from ddpdoctor.probe.training.module_origins import ModuleOrigins
 from ddpdoctor.probe.watchers.manual_sync import unwrapped_inputs
+from ddpdoctor.probe.watchers.manual_sync.unwrapped_inputs import UnwrappedInputs
 from ddpdoctor.storage.run_folder import EventWriter
 
 torch = pytest.importorskip("torch")
@@ -19,8 +20,8 @@ hooks = torch.nn.modules.module
 
 @pytest.fixture(autouse=True)
 def watched(tmp_path: Path) -> Iterator[None]:
-    module_origins.install()
-    unwrapped_inputs.install()
+    ModuleOrigins.begin()
+    UnwrappedInputs.begin()
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     set_recorder(Recorder(writer, tmp_path, "rank-0", {}))
     yield
@@ -34,13 +35,13 @@ def test_the_first_forward_with_gradients_is_looked_at() -> None:
     first, second = torch.ones(3, 4), torch.zeros(3, 4)
 
     def seen(*inputs: object) -> unwrapped_inputs.FirstInputs:
-        unwrapped_inputs.watch(0, list(net.parameters()))
+        UnwrappedInputs.current.watch(0, list(net.parameters()))
         other(second)
         with torch.no_grad():
             net(second)
         for x in inputs:
             net(x)
-        return unwrapped_inputs.pop(0)
+        return UnwrappedInputs.current.pop(0)
 
     mine = seen(first, second)
     assert mine.inputs and (mine.numbers, mine.drawn) == (12, 0)
@@ -51,9 +52,9 @@ def test_the_first_forward_with_gradients_is_looked_at() -> None:
 def test_nothing_is_left_when_nobody_asks() -> None:
     net = torch.nn.Linear(4, 2)
     before = len(hooks._global_forward_pre_hooks)
-    unwrapped_inputs.watch(0, list(net.parameters()))
+    UnwrappedInputs.current.watch(0, list(net.parameters()))
     assert len(hooks._global_forward_pre_hooks) == before + 1
-    unwrapped_inputs.stop()
+    UnwrappedInputs.current.stop()
     assert len(hooks._global_forward_pre_hooks) == before
     net(torch.ones(3, 4))
-    assert unwrapped_inputs.pop(0) == unwrapped_inputs.FirstInputs()
+    assert UnwrappedInputs.current.pop(0) == unwrapped_inputs.FirstInputs()

@@ -15,9 +15,12 @@ from ddpdoctor.probe.recording import hooks, patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
 from ddpdoctor.probe.tensors import sample_digests
 from ddpdoctor.probe.tensors.sample_digests import memories
-from ddpdoctor.probe.training import lifecycle, module_origins
+from ddpdoctor.probe.training import lifecycle
+from ddpdoctor.probe.training.module_origins import ModuleOrigins
 from ddpdoctor.probe.training.records import Forward
 from ddpdoctor.probe.watchers.data import forward_inputs
+from ddpdoctor.probe.watchers.data.forward_inputs import ForwardInputs
+from ddpdoctor.probe.watchers.data.loaders import Loaders
 from ddpdoctor.storage.run_folder import EventWriter
 
 torch = pytest.importorskip("torch")
@@ -28,8 +31,8 @@ Fed = Callable[..., ForwardInput]
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
     """Feeds a model once, and says what was recorded."""
-    module_origins.install()
-    forward_inputs.install()
+    ModuleOrigins.begin()
+    ForwardInputs.begin()
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     recorder = Recorder(writer, tmp_path, "rank-0", {})
     set_recorder(recorder)
@@ -84,7 +87,7 @@ def test_a_batch_that_is_given_twice_comes_from_its_loader_both_times(
     batch = torch.arange(12.0).view(3, 4)
     monkeypatch.setattr(forward_inputs, "delivered_by", lambda memory: (5,) if memory & own else ())
     own = memories(batch)
-    monkeypatch.setattr(forward_inputs.loaders, "delivered", lambda: 1)
+    monkeypatch.setattr(Loaders.current, "delivered", 1)
     assert [(e.fed, e.loaders) for e in (fed(batch), fed(batch))] == [(True, (5,))] * 2
     made = fed(batch + 1)
     assert (made.fed, made.loaders) == (False, ())

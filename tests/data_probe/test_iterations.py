@@ -12,6 +12,7 @@ from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble
 from ddpdoctor.probe.recording import hooks, patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
 from ddpdoctor.probe.watchers.data import loaders
+from ddpdoctor.probe.watchers.data.loaders import Loaders
 from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 torch = pytest.importorskip("torch")
@@ -20,7 +21,7 @@ utils = torch.utils.data
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
-    loaders.install()
+    Loaders.begin()
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     recorder = Recorder(writer, tmp_path, "rank-0", {})
     set_recorder(recorder)
@@ -57,7 +58,7 @@ def test_how_often_the_sampler_began_anew(recorder: Recorder, tmp_path: Path) ->
                 next(iterator)
                 if look and not epoch:
                     list(sampler)
-        loaders._close_all(recorder, None)
+        Loaders.current._close_all(recorder, None)
 
     read()
     read(epochs=True)
@@ -90,7 +91,7 @@ def test_a_data_set_that_cannot_be_looked_into(
 
     monkeypatch.setattr(loaders.samplers.dataset_parts, "payloads", broken)
     list(utils.DataLoader(utils.TensorDataset(torch.arange(32)), 8))
-    loaders._close_all(recorder, None)
+    Loaders.current._close_all(recorder, None)
     events = list(Lines(tmp_path / "rank-0.jsonl").events())
     (seen,) = (e for e in events if isinstance(e, LoaderSeen))
     (ended,) = (e for e in events if isinstance(e, EpochEnded))

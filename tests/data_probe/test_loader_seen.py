@@ -14,6 +14,7 @@ from ddpdoctor.events import Event, LoaderSeen, Site
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.probe.recording.code_locations import Sites
 from ddpdoctor.probe.watchers.data import dataset_parts
+from ddpdoctor.probe.watchers.data.dataset_parts import DatasetParts
 from ddpdoctor.probe.watchers.data.samplers import (
     MadeOf,
     epoch_of,
@@ -29,13 +30,15 @@ data = torch.utils.data
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    dataset_parts.forget()
+    DatasetParts.renew()
     yield
-    dataset_parts.forget()
+    DatasetParts.renew()
 
 
 def seen(loader: Any) -> LoaderSeen:
-    looked = MadeOf(dataset_parts.payloads(loader.dataset), dataset_parts.layers(loader.dataset))
+    looked = MadeOf(
+        dataset_parts.payloads(loader.dataset), DatasetParts.current.layers(loader.dataset)
+    )
     return loader_seen(
         loader, innermost(loader), number=0, made=(-1, 0), loop=-1, sampler_site=-1, made_of=looked
     )

@@ -10,6 +10,7 @@ import pytest
 
 from ddpdoctor.probe.watchers.data import loaders
 from ddpdoctor.probe.watchers.data.iteration import Iteration, LoaderLine
+from ddpdoctor.probe.watchers.data.loaders import Loaders
 
 
 class Loop:
@@ -21,16 +22,16 @@ class Loop:
         self.reading = Iteration(0, 0, LoaderLine(), None)
 
     def batch(self) -> Loop:
-        loaders._count_trained(self.recorder)
-        if loaders._data.tried:
-            loaders._count_evaluated()
-        loaders._data.pending[self.reading] = None
-        loaders._data.moved = self.recorder.moves
+        Loaders.current._count_trained(self.recorder)
+        if Loaders.current.tried:
+            Loaders.current._count_evaluated()
+        Loaders.current.pending[self.reading] = None
+        Loaders.current.moved = self.recorder.moves
         return self
 
     def forward(self, *, grad: bool, training: bool = True) -> Loop:
         if not (grad and training):
-            loaders._trial_begins(self.recorder, None)  # type: ignore[arg-type]
+            Loaders.current._trial_begins(self.recorder, None)  # type: ignore[arg-type]
         return self
 
     def backward(self) -> Loop:
@@ -38,18 +39,18 @@ class Loop:
         return self
 
     def over(self) -> tuple[int, int]:
-        loaders._count_trained(self.recorder)
-        loaders._count_evaluated()
+        Loaders.current._count_trained(self.recorder)
+        Loaders.current._count_evaluated()
         return self.reading.trained, self.reading.evaluated
 
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    loaders._data.pending.clear()
-    loaders._data.tried.clear()
+    Loaders.current.pending.clear()
+    Loaders.current.tried.clear()
     yield
-    loaders._data.pending.clear()
-    loaders._data.tried.clear()
+    Loaders.current.pending.clear()
+    Loaders.current.tried.clear()
 
 
 def test_plain_training_and_plain_evaluation() -> None:
@@ -78,9 +79,9 @@ def test_evaluation_in_the_midst_of_training() -> None:
 def test_an_iteration_that_outlives_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was communicated meanwhile is still known when it ends."""
     dist = pytest.importorskip("torch.distributed")
-    monkeypatch.setattr(loaders._data, "sequence", -1)
+    monkeypatch.setattr(Loaders.current, "sequence", -1)
     monkeypatch.setattr(loaders, "sequence_number", lambda group: 7)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    loaders._destroying(Loop.recorder, (), {})
+    Loaders.current._destroying(Loop.recorder, (), {})
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert loaders._sequence() == 7
+    assert Loaders.current._sequence() == 7

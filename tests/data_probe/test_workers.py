@@ -9,14 +9,14 @@ import pytest
 
 from ddpdoctor.events import WorkerRandom
 from ddpdoctor.probe.recording import patching
-from ddpdoctor.probe.watchers.data import worker_rng
+from ddpdoctor.probe.watchers.data.worker_rng import WorkerRNG
 
 torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    worker_rng.install()
+    WorkerRNG.begin()
     yield
     patching.restore()
 
@@ -34,7 +34,7 @@ def noted(load: object, init: object, *, seed: int, length: int = 12) -> tuple[W
         Photos(), batch_size=2, num_workers=2, worker_init_fn=init,
         generator=torch.Generator().manual_seed(seed), multiprocessing_context="fork",
     )  # fmt: skip
-    notes = worker_rng.share(2)
+    notes = WorkerRNG.current.share(2)
     assert notes is not None
     assert sorted(i for batch in loader for i in batch.tolist()) == list(range(length))
     return notes.read()
@@ -75,7 +75,7 @@ def test_a_worker_without_a_batch_and_an_error_of_the_data_set() -> None:
 
 
 def test_a_loader_without_workers_is_let_alone() -> None:
-    worker_rng.share(2)
+    WorkerRNG.current.share(2)
     loader = torch.utils.data.DataLoader(range(4))
     iterator = iter(loader)
     assert "fetch" not in vars(iterator._dataset_fetcher)
@@ -91,7 +91,7 @@ def test_a_stream_is_shuffled_as_it_begins(throughout: bool) -> None:
             for number in order:
                 yield number + (int(random.random()) if throughout else 0)
 
-    notes = worker_rng.share(2)
+    notes = WorkerRNG.current.share(2)
     assert notes is not None
     loader = torch.utils.data.DataLoader(
         Stream(), batch_size=2, num_workers=2, multiprocessing_context="fork"
@@ -101,9 +101,9 @@ def test_a_stream_is_shuffled_as_it_begins(throughout: bool) -> None:
 
 
 def test_workers_that_are_not_watched_leave_the_notes_of_others() -> None:
-    notes = worker_rng.share(2)
+    notes = WorkerRNG.current.share(2)
     assert notes is not None
-    worker_rng.share(0)
+    WorkerRNG.current.share(0)
     loader = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
     assert len(list(loader)) == 8
     assert notes.read() == ()

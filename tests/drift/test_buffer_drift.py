@@ -14,6 +14,7 @@ from ddpdoctor.events import FileWritten, LateBuffers, StateTaken, Wrapped
 from ddpdoctor.events.drift import AGAIN
 from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.watchers.graph import late_buffers
+from ddpdoctor.probe.watchers.graph.late_buffers import LateBufferWatch
 from ddpdoctor.report.findings import Severity
 
 
@@ -245,11 +246,11 @@ def test_what_ddp_broadcasts_is_told_where_its_shapes_change():
     recorder = SimpleNamespace(emit=told.append, step=7)
     wrapper = SimpleNamespace(will_sync_module_buffers=lambda: True)
     forward = SimpleNamespace(model=Known(model), wrapper=wrapper, site=3)
-    late_buffers.install()
+    LateBufferWatch.begin()
     for size, number in ((2, 1), (3, 2), (3, 3), (4, 18), (4, 33), (5, 65)):
         inner.mask = torch.ones(size, size)
         model.forwards = number
-        late_buffers._forward_due(recorder, forward)
+        LateBufferWatch.current._forward_due(recorder, forward)
     shapes = [(e.forward, e.total, [(b.name, b.shape) for b in e.buffers]) for e in told]
     assert shapes == [(n, 7, [("mask", (size, size))]) for size, n in ((3, 1), (4, 32), (5, 64))]
 

@@ -13,7 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from ddpdoctor.events import Edited, GradientReduced, LossScaled, Replica
 from ddpdoctor.probe.recording.torch_compat import averages
 from ddpdoctor.probe.source.division import divided_by_world_size
-from ddpdoctor.probe.watchers.gradients import loss_scaling, manual_edits, second_reduction
+from ddpdoctor.probe.watchers.gradients import loss_scaling
+from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
+from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
+from ddpdoctor.probe.watchers.gradients.second_reduction import SecondReduction
 from ddpdoctor.report.findings import Severity
 
 SCALED = LossScaled(
@@ -176,16 +179,18 @@ def test_the_steps_are_those_in_which_it_is_reduced():
 
 
 def test_the_last_step_of_a_line_is_told(monkeypatch):
-    monkeypatch.setattr(second_reduction, "_reductions", second_reduction._Reductions())
-    monkeypatch.setattr(manual_edits, "look_now", lambda model: None)
+    monkeypatch.setattr(SecondReduction, "current", SecondReduction())
+    monkeypatch.setattr(ManualEdits.current, "look_now", lambda model: None)
     told = []
     recorder = SimpleNamespace(step=0, emit=told.append, site=lambda: 3)
     for recorder.step in (*range(100), 99):
-        second_reduction._emit_reduced(recorder, SimpleNamespace(number=0), "SUM", copied=False)
+        SecondReduction.current._emit_reduced(
+            recorder, SimpleNamespace(number=0), "SUM", copied=False
+        )
     assert [e.call for e in told] == [*range(20), 32, 64]
-    second_reduction._leaving(recorder, None)
+    SecondReduction.current._leaving(recorder, None)
     assert (told[-1].call, told[-1].step) == (99, 99)
-    second_reduction._leaving(recorder, None)
+    SecondReduction.current._leaving(recorder, None)
     assert len(told) == 23
 
 
@@ -260,10 +265,10 @@ def test_a_sum_divided_by_more_than_it_is_over(monkeypatch, divisor, told):
     """16 is that of the eight on each of two ranks; eight may be of all that was gathered."""
     monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     given = []
-    monkeypatch.setattr(loss_scaling, "_suspect", lambda *all_: given.append(all_))
+    monkeypatch.setattr(LossScaling.current, "_suspect", lambda *all_: given.append(all_))
     loss = torch.ones(8, requires_grad=True).sum() / divisor
     model = SimpleNamespace(number=0, expected=[], parameters=[])
-    loss_scaling._walk(None, None, loss.grad_fn, [model])
+    LossScaling.current._walk(None, None, loss.grad_fn, [model])
     monkeypatch.undo()
     ((_, _, divided, averaging),) = given
     lines = (None, ['File "train.py", line 5, in main'])
@@ -290,14 +295,14 @@ def test_a_loss_whose_function_divides_by_a_plain_number(monkeypatch):
     """`cross_entropy` of probabilities; the program divides what it returns by two."""
     monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     given = []
-    monkeypatch.setattr(loss_scaling, "_suspect", lambda *all_: given.append(all_))
+    monkeypatch.setattr(LossScaling.current, "_suspect", lambda *all_: given.append(all_))
     model = SimpleNamespace(number=0, expected=[], parameters=[])
     loss = torch.nn.functional.cross_entropy(
         torch.ones(2, 3, requires_grad=True), torch.full((2, 3), 1 / 3)
     )
-    loss_scaling._walk(None, None, loss.grad_fn, [model])
+    LossScaling.current._walk(None, None, loss.grad_fn, [model])
     assert not given
-    loss_scaling._walk(None, None, (loss / 2).grad_fn, [model])
+    LossScaling.current._walk(None, None, (loss / 2).grad_fn, [model])
     ((_, _, divided, _),) = given
     assert [divisor for _, divisor, _ in divided] == [2.0]
 
@@ -306,7 +311,7 @@ def suspecting(monkeypatch, lines, written, *loops, averaging=1):
     """What is told of divisions, outermost first, that the lines make: in two backwards, or in
     those of the loops that divide by such numbers."""
     made = iter(lines)
-    monkeypatch.setattr(loss_scaling, "_losses", loss_scaling._Losses())
+    monkeypatch.setattr(LossScaling, "current", LossScaling())
     monkeypatch.setattr(loss_scaling, "made_at", lambda node: next(made))
     monkeypatch.setattr(loss_scaling, "classify", lambda file: "user")
     monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
@@ -317,7 +322,7 @@ def suspecting(monkeypatch, lines, written, *loops, averaging=1):
     for step, divisors in enumerate(loops or [[2.0] * (len(lines) // 2)] * 2, 4):
         recorder = SimpleNamespace(step=step, emit=told.append, sites=sites)
         divided = [(None, divisor, model) for divisor in divisors]
-        loss_scaling._suspect(recorder, backward, divided, averaging)
+        LossScaling.current._suspect(recorder, backward, divided, averaging)
     return told
 
 
@@ -350,11 +355,17 @@ def test_a_division_that_begins_later_beside_one_by_another_equal_number(monkeyp
 
 
 def test_a_loss_that_is_made_in_another_way_is_looked_at_at_once(monkeypatch):
-    monkeypatch.setattr(loss_scaling, "_losses", loss_scaling._Losses())
+    monkeypatch.setattr(LossScaling, "current", LossScaling())
     loss = torch.ones(4, requires_grad=True).mean()
     roots = (loss, loss / 1, loss, loss / 2, loss / 2 / 2)
     backwards = (SimpleNamespace(site=3, roots=(root,)) for root in roots)
-    assert [loss_scaling._new_graph(b) for b in backwards] == [True, True, False, False, True]
+    assert [LossScaling.current._new_graph(b) for b in backwards] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("line", "expression"), [("loss / world", "world"), ("loss / 2", "")])
@@ -364,7 +375,7 @@ def test_without_a_second_backward_the_function_says_what_divides(
     path = tmp_path / "train.py"
     path.write_text(f"def step(loss, world):\n    loss = {line}\n    loss.backward()\n")
     code = compile(path.read_text(), str(path), "exec").co_consts[0]
-    monkeypatch.setattr(loss_scaling, "_losses", loss_scaling._Losses())
+    monkeypatch.setattr(LossScaling, "current", LossScaling())
     monkeypatch.setattr(loss_scaling, "made_at", lambda node: None)
     monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
     told = []
@@ -373,9 +384,9 @@ def test_without_a_second_backward_the_function_says_what_divides(
     )
     frame = SimpleNamespace(f_code=code, f_lineno=3)
     backward, model = SimpleNamespace(site=3, frame=frame), SimpleNamespace(number=0)
-    loss_scaling._suspect(recorder, backward, [(None, 2.0, model)], averaging=1)
+    LossScaling.current._suspect(recorder, backward, [(None, 2.0, model)], averaging=1)
     assert not told
-    loss_scaling._leaving(recorder, None)
+    LossScaling.current._leaving(recorder, None)
     (event,) = told
     assert (event.step, event.divisor, event.expression) == (0, 2, expression)
     assert event.site == (2 if expression else -1)
@@ -415,7 +426,7 @@ def test_a_model_that_is_frozen_in_this_backward_is_not_the_one(monkeypatch):
 
     told = []
     monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
-    monkeypatch.setattr(loss_scaling, "_suspect", lambda *given: told.append(given[2]))
+    monkeypatch.setattr(LossScaling.current, "_suspect", lambda *given: told.append(given[2]))
     loss = torch.ones(4, requires_grad=True).mean() / 2
-    loss_scaling._walk(None, None, loss.grad_fn, [model(0, True), model(1, False)])
+    LossScaling.current._walk(None, None, loss.grad_fn, [model(0, True), model(1, False)])
     assert [found.number for _, _, found in told[0]] == [0]

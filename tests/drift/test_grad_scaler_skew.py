@@ -8,7 +8,9 @@ from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
 from replicas import LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Loaded, ScalerStep
-from ddpdoctor.probe.watchers.gradients import hyperparameters
+from ddpdoctor.probe.training.backwards import Backwards
+from ddpdoctor.probe.training.optimizers import Optimizers
+from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
 from ddpdoctor.report.findings import Steps
 
 
@@ -177,16 +179,16 @@ class Any:
 
 def test_steps_of_two_optimizers_are_numbered_each_by_itself(monkeypatch):
     told, made = [], iter([1, 2, 3, 4, 6, 7])
-    monkeypatch.setattr(hyperparameters, "_known", hyperparameters._Known())
-    monkeypatch.setattr(hyperparameters.backwards, "synced", lambda: next(made))
+    monkeypatch.setattr(HyperparameterWatch, "current", HyperparameterWatch())
     known = {Any(): SimpleNamespace(number=n, steps=0) for n in range(2)}
-    monkeypatch.setattr(hyperparameters, "known_optimizer", known.get)
+    monkeypatch.setattr(Optimizers.current, "known_optimizer", known.get)
     recorder, scaler = SimpleNamespace(emit=told.append), Any()
     for _ in range(3):
         for optimizer, state in known.items():
             state.steps += 1
+            monkeypatch.setattr(Backwards.current, "synced", next(made))
             token = scaler, optimizer, state.steps - 1, 8.0, 0
-            hyperparameters._scaler_ends(recorder, token, None, None)
+            HyperparameterWatch.current._scaler_ends(recorder, token, None, None)
     rows = [(e.optimizer, e.call, e.backwards, e.each) for e in told]
     assert rows == [(0, 0, 1, 1), (1, 0, 2, 2), (0, 1, 3, 2), (0, 2, 6, 3), (1, 2, 7, 3)]
     assert not any(e.skipped for e in told)

@@ -30,8 +30,7 @@ from ddpdoctor.events import (
 from ddpdoctor.events.amp import next_told_at, told_at
 from ddpdoctor.probe.source.call_resolver import item_set_in_frames
 from ddpdoctor.probe.training import optimizers
-from ddpdoctor.probe.watchers.gradients import hyperparameters
-from ddpdoctor.probe.watchers.gradients.hyperparameters import _values
+from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch, _values
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Steps
 
@@ -223,21 +222,21 @@ def test_a_scheduler_that_cannot_have_set_what_differs(later):
 
 
 def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_made(monkeypatch):
-    monkeypatch.setattr(hyperparameters, "_known", hyperparameters._Known())
+    monkeypatch.setattr(HyperparameterWatch, "current", HyperparameterWatch())
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    hyperparameters._made(None, optimizer, None, None)
+    HyperparameterWatch.current._made(None, optimizer, None, None)
     changes = []
 
     def look(recorder, before, now):
         changes.append((before[0]["lr"], now[0]["lr"]))
         return {}
 
-    monkeypatch.setattr(hyperparameters, "_set_sites", look)
+    monkeypatch.setattr(HyperparameterWatch.current, "_set_sites", look)
     optimizer.param_groups[0]["lr"] = 0.05
     told = []
     known = SimpleNamespace(notes={}, number=0)
     step = SimpleNamespace(optimizer=lambda: optimizer, known=known, number=0, site=STEP)
-    hyperparameters._step_due(SimpleNamespace(emit=told.append), step)
+    HyperparameterWatch.current._step_due(SimpleNamespace(emit=told.append), step)
     assert changes == [(0.1, 0.05)]
     assert told[0].groups[0]["lr"] == 0.05
 

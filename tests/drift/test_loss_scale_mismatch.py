@@ -9,7 +9,7 @@ from recordings import steps
 from replicas import LINE, run_of
 
 from ddpdoctor.events import BatchSeen, Edited
-from ddpdoctor.probe.watchers.gradients.loss_scaling import _emit_batch, _walk
+from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
 from ddpdoctor.report.findings import Severity, Steps
 
 
@@ -104,7 +104,7 @@ def test_how_a_loss_was_reduced_and_weighted(reduction):
         (loss * 16 / 24, 2 / 3),
         (2 * loss / torch.tensor(8), 1 / 4),
     ):
-        found = _walk(None, None, weighted.grad_fn, [])
+        found = LossScaling.current._walk(None, None, weighted.grad_fn, [])
         assert found == (reduction, pytest.approx(weight), 16)
 
 
@@ -120,13 +120,13 @@ def test_how_a_loss_was_reduced_and_weighted(reduction):
 def test_what_a_sum_was_multiplied_by(loss, weight):
     device = "meta" if not weight else "cpu"  # a number on a device is not read
     x, n = (torch.ones(shape, device=device) for shape in ((16, 3), ()))
-    found = _walk(None, None, loss(x.requires_grad_(), n).grad_fn, [])
+    found = LossScaling.current._walk(None, None, loss(x.requires_grad_(), n).grad_fn, [])
     assert found == ("sum", pytest.approx(weight), 16)
 
 
 def test_a_sum_of_one_number_reduces_nothing():
     losses = torch.ones(16, 3, requires_grad=True)
-    assert _walk(None, None, losses.mean().sum().grad_fn, []) == ("mean", 1, 16)
+    assert LossScaling.current._walk(None, None, losses.mean().sum().grad_fn, []) == ("mean", 1, 16)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_sum_of_one_number_reduces_nothing():
     ],
 )
 def test_the_batch_is_the_input_whose_samples_are_summed(loss, leading, told):
-    reduction, weight, rows = _walk(
+    reduction, weight, rows = LossScaling.current._walk(
         None, None, loss(torch.ones(12, 5, requires_grad=True)).grad_fn, []
     )
     events = []
@@ -148,7 +148,7 @@ def test_the_batch_is_the_input_whose_samples_are_summed(loss, leading, told):
         mock.Mock(emit=events.append),
         mock.Mock(leading=leading, number=0, forwards=1),
     )
-    _emit_batch(recorder, mock.Mock(site=LINE), model, reduction, weight, rows)
+    LossScaling.current._emit_batch(recorder, mock.Mock(site=LINE), model, reduction, weight, rows)
     assert [(e.size, e.reduction) for e in events] == [told]
 
 

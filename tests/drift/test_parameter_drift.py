@@ -11,7 +11,9 @@ from replicas import LINE, OTHER, STEP, digests, equal, run_of, sketch
 from ddpdoctor.analysis.replicas.replicas import divergence, replicas
 from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone
 from ddpdoctor.events.drift import UNHELD, chosen
-from ddpdoctor.probe.watchers.gradients import hyperparameters, manual_edits, state_loading
+from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
+from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
+from ddpdoctor.probe.watchers.gradients.state_loading import StateLoading
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -388,7 +390,7 @@ def test_an_optimizer_that_searches_by_the_loss_of_its_closure(evaluations):
     assert finding.rule == ("rank-local-loss" if evaluations > 1 else "unknown-cause")
 
 
-@pytest.mark.parametrize("lost", [hyperparameters.LOST, manual_edits.LOST, state_loading.LOST])
+@pytest.mark.parametrize("lost", [HyperparameterWatch.lost, ManualEdits.lost, StateLoading.lost])
 def test_what_was_not_observed_may_explain_it(lost):
     trouble = ProbeTrouble(at=0, part="a.hook", error="TypeError()", lost=lost)
     rows = [digests("parameters", SAME), digests("parameters", APART)]

@@ -14,8 +14,13 @@ from replicas import BACKWARD, LINE, OTHER, STEP, digests, replica, run_of
 
 from ddpdoctor.events import CommHook, Edited, KeptBack, Replica, SyncPattern
 from ddpdoctor.probe.training import backwards
+from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.watchers.gradients import gradient_sync
+from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.graph import fsdp_no_sync
+from ddpdoctor.probe.watchers.graph.fsdp_no_sync import FSDPNoSync
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges
+from ddpdoctor.report.errors import error_kinds
 
 
 def pattern(step=0, reason="no_sync", synced=0, unsynced=1, talked=False, optimizer=0, **more):
@@ -240,25 +245,25 @@ def test_what_is_kept_back_until_a_step_has_gradients_that_were_reduced(monkeypa
     whole, part = mock.Mock(grad="whole"), mock.Mock(grad=None)
     shard = mock.Mock(sharded_param=part, _unsharded_param=whole, unsharded_accumulated_grad=None)
     known = mock.Mock(notes={fsdp_no_sync.Waiting: fsdp_no_sync.Waiting([shard])})
-    monkeypatch.setattr(fsdp_no_sync.optimizers, "known", lambda: [known])
-    fsdp_no_sync.install()
-    fsdp_no_sync._following.enable()
+    monkeypatch.setattr(Optimizers.current, "known", lambda: [known])
+    FSDPNoSync.begin()
+    FSDPNoSync.current._following.enable()
     events = []
     recorder = mock.Mock(emit=lambda event, vital: events.append((event.step, event.applied)))
 
     def step(number):
-        fsdp_no_sync._step_begins(recorder, mock.Mock(number=number, known=known))
+        FSDPNoSync.current._step_begins(recorder, mock.Mock(number=number, known=known))
 
     step(0)
     step(1)
     part.grad = "zeros of torch's own, to make the state"
     step(2)
-    assert events == [(0, False)] and fsdp_no_sync._following[0].enabled
+    assert events == [(0, False)] and FSDPNoSync.current._following[0].enabled
     whole.grad, part.grad = None, "reduced"
     step(3)
     step(4)
     assert events == [(0, False), (3, True)] and not known.notes
-    assert not fsdp_no_sync._following[0].enabled, "nothing is left to wait for"
+    assert not FSDPNoSync.current._following[0].enabled, "nothing is left to wait for"
 
 
 @pytest.mark.parametrize(
@@ -282,12 +287,12 @@ def test_gradients_taken_after_the_last_backward(monkeypatch, backward, changed,
         made.reason, made.blame = backward, OTHER
         known.contributions, known.after = [made], [(1, 0)]
     known.autograd_grad_site = LINE
-    monkeypatch.setattr(gradient_sync, "_syncs", {model: known})
+    monkeypatch.setattr(GradientSync.current, "syncs", {model: known})
     monkeypatch.setattr(gradient_sync, "exposed_seconds", lambda ddp: 0.0)
-    monkeypatch.setattr(gradient_sync.exchanges, "numbers_passed", lambda: 0)
+    monkeypatch.setattr(Exchanges.current, "numbers_passed", 0)
     told = []
     holding = mock.Mock(model=model, optimizer=0, positions=[], parameters=lambda positions: [])
-    gradient_sync._emit_pattern(mock.Mock(emit=told.append), mock.Mock(number=6), holding)
+    GradientSync.current._emit_pattern(mock.Mock(emit=told.append), mock.Mock(number=6), holding)
     assert [e.reason for e in told] == ([reason] if backward is not False or changed else [])
     assert [e.site for e in told if e.reason] == [LINE if "grad" in reason else OTHER][
         : bool(reason)
@@ -307,19 +312,19 @@ def test_the_line_of_no_sync_only_where_it_is_open(monkeypatch):
     recorder = mock.Mock(site=lambda: 3)
     recorder.sites.number = lambda code, line: line
     wrapper = Wrapper()
-    assert gradient_sync._off_site(recorder, wrapper) == 7
-    token = gradient_sync._no_sync(recorder, (wrapper,), {})
+    assert GradientSync.current._off_site(recorder, wrapper) == 7
+    token = GradientSync.current._no_sync(recorder, (wrapper,), {})
     with contextlib.ExitStack() as stack:
         context = wrapper.no_sync()
-        gradient_sync._no_sync_made(recorder, token, context, None)
+        GradientSync.current._no_sync_made(recorder, token, context, None)
         stack.enter_context(context)
-        assert gradient_sync._off_site(recorder, wrapper) == 3
-    assert gradient_sync._off_site(recorder, wrapper) == 7
-    assert gradient_sync._off_site(recorder, wrapper, now=False) == 3
+        assert GradientSync.current._off_site(recorder, wrapper) == 3
+    assert GradientSync.current._off_site(recorder, wrapper) == 7
+    assert GradientSync.current._off_site(recorder, wrapper, now=False) == 3
     del context
-    assert gradient_sync._off_site(recorder, wrapper) == 7
-    gradient_sync._set_sites[wrapper] = -1
-    assert gradient_sync._off_site(recorder, wrapper) == 3, "nothing else is known to do it"
+    assert GradientSync.current._off_site(recorder, wrapper) == 7
+    GradientSync.current._set_sites[wrapper] = -1
+    assert GradientSync.current._off_site(recorder, wrapper) == 3, "nothing else is known to do it"
 
 
 @pytest.mark.parametrize("reason", ["no_sync", "forward only"])
@@ -351,5 +356,5 @@ def test_what_torch_raises_after_a_backward_that_ddp_was_not_ready_for(reason, m
     run = run_of({n: [pattern(reason=reason), local(1, 2, 3, n)] for n in range(2)})
     (finding,) = UnsyncedStep().examine(run)
     assert finding.rule == reason.replace(" ", "-").replace("_", "-")
-    raised = FirstFailure().finding(summary="", cause="", fix="", evidence={"message": message})
+    raised = FirstFailure().finding(summary="", cause="", fix="", errors=error_kinds(message))
     assert UnsyncedStep().explains(finding, raised) is follows

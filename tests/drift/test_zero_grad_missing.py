@@ -88,10 +88,10 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
     import torch
 
     from ddpdoctor.probe.recording.hooks import Subscriptions
-    from ddpdoctor.probe.watchers.gradients import zero_grad
+    from ddpdoctor.probe.watchers.gradients.zero_grad import ZeroGrad
 
-    monkeypatch.setattr(zero_grad._Watching, "watched", [])
-    monkeypatch.setattr(zero_grad._Watching, "subscriptions", Subscriptions())
+    monkeypatch.setattr(ZeroGrad.current, "watched", [])
+    monkeypatch.setattr(ZeroGrad.current, "subscriptions", Subscriptions())
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     told, known = [], SimpleNamespace(notes={}, number=0)
@@ -103,14 +103,14 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
         )  # fmt: skip
         if clears(number):
             optimizer.zero_grad()
-        zero_grad._backward_begins(recorder, backward)
+        ZeroGrad.current._backward_begins(recorder, backward)
         (parameter * parameter).sum().backward()
-        zero_grad._backward_ends(recorder, backward)
-        zero_grad._step_begins(recorder, step)
+        ZeroGrad.current._backward_ends(recorder, backward)
+        ZeroGrad.current._step_begins(recorder, step)
         if step.due:
-            zero_grad._step_due(recorder, step)
+            ZeroGrad.current._step_due(recorder, step)
         optimizer.step()
-        zero_grad._step_ends(recorder, step)
+        ZeroGrad.current._step_ends(recorder, step)
     return [(e.step, e.carried) for e in told]
 
 

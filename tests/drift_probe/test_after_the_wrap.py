@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ddpdoctor.probe.source.inplace_writes import inplace_statements
-from ddpdoctor.probe.watchers.gradients import edits_after_wrap
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
+from ddpdoctor.probe.watchers.gradients.edits_after_wrap import EditsAfterWrap
 
 HEAD = """
 def init(m):
@@ -90,21 +91,21 @@ def steps_after(
     recorder: Any = SimpleNamespace(emit=told.append, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0)
     step: Any = SimpleNamespace(holdings=[holding], number=0)
-    monkeypatch.setattr(edits_after_wrap, "_unstepped", {})
-    monkeypatch.setattr(edits_after_wrap.wrapped_models, "live", lambda: [model])
-    edits_after_wrap._wrapped(recorder, model)
+    monkeypatch.setattr(EditsAfterWrap.current, "_unstepped", {})
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
+    EditsAfterWrap.current._wrapped(recorder, model)
     edit(parameters[2])
     forward: Any = SimpleNamespace(model=model)
-    edits_after_wrap._forward_begins(recorder, forward)
+    EditsAfterWrap.current._forward_begins(recorder, forward)
     if between is not None:
         before = parameters[1].detach().clone()
         between(parameters[1])
-        edits_after_wrap._forward_begins(recorder, forward)
+        EditsAfterWrap.current._forward_begins(recorder, forward)
         parameters[1].data.copy_(before)
-    edits_after_wrap._step_begins(recorder, step)
+    EditsAfterWrap.current._step_begins(recorder, step)
     edit(parameters[2])
-    edits_after_wrap._step_begins(recorder, step)
-    assert not edits_after_wrap._unstepped
+    EditsAfterWrap.current._step_begins(recorder, step)
+    assert not EditsAfterWrap.current._unstepped
     return told
 
 

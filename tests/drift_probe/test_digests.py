@@ -17,6 +17,8 @@ from ddpdoctor.probe.tensors.digests import (
     scattered,
 )
 from ddpdoctor.probe.watchers.gradients import replica_digests
+from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
+from ddpdoctor.probe.watchers.gradients.replica_digests import ReplicaDigests
 
 SHAPES = [(), (1,), (3,), (10,), (4, 3), (64, 64), (5000,), (5001,), (2, 3, 5, 7)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
@@ -148,7 +150,7 @@ def test_what_is_not_finite_has_no_sketch(monkeypatch, value, told) -> None:
     emitted: list[Sketch] = []
     monkeypatch.setattr(replica_digests, "_tensors", lambda *_: [torch.tensor([1.0, value])])
     watch = SimpleNamespace(holding=SimpleNamespace(model=SimpleNamespace(number=0), optimizer=0))
-    replica_digests._sketch(SimpleNamespace(emit=emitted.append), watch, "parameters", 4)
+    ReplicaDigests.current._sketch(SimpleNamespace(emit=emitted.append), watch, "parameters", 4)
     assert len(emitted) == told
     assert [decode(encode(event)) for event in emitted] == emitted
 
@@ -163,13 +165,13 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0], parameters=lambda at: [parameter]
     )
-    monkeypatch.setattr(replica_digests, "_state", replica_digests._State())
-    monkeypatch.setattr(replica_digests.manual_edits, "emit_parameters", lambda *args: None)
+    monkeypatch.setattr(ReplicaDigests, "current", ReplicaDigests())
+    monkeypatch.setattr(ManualEdits.current, "emit_parameters", lambda *args: None)
     monkeypatch.setattr(replica_digests.optimizer_models, "steps_taken", lambda holding: 7)
-    replica_digests._state.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
+    ReplicaDigests.current.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
     known = {"rows": {}, "writes": replica_digests.write_counts.WriteCounts(), "left_out": "Join"}
-    vars(replica_digests._state.watches[0, 0]).update(known, holding=holding)
-    replica_digests._finish(recorder)
+    vars(ReplicaDigests.current.watches[0, 0]).update(known, holding=holding)
+    ReplicaDigests.current._finish(recorder)
     assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]
 
 
@@ -188,7 +190,7 @@ def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch
     monkeypatch.setattr(replica_digests.write_counts, "record_writes", lambda *_: None)
     monkeypatch.setattr(replica_digests, "_kind_of_gradients", lambda _: "gradients")
     monkeypatch.setattr(
-        replica_digests,
+        ReplicaDigests.current,
         "_record_full_step",
         lambda recorder, watch, step, kinds: looked.append(step.number),
     )
@@ -196,7 +198,7 @@ def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch
     pace = SimpleNamespace(spent=lambda *_: None)
     watch = SimpleNamespace(holding=None, broadcast=True, writes=None, pace=pace)
     for number in range(0, 13, every or 1):
-        replica_digests._record_due(
+        ReplicaDigests.current._record_due(
             recorder, watch, SimpleNamespace(number=number, closure=False), 1
         )
     assert looked == closely

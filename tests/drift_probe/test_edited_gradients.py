@@ -7,7 +7,8 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, digests, run_of
 
 from ddpdoctor.events import Edited
-from ddpdoctor.probe.watchers.gradients import manual_edits
+from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
+from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
 CLIP = ("clip_grad_norm_",)
 FIRST = 6
@@ -67,9 +68,9 @@ def test_other_edits_are_not(mine, others, gradients):
 
 
 def test_micro_batches_do_not_use_up_the_looks(monkeypatch):
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
-    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: False)
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: False)
     model = type("Model", (), {"number": 0, "expected": [], "parameters": []})()
     for _ in range(4):
-        manual_edits._backward_ends(None, SimpleNamespace(error=None, models=[model]))
-    assert manual_edits._edits_of(model).moments == 0
+        ManualEdits.current._backward_ends(None, SimpleNamespace(error=None, models=[model]))
+    assert ManualEdits.current._edits_of(model).moments == 0

@@ -14,7 +14,9 @@ import torch
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.probe.source.call_resolver import state_edit_in_frames
 from ddpdoctor.probe.source.line_tracer import Tracer
-from ddpdoctor.probe.watchers.gradients import gradient_clears, manual_edits
+from ddpdoctor.probe.watchers.gradients import gradient_clears, limits, manual_edits
+from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
+from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
 
 def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tuple[int, bool]]:
@@ -32,14 +34,14 @@ def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tup
         positions=list(range(40)),
         parameters=lambda positions: [parameters[p] for p in positions],
     )
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     for number in range(steps):
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False
         )
-        manual_edits._step_begins(recorder, step)
+        ManualEdits.current._step_begins(recorder, step)
         recorder.step = number + 1
-        manual_edits._step_ends(recorder, step)
+        ManualEdits.current._step_ends(recorder, step)
         parameters[3].data.fill_(number)
     return [(e.step, e.changed) for e in told]
 
@@ -75,7 +77,7 @@ def test_the_line_that_edits_after_it_called_something() -> None:
 def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     monkeypatch: pytest.MonkeyPatch, cleared: list[int]
 ) -> None:
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     monkeypatch.setattr(manual_edits, "_clearing_sites", lambda recorder, followed: ())
     model: Any = SimpleNamespace(number=0)
     model = type("Model", (), vars(model))()
@@ -86,8 +88,8 @@ def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
     now = manual_edits.TensorSnapshot([0, 1, 2], grads, sampled=True)
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    manual_edits._emit(recorder, 0, holding, "gradients", before, now)
-    assert manual_edits._edits_of(model).trace_position["gradients"] == (cleared or [0])[0]
+    ManualEdits.current._emit(recorder, 0, holding, "gradients", before, now)
+    assert ManualEdits.current._edits_of(model).trace_position["gradients"] == (cleared or [0])[0]
 
 
 @pytest.mark.parametrize(("left", "site"), [(0.0, 9), (0.5, -1)])
@@ -96,7 +98,7 @@ def test_the_line_that_clears_gradients_once(
 ) -> None:
     """The source is searched once, for gradients that are zero or gone."""
     found = [9]
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     monkeypatch.setattr(gradient_clears, "clearing_line", lambda frame, after: found.pop())
     model = type("Model", (), {"number": 0})()
     told: list[Any] = []
@@ -109,7 +111,7 @@ def test_the_line_that_clears_gradients_once(
         manual_edits.TensorSnapshot([0], [torch.ones(2) * x], sampled=True) for x in (1, left)
     )
     for after in (now, ones, now):
-        manual_edits._emit(recorder, 0, holding, "gradients", ones, after)
+        ManualEdits.current._emit(recorder, 0, holding, "gradients", ones, after)
     assert [(e.changed, e.site) for e in told] == [(True, site), (False, -1), (True, site)]
 
 
@@ -124,17 +126,19 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
     model = type("Model", (), vars(model))()
     told: list[Any] = []
     recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
-    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
-    manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
+    ManualEdits.current._backward_ends(
+        recorder, SimpleNamespace(error=None, models=[model], site=-1)
+    )  # type: ignore[arg-type]
     parameters[0].grad.mul_(0.5)
     parameters[2].grad.mul_(0.25)
     for optimizer, positions in enumerate(({0}, {1}, {2})):
         holding = SimpleNamespace(model=model, optimizer=optimizer, held=frozenset(positions))
         step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-        manual_edits._step_begins(recorder, step)
+        ManualEdits.current._step_begins(recorder, step)
     assert [(e.optimizer, e.ratio) for e in told] == [(0, 0.5), (2, 0.25)]
-    assert manual_edits._edits_of(model).gradients is None
+    assert ManualEdits.current._edits_of(model).gradients is None
 
 
 @pytest.mark.parametrize(
@@ -161,10 +165,10 @@ def test_what_a_function_of_torchs_writes_is_no_edit(monkeypatch: pytest.MonkeyP
     def clips(parameters: list[Any], by_hand: bool) -> None:
         if by_hand:
             parameters[1].grad.zero_()
-        manual_edits._function_begins()
+        ManualEdits.current._function_begins()
         for parameter in parameters:
             parameter.grad.mul_(0.5)
-        manual_edits._function_ends(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
+        ManualEdits.current._function_ends(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
 
     for by_hand in (False, True):
         (event,) = told_of_gradients(monkeypatch, lambda p: clips(p, by_hand))  # noqa: B023
@@ -188,11 +192,11 @@ def test_what_the_program_makes_of_gradients_is_told_apart_from_clipping(
         gradients = [p.grad for p in parameters]
         for part, factor in ((gradients, before), (gradients[4:], clips), (gradients, after)):
             if part is not gradients:
-                manual_edits._function_begins()
+                ManualEdits.current._function_begins()
             for gradient in part:
                 gradient.mul_(factor)
             if part is not gradients:
-                manual_edits._function_ends(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
+                ManualEdits.current._function_ends(None, ("clip_grad_norm_", 7), None, None)  # type: ignore[arg-type]
 
     (event,) = told_of_gradients(monkeypatch, writing)
     assert event.besides == besides
@@ -201,14 +205,14 @@ def test_what_the_program_makes_of_gradients_is_told_apart_from_clipping(
 def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     monkeypatch.setattr(
         manual_edits, "divided_by_world_size", lambda file, line: "size" * (line == 2)
     )
     model = type("Model", (), {"number": 0})()
     code = compile("", "train.py", "exec")
     tracer = SimpleNamespace(kind="gradients", stop=lambda: [(code, 1), (code, 2), (code, 3)])
-    manual_edits._edits_of(model).tracer = tracer  # type: ignore[assignment]
+    ManualEdits.current._edits_of(model).tracer = tracer  # type: ignore[assignment]
     told: list[Any] = []
     sites = SimpleNamespace(number=lambda code, line: line)
     recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
@@ -216,7 +220,7 @@ def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
         manual_edits.TensorSnapshot([0], [torch.ones(2) / n], sampled=True) for n in (1, 2)
     )
     holding: Any = SimpleNamespace(model=model, optimizer=0)
-    manual_edits._emit(recorder, 0, holding, "gradients", before, now)
+    ManualEdits.current._emit(recorder, 0, holding, "gradients", before, now)
     assert [(e.site, e.more, e.divisor) for e in told] == [(2, (1, 3), "size")]
 
 
@@ -232,13 +236,15 @@ def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any
     model = type("Model", (), vars(model))()
     told: list[Any] = []
     recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
-    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
-    manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
+    ManualEdits.current._backward_ends(
+        recorder, SimpleNamespace(error=None, models=[model], site=-1)
+    )  # type: ignore[arg-type]
     writing(parameters)
     holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
     step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-    manual_edits._step_begins(recorder, step)
+    ManualEdits.current._step_begins(recorder, step)
     return told
 
 
@@ -270,11 +276,11 @@ def test_what_is_looked_for_is_told_however_much_was_before(
     monkeypatch: pytest.MonkeyPatch, told: int, left: int
 ) -> None:
     """Who clips in every step has had all that is told before the reduction begins."""
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     model: Any = object()
-    manual_edits._edits_of(model).count = told
-    manual_edits.look_now(model)
-    assert manual_edits.EMITTED_AT_MOST - manual_edits._edits_of(model).count == left
+    ManualEdits.current._edits_of(model).count = told
+    ManualEdits.current.look_now(model)
+    assert limits.EDITS_EMITTED - ManualEdits.current._edits_of(model).count == left
 
 
 def late(
@@ -301,28 +307,33 @@ def late(
         model=model, optimizer=0, held=frozenset(range(3)), positions=[0, 1, 2],
         parameters=lambda positions: [parameters[p] for p in positions],
     )  # fmt: skip
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
-    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
     monkeypatch.setattr(
-        manual_edits, "_looking", SimpleNamespace(enable=lambda: None, disable=lambda: None)
+        ManualEdits.current, "_looking", SimpleNamespace(enable=lambda: None, disable=lambda: None)
     )
     looks = []
     for number in range(steps):
         for parameter in parameters:
             parameter.grad = torch.ones(2)
-        manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
-        if manual_edits._edits_of(model).gradients is not None and number >= manual_edits.ALWAYS:
+        ManualEdits.current._backward_ends(
+            recorder, SimpleNamespace(error=None, models=[model], site=-1)
+        )  # type: ignore[arg-type]
+        if (
+            ManualEdits.current._edits_of(model).gradients is not None
+            and number >= limits.SNAPSHOTS_ALWAYS
+        ):
             looks.append(number)
         if edits_at(number):
             divide(parameters)
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False, began=0.0
         )
-        manual_edits._step_begins(recorder, step)
+        ManualEdits.current._step_begins(recorder, step)
         if told_at(number):
-            manual_edits._step_due(recorder, step)
+            ManualEdits.current._step_due(recorder, step)
         recorder.step += 1
-        manual_edits._step_ends(recorder, step)
+        ManualEdits.current._step_ends(recorder, step)
     return told, looks
 
 
@@ -357,4 +368,4 @@ def test_a_line_that_is_not_found_is_not_looked_for_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, looks = late(monkeypatch, lambda n: n >= 100, line=False)
-    assert len(looks) <= 10 + manual_edits.TRACED_AT_MOST
+    assert len(looks) <= 10 + limits.TRACED_AT_MOST

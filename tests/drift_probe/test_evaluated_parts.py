@@ -10,9 +10,10 @@ import pytest
 from ddpdoctor.events import Digests
 from ddpdoctor.events.drift import AGAIN
 from ddpdoctor.events.pack import unpack
-from ddpdoctor.probe.training import wrapped_models
 from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
 from ddpdoctor.probe.watchers.gradients import evaluation
+from ddpdoctor.probe.watchers.gradients.evaluation import Evaluation
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -27,22 +28,22 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Digests]]:
     recorder = SimpleNamespace(
         emit=told.append, step=7, not_observed=lambda *_: None, site=lambda: 3
     )
-    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
     monkeypatch.setattr(evaluation, "guarded", lambda name, act, lost: act(recorder))
-    for known in (evaluation._Known.in_parts, evaluation._Hook.parts):
+    for known in (Evaluation.current.in_parts, Evaluation.current.parts):
         known.clear()
     return net, model, told
 
 
 def look(net: Any, part: Any) -> None:
     """As in an evaluation: `eval()`, forwards without gradients, and the next one with."""
-    (model,) = wrapped_models.live()
-    evaluation._eval_called(SimpleNamespace(), (part.eval(),), {})  # type: ignore[arg-type]
-    evaluation._remove()
+    (model,) = WrappedModels.current.live()
+    Evaluation.current._eval_called(SimpleNamespace(), (part.eval(),), {})  # type: ignore[arg-type]
+    Evaluation.current._remove()
     with torch.no_grad():
         for _ in range(2):
-            evaluation._called(part, ())
-    evaluation._stop_waiting_for(model)
+            Evaluation.current._called(part, ())
+    Evaluation.current._stop_waiting_for(model)
     net.train()
 
 
@@ -72,8 +73,8 @@ def test_modules_that_are_frozen_are_not_waited_for(monkeypatch: pytest.MonkeyPa
     model.forwards = 8
     for module in (net[1], nn.Sequential(nn.Linear(2, 2))):
         look(net, module)
-    evaluation._eval_called(SimpleNamespace(), (net[0].eval(),), {})  # type: ignore[arg-type]
-    assert len(evaluation._Hook.parts) == 1
-    evaluation._called(net[0], ())  # with gradients: it trains
-    evaluation._stop_waiting_for(model)
-    assert not evaluation._Hook.parts and not told
+    Evaluation.current._eval_called(SimpleNamespace(), (net[0].eval(),), {})  # type: ignore[arg-type]
+    assert len(Evaluation.current.parts) == 1
+    Evaluation.current._called(net[0], ())  # with gradients: it trains
+    Evaluation.current._stop_waiting_for(model)
+    assert not Evaluation.current.parts and not told

@@ -7,7 +7,8 @@ import torch
 
 from ddpdoctor.events import Digests
 from ddpdoctor.probe.tensors.pending_digests import Waiting
-from ddpdoctor.probe.watchers.gradients import evaluation, replica_digests
+from ddpdoctor.probe.watchers.gradients import replica_digests
+from ddpdoctor.probe.watchers.gradients.evaluation import Evaluation
 
 
 class Busy(Waiting):
@@ -30,18 +31,18 @@ def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
     )
     monkeypatch.setattr(replica_digests, "Waiting", Busy)
     monkeypatch.setattr(replica_digests, "buffers", lambda model: [])
-    evaluation._Known.evaluated.clear()
-    evaluation._record_evaluation(recorder, model, site=3)
+    Evaluation.current.evaluated.clear()
+    Evaluation.current._record_evaluation(recorder, model, site=3)
     assert not told, "nothing waits for the device"
     recorder.step = 9
     if leaves:
-        evaluation._leaving(recorder, None)
+        Evaluation.current._leaving(recorder, None)
     else:
         for _ in range(3):
-            evaluation._step_begins(recorder, SimpleNamespace())
+            Evaluation.current._step_begins(recorder, SimpleNamespace())
     assert [(e.kind, e.point, e.keys, e.step, e.site) for e in told] == [
         ("parameters", "eval", (8,), 7, 3),
         ("buffers", "eval", (8,), 7, 3),
     ]
     assert all(isinstance(e, Digests) for e in told)
-    assert not evaluation._Known.pending
+    assert not Evaluation.current.pending

@@ -8,15 +8,21 @@ import torch.distributed as dist
 
 from ddpdoctor.probe.collectives import collectives
 from ddpdoctor.probe.collectives.call_hooks import Call
-from ddpdoctor.probe.watchers.manual_sync import exchanges, parallelism, unwrapped
-from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, parameters_averaged
+from ddpdoctor.probe.collectives.process_groups import ProcessGroups
+from ddpdoctor.probe.training.backwards import Backwards
+from ddpdoctor.probe.training.optimizers import Optimizers
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
+from ddpdoctor.probe.watchers.manual_sync import exchanges, limits, unwrapped
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, Exchanges
+from ddpdoctor.probe.watchers.manual_sync.parallelism import Parallelism
+from ddpdoctor.probe.watchers.manual_sync.unwrapped import UnwrappedModels
 
 
 @pytest.fixture
 def window(monkeypatch):
-    fresh = exchanges._Window()
-    monkeypatch.setattr(exchanges, "_window", fresh)
-    monkeypatch.setattr(parallelism, "_parallelism", parallelism._Parallelism())
+    fresh = Exchanges()
+    monkeypatch.setattr(Exchanges, "current", fresh)
+    monkeypatch.setattr(Parallelism, "current", Parallelism())
     return fresh
 
 
@@ -38,30 +44,30 @@ def handed(tensor, group=0):
 def test_what_is_exchanged_in_a_backward_are_no_parameters(
     window, monkeypatch, hooks, kept, parameters
 ):
-    monkeypatch.setattr(exchanges.backwards, "running", lambda: True)
-    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
-    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(Backwards.current, "running", lambda: True)
+    monkeypatch.setattr(Backwards.current, "since", lambda step: False)
+    monkeypatch.setattr(Exchanges.current, "_following", exchanges.Subscriptions())
     made = trained(8, 3)
     for average in hooks:
-        exchanges.hook_seen(average)
+        Exchanges.current.hook_seen(average)
     recorder = SimpleNamespace(step=3)
-    exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
-    assert exchanges.parameters_exchanged(made) is bool(parameters)
-    assert exchanges.before_backward() is bool(kept)
-    assert exchanges.values_exchanged(made)
+    Exchanges.current._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
+    assert Exchanges.current.parameters_exchanged(made) is bool(parameters)
+    assert Exchanges.current.before_backward() is bool(kept)
+    assert Exchanges.current.values_exchanged(made)
 
 
 def test_features_as_large_as_the_model_are_no_parameters(window, monkeypatch):
-    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
-    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(Backwards.current, "since", lambda step: False)
+    monkeypatch.setattr(Exchanges.current, "_following", exchanges.Subscriptions())
     made = trained(8, 3)
     model = SimpleNamespace(pending=0, forward_step=3)
-    monkeypatch.setattr(exchanges.wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
 
     def exchanged(*tensors, pending=0):
         window.earlier, model.pending = [], pending
-        exchanges._called(SimpleNamespace(step=3), Call("all_gather", 0, False, tensors))
-        return exchanges.parameters_exchanged(made)
+        Exchanges.current._called(SimpleNamespace(step=3), Call("all_gather", 0, False, tensors))
+        return Exchanges.current.parameters_exchanged(made)
 
     assert exchanged(torch.zeros(11)), "copies of them"
     assert not exchanged(torch.zeros(11), pending=1), "between a forward and its backward"
@@ -70,128 +76,128 @@ def test_features_as_large_as_the_model_are_no_parameters(window, monkeypatch):
 
 
 def test_all_that_is_handed_over_counts(window, monkeypatch):
-    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
-    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(Backwards.current, "since", lambda step: False)
+    monkeypatch.setattr(Exchanges.current, "_following", exchanges.Subscriptions())
     for op, p2p, tensor in (
         ("all_reduce", False, torch.zeros(3, 4)),
         ("send", True, torch.zeros(2)),
         ("all_gather", False, torch.zeros(5, dtype=torch.uint8)),
     ):
-        exchanges._called(SimpleNamespace(step=0), Call(op, 0, p2p, (tensor,)))
-    assert exchanges.numbers_passed() == 19
+        Exchanges.current._called(SimpleNamespace(step=0), Call(op, 0, p2p, (tensor,)))
+    assert Exchanges.current.numbers_passed == 19
 
 
 def test_every_gradient_alone_or_copied_or_as_one(window):
     body, head = made = trained(8, 3)
     window.recent = [handed(body.grad), handed(head.grad)]
-    assert exchanges.gradients_passed(made).every
+    assert Exchanges.current.gradients_passed(made).every
     copies = [body.grad.clone(), head.grad.clone()]
     window.recent = [handed(c) for c in copies]
-    assert exchanges.gradients_passed(made).every
+    assert Exchanges.current.gradients_passed(made).every
     flat = torch.zeros(11)
     window.recent = [handed(flat)]
-    assert exchanges.gradients_passed(made).every
+    assert Exchanges.current.gradients_passed(made).every
     window.recent = [handed(flat, group=1)]
-    assert not exchanges.gradients_passed(made).every
+    assert not Exchanges.current.gradients_passed(made).every
     window.recent = [handed(torch.zeros(n)) for n in (7, 4)]
-    assert exchanges.gradients_passed(made).every
+    assert Exchanges.current.gradients_passed(made).every
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_head_that_stays_local(window, shared):
     body, head = made = trained(8, 3, shared=shared)
     window.recent = [handed(body.grad)]
-    assert exchanges.gradients_passed(made) == ((0,), 0, -1, True)
+    assert Exchanges.current.gradients_passed(made) == ((0,), 0, -1, True)
     window.recent.append(handed(head.grad))
-    assert exchanges.gradients_passed(made).every
+    assert Exchanges.current.gradients_passed(made).every
 
 
 def test_one_of_two_that_are_alike_in_size(window):
     _, two = made = trained(8, 8)
     window.recent = [handed(two.grad)]
-    assert exchanges.gradients_passed([None, *made]) == ((2,), 0, -1, True)
+    assert Exchanges.current.gradients_passed([None, *made]) == ((2,), 0, -1, True)
     window.recent = [handed(two.grad), handed(torch.zeros(3))]
-    assert exchanges.gradients_passed(made) == ((1,), 3, -1, True)
+    assert Exchanges.current.gradients_passed(made) == ((1,), 3, -1, True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_another_optimizer_holds_is_no_gradient_of_this_one(window, monkeypatch, shared):
     body, head = trained(8, 8, shared=shared)
-    monkeypatch.setattr(
-        exchanges.optimizers, "parameters", lambda: {id(p): p for p in (body, head)}
-    )
+    monkeypatch.setattr(Optimizers.current, "parameters", lambda: {id(p): p for p in (body, head)})
     window.recent = [handed(body.grad)]
-    assert exchanges.gradients_passed([head]).positions == (() if not shared else (0,))
-    assert exchanges.values_exchanged([head]) is shared
+    assert Exchanges.current.gradients_passed([head]).positions == (() if not shared else (0,))
+    assert Exchanges.current.values_exchanged([head]) is shared
     window.recent = [handed(body.grad), handed(head.grad.clone())]
-    assert exchanges.gradients_passed([head]).every
-    assert exchanges.values_exchanged([head])
+    assert Exchanges.current.gradients_passed([head]).every
+    assert Exchanges.current.values_exchanged([head])
     body.grad = None
     window.recent = [handed(torch.zeros(8))]
-    assert exchanges.gradients_passed([head]).every, "what it no longer holds may be a buffer"
+    assert Exchanges.current.gradients_passed([head]).every, (
+        "what it no longer holds may be a buffer"
+    )
 
 
 def test_who_gathers_parameters_may_only_look_at_them(window):
     (head,) = made = trained(8)
     window.recent = [handed(head.detach())._replace(gathered=True)]
-    assert exchanges.values_exchanged(made)
-    assert not exchanges.values_exchanged(made, gathered=False)
+    assert Exchanges.current.values_exchanged(made)
+    assert not Exchanges.current.values_exchanged(made, gathered=False)
 
 
 def test_optimizers_that_step_one_after_the_other(window, monkeypatch):
     _, head = trained(8, 3)
-    monkeypatch.setattr(exchanges.wrapped_models, "live", list)
+    monkeypatch.setattr(WrappedModels.current, "live", list)
     window.recent = [handed(torch.zeros(7)), handed(torch.zeros(4))]
-    exchanges._step_ends(SimpleNamespace(step=1), None)
-    assert exchanges.gradients_passed([head]).positions == ()
+    Exchanges.current._step_ends(SimpleNamespace(step=1), None)
+    assert Exchanges.current.gradients_passed([head]).positions == ()
     assert window.recent, "no backward yet: what was exchanged is for the next optimizer too"
-    exchanges._backward_ends(SimpleNamespace(step=1), None)
+    Exchanges.current._backward_ends(SimpleNamespace(step=1), None)
     assert not window.recent
 
 
 def test_parameters_are_no_gradients(window):
     made = trained(8, 3)
     window.recent = [handed(p.detach()) for p in made]
-    assert not exchanges.gradients_passed(made).every
-    assert parameters_averaged(made)
+    assert not Exchanges.current.gradients_passed(made).every
+    assert Exchanges.current.parameters_averaged(made)
     window.recent = [handed(p.grad) for p in made]
-    assert not parameters_averaged(made)
+    assert not Exchanges.current.parameters_averaged(made)
 
 
 def test_point_to_point_is_another_scheme(window):
     made = trained(8, 3)
     window.recent = [handed(p.grad) for p in made]
-    parallelism.seen("point-to-point", (1,))
-    assert not exchanges.gradients_passed(made).every
+    Parallelism.current.seen("point-to-point", (1,))
+    assert not Exchanges.current.gradients_passed(made).every
 
 
 def test_a_group_whose_ranks_do_nothing_else_with_each_other(window, monkeypatch):
     made = trained(8, 3)
     others = {1: frozenset({2}), 2: frozenset({1, 3})}
     monkeypatch.setattr(
-        parallelism.process_groups, "other_members", lambda group: others.get(group, frozenset())
+        ProcessGroups.current, "other_members", lambda group: others.get(group, frozenset())
     )
-    parallelism.seen("point-to-point", (1,))
+    Parallelism.current.seen("point-to-point", (1,))
 
     def group_of(*groups):
         window.recent = [handed(p.grad, g) for p, g in zip(made, groups, strict=True)]
-        return exchanges.gradients_passed(made).group
+        return Exchanges.current.gradients_passed(made).group
 
     assert group_of(1, 1) == 1, "what a stage of a pipeline sends goes to others"
     assert group_of(2, 2) == group_of(1, 2) == group_of(0, 0) == -1
-    parallelism.seen("point-to-point", (-1,))
+    Parallelism.current.seen("point-to-point", (-1,))
     assert group_of(1, 1) == -1, "from any"
 
 
 def test_a_norm_of_all_gradients_that_goes_to_another_group(window):
     made = trained(8, 3)
     window.recent = [*(handed(p.grad, 1) for p in made), handed(torch.zeros(1), 2)]
-    assert exchanges.gradients_passed(made).group == 1
+    assert Exchanges.current.gradients_passed(made).group == 1
     window.recent[-1] = handed(torch.zeros(2), 2)
-    assert exchanges.gradients_passed(made).group == -1
+    assert Exchanges.current.gradients_passed(made).group == -1
     (scale,) = trained(1)
     window.recent = [handed(scale.grad.clone(), 1)]
-    assert exchanges.gradients_passed([scale]).group == 1
+    assert Exchanges.current.gradients_passed([scale]).group == 1
 
 
 @pytest.mark.parametrize(("groups", "told"), [
@@ -215,33 +221,36 @@ def test_steps_are_complete_in_one_group(groups, told):
 def test_a_gradient_in_the_memory_of_the_last_one_is_not_late_in_the_backward(
     window, monkeypatch, running
 ):
-    monkeypatch.setattr(exchanges.backwards, "running", lambda: running)
-    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
-    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(Backwards.current, "running", lambda: running)
+    monkeypatch.setattr(Backwards.current, "since", lambda step: False)
+    monkeypatch.setattr(Exchanges.current, "_following", exchanges.Subscriptions())
     (parameter,) = trained(8)
-    exchanges.gradients_applied([exchanges.Reference(parameter)])
+    Exchanges.current.gradients_applied([exchanges.Reference(parameter)])
     call = Call("all_reduce", 0, False, (parameter.grad,))
-    exchanges._called(SimpleNamespace(step=3), call)
-    assert exchanges.elements_in_backward() == (8 if running else 0)
+    Exchanges.current._called(SimpleNamespace(step=3), call)
+    assert Exchanges.current.elements_in_backward() == (8 if running else 0)
     assert window.late == (set() if running else {id(parameter)})
 
 
 def test_an_exchange_inside_the_backward_of_just_the_gradients(window):
     made = trained(8, 3)
     window.in_backward = [handed(torch.zeros(11))]
-    parallelism.seen("in backward", (1,))
-    assert exchanges.all_passed_in_backward(made) and not exchanges.gradients_passed(made).every
+    Parallelism.current.seen("in backward", (1,))
+    assert (
+        Exchanges.current.all_passed_in_backward(made)
+        and not Exchanges.current.gradients_passed(made).every
+    )
     window.in_backward = [handed(p.grad) for p in made]
-    assert exchanges.all_passed_in_backward(made)
+    assert Exchanges.current.all_passed_in_backward(made)
     window.in_backward += [handed(torch.zeros(5))]
-    assert not exchanges.all_passed_in_backward(made), "activations are among it"
+    assert not Exchanges.current.all_passed_in_backward(made), "activations are among it"
     window.in_backward = [handed(torch.zeros(11))._replace(group=1)]
-    assert not exchanges.all_passed_in_backward(made)
+    assert not Exchanges.current.all_passed_in_backward(made)
     window.in_backward = [handed(torch.zeros(11))]
-    parallelism.seen("all-to-all", (1,))
-    assert not exchanges.all_passed_in_backward(made)
+    Parallelism.current.seen("all-to-all", (1,))
+    assert not Exchanges.current.all_passed_in_backward(made)
     window.in_backward = []
-    assert not exchanges.all_passed_in_backward(made)
+    assert not Exchanges.current.all_passed_in_backward(made)
 
 
 def looks_taken(count, *, parameters_held=2, complete=lambda n: True):
@@ -272,7 +281,7 @@ def test_a_step_without_the_exchange_is_looked_at_and_the_next():
     due = looks_taken(200, parameters_held=65, complete=lambda n: n != 150)
     assert {150, 151} < set(due)
     often = looks_taken(2000, parameters_held=65, complete=lambda n: n % 2 == 0)
-    assert len(often) <= unwrapped.CHANGES_AT_MOST + 12
+    assert len(often) <= limits.CHANGES_AT_MOST + 12
 
 
 def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
@@ -286,44 +295,44 @@ def test_the_step_after_an_exchange_of_unknown_means_is_looked_at(window):
 
     assert [after(n) for n in (0, 11, 0, 5, 6)] == [False, True, False, False, True]
     assert not after(11, "parameters")
-    assert sum(after(11) for _ in range(1000)) < unwrapped.CHANGES_AT_MOST
+    assert sum(after(11) for _ in range(1000)) < limits.CHANGES_AT_MOST
 
 
 def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
     held = trained(3)
     known = unwrapped.UnwrappedParameters(held)
     monkeypatch.setattr(unwrapped, "_several_ranks", lambda: True)
-    monkeypatch.setattr(unwrapped, "_unwrapped_parameters", lambda *_: known)
+    monkeypatch.setattr(UnwrappedModels.current, "_unwrapped_parameters", lambda *_: known)
     monkeypatch.setattr(unwrapped, "_write", lambda *_, **__: None)
     step = SimpleNamespace(
         known=SimpleNamespace(notes={}, number=0), optimizer=object, number=0, closure=False
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    unwrapped._step_due(SimpleNamespace(step=0), step)
+    UnwrappedModels.current._step_due(SimpleNamespace(step=0), step)
     assert not known.waiting
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    unwrapped._step_due(SimpleNamespace(step=0), step)
+    UnwrappedModels.current._step_due(SimpleNamespace(step=0), step)
     assert known.waiting
 
 
 @pytest.mark.parametrize("of_parameters", [True, False])
 def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
-    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
-    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
-    monkeypatch.setattr(exchanges.wrapped_models, "live", list)
+    monkeypatch.setattr(Exchanges.current, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(Backwards.current, "since", lambda step: False)
+    monkeypatch.setattr(WrappedModels.current, "live", list)
     made = trained(8, 3)
     recorder = SimpleNamespace(step=3, site=lambda: 1)
-    exchanges.autograd_grad_called(
+    Exchanges.current.autograd_grad_called(
         recorder, made if of_parameters else [torch.zeros(11, requires_grad=True)]
     )
-    exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
-    assert exchanges.gradients_exchanged(made) is of_parameters
-    assert exchanges.parameters_exchanged(made) is not of_parameters
-    exchanges._step_ends(recorder, None)
+    Exchanges.current._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
+    assert Exchanges.current.gradients_exchanged(made) is of_parameters
+    assert Exchanges.current.parameters_exchanged(made) is not of_parameters
+    Exchanges.current._step_ends(recorder, None)
     recorder.step = 4
-    exchanges._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
-    assert not exchanges.gradients_exchanged(made), "after the step it is no gradient"
+    Exchanges.current._called(recorder, Call("all_reduce", 0, False, (torch.zeros(11),)))
+    assert not Exchanges.current.gradients_exchanged(made), "after the step it is no gradient"
 
 
 def test_who_is_on_the_other_side(monkeypatch):

@@ -10,7 +10,8 @@ from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Clipped, Edited
 from ddpdoctor.probe.training.snapshot import TensorSnapshot
-from ddpdoctor.probe.watchers.gradients import manual_edits
+from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
+from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
 CLIP, UNSCALE = "clip_grad_norm_", "unscale_"
 EVERYWHERE, ITS_OWN = LINE, OTHER
@@ -81,8 +82,8 @@ def test_the_call_that_changes_these_gradients_is_named():
 def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor, changers):
     told = []
     recorder = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
-    monkeypatch.setattr(manual_edits.gradient_sync, "averaged", lambda model: True)
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
     models, steps = [], []
     for number in range(2):
         parameter = torch.nn.Parameter(torch.ones(2))
@@ -91,15 +92,17 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
         models.append(type("Model", (), one)())
         holding = SimpleNamespace(model=models[-1], optimizer=number, held=frozenset((0,)))
         steps.append(SimpleNamespace(holdings=[holding], number=0, closure=False))
-    manual_edits._backward_ends(recorder, SimpleNamespace(error=None, models=models, site=-1))
+    ManualEdits.current._backward_ends(
+        recorder, SimpleNamespace(error=None, models=models, site=-1)
+    )
     gradients = [model.parameters[0]().grad for model in models]
     for gradient in gradients:
         gradient.add_(1.0)
-    manual_edits._function_begins()
+    ManualEdits.current._function_begins()
     gradients[0].mul_(factor)
-    manual_edits._function_ends(recorder, (CLIP, ITS_OWN), None, None)
+    ManualEdits.current._function_ends(recorder, (CLIP, ITS_OWN), None, None)
     for step in steps:
-        manual_edits._step_begins(recorder, step)
+        ManualEdits.current._step_begins(recorder, step)
     assert [(e.functions, e.beside) for e in told] == [((CLIP,), True), ((), False)]
     assert [e.changers for e in told] == [changers, {}]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ddpdoctor.probe.collectives.call_hooks import Issued
-from ddpdoctor.probe.training import backwards
-from ddpdoctor.probe.watchers.manual_sync import exchanges, pending_works
-from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange
+from ddpdoctor.probe.training.backwards import Backwards
+from ddpdoctor.probe.watchers.manual_sync import limits, pending_works
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, Exchanges
+from ddpdoctor.probe.watchers.manual_sync.pending_works import PendingWorks
 from ddpdoctor.storage.call_ring import State
 
 GRADIENTS = [torch.ones(100), torch.ones(10)]
@@ -30,8 +31,8 @@ class Work:
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending_works._pending.__init__()  # type: ignore[misc]
-    monkeypatch.setattr(backwards, "since", lambda step: True)
+    PendingWorks.renew()
+    monkeypatch.setattr(Backwards.current, "since", lambda step: True)
 
 
 def steps(
@@ -46,23 +47,21 @@ def steps(
     state = State.DONE if waited else State.RETURNED
     ring = SimpleNamespace(state=lambda number: state)
     recorder: Any = SimpleNamespace(step=step, site=lambda: 3)
-    monkeypatch.setattr(exchanges, "latest_exchanges", lambda: (carries,))
+    monkeypatch.setattr(Exchanges.current, "latest_exchanges", lambda: (carries,))
     monkeypatch.setattr(pending_works, "call_log_of", lambda recorder: SimpleNamespace(ring=ring))
-    pending_works._issued(recorder, Issued(7, (Work(done),)))
-    pending_works.step_begins(GRADIENTS)
+    PendingWorks.current._issued(recorder, Issued(7, (Work(done),)))
+    PendingWorks.current.step_begins(GRADIENTS)
     step_of: Any = SimpleNamespace(known=SimpleNamespace(number=1))
-    pending_works._step_ends(recorder, step_of)
-    assert not pending_works._pending.issued and not pending_works._pending.running, (
-        "nothing is kept"
-    )
-    assert pending_works.steps(0) == (0, -1), "another optimizer"
-    return pending_works.steps(1)[0]
+    PendingWorks.current._step_ends(recorder, step_of)
+    assert not PendingWorks.current.issued and not PendingWorks.current.running, "nothing is kept"
+    assert PendingWorks.current.steps(0) == (0, -1), "another optimizer"
+    return PendingWorks.current.steps(1)[0]
 
 
 @pytest.mark.parametrize("carries", [OWN, FLAT])
 def test_an_exchange_that_runs_on(monkeypatch: pytest.MonkeyPatch, carries: Exchange) -> None:
     assert steps(monkeypatch, carries) == 1
-    assert pending_works.steps(1) == (1, 3)
+    assert PendingWorks.current.steps(1) == (1, 3)
 
 
 def test_what_is_logged_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +77,4 @@ def test_a_step_that_waits_for_it_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_later_steps_keep_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert steps(monkeypatch, OWN, step=pending_works.STEPS) == 0
+    assert steps(monkeypatch, OWN, step=limits.WORK_STEPS) == 0

@@ -6,7 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ddpdoctor.probe.recording import patching  # noqa: E402
+from ddpdoctor.probe.training.wrapped_models import WrappedModels  # noqa: E402
 from ddpdoctor.probe.watchers.gradients import state_loading  # noqa: E402
+from ddpdoctor.probe.watchers.gradients.replica_digests import ReplicaDigests  # noqa: E402
+from ddpdoctor.probe.watchers.gradients.state_loading import StateLoading  # noqa: E402
 
 
 class Active:
@@ -22,13 +26,13 @@ class Active:
 
 
 def loaded(monkeypatch, held, wrapped):
-    monkeypatch.setattr(state_loading._loads, "early", [])
-    monkeypatch.setattr(state_loading._loads, "depth", 0)
-    monkeypatch.setattr(state_loading.wrapped_models, "count", lambda: 0)
+    monkeypatch.setattr(StateLoading.current, "early", [])
+    monkeypatch.setattr(StateLoading.current, "depth", 0)
+    monkeypatch.setattr(WrappedModels.current, "count", lambda: 0)
     recorder, optimizer = Active(), torch.optim.SGD([held], lr=0.1)
-    token = state_loading._load_optimizer(recorder, (optimizer, {}), {})
-    state_loading._load_ends(recorder, token, None, None)
-    state_loading._wrapped(recorder, SimpleNamespace(number=3, parameters=[lambda: wrapped]))
+    token = StateLoading.current._load_optimizer(recorder, (optimizer, {}), {})
+    StateLoading.current._load_ends(recorder, token, None, None)
+    StateLoading.current._wrapped(recorder, SimpleNamespace(number=3, parameters=[lambda: wrapped]))
     return recorder.emitted
 
 
@@ -46,16 +50,16 @@ def test_the_optimizer_of_another_model(monkeypatch):
 def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
     weight = torch.nn.Parameter(torch.zeros(2))
     model = SimpleNamespace(number=3, parameters=[lambda: weight])
-    monkeypatch.setattr(state_loading._loads, "depth", 0)
-    monkeypatch.setattr(state_loading.wrapped_models, "count", lambda: 1)
-    monkeypatch.setattr(state_loading.wrapped_models, "live", lambda: [model])
-    monkeypatch.setattr(state_loading.replica_digests, "look_whole", lambda model: None)
+    monkeypatch.setattr(StateLoading.current, "depth", 0)
+    monkeypatch.setattr(WrappedModels.current, "count", lambda: 1)
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
+    monkeypatch.setattr(ReplicaDigests.current, "look_whole", lambda model: None)
     recorder, optimizer = Active(), torch.optim.SGD([weight], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    outer = state_loading._load_scheduler(recorder, (scheduler, {}), {})
-    inner = state_loading._load_scheduler(recorder, (scheduler, {}), {})
-    state_loading._load_ends(recorder, inner, None, None)
-    state_loading._load_ends(recorder, outer, None, None)
+    outer = StateLoading.current._load_scheduler(recorder, (scheduler, {}), {})
+    inner = StateLoading.current._load_scheduler(recorder, (scheduler, {}), {})
+    StateLoading.current._load_ends(recorder, inner, None, None)
+    StateLoading.current._load_ends(recorder, outer, None, None)
     (event,) = recorder.emitted
     assert (event.what, event.model, event.site) == ("scheduler", 3, 7)
 
@@ -63,11 +67,9 @@ def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):
 def test_every_kind_of_load_is_told_once():
     patched = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            state_loading, "around", lambda owner, name, **_: patched.append((owner, name))
-        )
+        patch.setattr(patching, "around", lambda owner, name, **_: patched.append((owner, name)))
         patch.setattr(state_loading.lifecycle.wrapped, "subscribe", lambda *args, **kwargs: None)
-        state_loading.install()
+        StateLoading.begin()
     assert len(patched) == len(set(patched))
     kinds = {owner for owner, name in patched if name == "load_state_dict"}
     assert {torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.LRScheduler} <= kinds

@@ -10,6 +10,7 @@ from replicas import LINE, OTHER, digests, equal, run_of
 from ddpdoctor.events import Edited, Loaded
 from ddpdoctor.events.drift import chosen
 from ddpdoctor.probe.watchers.gradients import manual_edits
+from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
 BEFORE, APART = 6, 10
 """A step before which all are equal, and the first before which they differ."""
@@ -84,9 +85,9 @@ def test_an_older_load_does_not_stand_for_an_edit_that_is_not_put_back():
 
 def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     told = []
-    monkeypatch.setattr(manual_edits, "_watched", manual_edits._Watched())
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     model = type("Model", (), {"number": 0})()
-    followed = manual_edits._edits_of(model)
+    followed = ManualEdits.current._edits_of(model)
     followed.sites["parameters", False] = (LINE, OTHER)
     recorder = type("Active", (), {"emit": told.append, "step": 3})()
     holding = type("Holding", (), {"model": model, "optimizer": 0})()
@@ -97,6 +98,8 @@ def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
         return one
 
     for step, number in ((3, 7), (4, 8)):
-        manual_edits._emit(recorder, step, holding, "parameters", taken(7, 1), taken(number, 2))
+        ManualEdits.current._emit(
+            recorder, step, holding, "parameters", taken(7, 1), taken(number, 2)
+        )
     assert [(e.changed, e.site) for e in told] == [(False, LINE), (True, -1)]
     assert followed.trace_position["parameters"] == 0

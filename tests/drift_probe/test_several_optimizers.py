@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.probe.watchers.gradients import gradient_sync
+from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 
 ANY: Any = SimpleNamespace(began=0.0, site=0, untouched={})
 
@@ -19,39 +20,39 @@ class Model(SimpleNamespace):
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    gradient_sync._syncs.clear()
+    GradientSync.current.syncs.clear()
     yield Model(number=0, running=0, ddp=lambda: None)
-    gradient_sync._syncs.clear()
+    GradientSync.current.syncs.clear()
 
 
 def backward(model: Any, synced: bool = True) -> None:
-    known = gradient_sync._syncs[model]
-    gradient_sync._add_contribution(
+    known = GradientSync.current.syncs[model]
+    GradientSync.current._add_contribution(
         known, ANY, gradient_sync.Contribution(0, synced, frozenset((0,))), own_forward=True
     )
 
 
 def step(model: Any, optimizer: int) -> None:
     held: Any = SimpleNamespace(model=model, optimizer=optimizer)
-    gradient_sync._step_ends(ANY, SimpleNamespace(holdings=[held]))  # type: ignore[arg-type]
+    GradientSync.current._step_ends(ANY, SimpleNamespace(holdings=[held]))  # type: ignore[arg-type]
 
 
 def test_what_was_averaged_is_so_for_all_that_apply_it(model: Any) -> None:
     backward(model)
-    assert gradient_sync.averaged(model, 0) and gradient_sync.averaged(model, 1)
+    assert GradientSync.current.averaged(model, 0) and GradientSync.current.averaged(model, 1)
     step(model, 0)
-    assert gradient_sync.averaged(model, 1)
-    assert gradient_sync.averaged(model, 0) is None, "nothing new since its own step"
-    assert gradient_sync.averaged(model) is None
+    assert GradientSync.current.averaged(model, 1)
+    assert GradientSync.current.averaged(model, 0) is None, "nothing new since its own step"
+    assert GradientSync.current.averaged(model) is None
     step(model, 1)
-    assert gradient_sync.averaged(model, 1) is None
+    assert GradientSync.current.averaged(model, 1) is None
     backward(model)
-    assert gradient_sync.averaged(model, 0)
+    assert GradientSync.current.averaged(model, 0)
 
 
 def test_what_was_not_averaged_is_not(model: Any) -> None:
-    gradient_sync._syncs[model].flag = False
+    GradientSync.current.syncs[model].flag = False
     backward(model)
     backward(model, synced=False)
     step(model, 0)
-    assert gradient_sync.averaged(model, 1) is False
+    assert GradientSync.current.averaged(model, 1) is False

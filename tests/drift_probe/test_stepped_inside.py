@@ -9,9 +9,10 @@ from recordings import make_run, site
 from wraps import rank
 
 from ddpdoctor.events import SteppedInside
-from ddpdoctor.probe.training import backwards
+from ddpdoctor.probe.training.backwards import Backwards
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.gradients import step_in_backward
+from ddpdoctor.probe.watchers.gradients.step_in_backward import StepInBackward
 from ddpdoctor.report.findings import Confidence, Steps
 
 CHECK = UnsyncedStep()
@@ -64,15 +65,15 @@ def test_only_a_step_before_the_group_communicates_counts(monkeypatch, communica
     model = Model(0, module, list(module.parameters()), [0, 1])
     wrapper = SimpleNamespace(process_group=None)
     monkeypatch.setattr(model, "ddp", lambda: wrapper)
-    monkeypatch.setattr(step_in_backward, "_known", {})
-    monkeypatch.setattr(step_in_backward, "_began", {})
+    monkeypatch.setattr(StepInBackward.current, "_known", {})
+    monkeypatch.setattr(StepInBackward.current, "_began", {})
     monkeypatch.setattr(step_in_backward, "sequence_number", lambda group: 7 + communicated)
-    monkeypatch.setattr(backwards, "count", lambda: 3)
+    monkeypatch.setattr(Backwards.current, "count", 3)
     look = SimpleNamespace(model=model, sequence=7)
-    step_in_backward._backward_begins(None, SimpleNamespace(observations=[look], site=5))
+    StepInBackward.current._backward_begins(None, SimpleNamespace(observations=[look], site=5))
     for parameter in module.parameters():
         optimizer = torch.optim.SGD([parameter])
         known = SimpleNamespace(notes={})
         step = SimpleNamespace(known=known, optimizer=lambda o=optimizer: o, number=0, site=6)
-        step_in_backward._step_inside(None, step)
-    assert step_in_backward._known[model].count == count
+        StepInBackward.current._step_inside(None, step)
+    assert StepInBackward.current._known[model].count == count

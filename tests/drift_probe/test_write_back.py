@@ -6,27 +6,33 @@ import pytest
 import torch
 
 from ddpdoctor.probe.collectives.call_hooks import Call
-from ddpdoctor.probe.watchers.gradients import replica_digests
-from ddpdoctor.probe.watchers.manual_sync import exchanges, parallelism
+from ddpdoctor.probe.collectives.process_groups import ProcessGroups
+from ddpdoctor.probe.training.backwards import Backwards
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
+from ddpdoctor.probe.watchers.gradients import limits, replica_digests
+from ddpdoctor.probe.watchers.gradients.replica_digests import ReplicaDigests
+from ddpdoctor.probe.watchers.manual_sync import exchanges
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges
+from ddpdoctor.probe.watchers.manual_sync.parallelism import Parallelism
 
 
 @pytest.fixture
 def watch(monkeypatch):
     """Of two parameters, in a window that an optimizer's step has begun."""
-    monkeypatch.setattr(exchanges, "_window", exchanges._Window())
-    monkeypatch.setattr(parallelism, "_parallelism", parallelism._Parallelism())
-    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
-    monkeypatch.setattr(exchanges.backwards, "since", lambda step: False)
-    monkeypatch.setattr(replica_digests, "_state", replica_digests._State())
+    monkeypatch.setattr(Exchanges, "current", Exchanges())
+    monkeypatch.setattr(Parallelism, "current", Parallelism())
+    monkeypatch.setattr(Exchanges.current, "_following", exchanges.Subscriptions())
+    monkeypatch.setattr(Backwards.current, "since", lambda step: False)
+    monkeypatch.setattr(ReplicaDigests, "current", ReplicaDigests())
     monkeypatch.setattr(replica_digests, "Pace", lambda *_: None)
     monkeypatch.setattr(replica_digests, "_emit_replica", lambda *_: None)
     made = [torch.nn.Parameter(torch.ones(n)) for n in (8, 3)]
     model = SimpleNamespace(number=0, pending=0, forward_step=3)
-    monkeypatch.setattr(exchanges.wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0, 1], parameters=lambda at: [made[i] for i in at]
     )
-    return replica_digests._watch(recorder, holding)
+    return ReplicaDigests.current._watch(recorder, holding)
 
 
 recorder = SimpleNamespace(step=3, not_observed=lambda *_: None)
@@ -38,15 +44,15 @@ def parameters(watch):
 
 def hand_over(*tensors, op="all_reduce"):
     call = Call(op, 0, False, tensors)
-    exchanges._called(recorder, call)
-    replica_digests._called(recorder, call)
+    Exchanges.current._called(recorder, call)
+    ReplicaDigests.current._called(recorder, call)
 
 
 def step(watch):
     """The next backward, and the optimizer's step after it. Whether the model is left out."""
-    exchanges._backward_ends(recorder, None)
+    Exchanges.current._backward_ends(recorder, None)
     replica_digests._detect_local_sgd(recorder, watch)
-    exchanges._step_ends(recorder, None)
+    Exchanges.current._step_ends(recorder, None)
     return bool(watch.left_out)
 
 
@@ -112,7 +118,7 @@ def test_also_after_checks_and_only_where_they_are_large_enough(watch):
 def test_what_is_written_only_just_before_the_step(watch):
     copies = [p.detach().clone() for p in parameters(watch)]
     hand_over(*copies)
-    exchanges._backward_ends(recorder, None)
+    Exchanges.current._backward_ends(recorder, None)
     for parameter, copy in zip(parameters(watch), copies, strict=True):
         assign(parameter, copy / 2)
     replica_digests._detect_local_sgd(recorder, watch)
@@ -147,10 +153,10 @@ def test_nothing_waits_for_a_device(watch, monkeypatch):
 def in_a_hook(watch, monkeypatch, write, group=0):
     """A step in whose backward a hook exchanges as much as there are parameters, all at once."""
     with monkeypatch.context() as inside:
-        inside.setattr(exchanges.backwards, "running", lambda: True)
+        inside.setattr(Backwards.current, "running", lambda: True)
         call = Call("all_reduce", group, False, (torch.ones(watch.size),))
-        replica_digests._called(recorder, call)
-        exchanges._called(recorder, call)
+        ReplicaDigests.current._called(recorder, call)
+        Exchanges.current._called(recorder, call)
         for parameter in parameters(watch):
             write(parameter, parameter.detach() / 2)
     return step(watch)
@@ -158,9 +164,9 @@ def in_a_hook(watch, monkeypatch, write, group=0):
 
 @pytest.fixture
 def hooked(watch, monkeypatch):
-    exchanges.hook_seen(False)
+    Exchanges.current.hook_seen(False)
     monkeypatch.setattr(
-        exchanges.process_groups, "other_members", lambda group: {0: {1, 2, 3}, 1: {1}}[group]
+        ProcessGroups.current, "other_members", lambda group: {0: {1, 2, 3}, 1: {1}}[group]
     )
     monkeypatch.setattr(replica_digests, "group_ranks", lambda _: (0, 1, 2, 3))
     watch.holding.model.ddp = lambda: SimpleNamespace(process_group=None)
@@ -174,11 +180,11 @@ def test_a_hook_that_averages_gradients_leaves_the_parameters_alone(hooked, monk
         "digest",
         lambda *of, known=replica_digests.digest: digests.append(of) or known(*of),
     )
-    for _ in range(3 * replica_digests.ENOUGH_UNCHANGED):
+    for _ in range(3 * limits.ENOUGH_UNCHANGED):
         assert not in_a_hook(hooked, monkeypatch, lambda *_: None)
         for parameter in parameters(hooked):
             parameter.data.add_(1)  # the optimizer
-    assert len(digests) == 2 * replica_digests.ENOUGH_UNCHANGED, "then it is known"
+    assert len(digests) == 2 * limits.ENOUGH_UNCHANGED, "then it is known"
     one_by_one(parameters(hooked), assign)
     assert step(hooked), "an exchange by hand is looked at as ever"
 
@@ -195,6 +201,6 @@ def test_a_hook_that_exchanges_among_some_ranks_only(hooked, monkeypatch):
 
 
 def test_torchs_own_hooks_are_not_looked_at(hooked, monkeypatch):
-    exchanges._window.hooks = {True}
+    Exchanges.current.hooks = {True}
     monkeypatch.setattr(replica_digests, "digest", lambda *_: pytest.fail("digested"))
     assert not in_a_hook(hooked, monkeypatch, lambda *_: None, group=1)

@@ -366,7 +366,14 @@ def test_steps_of_several_optimizers(tmp_path: Path, in_turn: bool) -> None:
     """One that steps another, or one after the other: as the table of ranks has them."""
     order = (0, 0, 0, 1, 1, 1) if in_turn else (1, 0, 1, 0, 1, 0)
     steps = [
-        StepDone(at=START + n / 10, optimizer=o, step=order[:n].count(o), site=-1, wall_s=0.1)
+        StepDone(
+            at=START + n / 10,
+            optimizer=o,
+            step=order[:n].count(o),
+            site=-1,
+            wall_s=0.1,
+            backward_s=0.05,
+        )
         for n, o in enumerate(order)
     ]
     made = tapes()

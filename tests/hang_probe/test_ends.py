@@ -26,10 +26,12 @@ from ddpdoctor.events import (
     ThreadFailed,
 )
 from ddpdoctor.probe.collectives import process_groups
+from ddpdoctor.probe.collectives.process_groups import ProcessGroups
 from ddpdoctor.probe.recording import hooks
 from ddpdoctor.probe.recording.patching import restore
 from ddpdoctor.probe.recording.recorder import Recorder, current
-from ddpdoctor.probe.watchers.process import caught_exceptions, exits, spawned_processes
+from ddpdoctor.probe.watchers.process import exits, spawned_processes
+from ddpdoctor.probe.watchers.process.caught_exceptions import CaughtExceptions
 from ddpdoctor.run import Rank
 from ddpdoctor.storage.run_folder import EventWriter, Lines
 
@@ -46,9 +48,9 @@ def events(recorder: Recorder) -> list[Event]:
 
 
 def test_a_group_is_gone_from_when_it_is_destroyed(recorder: Recorder) -> None:
-    token = process_groups._destroying(recorder, (), {})
+    token = ProcessGroups.current._destroying(recorder, (), {})
     begun = time.monotonic()
-    process_groups._destroyed(recorder, token, None, None)
+    ProcessGroups.current._destroyed(recorder, token, None, None)
     (event,) = (e for e in events(recorder) if isinstance(e, GroupDestroyed))
     assert event.at <= begun
 
@@ -261,7 +263,7 @@ def test_what_was_told_of_before_a_process_exits(
     }  # fmt: skip
     exits._wrap_exits()
     exits.listen()
-    caught_exceptions.install()
+    CaughtExceptions.begin()
     text = HANDLED.format(tell=tell, more=more, status=status)
     try:
         with pytest.raises(_Left):

@@ -11,7 +11,6 @@ from tapes import START, CallLog, run_of, tapes
 
 from ddpdoctor.events import Statement, Way
 from ddpdoctor.probe.source import statements
-from ddpdoctor.probe.source.conditional_calls import conditions
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
 from ddpdoctor.storage.call_ring import State
@@ -37,12 +36,15 @@ def found(run: Run) -> list[Finding]:
         ("return (f(x) if b else 0) if a else 0", ["if b", "if a"]),
         ("acc = log(validate(model) if rank == 0 else 0)", []),
         ("acc = validate(model) if agree(rank) else 0", []),
-        ("if rank == 0 and validate(model):", []),
+        ("if rank == 0 and validate(model):\n        pass", ["if rank == 0"]),
         ("validate('x if y else z')", []),
     ],
 )
-def test_conditions_of_an_expression(text: str, expected: list[str]) -> None:
-    assert list(conditions([f"    {text}\n"], 1)) == expected
+def test_conditions_of_an_expression(tmp_path: Path, text: str, expected: list[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"def main():\n    {text}\n")
+    inside = statements.enclosing(str(path), 2)
+    assert [e.text for e in inside] == expected
 
 
 def test_conditions_of_an_expression_on_several_lines(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ddpdoctor.events import SignalSent
 from ddpdoctor.probe.recording.patching import restore
 from ddpdoctor.probe.recording.recorder import Recorder, current
 from ddpdoctor.probe.watchers.process import sent_signals
+from ddpdoctor.probe.watchers.process.sent_signals import SentSignals
 from ddpdoctor.storage.run_folder import EventWriter, Lines
 
 
@@ -22,7 +23,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     recorder = Recorder(writer, tmp_path, "rank-0", {})
     monkeypatch.setattr(current, "recorder", recorder)
-    sent_signals.install()
+    SentSignals.begin()
     yield recorder
     restore()
     writer.close()

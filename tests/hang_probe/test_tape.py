@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, Signature, Site, decode
+from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, Signature, Site, Statement, decode
 from ddpdoctor.probe.collectives import call_log, stack_server
-from ddpdoctor.probe.recording import patching, threads
+from ddpdoctor.probe.recording import patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
+from ddpdoctor.probe.recording.threads import Threads
 from ddpdoctor.probe.source import statements
 from ddpdoctor.storage.call_ring import State, read_ring
 from ddpdoctor.storage.run_folder import EventWriter, Lines
@@ -97,7 +98,8 @@ def test_the_statements_around_a_line(tmp_path: Path) -> None:
     inside = [[(e.line, e.text) for e in statements.enclosing(str(path), n)] for n in (4, 7, 8)]
     loop = (2, "for step in range(3):")
     assert inside[0] == [(3, "if rank == 0:"), loop]
-    assert inside[1] == [(5, "else:  # if rank == 0:"), loop]
+    assert inside[1] == [(5, "else:"), loop]
+    assert statements.enclosing(str(path), 7)[0].label == "else:  # if rank == 0:"
     assert inside[2] == [(8, "if rank: c()"), loop]
 
 
@@ -228,12 +230,12 @@ def test_statements_before_a_line_that_leave_its_block(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(PAST)
     inside = statements.enclosing(str(path), 21)
-    assert [(e.text, e.line, e.opener) for e in inside] == [
-        ("with no_grad():", 20, 0),
-        ("past if len(x) < 2:", 15, 13),
-        ("for x in loader:", 12, 0),
-        ("past if rank != 0: return", 7, 7),
-        ("past if net is None:", 4, 3),
+    assert [(e.kind, e.text, e.line, e.opener, e.test) for e in inside] == [
+        ("with", "with no_grad():", 20, 0, ""),
+        ("past", "if len(x) < 2:", 15, 13, "len(x) < 2"),
+        ("for", "for x in loader:", 12, 0, ""),
+        ("past", "if rank != 0: return", 7, 7, "rank != 0"),
+        ("past", "if net is None:", 4, 3, "net is None"),
     ]
 
 
@@ -242,7 +244,7 @@ def test_a_thread_without_lines_of_the_program_is_where_it_was_started(
 ) -> None:
     set_recorder(made.recorder)
     try:
-        threads.install()
+        Threads.begin()
         pool = ThreadPoolExecutor(1, "saver")
         sites = [pool.submit(made.here).result() for _ in range(2)]
         pool.shutdown()
@@ -303,12 +305,97 @@ def test_what_ends_a_loop_whatever_is_remarked_on_it(tmp_path: Path, comment: st
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("f('#') # a", "f('#')"),
-        ("x = '\\'#'", "x = '\\'#'"),
-        ("the '''text of  # several", "the '''text of"),
+        ("f('#'): # a", "f('#'):"),
+        ("x == '\\'#':", "x == '\\'#':"),
+        ("x == '''text of  # several\n''':", "x == '''text of # several ''':"),
     ],
 )
 def test_what_is_a_comment_and_what_is_a_text(tmp_path: Path, line: str, code: str) -> None:
     path = tmp_path / "train.py"
     path.write_text(f"if {line}\n    pass\n")
-    assert statements.enclosing(str(path), 2)[0].text == f"if {code}"
+    last = len(path.read_text().splitlines())
+    assert statements.enclosing(str(path), last)[0].text == f"if {code}"
+
+
+LONG = """\
+def main():
+    match mode:
+        case "a":
+            a()
+        case _ if slow:
+            b()
+    if (
+        rank != 0
+        or late
+    ):
+        return
+    for x in loader:
+        c(x)
+    else:
+        d()
+    try:
+        e()
+    except OSError:
+        f()
+    finally:  # in any case
+        g()
+    if x:
+        pass
+    elif h():
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (4, ("case", 3, 2, "match mode:", "mode")),
+        (6, ("case", 5, 2, "match mode:", "mode")),
+        (13, ("for", 12, 0, "", "")),
+        (15, ("after", 14, 12, "for x in loader:", "")),
+        (17, ("try", 16, 0, "", "")),
+        (19, ("except", 18, 16, "try:", "")),
+        (21, ("finally", 20, 16, "try:", "")),
+        (24, ("elif", 24, 22, "if x:", "h()")),
+    ],
+)
+def test_the_kinds_of_statements(
+    tmp_path: Path, line: int, expected: tuple[str, int, int, str, str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(LONG)
+    inside = statements.enclosing(str(path), line)
+    around, *past = inside
+    assert (around.kind, around.line, around.opener, around.of, around.test) == expected
+    assert [e.text for e in past] == ["if rank != 0 or late:"] * (line > 6)
+
+
+def test_what_calls_a_function_in_its_condition_is_not_around_it(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def main():\n    while agree():\n        if agree():\n            pass\n")
+    assert statements.enclosing(str(path), 2) == ()
+    assert [e.text for e in statements.enclosing(str(path), 3)] == ["while agree():"]
+
+
+def test_a_file_that_does_not_parse_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def main():\n    if rank == 0:\n        save()\n    if x y:\n        pass\n")
+    assert statements.enclosing(str(path), 3) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "test", "of", "code"),
+    [
+        ("past if rank != 0: return", "past", "rank != 0", "", "if rank != 0: return"),
+        ("else:  # if x:", "else", "", "if x:", "else:"),
+        ("else:  # for x in y:", "after", "", "for x in y:", "else:"),
+        ("elif b:  # if a:", "elif", "b", "if a:", "elif b:"),
+        ("except OSError as e:", "except", "", "try:", "except OSError as e:"),
+        ("if a[1:2]:", "if", "a[1:2]", "", "if a[1:2]:"),
+        ("if x", "if", "x", "", "if x"),
+        ("async for x in y:", "for", "", "", "async for x in y:"),
+    ],
+)
+def test_statements_of_older_records(text: str, kind: str, test: str, of: str, code: str) -> None:
+    head = Statement(line=3, text=text)
+    assert (head.kind, head.test, head.of, head.text) == (kind, test, of, code)

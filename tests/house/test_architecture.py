@@ -14,7 +14,8 @@ import pytest
 from layers import CHECKS, PACKAGE
 from sampling import ROOT, SAMPLES, inherited, read
 
-from ddpdoctor.probe.bootstrap.install import PARTS
+from ddpdoctor.probe.bootstrap.install import watchers
+from ddpdoctor.probe.recording.watcher import Watcher, in_order
 from ddpdoctor.report.findings import Check, Severity
 from ddpdoctor.report.registry import FAMILIES, all_checks
 
@@ -167,6 +168,17 @@ def test_codes_and_names_are_unique() -> None:
     assert len({c.code for c in checks}) == len({c.name for c in checks}) == len(checks)
 
 
+def test_consequences_are_of_checks_and_rules_that_exist() -> None:
+    rules = {check.name: {*check.rules, check.name} for check in all_checks()}
+    for check in all_checks():
+        for effect in check.effects:
+            assert rules.keys() >= {*effect.checks} - {check.name}, check.name
+            assert rules[check.name] >= {*effect.of}, check.name
+            assert set.union(*(rules[name] for name in effect.checks)) >= {*effect.rules}, (
+                check.name
+            )
+
+
 IMPORT_PROGRAM = """
 import sys
 import ddpdoctor
@@ -182,21 +194,31 @@ def test_reports_are_read_without_torch() -> None:
     subprocess.run([sys.executable, "-c", IMPORT_PROGRAM], check=True, env=inherited(), timeout=60)
 
 
-OTHERWISE = {
-    "bootstrap.install", "collectives.gathered_objects", "training.autograd_grad",
-    "watchers.data.worker_rng", "watchers.manual_sync.parallelism", "watchers.process.exits",
-}  # fmt: skip
-"""Modules of the probe with an `install()` that others call."""
-
-
-def test_every_watcher_is_installed() -> None:
-    """A module that can be installed stands in the list, and says what is lost without it."""
+def test_every_watcher_is_found_and_says_what_is_lost_without_it() -> None:
     probe = PACKAGE / "probe"
-    texts = {layers.module_of(p): p.read_text() for p in probe.rglob("*.py")}
-    found = {n for n, text in texts.items() if re.search(r"^def install\(", text, re.M)}
-    assert {n.removeprefix("ddpdoctor.probe.") for n in found} - OTHERWISE == set(PARTS)
-    for part in PARTS:
-        assert re.search(r"\bLOST\b", texts[f"ddpdoctor.probe.{part}"]), part
+    texts = [p.read_text() for p in probe.rglob("*.py")]
+    declared = {n for text in texts for n in re.findall(r"^class (\w+)\(Watcher\)", text, re.M)}
+    assert {watcher.__name__ for watcher in watchers()} == declared
+    for watcher in watchers():
+        assert watcher.lost, watcher
+
+
+def test_watchers_that_wait_for_each_other_or_for_an_unknown_one_are_refused() -> None:
+    class First(Watcher):
+        lost = "nothing"
+
+    class Second(Watcher):
+        lost = "nothing"
+        after = (First,)
+
+    assert in_order([Second, First]) == [First, Second]
+    with pytest.raises(ValueError, match="not found: First"):
+        in_order([Second])
+    First.after = (Second,)
+    with pytest.raises(ValueError, match="no order"):
+        in_order([First, Second])
+    First.after, First.before = (), (Second,)
+    assert in_order([Second, First]) == [First, Second]
 
 
 UNINSTALL_PROGRAM = """

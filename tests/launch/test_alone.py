@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe.collectives import sync_points
+from ddpdoctor.probe.collectives.sync_points import SyncPoints
 from ddpdoctor.probe.training import optimizers
+from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.watchers.process import no_process_group
+from ddpdoctor.probe.watchers.process.no_process_group import NoProcessGroup
 
 Between = Callable[[Any, int], object]
 
@@ -61,9 +63,11 @@ def seen(
     """The layers told of, of a loop with something after each step, or before it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(no_process_group, "OTHER_LAYERS", ())
-    monkeypatch.setattr(no_process_group, "_following", SimpleNamespace(enable=lambda awake: None))
-    monkeypatch.setattr(no_process_group, "_ungrouped", no_process_group._Ungrouped())
-    monkeypatch.setattr(sync_points, "_sync_points", sync_points._SyncPoints())
+    monkeypatch.setattr(
+        NoProcessGroup.current, "_following", SimpleNamespace(enable=lambda awake: None)
+    )
+    monkeypatch.setattr(NoProcessGroup, "current", NoProcessGroup())
+    monkeypatch.setattr(SyncPoints, "current", SyncPoints())
     told: list[Any] = []
     recorder: Any = SimpleNamespace(
         step=0, affordable=lambda: True, emit=lambda event, vital: told.append(event)
@@ -75,18 +79,18 @@ def seen(
     for number in range(6):
         optimizer.zero_grad()
         model(torch.randn(5, 4)).pow(2).mean().backward()
-        no_process_group._backward_ends(recorder, None)  # type: ignore[arg-type]
+        NoProcessGroup.current._backward_ends(recorder, None)  # type: ignore[arg-type]
         before(model, number)
         step: Any = SimpleNamespace(optimizer=known.reference, known=known, site=1, closure=False)
         step.due = True
         known.step = step
-        no_process_group._step_begins(recorder, step)
-        no_process_group._step_due(recorder, step)
+        NoProcessGroup.current._step_begins(recorder, step)
+        NoProcessGroup.current._step_due(recorder, step)
         optimizer.step()
-        no_process_group._step_ends(recorder, step)
+        NoProcessGroup.current._step_ends(recorder, step)
         recorder.step += 1
         after(model, number)
-    no_process_group._leaving(recorder, None)
+    NoProcessGroup.current._leaving(recorder, None)
     assert not told[0].layers
     return [event.layers for event in told[1:]]
 
@@ -115,7 +119,7 @@ def test_gradients_that_somebody_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_that_is_waited_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(model: Any, step: int) -> None:
         if step == 5:
-            sync_points._sync_points.stored_at = time.monotonic()
+            SyncPoints.current.stored_at = time.monotonic()
 
     assert seen(monkeypatch, wait) == [(no_process_group.STORE,)]
 
@@ -144,12 +148,12 @@ def test_its_first_step_makes_a_process_a_rank_that_says_so(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "DDPDOCTOR_DIR", "DDPDOCTOR_OWNER"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(optimizers, "_first_step", [])
+    monkeypatch.setattr(Optimizers.current, "_first_step", [])
     monkeypatch.setattr(optimizers.current, "recorder", None)
     asked: list[object] = []
-    no_process_group.activate_with(lambda *given: asked.append(given))
+    NoProcessGroup.current.activate_with(lambda *given: asked.append(given))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
-        optimizers._pre_hook(None, (), {})
+        Optimizers.current._pre_hook(None, (), {})
     assert asked == rank

@@ -85,6 +85,7 @@ def test_not_used() -> None:
 def test_outputs_are_named_by_the_way_to_them() -> None:
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe.watchers.graph import data_parallel
+    from ddpdoctor.probe.watchers.graph.data_parallel import DataParallelWrappers
 
     class Recorded(list[Any]):
         step = 5
@@ -95,7 +96,7 @@ def test_outputs_are_named_by_the_way_to_them() -> None:
     recorder, known = Recorded(), data_parallel.WrapperState(0, (0, 1))
     output = {"logits": torch.zeros(8, 10), "states": (torch.zeros(8, 4), torch.zeros(8, 2))}
     for _ in range(3):  # the same again is not told again
-        data_parallel._gathered(recorder, (known, 0), output, None)  # type: ignore[arg-type]
+        DataParallelWrappers.current._gathered(recorder, (known, 0), output, None)  # type: ignore[arg-type]
     (event,) = recorder
     assert [t.name for t in event.tensors] == ["['logits']", "['states'][0]", "['states'][1]"]
     assert event.size_bytes == 4 * 8 * 16

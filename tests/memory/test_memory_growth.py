@@ -396,22 +396,24 @@ def test_what_grows_with_the_steps_whatever_forwards_each_takes(
     monkeypatch: pytest.MonkeyPatch, each: tuple[int, int], gained: int, told: bool
 ) -> None:
     pytest.importorskip("torch")
+    from ddpdoctor.probe.training.forwards import Forwards
     from ddpdoctor.probe.watchers.memory import memory, memory_holders
+    from ddpdoctor.probe.watchers.memory.memory import Memory
 
     found: list[tuple[int, int]] = []
     steps, forwards = (50 * n for n in each)
     kept = [0]
-    monkeypatch.setattr(memory, "_memory", memory._Memory())
-    monkeypatch.setattr(memory.forwards, "count", lambda: forwards)
+    monkeypatch.setattr(Memory, "current", Memory())
     monkeypatch.setattr(
         memory_holders,
         "census",
         lambda *_: {1: memory_holders.TensorContainer(kept[0], True, "list")},
     )
     monkeypatch.setattr(memory.names_in_frames, "name_of", lambda *_: None)
-    monkeypatch.setattr(memory, "_emit", lambda *told: found.append(told[3:]))
+    monkeypatch.setattr(Memory.current, "_emit", lambda *told: found.append(told[3:]))
     for _ in range(2):
         recorder: Any = SimpleNamespace(step=steps, sites=None)
-        memory._look_for_holder(recorder, everywhere=True)
+        monkeypatch.setattr(Forwards.current, "count", forwards)
+        Memory.current._look_for_holder(recorder, everywhere=True)
         steps, forwards, kept[0] = steps + 20 * each[0], forwards + 20 * each[1], kept[0] + gained
     assert found == ([(gained, 20)] if told else [])

@@ -15,6 +15,8 @@ from ddpdoctor.events import Bypassed, GroupDestroyed, RankExiting, SyncPattern
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.probe.source.call_resolver import call_in_frames
 from ddpdoctor.probe.watchers.graph import wrapper_bypass
+from ddpdoctor.probe.watchers.graph.wrapper_bypass import WrapperBypass
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges
 
 CHECK = DdpBypassed()
 
@@ -97,10 +99,10 @@ def test_nothing_recorded():
 def test_what_a_closure_brings_is_judged_when_it_is_over(monkeypatch):
     judged = []
     monkeypatch.setattr(
-        wrapper_bypass, "_judge_step", lambda recorder, step: judged.append(step.closure)
+        WrapperBypass.current, "_judge_step", lambda recorder, step: judged.append(step.closure)
     )
     for closure in (True, False):
-        wrapper_bypass._step_begins(None, SimpleNamespace(closure=closure))
+        WrapperBypass.current._step_begins(None, SimpleNamespace(closure=closure))
     assert judged == [False]
 
 
@@ -145,11 +147,11 @@ def test_parameters_that_move_though_no_optimizer_holds_them(monkeypatch):
     told, looks = [], iter([[1], [2], [2], [3], [4]])
     model = SimpleNamespace(parameters=[], sampled=[], ddp=lambda: model)
     known, suspect = wrapper_bypass.Bypass(), wrapper_bypass.Suspect(0, 51, {}, 0)
-    monkeypatch.setattr(wrapper_bypass, "_emit", lambda *args: told.append(args[4:]))
+    monkeypatch.setattr(WrapperBypass.current, "_emit", lambda *args: told.append(args[4:]))
     monkeypatch.setattr(wrapper_bypass, "digests", lambda tensors: next(looks))
-    monkeypatch.setattr(wrapper_bypass.exchanges, "values_exchanged", lambda parameters: False)
+    monkeypatch.setattr(Exchanges.current, "values_exchanged", lambda parameters: False)
     for _ in range(5):
-        wrapper_bypass._detect_manual_update(None, model, known, suspect)
+        WrapperBypass.current._detect_manual_update(None, model, known, suspect)
     assert told == [(UNHELD, 3)]
 
 
@@ -161,20 +163,21 @@ def test_of_two_forwards_around_the_wrapper_the_one_whose_gradients_are_applied(
         ("_detect_manual_update", None),
         ("_arm", None),
     ):
-        monkeypatch.setattr(wrapper_bypass, name, lambda *args, value=value: value)
-    monkeypatch.setattr(wrapper_bypass.exchanges, "gradients_exchanged", lambda parameters: False)
-    monkeypatch.setattr(wrapper_bypass, "_known", {})
+        owner = WrapperBypass.current if hasattr(WrapperBypass, name) else wrapper_bypass
+        monkeypatch.setattr(owner, name, lambda *args, value=value: value)
+    monkeypatch.setattr(Exchanges.current, "gradients_exchanged", lambda parameters: False)
+    monkeypatch.setattr(WrapperBypass.current, "_known", {})
     parameter, recorder = Mock(), Mock(step=1)
     model = Mock(parameters=[lambda: parameter], expected=[], forwards=0, forward_step=1)
     model.forwards_in_step = 1  # a call has to be known
-    known = wrapper_bypass._known[model] = wrapper_bypass.Bypass()
+    known = WrapperBypass.current._known[model] = wrapper_bypass.Bypass()
     for passed, line in ((67, 68), (49, 56)):
         known.call_site = passed
         backward = Mock(number=line, site=line, unannounced=[(model, False)])
-        wrapper_bypass._backward_unannounced(recorder, backward)
+        WrapperBypass.current._backward_unannounced(recorder, backward)
     known.calls[56] = 50  # as the source seemed to say
     optimizer = Mock(param_groups=[{"params": [parameter]}])
-    wrapper_bypass._judge_step(recorder, Mock(optimizer=lambda: optimizer, number=3))
+    WrapperBypass.current._judge_step(recorder, Mock(optimizer=lambda: optimizer, number=3))
     (event,) = (call.args[0] for call in recorder.emit.call_args_list)
     assert (event.site, event.call_site, known.calls) == (56, 49, {56: 49})
 
@@ -202,7 +205,7 @@ class Chooses:
 
 def plain(model, x):
     kinds = SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "own")
-    frame = wrapper_bypass._caller(SimpleNamespace(sites=kinds), sys._getframe())
+    frame = WrapperBypass.current._caller(SimpleNamespace(sites=kinds), sys._getframe())
     return frame and frame.f_code.co_name
 
 
@@ -218,6 +221,6 @@ def plain(model, x):
 )
 def test_who_chose_to_call_the_model_is_not_who_was_given_it(monkeypatch, call, named):
     net, wrapper = torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)
-    monkeypatch.setattr(wrapper_bypass._ForwardHook, "modules", weakref.WeakSet([net]))
-    monkeypatch.setattr(wrapper_bypass._ForwardHook, "model", SimpleNamespace(ddp=lambda: wrapper))
+    monkeypatch.setattr(WrapperBypass.current, "modules", weakref.WeakSet([net]))
+    monkeypatch.setattr(WrapperBypass.current, "model", SimpleNamespace(ddp=lambda: wrapper))
     assert call(Chooses(wrapper, net)) == named

@@ -11,7 +11,7 @@ from wraps import codes, group, parameters
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
 from ddpdoctor.probe.collectives.call_hooks import Call
-from ddpdoctor.probe.watchers.manual_sync import unused_allreduce
+from ddpdoctor.probe.watchers.manual_sync.unused_allreduce import UnusedAllreduce
 
 CHECK = ModelNotWrapped()
 
@@ -63,7 +63,7 @@ def test_two_looks_prove_nothing():
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(unused_allreduce, "_window", unused_allreduce._Window())
+    monkeypatch.setattr(UnusedAllreduce, "current", UnusedAllreduce())
     net = torch.nn.Linear(5, 3)
     net(torch.randn(4, 5)).sum().backward()
     return list(net.parameters())
@@ -72,8 +72,8 @@ def model(monkeypatch):
 def shared(op, tensors, parameters, *more, step=0):
     recorder = SimpleNamespace(step=step, site=lambda: 4)
     for each in (*tensors, *more):
-        unused_allreduce._called(recorder, Call(op, 0, False, (each,)))
-    return unused_allreduce.norm_ratio(recorder, parameters)
+        UnusedAllreduce.current._called(recorder, Call(op, 0, False, (each,)))
+    return UnusedAllreduce.current.norm_ratio(recorder, parameters)
 
 
 def test_copies_have_the_norm_of_what_is_applied(model):
@@ -100,7 +100,7 @@ def test_what_is_gathered_stays_as_it_is(model):
 def test_other_steps_are_not_looked_at(model):
     assert shared("all_reduce", [p.grad.clone() for p in model], model, step=9) == (0.0, -1)
     assert shared("all_reduce", [p.grad.clone() for p in model], model, step=16) != (0.0, -1)
-    assert unused_allreduce.norm_ratio(SimpleNamespace(step=17), model) == (0.0, -1)
+    assert UnusedAllreduce.current.norm_ratio(SimpleNamespace(step=17), model) == (0.0, -1)
 
 
 def test_parameters_of_another_size_are_no_copies(model):

@@ -15,6 +15,7 @@ from ddpdoctor.probe.source.call_resolver import Found, setting_in_frames
 from ddpdoctor.probe.source.dead_branches import never_runs
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.graph import changes_after_wrap
+from ddpdoctor.probe.watchers.graph.changes_after_wrap import ChangesAfterWrap
 
 UNFINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -28,7 +29,7 @@ NOBODY: Any = None
 
 @pytest.fixture
 def model() -> tuple[nn.Module, Model]:
-    changes_after_wrap._watches.clear()
+    ChangesAfterWrap.current._watches.clear()
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     made = Model(0, module, list(module.parameters()), [0, 1, 2, 3])
     made.names = [name for name, _ in module.named_parameters()]
@@ -43,22 +44,26 @@ def forward(model: Model, error: str = "") -> Any:
 
 
 def look(model: Model) -> None:
-    changes_after_wrap._look_at_flags(NOBODY, forward(model), changes_after_wrap._watches[model])
+    ChangesAfterWrap.current._look_at_flags(
+        NOBODY, forward(model), ChangesAfterWrap.current._watches[model]
+    )
 
 
 def test_the_line_is_looked_for_once(
     model: tuple[nn.Module, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = []
-    monkeypatch.setattr(changes_after_wrap, "_flag_site", lambda *given: looked.append(given) or 5)
+    monkeypatch.setattr(
+        ChangesAfterWrap.current, "_flag_site", lambda *given: looked.append(given) or 5
+    )
     module, made = model
     for _ in range(6):
         module.requires_grad_(False)
         look(made)
-        assert [c.site for c in changes_after_wrap._watches[made].found] == [5]
+        assert [c.site for c in ChangesAfterWrap.current._watches[made].found] == [5]
         module.requires_grad_(True)
         look(made)
-        assert not changes_after_wrap._watches[made].found
+        assert not ChangesAfterWrap.current._watches[made].found
     assert len(looked) == 1
 
 
@@ -67,13 +72,13 @@ def test_what_had_a_gradient_was_frozen_later(
     model: tuple[nn.Module, Model], monkeypatch: pytest.MonkeyPatch, without: str, told: list[str]
 ) -> None:
     found: list[str] = []
-    monkeypatch.setattr(changes_after_wrap, "_flag_site", lambda *given: 5)
+    monkeypatch.setattr(ChangesAfterWrap.current, "_flag_site", lambda *given: 5)
     monkeypatch.setattr(
         changes_after_wrap, "_emit", lambda a, m, w, change, **more: found.append(change.kind)
     )
     module, made = model
     module.requires_grad_(False)
-    changes_after_wrap._forward_failed(NOBODY, forward(made, UNFINISHED.format(without)))
+    ChangesAfterWrap.current._forward_failed(NOBODY, forward(made, UNFINISHED.format(without)))
     assert found == told
 
 

@@ -9,9 +9,9 @@ from recordings import make_run, site
 from wraps import rank, wrap
 
 from ddpdoctor.events import Bypassed, Named, Wrapped
-from ddpdoctor.probe.training import wrapped_models
 from ddpdoctor.probe.training.tracked_model import Model
-from ddpdoctor.probe.watchers.graph import model_names
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
+from ddpdoctor.probe.watchers.graph.model_names import ModelNames
 from ddpdoctor.run import title_of
 
 FIRST, SECOND = wrap(model=0), wrap(model=1)
@@ -57,9 +57,9 @@ def test_a_wrapper_is_named_where_it_is_trained(monkeypatch):
     generator = torch.nn.Linear(1, 1)
     model = Model(0, generator, list(generator.parameters()), [0, 1])
     monkeypatch.setattr(model, "ddp", lambda: generator)
-    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
-    monkeypatch.setattr(model_names, "_named", set())
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
+    monkeypatch.setattr(ModelNames.current, "_named", set())
     sites = SimpleNamespace(kind=lambda code: "user" if code.co_filename == __file__ else "")
     recorder = SimpleNamespace(sites=sites, emit=told.append)
-    model_names._step_due(recorder, SimpleNamespace(number=0))
+    ModelNames.current._step_due(recorder, SimpleNamespace(number=0))
     assert [(e.model, e.name) for e in told] == [(0, "generator")]

@@ -13,9 +13,12 @@ from wraps import LAYERS, codes, rank, wrap
 from ddpdoctor.events import OptimizerSeen, Ownership, Replica, Tensor
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.events.pack import pack
-from ddpdoctor.probe.training import optimizers, wrapped_models
+from ddpdoctor.probe.training.module_origins import ModuleOrigins
+from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
 from ddpdoctor.probe.watchers.graph import optimizer_coverage
+from ddpdoctor.probe.watchers.graph.optimizer_coverage import OptimizerCoverage
 from ddpdoctor.report.findings import Severity, Steps
 
 CHECK = OptimizerParameterMismatch()
@@ -122,7 +125,7 @@ def test_what_is_missing_is_farther_from_the_loss(monkeypatch, arrived, missing,
     net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     model = Model(0, net, list(net.parameters()), [0, 1, 2, 3])
     model.names = list("abcd")
-    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
     monkeypatch.setattr(
         optimizer_coverage, "ready_indices", lambda _: ["abcd".index(n) for n in arrived]
     )
@@ -200,8 +203,8 @@ def test_whose_parameters_an_optimizer_holds_that_another_one_holds_too(monkeypa
     if case == "some of its own":
         second.add_param_group({"params": [b.bias]})
     every = [second] if case == "trained by itself" else [first, second]
-    monkeypatch.setattr(optimizers, "made", lambda: every)
-    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(Optimizers.current, "made", lambda: every)
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
     whose, _ = optimizer_coverage._shared_model(second, b)
     assert whose == (3 if case == "same" else -1)
     mine = {id(p): p for p in b.parameters()}
@@ -239,24 +242,24 @@ def train_with(monkeypatch, net, choose, count=40, every=10):
     monkeypatch.setattr(
         optimizer_coverage, "_emit", lambda *args: told.append((args[0].step, args[3]))
     )
-    monkeypatch.setattr(optimizer_coverage, "_watches", {})
+    monkeypatch.setattr(OptimizerCoverage.current, "_watches", {})
     monkeypatch.setattr(optimizer_coverage, "_sharded_roots", list)
     model = Model(0, net, list(net.parameters()), [])
-    monkeypatch.setattr(wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
     for number in range(count):
         if number % every == 0:
             mine = list(choose(number // every))
             optimizer = torch.optim.SGD(mine, lr=0.1)
             held = {id(p): p for p in mine}
-        monkeypatch.setattr(optimizers, "parameters", lambda held=held: held)
-        monkeypatch.setattr(optimizers, "made", lambda optimizer=optimizer: [optimizer])
+        monkeypatch.setattr(Optimizers.current, "parameters", lambda held=held: held)
+        monkeypatch.setattr(Optimizers.current, "made", lambda optimizer=optimizer: [optimizer])
         recorder = SimpleNamespace(step=number)
         net.zero_grad()
         net(torch.ones(1, 2)).sum().backward()
         model.backward_step = number
-        optimizer_coverage._backward_ends(recorder, SimpleNamespace(models=[model]))
+        OptimizerCoverage.current._backward_ends(recorder, SimpleNamespace(models=[model]))
         step = SimpleNamespace(number=number % every, optimizer=lambda o=optimizer: o)
-        optimizer_coverage._step_due(recorder, step)
+        OptimizerCoverage.current._step_due(recorder, step)
         optimizer.step()
     return told
 
@@ -297,7 +300,7 @@ def test_the_steps_of_an_optimizer_in_the_place_of_another(beside, expected):
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_an_optimizer_whose_trained_model_is_gone(monkeypatch, gone):
-    monkeypatch.setattr(optimizer_coverage, "in_some_module", lambda parameter: not gone)
+    monkeypatch.setattr(ModuleOrigins.current, "in_some_module", lambda parameter: not gone)
     old, new = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     held, mine = list(old.parameters()), {id(p) for p in new.parameters()}
     optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
@@ -318,19 +321,21 @@ def test_parameters_that_the_program_updates_by_hand(monkeypatch, by_hand):
     """Their values at two steps of another optimizer say nothing of what happens in between."""
     told = []
     monkeypatch.setattr(optimizer_coverage, "_emit", lambda *args: told.append(args[3]))
-    monkeypatch.setattr(optimizer_coverage, "_watches", {})
-    monkeypatch.setattr(optimizers, "parameters", dict)
+    monkeypatch.setattr(OptimizerCoverage.current, "_watches", {})
+    monkeypatch.setattr(Optimizers.current, "parameters", dict)
     recorder = SimpleNamespace(step=0)
     module, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
     model = Model(0, module, list(module.parameters()), [0])
     step = SimpleNamespace(number=0, optimizer=lambda: torch.optim.SGD([other], lr=0.1))
     module(torch.ones(1, 2)).sum().backward()
-    optimizer_coverage._backward_ends(recorder, SimpleNamespace(models=[model]))
+    OptimizerCoverage.current._backward_ends(recorder, SimpleNamespace(models=[model]))
     if by_hand:
         module.weight.data.add_(module.weight.grad, alpha=-0.1)
     for _ in range(2):
-        optimizer_coverage._compare(recorder, module, optimizer_coverage._watches[model], {}, step)
+        optimizer_coverage._compare(
+            recorder, module, OptimizerCoverage.current._watches[model], {}, step
+        )
     assert told == ([] if by_hand else [["weight"]])
 
 
@@ -338,7 +343,7 @@ def test_of_several_optimizers_the_one_that_holds_most_of_the_model(monkeypatch)
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     few = torch.optim.SGD([net[0].bias])
     most = torch.optim.SGD([net[0].weight, net[1].bias])
-    monkeypatch.setattr(optimizers, "made", lambda: [few, most])
+    monkeypatch.setattr(Optimizers.current, "made", lambda: [few, most])
     mine = {id(p): p for p in net.parameters()}
     assert optimizer_coverage._optimizer_to_name(few, mine) is most
     few.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
@@ -354,6 +359,6 @@ def test_where_none_holds_any_of_the_model_it_is_the_one_with_a_copy(monkeypatch
     copy = deepcopy(net) if same else torch.nn.Linear(3, 1)
     others = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, 2))])
     of_copy = torch.optim.Adam(copy.parameters())
-    monkeypatch.setattr(optimizers, "made", lambda: [others, of_copy])
+    monkeypatch.setattr(Optimizers.current, "made", lambda: [others, of_copy])
     mine = {id(p): p for p in net.parameters()}
     assert optimizer_coverage._optimizer_to_name(others, mine) is (of_copy if same else others)

@@ -10,7 +10,10 @@ from wraps import group, parameters
 
 from ddpdoctor.events import Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import pack
-from ddpdoctor.probe.watchers.manual_sync import exchanges, parallelism
+from ddpdoctor.probe.training.backwards import Backwards
+from ddpdoctor.probe.watchers.manual_sync import exchanges
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges
+from ddpdoctor.probe.watchers.manual_sync.parallelism import Parallelism
 
 CHECK = ModelNotWrapped()
 LOOKS = (0, 1, 2, 4, 8)
@@ -75,12 +78,14 @@ def test_parts_that_may_be_meant_to_differ(kwargs):
 
 
 def test_all_to_all_is_counted_inside_and_outside_of_backwards(monkeypatch):
-    monkeypatch.setattr(exchanges, "_window", exchanges._Window())
-    monkeypatch.setattr(parallelism, "_parallelism", parallelism._Parallelism())
-    monkeypatch.setattr(exchanges, "_following", exchanges.Subscriptions())
-    assert parallelism.all_to_all_calls() == ()
+    monkeypatch.setattr(Exchanges, "current", Exchanges())
+    monkeypatch.setattr(Parallelism, "current", Parallelism())
+    monkeypatch.setattr(Exchanges.current, "_following", exchanges.Subscriptions())
+    assert Parallelism.current.all_to_all_calls() == ()
     for running, kind in ((False, torch.float), (True, torch.float), (False, torch.long)):
-        monkeypatch.setattr(exchanges.backwards, "running", lambda value=running: value)
+        monkeypatch.setattr(Backwards.current, "running", lambda value=running: value)
         tensors = (torch.zeros(4, dtype=kind), torch.zeros(4, dtype=kind))
-        exchanges._called(SimpleNamespace(step=9), exchanges.Call("all_to_all", 0, False, tensors))
-    assert parallelism.all_to_all_calls() == (1, 1)
+        Exchanges.current._called(
+            SimpleNamespace(step=9), exchanges.Call("all_to_all", 0, False, tensors)
+        )
+    assert Parallelism.current.all_to_all_calls() == (1, 1)

@@ -10,7 +10,8 @@ from wraps import parameters
 
 from ddpdoctor.events import GroupReady, Unwrapped, UnwrappedState
 from ddpdoctor.probe.watchers.manual_sync import exchanges
-from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchange, Exchanges
+from ddpdoctor.probe.watchers.manual_sync.parallelism import Parallelism
 
 CHECK = ModelNotWrapped()
 LOOKS = (0, 1, 2, 4, 8)
@@ -80,32 +81,32 @@ def test_a_group_of_other_ranks_connects_them_too():
 
 
 def test_parameters_that_were_handed_to_a_group(monkeypatch):
-    window = exchanges._Window()
-    monkeypatch.setattr(exchanges, "_window", window)
+    window = Exchanges()
+    monkeypatch.setattr(Exchanges, "current", window)
     made = [torch.nn.Parameter(torch.ones(n)) for n in (8, 3)]
 
     def handed(tensor, group=1):
         return Exchange(group, tensor.numel(), tensor.untyped_storage().data_ptr())
 
     window.earlier = [handed(p.data) for p in made]
-    assert exchanges.group_of_parameters(made) == 1
+    assert Exchanges.current.group_of_parameters(made) == 1
     window.earlier = [handed(made[0]), handed(made[1], group=2)]
-    assert exchanges.group_of_parameters(made) == -1
+    assert Exchanges.current.group_of_parameters(made) == -1
     window.earlier = [handed(made[0])]
-    assert exchanges.group_of_parameters(made) == -1
+    assert Exchanges.current.group_of_parameters(made) == -1
     window.earlier = [handed(p.clone()) for p in made]
-    assert exchanges.group_of_parameters(made) == -1
+    assert Exchanges.current.group_of_parameters(made) == -1
 
 
 def test_numbers_are_counted_by_group(monkeypatch):
-    window = exchanges._Window()
-    monkeypatch.setattr(exchanges, "_window", window)
-    monkeypatch.setattr(exchanges._following, "enable", lambda: None)
-    fresh = exchanges.parallelism._Parallelism()
-    monkeypatch.setattr(exchanges.parallelism, "_parallelism", fresh)
+    window = Exchanges()
+    monkeypatch.setattr(Exchanges, "current", window)
+    monkeypatch.setattr(Exchanges.current._following, "enable", lambda: None)
+    fresh = Parallelism()
+    monkeypatch.setattr(Parallelism, "current", fresh)
     for group, op in ((1, "barrier"), (2, "barrier"), (1, "send")):
         call = exchanges.Call(
             op=op, group=group, p2p=op == "send", tensors=(torch.ones(5, dtype=int),)
         )
-        exchanges._called(SimpleNamespace(step=0), call)
-    assert exchanges.numbers_by_group() == {1: 10, 2: 5}
+        Exchanges.current._called(SimpleNamespace(step=0), call)
+    assert Exchanges.current.numbers_by_group() == {1: 10, 2: 5}

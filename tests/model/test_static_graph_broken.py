@@ -13,6 +13,7 @@ from wraps import codes, rank
 from ddpdoctor.events import StaticGraphBroken as Record
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.graph import reducer_errors
+from ddpdoctor.probe.watchers.graph.reducer_errors import ReducerErrors
 
 CHECK = StaticGraphBroken()
 
@@ -71,8 +72,8 @@ def test_an_output_that_never_reaches_the_loss():
 def test_what_the_first_backward_reached_without_a_gradient(
     monkeypatch, given, untouched, promised
 ):
-    monkeypatch.setattr(reducer_errors, "_silent", reducer_errors.Counter())
-    monkeypatch.setattr(reducer_errors, "_without_gradient", {})
+    monkeypatch.setattr(ReducerErrors.current, "_silent", reducer_errors.Counter())
+    monkeypatch.setattr(ReducerErrors.current, "_without_gradient", {})
     model: Any = Model(0, torch.nn.Linear(1, 1), [], [])
     model.static_graph = True
     told: list[Record] = []
@@ -84,7 +85,7 @@ def test_what_the_first_backward_reached_without_a_gradient(
     second = SimpleNamespace(observations=[], synced=set(), untouched={0: untouched})
     for backward in (first, second):
         more: Any = {"models": [model], "expected_sync": {0: True}, "site": 1, "nested": 0}
-        reducer_errors._backward_ends(recorder, SimpleNamespace(**vars(backward), **more))
+        ReducerErrors.current._backward_ends(recorder, SimpleNamespace(**vars(backward), **more))
     assert [(e.kind, e.promised) for e in told] == [("silent", promised)]
 
 

@@ -173,12 +173,13 @@ def test_no_model_no_verdict():
 
 
 def test_torchs_own_error_is_folded():
+    from ddpdoctor.report.errors import error_kinds
     from ddpdoctor.report.findings import Finding
 
     (mine,) = find(unused([4, 5]))
     other = Finding(
         code="DDP606", check="first-failure", severity=Severity.ERROR, summary="", cause="", fix="",
-        evidence={"message": "Expected to have finished reduction in the prior iteration"},
+        errors=error_kinds("Expected to have finished reduction in the prior iteration"),
     )  # fmt: skip
     assert UnusedParameter().explains(mine, other)
     assert skipped() is not None

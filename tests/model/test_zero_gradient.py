@@ -13,9 +13,9 @@ from wraps import codes, rank, wrap
 
 from ddpdoctor.events import Submodule, ZeroGradients
 from ddpdoctor.events.amp import told_at
-from ddpdoctor.probe.training import optimizers
+from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.training.records import OptimizerModel
-from ddpdoctor.probe.watchers.gradients import zero_gradients as watcher
+from ddpdoctor.probe.watchers.gradients.zero_gradients import ZeroGradientWatch
 
 CHECK = ZeroGradient()
 
@@ -40,16 +40,18 @@ def seen(monkeypatch, optimizer, weight, *, steps, alive=()):
     holding = OptimizerModel(model, 0, every)
     step: Any = SimpleNamespace(holdings=[holding], optimizer=weakref.ref(optimizer))
     step.known = SimpleNamespace(notes={}, step=step)
-    monkeypatch.setattr(optimizers, "known", lambda: [step.known])
-    monkeypatch.setattr(watcher, "_ends", SimpleNamespace(enable=lambda awake=True: None))
+    monkeypatch.setattr(Optimizers.current, "known", lambda: [step.known])
+    monkeypatch.setattr(
+        ZeroGradientWatch.current, "_ends", SimpleNamespace(enable=lambda awake=True: None)
+    )
     for step.number in range(steps):
         for n, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, 1.0 if n in alive else weight(step.number))
         if told_at(step.number):
-            watcher._step_due(recorder, step)
+            ZeroGradientWatch.current._step_due(recorder, step)
         optimizer.step()
-        watcher._step_ends(recorder, step)
-    watcher._leaving(recorder, None)
+        ZeroGradientWatch.current._step_ends(recorder, step)
+    ZeroGradientWatch.current._leaving(recorder, None)
     return told
 
 

@@ -278,14 +278,14 @@ def test_an_error_of_its_own_never_gets_out(
 def test_control_group_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = tmp_path / "proc" / "self"
     group.mkdir(parents=True)
-    (group / "cgroup").write_text("0::/\n")
+    (group / "cgroup").write_text("0::/on/the/host\n")
     root = tmp_path / "cgroup"
     root.mkdir()
     (root / "memory.current").write_text("100\n")
     (root / "memory.max").write_text("max\n")
     (root / "memory.events").write_text("low 0\noom 1\noom_kill 3\n")
     monkeypatch.setattr(system, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(system, "_places", lambda _, path: (root / "missing", root))
+    monkeypatch.setattr(system, "_GROUPS", root)
     assert system.control_group_memory() == system.GroupMemory(None, 100, 3)
     (root / "memory.max").write_text("4096\n")
     assert system.control_group_memory().limit == 4096

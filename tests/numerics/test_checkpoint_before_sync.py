@@ -12,7 +12,8 @@ from ddpdoctor.checks.numerics.checkpoint_before_sync import CheckpointBeforeSyn
 from recordings import CWD, make_run, site, steps
 
 from ddpdoctor.events import Event, ExceptionRaised, FileLocked, FileRead, FileWritten, Frame
-from ddpdoctor.probe.watchers.process import files
+from ddpdoctor.probe.collectives.sync_points import SyncPoints
+from ddpdoctor.probe.watchers.process.files import Files
 from ddpdoctor.report.findings import Confidence, Finding
 
 PATH = "/home/user/project/best.pt"
@@ -223,11 +224,11 @@ def test_a_save_is_on_record_before_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[FileWritten] = []
-    monkeypatch.setattr(files.sync_points, "marks", lambda: {"0.default": len(told)})
+    monkeypatch.setattr(SyncPoints.current, "marks", lambda: {"0.default": len(told)})
     recorder = Mock(emit=told.append, site=lambda: 1, step=3)
     recorder.sites.callers.return_value = ()
-    begun = files._saves(recorder, str(tmp_path / "a.pt"), 7.0, {"0.default": 0})
-    files._saved(recorder, begun, None)
+    begun = Files.current._saves(recorder, str(tmp_path / "a.pt"), 7.0, {"0.default": 0})
+    Files.current._saved(recorder, begun, None)
     assert [(e.at, e.ended > 0, e.marks_after["0.default"]) for e in told] == [
         (7.0, False, 0),
         (7.0, True, 1),

@@ -11,6 +11,7 @@ from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started, steps
 
 from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
+from ddpdoctor.probe.recording.threads import Threads
 from ddpdoctor.probe.source import source_text
 from ddpdoctor.probe.watchers.process import files
 from ddpdoctor.report.findings import Finding, Severity
@@ -249,7 +250,7 @@ def test_files_that_one_function_writes_in_one_go() -> None:
 def test_a_thread_without_a_line_of_the_user_s_is_told_by_who_started_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(files.threads, "started_at", lambda: 7)
+    monkeypatch.setattr(Threads.current, "started_at", lambda: 7)
     assert [files._site(Mock(site=lambda n=n: n)) for n in (3, -1)] == [3, 7]
 
 

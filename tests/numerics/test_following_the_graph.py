@@ -365,6 +365,7 @@ def test_a_part_of_its_memory_is_enough() -> None:
 def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> None:
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe.training import autograd_grad
+    from ddpdoctor.probe.training.autograd_grad import AutogradGrad
     from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
 
     class Own(torch.autograd.Function):
@@ -386,12 +387,12 @@ def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> N
     model = torch.nn.Linear(2, 1)
     x = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
     energy = model(made(x).view(-1)[:2]).sum()
-    autograd_grad.forget()
+    AutogradGrad.renew()
     first = autograd_grad.begins((), {"create_graph": True})
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    autograd_grad.ends(SimpleNamespace(site=lambda: 7), first)  # type: ignore[arg-type]
+    AutogradGrad.current.ends(SimpleNamespace(site=lambda: 7), first)  # type: ignore[arg-type]
     origin = trace(force.pow(2).sum() + energy, {id(p): [n] for n, p in model.named_parameters()})
-    autograd_grad.forget()
+    AutogradGrad.renew()
     assert origin.derivative_site == 7
     assert origin.operation == ("" if operation == "of its own" else operation)
     assert not origin.parameter
@@ -400,10 +401,11 @@ def test_a_derivative_that_was_taken_on_the_way_to_the_loss(operation: str) -> N
 def test_calls_that_make_no_graph_leave_nothing() -> None:
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe.training import autograd_grad
+    from ddpdoctor.probe.training.autograd_grad import AutogradGrad
 
-    autograd_grad.forget()
+    AutogradGrad.renew()
     for args, kwargs in (((), {}), ((1, 2, None, True, False), {}), ((), {"create_graph": False})):
         first = autograd_grad.begins(args, kwargs)
-        autograd_grad.ends(SimpleNamespace(), first)  # type: ignore[arg-type]
-    assert not autograd_grad._ranges
-    assert autograd_grad.site_of(torch.ones(1, requires_grad=True).exp().grad_fn) == -1
+        AutogradGrad.current.ends(SimpleNamespace(), first)  # type: ignore[arg-type]
+    assert not AutogradGrad.current._ranges
+    assert AutogradGrad.current.site_of(torch.ones(1, requires_grad=True).exp().grad_fn) == -1

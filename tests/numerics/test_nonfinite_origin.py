@@ -12,6 +12,9 @@ from recordings import make_run, site, steps
 from wraps import wrap
 
 from ddpdoctor.events import Event, ExceptionRaised, NonFinite, ScalerStep, Sketch
+from ddpdoctor.probe.training.optimizers import Optimizers
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
+from ddpdoctor.probe.watchers.numerics.numerics import Numerics
 from ddpdoctor.report.findings import Finding, Severity
 
 
@@ -57,17 +60,16 @@ def test_what_the_input_holds_is_told_and_not_what_became_of_it(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.watchers.numerics import numerics
 
     inputs = torch.ones(4, 2)
     inputs[3, 1] = float(value)
-    monkeypatch.setattr(numerics.wrapped_models, "live", list)
+    monkeypatch.setattr(WrappedModels.current, "live", list)
     monkeypatch.setattr(
-        numerics, "_forward_state", lambda live: [("input", [("argument 0", inputs)])]
+        Numerics.current, "_forward_state", lambda live: [("input", [("argument 0", inputs)])]
     )
     recorder = SimpleNamespace(step=5, sites=SimpleNamespace(user_frame=lambda frame: None))
     backward = SimpleNamespace(site=1, number=5)
-    event = numerics._diagnose(recorder, backward, torch.tensor(torch.nan))  # type: ignore[arg-type]
+    event = Numerics.current._diagnose(recorder, backward, torch.tensor(torch.nan))  # type: ignore[arg-type]
     assert (event.kind, event.value, event.rows) == ("input", value, (3,))
 
 
@@ -136,13 +138,13 @@ def test_a_gradient_whose_rank_is_not_known() -> None:
 
 def test_what_the_optimizer_keeps_tells_that_a_gradient_brought_it() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.training import optimizers
+    from ddpdoctor.probe.training.optimizers import Optimizers
     from ddpdoctor.probe.watchers.numerics import numerics
 
     for kind, value, brought in (("RMSprop", "nan", True), ("Adam", "inf", True), ("SGD", "", 0)):
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = getattr(torch.optim, kind)([weight])
-        optimizers._optimizers.sites[optimizer] = -1
+        Optimizers.current.sites[optimizer] = -1
         weight.grad = torch.full((3,), float(value or 1))
         optimizer.step()
         weight.data[0] = torch.nan
@@ -153,19 +155,17 @@ def lasting(values: list[tuple[Any, Any]]) -> list[Any]:
     """What is told of one backward after another, each with its (parameter, loss)."""
     import torch
 
-    from ddpdoctor.probe.watchers.numerics import numerics
-
     told: list[Any] = []
     recorder = SimpleNamespace(step=1, emit=lambda event, vital: told.append(event))
-    numerics._state.__init__()  # type: ignore[misc]
+    Numerics.renew()
     for number, (parameter, loss) in enumerate(values):
         if math.isfinite(loss):
-            numerics._state.lasting = None, 0
+            Numerics.current.lasting = None, 0
             continue
         kind = "loss" if math.isfinite(parameter) else "parameter"
         event = bad(kind, 1, applied=True, backward=number)
-        numerics._emit_if_lasting(recorder, event, torch.tensor(loss))  # type: ignore[arg-type]
-    numerics._state.__init__()  # type: ignore[misc]
+        Numerics.current._emit_if_lasting(recorder, event, torch.tensor(loss))  # type: ignore[arg-type]
+    Numerics.renew()
     return told
 
 
@@ -205,20 +205,20 @@ def test_what_accumulates_is_remembered_until_the_gradients_are_cleared(
 
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.full((3,), torch.nan)
-    monkeypatch.setattr(numerics.wrapped_models, "live", list)
-    monkeypatch.setattr(numerics.optimizers, "parameters", lambda: {id(weight): weight})
+    monkeypatch.setattr(WrappedModels.current, "live", list)
+    monkeypatch.setattr(Optimizers.current, "parameters", lambda: {id(weight): weight})
     monkeypatch.setattr(numerics, "compiling", lambda: False)
-    numerics._state.__init__()  # type: ignore[misc]
-    numerics._state.plain = torch.Tensor
-    numerics._state.suspect = first = bad("gradient", 5)  # type: ignore[assignment]
+    Numerics.renew()
+    Numerics.current.plain = torch.Tensor
+    Numerics.current.suspect = first = bad("gradient", 5)  # type: ignore[assignment]
     recorder: Any = SimpleNamespace(step=5, every=0)
     backward: Any = SimpleNamespace(roots=(torch.ones(()),), site=1, number=8)
-    numerics._backward_begins(recorder, backward)
-    assert numerics._state.suspect is first
+    Numerics.current._backward_begins(recorder, backward)
+    assert Numerics.current.suspect is first
     weight.grad = None
-    numerics._backward_begins(recorder, backward)
-    assert numerics._state.suspect is None
-    numerics._state.__init__()  # type: ignore[misc]
+    Numerics.current._backward_begins(recorder, backward)
+    assert Numerics.current.suspect is None
+    Numerics.renew()
 
 
 class Norm:
@@ -264,18 +264,18 @@ def test_own_gradients_are_looked_at_in_every_branch(
     named = dict(net.named_parameters())
     model = Model(0, net, list(named.values()), list(range(len(named))))
     model.names, model.pending = list(named), 1
-    monkeypatch.setattr(numerics.wrapped_models, "live", lambda: [model])
-    numerics._state.__init__()  # type: ignore[misc]
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
+    Numerics.renew()
     recorder, backward = SimpleNamespace(step=17, own_ns=0), SimpleNamespace(site=1)
-    numerics._watch_gradients(recorder, backward, whole)  # type: ignore[arg-type]
+    Numerics.current._watch_gradients(recorder, backward, whole)  # type: ignore[arg-type]
     assert [model.names[i] for i in numerics.sampled_positions(model)] == [
         "shift", "scale", "up.bias", "down.bias",
     ]  # fmt: skip
     net(torch.zeros(2, 4)).sum().backward()
-    numerics._backward_ends(recorder, backward)  # type: ignore[arg-type]
+    Numerics.current._backward_ends(recorder, backward)  # type: ignore[arg-type]
     assert all(p._backward_hooks is None for p in named.values())
-    suspect = numerics._state.suspect
-    numerics._state.__init__()  # type: ignore[misc]
+    suspect = Numerics.current.suspect
+    Numerics.renew()
     assert (suspect is not None) is whole
     if suspect is not None:
         assert (suspect.kind, suspect.value, suspect.names) == ("gradient", "nan", ("scale",))
@@ -338,13 +338,12 @@ def test_the_template_is_about_what_the_derivative_is_of() -> None:
 def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe.training.tracked_model import Model
-    from ddpdoctor.probe.watchers.numerics import numerics
 
-    numerics._state.__init__()  # type: ignore[misc]
-    numerics._state.plain = torch.Tensor
-    monkeypatch.setattr(numerics, "_watch_gradients", lambda *_: None)
-    monkeypatch.setattr(numerics, "_diagnose", lambda *_: bad("input", 5))
-    monkeypatch.setattr(numerics, "_emit_if_lasting", lambda *_: None)
+    Numerics.renew()
+    Numerics.current.plain = torch.Tensor
+    monkeypatch.setattr(Numerics.current, "_watch_gradients", lambda *_: None)
+    monkeypatch.setattr(Numerics.current, "_diagnose", lambda *_: bad("input", 5))
+    monkeypatch.setattr(Numerics.current, "_emit_if_lasting", lambda *_: None)
     model = Model(0, torch.nn.Linear(2, 1), [], [])
     recorder: Any = SimpleNamespace(step=5, every=0, affordable=lambda: False)
     given = torch.tensor([1.0, torch.nan])
@@ -352,14 +351,14 @@ def test_inputs_whose_gaps_are_masked_are_not_the_origin(monkeypatch: pytest.Mon
         model.forwards += 1
         forward: Any = SimpleNamespace(model=model, grad_enabled=True, args=(given,), kwargs={})
         forward.output = None
-        numerics._forward_due(recorder, forward)
-        numerics._forward_ends(recorder, forward)
+        Numerics.current._forward_due(recorder, forward)
+        Numerics.current._forward_ends(recorder, forward)
         backward: Any = SimpleNamespace(roots=(torch.tensor(loss),), site=1, number=8)
-        assert [name for name, _ in dict(numerics._forward_state([model]))["input"]]
-        numerics._backward_begins(recorder, backward)
-        assert (model in numerics._state.masked) is (loss == 1.0)
-    assert dict(numerics._forward_state([model]))["input"] == []
-    numerics._state.__init__()  # type: ignore[misc]
+        assert [name for name, _ in dict(Numerics.current._forward_state([model]))["input"]]
+        Numerics.current._backward_begins(recorder, backward)
+        assert (model in Numerics.current.masked) is (loss == 1.0)
+    assert dict(Numerics.current._forward_state([model]))["input"] == []
+    Numerics.renew()
 
 
 def test_what_came_in_after_the_forward_blames_no_module() -> None:
@@ -377,7 +376,7 @@ def test_a_constant_that_comes_in_after_the_forward(
 ) -> None:
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe.training.tracked_model import Model
-    from ddpdoctor.probe.watchers.numerics import nonfinite_origin, numerics
+    from ddpdoctor.probe.watchers.numerics import nonfinite_origin
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -387,13 +386,13 @@ def test_a_constant_that_comes_in_after_the_forward(
         def forward(self, x: Any) -> Any:
             return self.last(x) * (math.nan if spoilt == "forward" else 1.0)
 
-    numerics._state.__init__()  # type: ignore[misc]
-    numerics._state.plain = torch.Tensor
+    Numerics.renew()
+    Numerics.current.plain = torch.Tensor
     net = Net()
     model = Model(0, net, list(net.parameters()), [0, 1])
     out = net(torch.ones(3, 2))
     forward: Any = SimpleNamespace(model=model, grad_enabled=True, output=out, args=(), kwargs={})
-    numerics._forward_ends(SimpleNamespace(), forward)  # type: ignore[arg-type]
+    Numerics.current._forward_ends(SimpleNamespace(), forward)  # type: ignore[arg-type]
     loss = out.sum()
     loss = loss * (math.nan if spoilt == "loss" else 1.0)
     forward.output = None
@@ -401,8 +400,8 @@ def test_a_constant_that_comes_in_after_the_forward(
         del out
     origin = nonfinite_origin.trace(loss, {})
     assert origin.entered == "mul"
-    told = numerics._entered_after_forwards(origin, [model])
-    numerics._state.__init__()  # type: ignore[misc]
+    told = Numerics.current._entered_after_forwards(origin, [model])
+    Numerics.renew()
     assert told == ({True: "finite", False: "gone"}[kept] if spoilt == "loss" else "")
 
 

@@ -27,21 +27,22 @@ def test_a_step_on_a_nan_loss_with_finite_gradients(
     torch = pytest.importorskip("torch")
     from ddpdoctor.probe.training.accumulate_grad import GradientHooks
     from ddpdoctor.probe.training.tracked_model import Model
-    from ddpdoctor.probe.watchers.numerics import numerics
+    from ddpdoctor.probe.training.wrapped_models import WrappedModels
+    from ddpdoctor.probe.watchers.numerics.numerics import Numerics
 
     net = torch.nn.Linear(2, 3)
     named = dict(net.named_parameters())
     model = Model(0, net, list(named.values()), list(range(len(named))))
     model.names, model.pending = list(named), 1
     optimizer = torch.optim.SGD(net.parameters())
-    monkeypatch.setattr(numerics.wrapped_models, "live", lambda: [model])
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
     told: list[Any] = []
     sites = SimpleNamespace(user_frame=lambda frame: None, line=lambda site, code: -1)
     emit = lambda event, vital=False: told.append(event)  # noqa: E731
     recorder: Any = SimpleNamespace(step=9, own_ns=0, every=0, sites=sites, emit=emit)
     recorder.affordable = lambda: True
-    numerics._state.__init__()  # type: ignore[misc]
-    numerics._state.plain = torch.Tensor
+    Numerics.renew()
+    Numerics.current.plain = torch.Tensor
     if case == "hooked":
         for parameter in net.parameters():
             parameter.register_hook(torch.nan_to_num)
@@ -54,17 +55,17 @@ def test_a_step_on_a_nan_loss_with_finite_gradients(
         optimizer.zero_grad()
         backward: Any = SimpleNamespace(roots=(loss,), site=1, number=number)
         others.add([(p, lambda gradient: None) for p in net.parameters()])
-        numerics._backward_begins(recorder, backward)
+        Numerics.current._backward_begins(recorder, backward)
         loss.backward()
-        numerics._backward_ends(recorder, backward)
+        Numerics.current._backward_ends(recorder, backward)
         others.remove()
         for parameter in net.parameters():
             parameter.grad.nan_to_num_()
         step: Any = SimpleNamespace(optimizer=lambda: optimizer, number=number)
         if case != "skipped":
-            numerics._step_begins(recorder, step)
-    numerics._leaving(recorder, None)
-    numerics._state.__init__()  # type: ignore[misc]
+            Numerics.current._step_begins(recorder, step)
+    Numerics.current._leaving(recorder, None)
+    Numerics.renew()
     assert [(e.kind, e.step, e.spared, e.last) for e in told if e.applied] == (
         [("loss", 0, 1, 0), ("loss", 0, 3, 2)] if case == "log" else []
     )

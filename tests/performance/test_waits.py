@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ddpdoctor.events.timing import PHASES
-from ddpdoctor.probe.training import wrapped_models
+from ddpdoctor.probe.training.wrapped_models import WrappedModels
 from ddpdoctor.probe.watchers.timing import idle_time
+from ddpdoctor.probe.watchers.timing.idle_time import IdleTime
 from ddpdoctor.storage.call_ring import Phase
 
 TRAINED, EVALUATED = 1, 2
@@ -25,10 +26,12 @@ TRIAL = ["trial", "tried"]
 @pytest.fixture(autouse=True)
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = SimpleNamespace(training=True)
-    monkeypatch.setattr(wrapped_models, "live", lambda: [SimpleNamespace(inner=lambda: module)])
-    idle_time._times.__init__()  # type: ignore[misc]
+    monkeypatch.setattr(
+        WrappedModels.current, "live", lambda: [SimpleNamespace(inner=lambda: module)]
+    )
+    IdleTime.renew()
     yield module
-    idle_time._times.__init__()  # type: ignore[misc]
+    IdleTime.renew()
 
 
 def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]:
@@ -37,31 +40,31 @@ def spent(monkeypatch: pytest.MonkeyPatch, moments: list[str]) -> dict[str, int]
     recorder: Any = None
     now = 0
     monkeypatch.setattr(idle_time, "time", SimpleNamespace(monotonic=lambda: now))
-    idle_time._times.begin_step(now)
+    IdleTime.current.begin_step(now)
     backward, step = (
-        idle_time._phase_begins(Phase.BACKWARD),
-        idle_time._phase_begins(Phase.OPTIMIZER),
+        IdleTime.current._phase_begins(Phase.BACKWARD),
+        IdleTime.current._phase_begins(Phase.OPTIMIZER),
     )
     for now, moment in enumerate([*moments, "step", "done"], 1):
         name, _, site = moment.lower().partition(" ")
         of = SimpleNamespace(site=int(site or 9), grad_enabled=name not in TRIAL)
         with torch.set_grad_enabled(moment.islower()):
             if name == "load":
-                idle_time._loading_begins(recorder, of)
+                IdleTime.current._loading_begins(recorder, of)
             elif name in ("forward", "trial"):
-                idle_time._forward_begins(recorder, of)
+                IdleTime.current._forward_begins(recorder, of)
             elif name in ("out", "tried"):
-                idle_time._forward_ends(recorder, of)
+                IdleTime.current._forward_ends(recorder, of)
             elif name == "backward":
                 backward(recorder, of)
             elif name == "step":
                 step(recorder, of)
             elif name == "done":
-                idle_time._times.add_elapsed(now)
+                IdleTime.current.add_elapsed(now)
             else:
-                idle_time._phase_ends(recorder, of)
+                IdleTime.current._phase_ends(recorder, of)
     names = [*PHASES, *(f"after {phase}" for phase in PHASES)]
-    return {n: int(s) for n, s in zip(names, idle_time._times.spent, strict=True) if s}
+    return {n: int(s) for n, s in zip(names, IdleTime.current.spent, strict=True) if s}
 
 
 USUAL = {
@@ -78,7 +81,7 @@ def test_validation_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [m.upper() for m in EVALUATION]
     found = spent(monkeypatch, [*without * 3, *TRAINING])
     assert found == {**USUAL, "after optimizer": 7}
-    assert idle_time._times.sites[0] == TRAINED
+    assert IdleTime.current.sites[0] == TRAINED
 
 
 def test_validation_whose_forwards_alone_are_without_gradients(
@@ -86,21 +89,21 @@ def test_validation_whose_forwards_alone_are_without_gradients(
 ) -> None:
     found = spent(monkeypatch, [*[*EVALUATION, *TRIAL] * 2, *TRAINING])
     assert found == {**USUAL, "after optimizer": 9}
-    assert idle_time._times.sites[0] == TRAINED
+    assert IdleTime.current.sites[0] == TRAINED
 
 
 def test_validation_of_the_bare_model(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     model.training = False
-    idle_time._times.begin_step(0)
-    idle_time._loading_begins(None, SimpleNamespace(site=EVALUATED))  # type: ignore[arg-type]
-    assert idle_time._times.tried
+    IdleTime.current.begin_step(0)
+    IdleTime.current._loading_begins(None, SimpleNamespace(site=EVALUATED))  # type: ignore[arg-type]
+    assert IdleTime.current.tried
 
 
 def test_validation_between_a_batch_and_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [m.upper() for m in EVALUATION]
     found = spent(monkeypatch, [*TRAINING[:2], *without * 2, *TRAINING[2:]])
     assert found == {**USUAL, "after data": 5}
-    assert idle_time._times.sites[0] == TRAINED
+    assert IdleTime.current.sites[0] == TRAINED
 
 
 def test_batches_that_are_all_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.recording import debug_level, patching, recorder
+from ddpdoctor.probe.recording import patching, recorder
+from ddpdoctor.probe.recording.debug_level import DebugLevel
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.storage.run_folder import EventWriter
 
@@ -23,7 +24,7 @@ def set_by_us(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     dist.set_debug_level(INFO)
     monkeypatch.setattr(recorder.current, "recorder", mine)
-    debug_level.install()
+    DebugLevel.begin()
     yield request.param is not None
     patching.restore()
     dist.set_debug_level(level)

@@ -16,7 +16,7 @@ import pytest
 from ddpdoctor.probe.recording.frames import updates_statistics, variables
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.source.line_tracer import LINES_AT_MOST, Tracer
-from ddpdoctor.probe.training import module_origins
+from ddpdoctor.probe.training.module_origins import ModuleOrigins
 from ddpdoctor.probe.training.steady_state import PlannedCall
 from ddpdoctor.storage.run_folder import EventWriter
 
@@ -134,19 +134,17 @@ def test_a_module_that_notes_its_arguments_by_locals(monkeypatch: pytest.MonkeyP
     """Where it was made is told although its constructor is out of reach."""
     torch = pytest.importorskip("torch")
     notes: list[str] = []
-    monkeypatch.setattr(
-        module_origins._origins, "is_user", lambda code: code.co_filename == __file__
-    )
+    monkeypatch.setattr(ModuleOrigins.current, "is_user", lambda code: code.co_filename == __file__)
 
     class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self, width: int = 8) -> None:
             given = locals()
             super().__init__()
-            late = module_origins._record_origin(self, sys._getframe())
+            late = ModuleOrigins.current._record_origin(self, sys._getframe())
             notes.extend(given)
 
     net = Net()
-    assert module_origins._origins.lines[net][1] == line_of("net = Net()")
+    assert ModuleOrigins.current.lines[net][1] == line_of("net = Net()")
     assert not {"given", "late"} & set(notes)
 
 

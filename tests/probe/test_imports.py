@@ -11,7 +11,7 @@ import pytest
 
 from ddpdoctor.probe.recording import patching, recorder
 from ddpdoctor.probe.recording.import_hooks import when_imported
-from ddpdoctor.probe.watchers.process import files
+from ddpdoctor.probe.watchers.process.files import Files
 from ddpdoctor.storage.run_folder import EventWriter
 
 
@@ -54,6 +54,6 @@ def test_what_fails_in_us_or_in_the_module_is_as_it_was() -> None:
 
 
 def test_files_that_torch_writes_for_itself() -> None:
-    assert files._path("/tmp/mine.pt") == "/tmp/mine.pt"
-    assert files._path("/tmp/pytorch-errorfile-a1b2") == ""
-    assert files._path("/tmp/torchelastic_ab/none_x/attempt_0/0/error.json") == ""
+    assert Files.current._path("/tmp/mine.pt") == "/tmp/mine.pt"
+    assert Files.current._path("/tmp/pytorch-errorfile-a1b2") == ""
+    assert Files.current._path("/tmp/torchelastic_ab/none_x/attempt_0/0/error.json") == ""

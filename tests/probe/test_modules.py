@@ -17,6 +17,7 @@ from torch import nn
 from ddpdoctor.probe.recording import patching
 from ddpdoctor.probe.recording.weak_references import WeakIdentityMap
 from ddpdoctor.probe.training import module_origins
+from ddpdoctor.probe.training.module_origins import ModuleOrigins
 
 
 def line_of(text: str) -> int:
@@ -27,7 +28,7 @@ def line_of(text: str) -> int:
 class Adapter(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        module_origins._record_origin(self, sys._getframe())
+        ModuleOrigins.current._record_origin(self, sys._getframe())
         self.base = base
         self.scale = nn.Parameter(torch.ones(1))
 
@@ -40,30 +41,28 @@ def test_what_brought_in_a_parameter_that_the_model_did_not_have(
 
     recorder = SimpleNamespace(sites=SimpleNamespace(number=number))
     monkeypatch.setattr(module_origins, "current_recorder", lambda: recorder)
-    monkeypatch.setattr(
-        module_origins._origins, "is_user", lambda code: code.co_filename == __file__
-    )
+    monkeypatch.setattr(ModuleOrigins.current, "is_user", lambda code: code.co_filename == __file__)
     hooked = nn.modules.module.register_module_parameter_registration_hook(
-        module_origins._registered
+        ModuleOrigins.current._registered
     )
     made = Adapter(nn.Linear(2, 2))
-    assert module_origins.added_site(made, "scale") == line_of("made = Adapter")
+    assert ModuleOrigins.current.added_site(made, "scale") == line_of("made = Adapter")
     made.later = nn.Parameter(torch.ones(1))
     hooked.remove()
-    assert module_origins.added_site(made, "later") == line_of("made.later =")
+    assert ModuleOrigins.current.added_site(made, "later") == line_of("made.later =")
 
 
 def test_copies_are_known_though_no_constructor_makes_them() -> None:
-    module_origins.install()
+    ModuleOrigins.begin()
     try:
         model = nn.Sequential(nn.Linear(2, 2))
         copied = copy.deepcopy(model)
         unpickled = pickle.loads(pickle.dumps(model))
         held = [*copied.parameters(), *unpickled.parameters()]
-        names, roots = module_origins.named_roots(held)
+        names, roots = ModuleOrigins.current.named_roots(held)
         assert [names[id(p)] for p in held] == ["0.weight", "0.bias"] * 2
         assert {id(m) for m in roots} == {id(copied), id(unpickled)}
-        assert all(module_origins.in_some_module(p) for p in held)
+        assert all(ModuleOrigins.current.in_some_module(p) for p in held)
     finally:
         patching.restore()
 
@@ -84,20 +83,18 @@ class Fussy(nn.Module):
 
 def test_a_module_is_known_by_what_it_is_whatever_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     missed: list[Exception] = []
-    monkeypatch.setattr(module_origins, "_missed", missed.append)
-    monkeypatch.setattr(
-        module_origins._origins, "is_user", lambda code: code.co_filename == __file__
-    )
-    module_origins.install()
+    monkeypatch.setattr(ModuleOrigins.current, "_missed", missed.append)
+    monkeypatch.setattr(ModuleOrigins.current, "is_user", lambda code: code.co_filename == __file__)
+    ModuleOrigins.begin()
     try:
         made = Fussy()
         made.state = [1]
-        assert module_origins.origin_line(made) is not None
-        assert any(module is made for module in module_origins.living_modules())
-        number = len(module_origins.living_modules())
+        assert ModuleOrigins.current.origin_line(made) is not None
+        assert any(module is made for module in ModuleOrigins.current.living_modules())
+        number = len(ModuleOrigins.current.living_modules())
         del made
         gc.collect()
-        assert len(module_origins.living_modules()) < number, "it is kept alive"
+        assert len(ModuleOrigins.current.living_modules()) < number, "it is kept alive"
     finally:
         patching.restore()
     assert missed == []

@@ -10,6 +10,7 @@ import pytest
 from ddpdoctor.events import ExceptionPassed
 from ddpdoctor.probe.bootstrap import activation
 from ddpdoctor.probe.watchers.process import caught_exceptions, exits
+from ddpdoctor.probe.watchers.process.caught_exceptions import CaughtExceptions
 
 WORKER = """Caught OSError in DataLoader worker process 0.
 Original Traceback (most recent call last):
@@ -39,13 +40,13 @@ class Sites:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[ExceptionPassed]:
-    monkeypatch.setattr(caught_exceptions._recorded, "emitted", 0)
+    monkeypatch.setattr(CaughtExceptions.current, "emitted", 0)
     return []
 
 
 def passes(told: list[ExceptionPassed], error: BaseException, site: int = 3) -> None:
     recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
-    caught_exceptions.record(recorder, "forward", error, site)
+    CaughtExceptions.current.record(recorder, "forward", error, site)
 
 
 def test_the_line_that_raised(told: list[ExceptionPassed]) -> None:
@@ -81,14 +82,14 @@ def test_what_a_handler_logs_was_caught(
     told: list[ExceptionPassed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
-    monkeypatch.setattr(caught_exceptions._recorded, "logged", None)
-    caught_exceptions._message_written(recorder, (), {})
+    monkeypatch.setattr(CaughtExceptions.current, "logged", None)
+    CaughtExceptions.current._message_written(recorder, (), {})
     assert not told
     try:
         int("x")
     except ValueError as error:
         for _ in range(2):
-            caught_exceptions._message_written(recorder, (), {})
+            CaughtExceptions.current._message_written(recorder, (), {})
         assert error.__traceback__ is not None
         line = error.__traceback__.tb_lineno
     (event,) = told
@@ -100,16 +101,16 @@ def test_what_is_being_handled_as_a_collective_is_called(
 ) -> None:
     recorder: Any = SimpleNamespace(emit=told.append, sites=Sites(), step=7)
     call: Any = None
-    monkeypatch.setattr(caught_exceptions._recorded, "unwinding", 0)
+    monkeypatch.setattr(CaughtExceptions.current, "unwinding", 0)
     line = test_what_is_being_handled_as_a_collective_is_called.__code__.co_firstlineno + 9
     with pytest.raises(ValueError):
         try:
             int("x")
         finally:
-            caught_exceptions._called(recorder, call)
-            caught_exceptions._called(recorder, call)
+            CaughtExceptions.current._called(recorder, call)
+            CaughtExceptions.current._called(recorder, call)
     assert [(e.where, e.kind, e.tried) for e in told] == [("unwinding", "ValueError", line)]
-    caught_exceptions._called(recorder, call)
+    CaughtExceptions.current._called(recorder, call)
     assert len(told) == 1, "nothing is handled here"
 
 

@@ -28,7 +28,9 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.probe.recording import hooks
 from ddpdoctor.probe.recording.recorder import Recorder
-from ddpdoctor.probe.training import forwards, module_origins, records, steady_state
+from ddpdoctor.probe.training import records, steady_state
+from ddpdoctor.probe.training.forwards import Forwards
+from ddpdoctor.probe.training.module_origins import ModuleOrigins
 from ddpdoctor.probe.training.steady_state import ALIKE, ObservedCall, Stage, SteadyState
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.report.findings import Report
@@ -74,7 +76,7 @@ class Net(nn.Module):
 
 def train(at, steps=16, late=12):
     global passed
-    routine.forget()
+    routine.steady_state.reset()
     torch.manual_seed(0)
     model = DDP(Net())
     halves = list(model.parameters())
@@ -268,14 +270,13 @@ def test_the_record_is_the_same(variants: tuple[str, ...], tmp_path: Path) -> No
 
 
 def test_parameters_that_are_made_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [7]
-    monkeypatch.setattr(module_origins, "registrations", lambda: made[0])
-    assert forwards._due(1000), "made before the first look"
-    assert not forwards._due(1000)
-    made[0] += 1
-    assert forwards._due(1001)
-    assert not forwards._due(1002)
-    assert forwards._due(1024), "looked at in any case"
+    monkeypatch.setattr(ModuleOrigins.current, "registrations", 7)
+    assert Forwards.current._due(1000), "made before the first look"
+    assert not Forwards.current._due(1000)
+    ModuleOrigins.current.registrations += 1
+    assert Forwards.current._due(1001)
+    assert not Forwards.current._due(1002)
+    assert Forwards.current._due(1024), "looked at in any case"
 
 
 # --- what is expected ---------------------------------------------------------------------------

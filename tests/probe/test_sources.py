@@ -14,6 +14,7 @@ import torch.distributed  # noqa: F401  # what is called is looked up there
 
 from ddpdoctor.probe.recording.code_locations import Sites
 from ddpdoctor.probe.source import (
+    ast_cache,
     dead_branches,
     division,
     inplace_writes,
@@ -154,7 +155,7 @@ def test_a_file_that_was_changed_is_parsed_again(tmp_path: Path) -> None:
         path.write_text(f"def f():\n    return {value}\n")
         linecache.checkcache(str(path))
         (code,) = (c for c in compile(path.read_text(), str(path), "exec").co_consts if c)
-        node = source_text.function_of(code)
+        node = ast_cache.function_of(code)
         assert node is not None and value in ast.dump(node)
 
 
@@ -163,7 +164,7 @@ def test_a_file_that_cannot_be_parsed(tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.py"
     path.write_text(text)
     code = compile("x = 1", str(path), "exec")
-    assert source_text.function_of(code) is None
+    assert ast_cache.function_of(code) is None
     assert not source_text.quoted(str(path), 1)
     assert not division.divided_by_world_size(str(path), 1)
     assert loop_keys.keys(code, 1, None) == ()

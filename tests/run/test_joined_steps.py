@@ -9,8 +9,7 @@ from recordings import ring_of, site, write_folder
 
 from ddpdoctor.events import Event, NotObserved, OptimizerSeen, StepDone
 from ddpdoctor.probe.recording.recorder import Recorder
-from ddpdoctor.probe.training import optimizers
-from ddpdoctor.probe.training.optimizers import FIRST_STEPS, JOINED_S
+from ddpdoctor.probe.training.optimizers import FIRST_STEPS, JOINED_S, Optimizers
 from ddpdoctor.probe.training.records import Optimizer, Step
 from ddpdoctor.run import load
 from ddpdoctor.storage.run_folder import EventWriter, Lines
@@ -31,7 +30,7 @@ class Loop:
             number, self.known.steps = self.known.steps, self.known.steps + 1
             self.known.began = self.now
             self.known.step = Step(lambda: None, self.known, number, line, self.now)  # type: ignore[arg-type]
-            optimizers._record_step(self.recorder, self.known, number, self.now)
+            Optimizers.current._record_step(self.recorder, self.known, number, self.now)
 
     def told(self) -> list[StepDone]:
         return [e for e in Lines(self.path).events() if isinstance(e, StepDone)]
@@ -39,9 +38,9 @@ class Loop:
 
 @pytest.fixture
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loop:
-    fresh = optimizers._Optimizers()
+    fresh = Optimizers()
     fresh.last_step_at = 100.0
-    monkeypatch.setattr(optimizers, "_optimizers", fresh)
+    monkeypatch.setattr(Optimizers, "current", fresh)
     return Loop(tmp_path)
 
 
@@ -56,7 +55,7 @@ def test_the_first_steps_have_a_record_each(loop: Loop) -> None:
 
 def test_later_ones_share_one(loop: Loop) -> None:
     loop.steps(FIRST_STEPS + 1000, apart=0.001)
-    optimizers._leaving(loop.recorder, None)
+    Optimizers.current._leaving(loop.recorder, None)
     told = loop.told()
     assert covered(told) == list(range(FIRST_STEPS + 1000))
     assert len(told) == pytest.approx(FIRST_STEPS + 1000 * 0.001 / JOINED_S, abs=2)
@@ -72,7 +71,7 @@ def test_another_line_begins_another_record(loop: Loop) -> None:
     loop.steps(FIRST_STEPS, apart=0.001)
     loop.steps(3, apart=0.001, line=1)
     loop.steps(2, apart=0.001, line=2)
-    optimizers._leaving(loop.recorder, None)
+    Optimizers.current._leaving(loop.recorder, None)
     assert [(e.site, e.count, e.step) for e in loop.told()[FIRST_STEPS:]] == [
         (1, 3, FIRST_STEPS + 2),
         (2, 2, FIRST_STEPS + 4),

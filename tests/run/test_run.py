@@ -6,8 +6,8 @@ import pytest
 from recordings import make_run
 
 from ddpdoctor.events import StepDone
-from ddpdoctor.report.steps import steps_in_turn
 from ddpdoctor.run import equal_ranks, odd_ones
+from ddpdoctor.run.steps import reported_steps
 
 
 def test_steps_that_were_joined_count_each() -> None:
@@ -37,13 +37,13 @@ def test_a_run_is_as_long_as_its_optimizers_in_turn() -> None:
     rank = make_run({0: sorted(together + later, key=lambda e: e.at)}).ranks[0]
     assert [rank.steps_of(n) for n in range(4)] == [30, 10, 20, 5]
     assert rank.steps == 30
-    assert steps_in_turn(rank) == 30 + 20 + 5
+    assert reported_steps(rank) == 30 + 20 + 5
 
 
 def test_optimizers_that_step_together_once_are_not_in_turn() -> None:
     first, *others = (took(n, 1, since=n / 100, backward_s=0.5 * (n == 0)) for n in range(6))
     rank = make_run({0: [*first, *(e for events in others for e in events)]}).ranks[0]
-    assert steps_in_turn(rank) == 1
+    assert reported_steps(rank) == 1
 
 
 def test_the_ranks_that_are_not_as_most_others() -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import takewhile
 
-from ...events import CallBlock, CallRun, CallSite, GroupReady, Signature, StepDone, Wrapped
+from ...events import CallBlock, CallRun, CallSite, GroupReady, Signature, Wrapped
 from ...run import Call, Location, Rank, Run, State
+from ...run.steps import reported_by_total
 from .shared_helpers import callers, helpers
 
 NEW_GROUPS = -2
@@ -232,7 +233,7 @@ class CallLogs:
 
     def _taken(self, rank: Rank) -> list[tuple[int, int]]:
         if rank.rank not in self._steps:
-            self._steps[rank.rank] = _steps(rank)
+            self._steps[rank.rank] = reported_by_total(rank)
         return self._steps[rank.rank]
 
     def _read(self, rank: Rank) -> None:
@@ -353,22 +354,6 @@ def first_difference(
         if end_y <= end_x:
             y = y.past(1) or next(ys, None)
     return None
-
-
-def _steps(rank: Rank) -> list[tuple[int, int]]:
-    """Pairs of steps of all optimizers together, and steps as reports count them: of the optimizer
-    with the most, summed over optimizers that follow each other. Empty for a single optimizer."""
-    reported = rank.of(StepDone)
-    last = {e.optimizer: e.at for e in reported}
-    found, every, before, most = [(0, 0)], 0, 0, 0
-    begun: set[int] = set()
-    for event in reported:
-        if event.optimizer not in begun and all(last[o] < event.at for o in begun):
-            before, most = before + most, 0
-        begun.add(event.optimizer)
-        every, most = every + event.count, max(most, event.step + 1)
-        found.append((every, before + most))
-    return found if len(last) > 1 else []
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,12 @@ ON_RANK = re.compile(
     r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|global_zero|process_index|\bis_first"
     r"|\bprimary\b",
 )
-PAST = "past "
 _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
 
 
 def on_rank(inside: tuple[Statement, ...]) -> list[Statement]:
     """The statements whose condition asks for the rank, so that only some ranks enter them."""
-    heads = (e for e in inside if e.text.startswith(("if ", "elif ", "while ", PAST)))
-    return [e for e in heads if ON_RANK.search(unquoted(e.text))]
+    return [e for e in inside if ON_RANK.search(unquoted(e.test))]
 
 
 def unquoted(text: str) -> str:
@@ -28,21 +26,20 @@ def unquoted(text: str) -> str:
     return _STRING.sub(lambda found: found[0] if found["key"] else "", text)
 
 
-def part_on_rank(text: str) -> tuple[str, str] | None:
+def part_on_rank(head: Statement) -> tuple[str, str] | None:
     """The part of a condition that asks for the rank, and the rest; None where that is not clear.
 
-    Examples: `if step % n == 0 and rank == 0:`, `past if step % n or rank:`.
+    Examples: `if step % n == 0 and rank == 0:`, and `if step % n or rank:` before the call.
     """
-    code = text.removeprefix(PAST)
-    statement: ast.stmt | None = None
+    test: ast.expr | None = None
     with contextlib.suppress(SyntaxError, ValueError):
-        statement = ast.parse(f"{code} pass" if code.endswith(":") else code).body[0]
-    if not isinstance(statement, ast.If) or not isinstance(test := statement.test, ast.BoolOp):
+        test = ast.parse(head.test, mode="eval").body
+    past = head.kind == "past"
+    if head.kind not in ("if", "past") or not isinstance(test, ast.BoolOp):
         return None
-    past = text.startswith(PAST)
     if isinstance(test.op, ast.Or) is not past:
         return None
-    parts = [_written(code, value) for value in test.values]
+    parts = [_written(head.test, value) for value in test.values]
     ranked = [part for part in parts if ON_RANK.search(unquoted(part))]
     rest = [part for part in parts if part not in ranked]
     return (ranked[0], f" {'or' if past else 'and'} ".join(rest)) if len(ranked) == 1 else None

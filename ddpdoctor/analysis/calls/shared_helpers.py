@@ -41,7 +41,7 @@ def helpers(rank: Rank, site: CallSite | None, callers: dict[Spot, set[Spot]]) -
             break
         several = len(callers.get(_spot(here), ())) > 1
         elsewhere = caller.file != here.file and caller.function != "<module>"
-        loops = any(around.text.startswith(("for ", "while ")) for around in place.inside)
+        loops = any(around.is_loop for around in place.inside)
         if loops or on_rank(place.inside) or not (several or elsewhere or place.hands_on):
             break
         found = depth

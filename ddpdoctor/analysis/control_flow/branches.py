@@ -4,12 +4,12 @@ or in two branches of one `if`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord, lines
-from ..calls.rank_conditions import PAST, on_rank, part_on_rank, unquoted
+from ..calls.rank_conditions import on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SIZE = re.compile(
@@ -19,23 +19,20 @@ _SIZE = re.compile(
     re.IGNORECASE,
 )
 _BESIDE = re.compile(
-    r"if|elif|else|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
+    r"if|elif|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
 )
-_BRANCHES = ("if ", "elif ", "else:", "except", PAST)
-_ARMS = ("else:", "elif ", "except", PAST)
 
 
 def parts(head: Statement) -> str:
     """How a statement makes ranks diverge."""
-    if head.text.startswith(PAST):
-        return f"some ranks leave at `{opener(head)}`, before this call"
-    return f"only some ranks enter `{head.text}`"
+    if head.kind == "past":
+        return f"some ranks leave at `{head.text}`, before this call"
+    return f"only some ranks enter `{head.label}`"
 
 
 def leading(head: Statement) -> str:
     """The label of a statement that makes ranks diverge."""
-    past = head.text.startswith(PAST)
-    return "some ranks leave here" if past else "the branch around the call"
+    return "some ranks leave here" if head.kind == "past" else "the branch around the call"
 
 
 def unbranched(head: Statement, what: str) -> str:
@@ -44,15 +41,13 @@ def unbranched(head: Statement, what: str) -> str:
     Args:
         what: `call all_reduce`.
     """
-    if found := part_on_rank(head.text):
+    if found := part_on_rank(head):
         part, rest = found
-        where_to = f"{'past' if head.text.startswith(PAST) else 'under'} `if {rest}:`"
+        where_to = f"{'past' if head.kind == 'past' else 'under'} `if {rest}:`"
         return f"{what} on every rank: put it {where_to}, without `{part}`"
-    out_of = f"out of `{head.text}`"
-    if head.text.startswith(PAST):
-        out_of = f"before `{opener(head)}`"
+    out_of = f"before `{head.text}`" if head.kind == "past" else f"out of `{head.label}`"
     shared = ""
-    if head.text.startswith(("if ", "elif ", PAST)) and not on_rank((head,)):
+    if head.kind in ("if", "elif", "past") and not on_rank((head,)):
         shared = (
             ", or compute its condition from a value equal on all ranks (`all_reduce` it first)"
         )
@@ -81,26 +76,19 @@ def _wrapper(made: CallRecord) -> str:
 
 def where(head: Statement) -> str:
     """Where the ranks are that enter a statement: `` under `if rank == 0:` ``."""
-    if head.text.startswith(PAST):
-        return f"after `{opener(head)}`"
-    return f"under `{head.text}`"
+    return f"after `{head.text}`" if head.kind == "past" else f"under `{head.label}`"
 
 
 def head_of(spot: Location, head: Statement) -> Location:
     """The line of a statement, given a line inside of it."""
-    if head.text.startswith(PAST):
-        return Location(spot.file, head.opener, spot.function, opener(head))
-    if head.line == spot.line:
-        return spot
-    text = head.text.partition("  # ")[0] if head.text.startswith("else") else head.text
-    return Location(spot.file, head.line, spot.function, text)
+    line = head.opener if head.kind == "past" else head.line
+    return spot if line == spot.line else Location(spot.file, line, spot.function, head.text)
 
 
 def condition(made: CallRecord) -> tuple[Place, Statement] | None:
     """The statement around (or before) a call that only some ranks enter, as its text asks for the
     rank; None for none."""
-    places = made.site.places if made.site else ()
-    return _telling((p, head) for p in places for head in on_rank(p.inside))
+    return _telling((p, head) for p in places(made) for head in on_rank(p.inside))
 
 
 def branch(made: CallRecord) -> tuple[Place, Statement] | None:
@@ -108,11 +96,9 @@ def branch(made: CallRecord) -> tuple[Place, Statement] | None:
     that ask for the module's name or the number of ranks are the same on all."""
     return _telling(
         (place, head)
-        for place in (made.site.places if made.site else ())
+        for place in places(made)
         for head in place.inside
-        if head.text.startswith(("if ", "elif ", "else:", "except"))
-        and "__name__" not in head.text
-        and not _on_size(head.text)
+        if head.is_branch and "__name__" not in head.label and not _on_size(head)
     )
 
 
@@ -123,33 +109,46 @@ def _telling(heads: Iterable[tuple[Place, Statement]]) -> tuple[Place, Statement
     return next((h for h in found if not h[1].matched), found[0] if found else None)
 
 
-def _on_size(text: str) -> bool:
+def _on_size(head: Statement) -> bool:
     """Whether a condition depends on the number of ranks only, or on whether there are several,
     which is the same on all of them."""
-    named = (name for name in _NAME.findall(unquoted(text)) if not _BESIDE.fullmatch(name))
+    named = (
+        name
+        for name in _NAME.findall(unquoted(head.test or head.of))
+        if not _BESIDE.fullmatch(name)
+    )
     sizes = [_SIZE.fullmatch(name) is not None for name in named]
     return bool(sizes) and all(sizes)
 
 
 def finalizer(made: CallRecord) -> Location | None:
     """The line in a `__del__` that led to a call; None for none."""
-    depths = range(len(made.site.places) if made.site else 0)
-    spots = (made.location_at(depth) for depth in depths)
+    spots = map(made.location_at, range(len(places(made))))
     return next((spot for spot in spots if spot and spot.function == "__del__"), None)
+
+
+def around(rank: Rank, site: CallSite | None) -> Iterator[tuple[int, Location, Statement]]:
+    """The statements around a call, innermost first: how many callers up, the line that leads to
+    the call there, and the statement."""
+    for depth, place in enumerate(site.places if site else ()):
+        spot = rank.location(place.site)
+        for head in place.inside if spot else ():
+            if spot is not None:
+                yield depth, spot, head
+
+
+def places(made: CallRecord) -> tuple[Place, ...]:
+    return made.site.places if made.site else ()
 
 
 def is_inside(rank: Rank, site: CallSite | None, file: str, line: int) -> bool:
     """Whether a call, or a line that led to it, is inside the statement at a line of a file."""
-    return any(
-        enclosing.line == line and (at := rank.location(place.site)) and at.file == file
-        for place in (site.places if site else ())
-        for enclosing in place.inside
-    )
+    return any(head.line == line and spot.file == file for _, spot, head in around(rank, site))
 
 
 def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
     """The two branches of one statement in which two calls are; None where they are in no such."""
-    ours, theirs = (list(x.site.places) if x.site else [] for x in (m, n))
+    ours, theirs = (list(places(x)) for x in (m, n))
     if not ours or not theirs:
         return None
     while len(ours) > 1 and len(theirs) > 1 and _same_place(m, ours[-1], n, theirs[-1]):
@@ -162,22 +161,13 @@ def arms(m: CallRecord, n: CallRecord) -> tuple[Statement, Statement] | None:
     if depth == len(x) or depth == len(y):
         return None
     heads = (x[-1 - depth], y[-1 - depth])
-    two_branches = heads[0].line != heads[1].line and opener(heads[0]) == opener(heads[1])
-    return heads if two_branches and any(h.text.startswith(_ARMS) for h in heads) else None
-
-
-def opener(head: Statement) -> str:
-    """The `if` (or `try:`) to which a branch belongs; the probe records it after `else:`."""
-    if head.text.startswith(("try:", "except")):
-        return "try:"
-    if head.text.startswith(("else:", "elif ")):
-        return head.text.rpartition("  # ")[2]
-    return head.text.removeprefix(PAST)
+    two_branches = heads[0].line != heads[1].line and heads[0].opening == heads[1].opening
+    return heads if two_branches and any(h.of or h.kind == "past" for h in heads) else None
 
 
 def within(made: CallRecord, head: Statement) -> bool:
     """Whether a call, or a line that led to it, is inside of a statement."""
-    return any(head in place.inside for place in (made.site.places if made.site else ()))
+    return any(head in place.inside for place in places(made))
 
 
 def avoided(call: CallRecord, made: CallRecord) -> bool:
@@ -187,10 +177,10 @@ def avoided(call: CallRecord, made: CallRecord) -> bool:
         call: of another rank; made: the present call of the rank.
     """
     _, head = branch(call) or (None, None)
-    if head is None or within(made, head) or not head.text.startswith(("if ", "elif ")):
+    if head is None or within(made, head) or head.kind not in ("if", "elif"):
         return False
     # The outermost, as a generator expression in the branch is a function of its own.
-    inside = [place for place in (call.site.places if call.site else ()) if head in place.inside]
+    inside = [place for place in places(call) if head in place.inside]
     return passed(made, call, inside[-1])
 
 
@@ -202,32 +192,32 @@ def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> b
         made: the present call of the rank.
         inside: the line that led to `call` from which to look; its own line by default.
     """
-    if call.site is None or not call.site.places or made.step != call.step:
+    if not places(call) or made.step != call.step:
         return False
-    inside = inside or call.site.places[0]
+    inside = inside or places(call)[0]
     if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
         return False
-    first, *callers = call.site.places[call.site.places.index(inside) :]
+    first, *callers = places(call)[places(call).index(inside) :]
     if _is_below(made, call.rank, first, ()):
         return True
     for place in callers:
-        around = _around(call.rank, place)
-        if _is_below(made, call.rank, place, around):
+        heads = _around(call.rank, place)
+        if _is_below(made, call.rank, place, heads):
             return True
-        if any(head.text.startswith(_BRANCHES) for head in around):
+        if any(head.is_branch or head.kind == "past" for head in heads):
             return False  # this branch may have made them diverge
     return False
 
 
-def _is_below(made: CallRecord, rank: Rank, place: Place, around: tuple[Statement, ...]) -> bool:
-    """Whether a call is further down in the function of a place, inside of all of `around`."""
+def _is_below(made: CallRecord, rank: Rank, place: Place, heads: tuple[Statement, ...]) -> bool:
+    """Whether a call is further down in the function of a place, inside of all of `heads`."""
     spot = rank.location(place.site)
     return spot is not None and any(
         at is not None
         and (at.file, at.function) == (spot.file, spot.function)
         and at.line > spot.line
-        and all(head in there.inside for head in around)
-        for there in (made.site.places if made.site else ())
+        and all(head in there.inside for head in heads)
+        for there in places(made)
         for at in (made.rank.location(there.site),)
     )
 
@@ -241,10 +231,10 @@ def _around(rank: Rank, place: Place) -> tuple[Statement, ...]:
 
 def begins_round(made: CallRecord, other: CallRecord) -> bool:
     """Whether a call comes before another one in each round of a loop around both."""
-    for place in made.site.places if made.site else ():
-        loops = {e.line for e in place.inside if e.text.startswith(("for ", "while "))}
+    for place in places(made):
+        loops = {e.line for e in place.inside if e.is_loop}
         here = made.rank.location(place.site)
-        for later in other.site.places if other.site else ():
+        for later in places(other):
             there = other.rank.location(later.site)
             if here and there and (here.file, here.function) == (there.file, there.function):
                 both = any(e.line in loops for e in later.inside)
@@ -259,7 +249,7 @@ def _same_place(m: CallRecord, p: Place, n: CallRecord, q: Place) -> bool:
 
 def same_lines(m: CallRecord, n: CallRecord) -> bool:
     """Whether the same lines led to two calls."""
-    ours, theirs = (x.site.places if x.site else () for x in (m, n))
+    ours, theirs = places(m), places(n)
     return len(ours) == len(theirs) > 0 and all(
         _same_place(m, p, n, q) for p, q in zip(ours, theirs, strict=True)
     )
@@ -281,9 +271,9 @@ def _branched(made: CallRecord, rest: list[CallRecord]) -> int:
     """How many callers up the branch around a call is; `CALLERS` for none, where its condition is
     on the rank, and where the other ranks are known to enter the branch from other lines."""
     found = None if condition(made) else branch(made)
-    if found is None or made.site is None:
+    if found is None:
         return CALLERS
-    depth = made.site.places.index(found[0])
+    depth = places(made).index(found[0])
     spot, caller = made.location_at(depth), made.location_at(depth + 1)
     if spot is None or all(_enters(m.rank, spot.file, found[1].line, caller) for m in rest):
         return CALLERS

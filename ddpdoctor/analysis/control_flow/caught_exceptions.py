@@ -9,6 +9,7 @@ from ...events import ExceptionPassed
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
 from ..waiting.failures import LOST_PEER
+from .branches import around
 
 
 def caught(ranks: Iterable[Rank], others: Iterable[Rank], ways: Iterable[Location] = ()) -> str:
@@ -112,11 +113,9 @@ def way_out(made: CallRecord) -> ExceptionExit | None:
 
 def _heads(made: CallRecord) -> Iterator[Location]:
     """The `finally` and the handlers around a call."""
-    for place in made.site.places if made.site else ():
-        spot = made.rank.location(place.site)
-        for around in place.inside if spot else ():
-            if spot and around.text.startswith(("finally:", "except")):
-                yield Location(spot.file, around.line, spot.function, around.text)
+    for _, spot, head in around(made.rank, made.site):
+        if head.kind in ("finally", "except"):
+            yield Location(spot.file, head.line, spot.function, head.text)
 
 
 def _leads_to(out: ExceptionExit) -> bool:

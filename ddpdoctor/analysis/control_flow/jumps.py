@@ -9,7 +9,7 @@ from ...events import CALLERS, CallSite, ExceptionPassed, Place, Statement, Way
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import ON_RANK
-from .branches import opener
+from .branches import around, places
 from .caught_exceptions import handler
 from .loop_rounds import until_call
 
@@ -29,12 +29,10 @@ def loops_around(
     rank: Rank, site: CallSite | None
 ) -> Iterator[tuple[Key, Location, int, Statement]]:
     """The loops around a call, innermost first: key, head, how many callers up, and statement."""
-    for depth, place in enumerate(site.places if site else ()):
-        spot = rank.location(place.site)
-        for around in place.inside if spot else ():
-            if spot and around.text.startswith(("for ", "while ")):
-                head = Location(spot.file, around.line, spot.function, around.text)
-                yield (spot.file, around.line, spot.function), head, depth, around
+    for depth, spot, loop in around(rank, site):
+        if loop.is_loop:
+            head = Location(spot.file, loop.line, spot.function, loop.text)
+            yield (spot.file, loop.line, spot.function), head, depth, loop
 
 
 def in_same_run(rank: Rank, site: CallSite | None, still: CallRecord, loop: Key) -> bool:
@@ -62,10 +60,6 @@ def _led_by(rank: Rank, site: CallSite | None, depth: int) -> list[Location | No
     return [rank.location(place.site) for place in (site.places if site else ())[depth + 1 :]]
 
 
-def places(made: CallRecord) -> tuple[Place, ...]:
-    return made.site.places if made.site else ()
-
-
 def ways_around(made: CallRecord, ends: bool = False) -> tuple[Location, ...]:
     """The statements that can skip a call in a round of the loops around it.
 
@@ -73,11 +67,11 @@ def ways_around(made: CallRecord, ends: bool = False) -> tuple[Location, ...]:
         ends: count statements that end a loop, too.
     """
     found = []
-    for _, head, depth, around in loops_around(made.rank, made.site):
+    for _, head, depth, each in loops_around(made.rank, made.site):
         spot, place = made.location_at(depth), places(made)[depth]
         found += [
             Location(head.file, way.line, head.function, way.text)
-            for way in (*around.ways, *(around.exits if ends else ()))
+            for way in (*each.ways, *(each.exits if ends else ()))
             if spot is not None and leaves_out(way, spot.line, place)
         ]
     return tuple(found)
@@ -87,20 +81,20 @@ def ways_out(made: CallRecord, loop: Location) -> tuple[tuple[Location, ...], bo
     """The statements that skip a call in a loop, and whether any statement ends the loop."""
     key = (loop.file, loop.line, loop.function)
     inside = [
-        (depth, site, around)
+        (depth, site, each)
         for site in made.rank.of(CallSite)
-        for at, _, depth, around in loops_around(made.rank, site)
+        for at, _, depth, each in loops_around(made.rank, site)
         if at == key
     ]
     places = [site.places[depth] for depth, site, _ in inside]
     calls = [(s.line, p) for p in places if (s := made.rank.location(p.site)) is not None]
     found = {
         way.line: Location(loop.file, way.line, loop.function, way.text)
-        for _, _, around in inside
-        for way in around.ways
+        for _, _, each in inside
+        for way in each.ways
         if any(leaves_out(way, line, place) for line, place in calls)
     }
-    return tuple(found.values()), any(around.exits for _, _, around in inside)
+    return tuple(found.values()), any(each.exits for _, _, each in inside)
 
 
 def leaves_out(way: Way, line: int, place: Place) -> bool:
@@ -109,20 +103,18 @@ def leaves_out(way: Way, line: int, place: Place) -> bool:
     other_arm = any(
         arm.opener <= way.line < arm.line
         for arm in place.inside
-        if arm.opener and arm.text.startswith(("else:", "elif ")) and opener(arm).startswith("if ")
+        if arm.opener and arm.kind in ("elif", "else")
     )
     return way.first <= line <= way.last and not other_arm
 
 
 def depth_in(made: CallRecord, loop: Location) -> int | None:
     """How many callers up from a call a loop is; None where a branch in the loop leads to it."""
-    for depth, place in enumerate(places(made)):
-        spot = made.rank.location(place.site)
-        for around in place.inside:
-            if spot and (spot.file, around.line) == (loop.file, loop.line):
-                return depth
-            if around.text.startswith(("if ", "elif ", "else:", "except")):
-                return None
+    for depth, spot, head in around(made.rank, made.site):
+        if (spot.file, head.line) == (loop.file, loop.line):
+            return depth
+        if head.is_branch:
+            return None
     return None
 
 
@@ -144,14 +136,11 @@ def whole(made: CallRecord, loop: Location) -> bool:
 
 def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
     """The handlers of the innermost `try` around a call, in any function."""
-    for place in site.places if site else ():
-        spot = rank.location(place.site)
-        for around in place.inside if spot else ():
-            if spot and around.text.startswith("try:"):
-                for way in around.ways:
-                    yield Location(spot.file, way.line, spot.function, way.text)
-                if around.ways:
-                    return
+    for _, spot, head in around(rank, site):
+        if head.kind == "try" and head.ways:
+            for way in head.ways:
+                yield Location(spot.file, way.line, spot.function, way.text)
+            return
 
 
 def exits(
@@ -169,9 +158,9 @@ def exits(
     ended = {
         way.line: Location(loop.file, way.line, loop.function, way.text)
         for site in stay.rank.of(CallSite)
-        for at, _, _, around in loops_around(stay.rank, site)
+        for at, _, _, each in loops_around(stay.rank, site)
         if at == key
-        for way in around.exits
+        for way in each.exits
     }
     begin, end = line_in(leaver, last, key), line_in(stay.rank, stay.site, key)
     if begin is not None and end is not None:
@@ -196,8 +185,8 @@ def may_end(stay: CallRecord, loop: Location) -> Location | None:
     there are several."""
     key = (loop.file, loop.line, loop.function)
     within: dict[int, Location] = {}
-    for at, head, _, around in loops_around(stay.rank, stay.site):
-        ends = (Location(head.file, w.line, head.function, w.text) for w in around.exits)
+    for at, head, _, each in loops_around(stay.rank, stay.site):
+        ends = (Location(head.file, w.line, head.function, w.text) for w in each.exits)
         within.update((end.line, end) for end in ends)
         if at == key:
             only = next(iter(within.values())) if len(within) == 1 else None

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
 from ...events import LoaderSeen, OptimizerSeen, ProbeTrouble
-from ...report.findings import Check, Confidence, Evidence, Finding, Related, Severity, Steps
+from ...report.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    Related,
+    Requirement,
+    Severity,
+    Steps,
+)
 from ...run import Location, Run, some
 from .epoch_audit import Audit
 from .fault import LoaderFault
@@ -39,6 +48,15 @@ def when(words: Mapping[str, Words]) -> dict[str, str]:
     return {rule: row.when for rule, row in words.items()}
 
 
+def no_loader(run: Run) -> str | None:
+    """Why nothing is known of loaders, None where something is."""
+    if run.any(LoaderSeen):
+        return None
+    if any(t.loaders for rank in run.ranks.values() for t in rank.of(ProbeTrouble)):
+        return "the doctor failed to follow the DataLoaders"
+    return "no DataLoader was iterated"
+
+
 class LoaderCheck(Check):
     """A check of what loaders delivered.
 
@@ -47,9 +65,7 @@ class LoaderCheck(Check):
 
     family = "data"
     words: ClassVar[Mapping[str, Words]] = {}
-
-    def unobserved(self, run: Run) -> str | None:
-        return no_loader(run)
+    requires: ClassVar[tuple[Requirement, ...]] = (no_loader,)
 
     def faults(self, run: Run) -> list[LoaderFault]:
         """The faults of loaders that this check reports."""
@@ -109,15 +125,6 @@ class LoaderCheck(Check):
 def doubt(fault: LoaderFault) -> str:
     """` (all compared samples are identical)`, where what is found may be intended."""
     return f" ({fault.doubt.value})" if fault.doubt else ""
-
-
-def no_loader(run: Run) -> str | None:
-    """Why nothing is known of loaders, None where something is."""
-    if run.any(LoaderSeen):
-        return None
-    if any(t.loaders for rank in run.ranks.values() for t in rank.of(ProbeTrouble)):
-        return "the doctor failed to follow the DataLoaders"
-    return "no DataLoader was iterated"
 
 
 def use(loader: Loader) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ...events import SentBuffers, Tensor, Wrapped
 from ...run import Rank, Run
+from ...run.steps import total_steps
 from ..calls.call_logs import call_logs
 
 Buffers = tuple[Tensor, ...]
@@ -64,7 +65,7 @@ def _first(members: dict[int, tuple[Rank, Wrapped]]) -> BufferMismatch | None:
     reported = {
         n: [e for e in r.of(SentBuffers) if e.model == w.model] for n, (r, w) in members.items()
     }
-    reached = min(_steps(rank) for rank, _ in members.values())
+    reached = min(total_steps(rank) for rank, _ in members.values())
     root = min(members)
     for event in sorted((e for es in reported.values() for e in es), key=lambda e: e.forward):
         if event.total >= reached:
@@ -75,11 +76,6 @@ def _first(members: dict[int, tuple[Rank, Wrapped]]) -> BufferMismatch | None:
             rank, wrapped = members[culprits[0]]
             return BufferMismatch(wrapped.kind, root, now, event, rank)
     return None
-
-
-def _steps(rank: Rank) -> int:
-    """Optimizer steps of a rank, of all its optimizers."""
-    return max(rank.ring.step if rank.ring else 0, rank.steps)
 
 
 def _sent(wrapped: Wrapped, reported: list[SentBuffers], forward: int) -> Buffers:

@@ -158,9 +158,9 @@ def _handler(made: CallRecord) -> tuple[Place, Location] | None:
     for place in made.site.places if made.site else ():
         spot = made.rank.location(place.site)
         for around in place.inside if spot else ():
-            if spot and around.text.startswith("try:") and around.ways:
+            if spot and around.kind == "try" and around.ways:
                 way = around.ways[0]
                 return place, Location(spot.file, way.line, spot.function, way.text)
-            if not around.text.startswith(("with ", "try:")):
+            if around.kind not in ("with", "try"):
                 return None
     return None

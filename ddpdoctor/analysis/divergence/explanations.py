@@ -14,7 +14,6 @@ from ...run import Location, State, ranks_text
 from ..control_flow.branches import (
     condition,
     finalizer,
-    opener,
     parts,
     unbranched,
     unwrapped,
@@ -191,7 +190,7 @@ class Explanation:
                 )
             case Rule.OPPOSITE_BRANCHES if branch:
                 return (
-                    f"ranks take different branches of `{opener(branch[1])}`, whose collectives "
+                    f"ranks take different branches of `{branch[1].opening}`, whose collectives "
                     "differ or come in a different order"
                 )
             case Rule.BRANCH if branch:
@@ -237,7 +236,7 @@ class Explanation:
         if branch is not None and self.opposite:
             return (
                 "call the same collectives in the same order in every branch of "
-                f"`{opener(branch[1])}`, or once outside of it"
+                f"`{branch[1].opening}`, or once outside of it"
             )
         if branch is not None and op.startswith("DDP"):
             return unwrapped(branch[1], divergence.call)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from math import inf
 
 from ...events import CALLERS, CallSite, ExceptionPassed
-from ...report.findings import Evidence, Finding
+from ...report.findings import Condition, Evidence, Finding
 from ...run import Location, Rank, ranks_do, ranks_text
 from ..calls.call_logs import CallRecord
 from ..control_flow.branches import condition
@@ -474,9 +474,12 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> LoopExitKi
     return how
 
 
-def explains_shifted_schedule(mine: Finding, other: Finding) -> bool:
+def _shifted_schedule(mine: Finding, other: Finding) -> bool:
     """Whether a hyperparameter schedule differs only because `mine` tells that ranks skipped steps:
     they have the options of later batches after fewer steps."""
     ranks = mine.evidence.get(SKIPPED_BY)
     sooner = other.evidence.get(VALUES_OMITTED_ON)
-    return bool(ranks) and other.check == "hyperparameter-skew" and sooner == ranks
+    return bool(ranks) and sooner == ranks
+
+
+SHIFTED_SCHEDULE = Condition("of ranks that skipped steps", _shifted_schedule)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...report.evidence_names import STEPS_TAKEN
-from ...report.findings import Evidence, Finding, Related
+from ...report.findings import Condition, Evidence, Related
 from ...run import Location, Run, fold_ranks, ranks_do, ranks_text
 from ...run.phrases import listed, some
 from ..calls.call_logs import CallRecord
@@ -96,9 +96,10 @@ def _calls(divergence: CallDivergence) -> object:
     return calls, divergence.call.text, divergence.differs, divergence.shifted, divergence.extra
 
 
-def never_created(other: Finding) -> bool:
-    """Whether a finding of group-creation-mismatch only says that ranks never created a group."""
-    return other.check == "group-creation-mismatch" and other.rule == NEVER_CREATED
+STOPPED_RANKS = Condition(
+    "unless all ranks continued after the cause",
+    lambda mine, _: not mine.evidence.get(PASSED_BY_ALL),
+)
 
 
 def began(divergence: CallDivergence, otherwise: float) -> float:

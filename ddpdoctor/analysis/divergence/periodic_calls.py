@@ -68,5 +68,5 @@ def _loops(made: CallRecord) -> set[tuple[str, int]]:
         (spot.file, around.line)
         for place in (made.site.places if made.site else ())
         for around in place.inside
-        if (spot := made.rank.location(place.site)) and around.text.startswith(("for ", "while "))
+        if (spot := made.rank.location(place.site)) and around.is_loop
     }

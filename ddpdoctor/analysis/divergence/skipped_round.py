@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from ...events import ExceptionPassed, Statement
 from ...run import Location
 from ..calls.call_logs import CallRecord
-from ..calls.rank_conditions import PAST
-from ..control_flow.branches import condition, is_inside
+from ..control_flow.branches import condition, is_inside, places
 from ..control_flow.caught_exceptions import handler
-from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around, places
+from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around
 from ..control_flow.loop_rounds import iterations_of, skipped_in, until_call
 from ..waiting.failures import LOST_PEER
 from .divergence import CallDivergence
@@ -86,7 +85,7 @@ def _by_round(divergence: CallDivergence, key: Key, name: str) -> Statement | No
             around
             for made in divergence.calls.values()
             for around in _within(made, key)
-            if around.text.startswith("if ") and _goes_by(around.text, name)
+            if around.kind == "if" and _goes_by(around.test, name)
         ),
         None,
     )
@@ -146,12 +145,12 @@ def _in_every_round(made: CallRecord, key: Key, depth: int, ways: set[int]) -> b
 
 def _is_entered(around: Statement, ways: set[int]) -> bool:
     text = around.text
-    if text.startswith(PAST):
+    if around.kind == "past":
         return around.opener in ways
-    if text.startswith("try:"):
+    if around.kind == "try":
         return {way.line for way in around.ways} <= ways
     even = OF_MODEL.match(text) or SAME_ON_ALL.match(text)
-    return bool(even) or text.startswith(("with ", "async with "))
+    return bool(even) or around.kind == "with"
 
 
 def _comparable(divergence: CallDivergence, key: Key, loop: Location) -> bool:

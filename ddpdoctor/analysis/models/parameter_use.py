@@ -8,7 +8,8 @@ from ...events import UnusedParameters
 from ...events.model import ALWAYS_EXAMINED, examined
 from ...report.findings import Steps
 from ...run import Rank, Run
-from .wrapped_models import sets_of, skipped_of, steps_of, steps_taken, use_of, wrap_of
+from ...run.steps import recorded_total
+from .wrapped_models import sets_of, skipped_of, steps_of, use_of, wrap_of
 
 
 def first_unused(rank: Rank, model: int) -> UnusedParameters | None:
@@ -39,9 +40,9 @@ def used_all(rank: Rank, model: int, event: UnusedParameters) -> bool:
     if use is not None and use.backwards >= event.backward:
         # Every rank examines the same backwards, and this one found nothing unused in any.
         never = not use.unused and not event.by_torch
-        return never or event.backward <= ALWAYS_EXAMINED or steps_taken(rank) <= total
+        return never or event.backward <= ALWAYS_EXAMINED or recorded_total(rank) <= total
     # It never left that backward: DDP waits for other ranks only once all gradients are ready.
-    return steps_taken(rank) <= total
+    return recorded_total(rank) <= total
 
 
 def differing(run: Run, model: int) -> tuple[Rank, UnusedParameters, dict[int, set[int]]] | None:

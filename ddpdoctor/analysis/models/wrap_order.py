@@ -109,7 +109,7 @@ def _loop(rank: Rank, wrapped: Wrapped) -> Location | None:
     calls = [c for c in rank.of(CallSite) if c.line == wrapped.site >= 0]
     for place in calls[0].places if calls else ():
         spot = rank.location(place.site)
-        looped = any(e.text.startswith(("for ", "async for ")) for e in place.inside)
+        looped = any(e.kind == "for" for e in place.inside)
         if spot is not None and (looped or COMPREHENSION.search(spot.source)):
             return spot
     return None

@@ -14,7 +14,6 @@ from ...events import (
     Ownership,
     ParameterUse,
     Replica,
-    StepDone,
     UnusedParameters,
     Wrapped,
 )
@@ -96,6 +95,11 @@ def seen(run: Run, of: Callable[[Rank, Wrapped], list[E]]) -> Iterator[Seen[E]]:
         shared = ((r, of(r, w)) for r, w in each if len(members(r, w)[1]) > 1)
         if records := {rank: events for rank, events in shared if events}:
             yield Seen(run, model, records)
+
+
+def needs_ddp(run: Run) -> str | None:
+    """For checks that judge wrapped models only."""
+    return None if numbers(run) else NO_DDP
 
 
 @dataclass(frozen=True)
@@ -187,11 +191,6 @@ def steps_of(rank: Rank, model: int) -> int:
     rank's busiest optimizer if none is known to hold the model's parameters."""
     own = (o.optimizer for o in rank.of(OptimizerSeen) if model in o.models)
     return max(map(rank.steps_of, own), default=0) or rank.steps
-
-
-def steps_taken(rank: Rank) -> int:
-    """Steps of all optimizers of a rank together."""
-    return sum(e.count for e in rank.of(StepDone))
 
 
 def parts_of(wrapped: Wrapped, positions: Iterable[int]) -> list[Part]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...events import OptimizerSeen, ProbeTrouble, StepDone
-from ...report.findings import Finding, Related, Steps
+from ...report.findings import Condition, Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
 from .distances import distances
 from .replica import Member
@@ -223,6 +223,9 @@ def may_follow(effect: Finding, cause: Finding, later: int) -> bool:
         return True
     equal = cause.evidence.get(LAST_EQUAL, -1)
     return effect.steps.first >= (equal if isinstance(equal, int) else -1) + 1 + later
+
+
+IN_A_LATER_STEP = Condition("in a later step", lambda mine, other: may_follow(other, mine, later=1))
 
 
 def _size(value: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from ...report.findings import Evidence, Finding, Steps
+from ...report.merging import merged
 from ...run import fold_ranks, ranks_text
 
 Reported = tuple[tuple[int, ...], Finding]
@@ -58,16 +59,13 @@ def _one(reported: Sequence[Reported]) -> Finding:
         {"ranks": fold_ranks(members)} | ({"from_step": f.steps.first} if f.steps else {})
         for members, f in sorted(reported, key=lambda t: t[0])
     ]
-    return msgspec.structs.replace(
-        first,
-        ranks=tuple(sorted({r for f in findings for r in f.ranks})),
-        steps=_steps([f.steps for f in findings]),
-        subjects=tuple(dict.fromkeys(s for f in (first, *findings) for s in f.subjects)),
-        optimizers=tuple(sorted({n for f in findings for n in f.optimizers})),
-        summary=f"{first.summary}; likewise {ranks_text(rest)} in "
-        + ("another group" if len(others) == 1 else "other groups"),
-        evidence=first.evidence | _rank_lists(findings) | {"groups": rows},
+    elsewhere = "another group" if len(others) == 1 else "other groups"
+    one = merged(
+        (first, *findings),
+        note=f"likewise {ranks_text(rest)} in {elsewhere}",
+        evidence=_rank_lists(findings) | {"groups": rows},
     )
+    return msgspec.structs.replace(one, steps=_steps([f.steps for f in findings]))
 
 
 def _steps(every: Sequence[Steps | None]) -> Steps | None:

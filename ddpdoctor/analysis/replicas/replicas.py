@@ -14,6 +14,7 @@ from ...events import Digests, Loaded, Replica, Wrapped
 from ...events.drift import UNHELD, chosen
 from ...events.pack import unpack
 from ...report.findings import Finding
+from ...report.merging import merged
 from ...run import Run, counted, equal_ranks, odd_ones, some
 from . import evaluations
 from .evaluations import Row
@@ -114,6 +115,11 @@ Reported = tuple[Replicas, Finding]
 """A finding, and the copies that it is about."""
 
 
+def needs_copies(run: Run) -> str | None:
+    """For checks that compare copies of a model."""
+    return None if replicas(run) else NO_COPIES
+
+
 def replicas(run: Run, *, unheld: bool = False) -> list[Replicas]:
     """Every model and optimizer of which two ranks or more hold copies.
 
@@ -166,11 +172,9 @@ def each_model(
 def _joined(reported: Sequence[Reported]) -> Finding:
     """The worst finding, of these the first, with the ranks, subjects and optimizers of all."""
     findings = sorted((f for _, f in reported), key=lambda f: (f.severity.rank, f.at))
-    ranks = tuple(sorted({r for f in findings for r in f.ranks}))
-    subjects = tuple(dict.fromkeys(s for f in findings for s in f.subjects))
     numbers = {n for group, f in reported for n in (*f.optimizers, group.any.optimizer)}
     held = tuple(sorted(numbers - {UNHELD}))
-    return msgspec.structs.replace(findings[0], ranks=ranks, subjects=subjects, optimizers=held)
+    return msgspec.structs.replace(merged(findings), optimizers=held)
 
 
 def _of_models(reported: Sequence[Reported]) -> Finding:
@@ -181,12 +185,8 @@ def _of_models(reported: Sequence[Reported]) -> Finding:
     rows = [
         {"model": group.any.wrapped.kind, "tensors": some(f.subjects, 4)} for group, f in reported
     ]
-    return msgspec.structs.replace(
-        finding,
-        summary=f"{finding.summary}; the same holds for {counted(more, 'more model')} wrapped at "
-        "this line",
-        evidence=finding.evidence | {"models": rows},
-    )
+    note = f"the same holds for {counted(more, 'more model')} wrapped at this line"
+    return merged([finding], note, {"models": rows})
 
 
 def _alike(members: dict[int, Member]) -> Replicas | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ...events import Loaded
-from ...report.findings import Finding, Related
+from ...report.findings import Condition, Finding, Related
 from ...run import listed, ranks_do
 from . import divergence_window
 from .causes import Cause
@@ -148,10 +148,17 @@ def each_its_own(group: Replicas, until: float) -> bool:
     return everybody and of_some(group, "weights", until) is None
 
 
-def of_the_same(one: Finding, other: Finding) -> bool:
+def _of_the_same(one: Finding, other: Finding) -> bool:
     """Whether both findings follow from loads of the same ranks alone."""
     ranks = one.evidence.get(LOADED_ONLY_ON)
     return ranks is not None and ranks == other.evidence.get(LOADED_ONLY_ON)
+
+
+SAME_LOADS = Condition("of what the same ranks alone loaded", _of_the_same)
+OTHER_LOADS = Condition(
+    "unless both come from what the same ranks alone loaded",
+    lambda mine, other: not _of_the_same(mine, other),
+)
 
 
 def reloads(group: Replicas, what: str, after: float) -> bool:

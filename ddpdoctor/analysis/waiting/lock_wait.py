@@ -72,7 +72,6 @@ def _is_in(stand: RankSnapshot, head: Location) -> bool:
         spot = stand.rank.location(place.site)
         if spot and (spot.file, spot.function) == (head.file, head.function):
             return any(
-                around.line == head.line and around.text.startswith(("with ", "async with "))
-                for around in place.inside
+                around.line == head.line and around.kind == "with" for around in place.inside
             )
     return False

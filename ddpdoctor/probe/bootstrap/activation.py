@@ -123,18 +123,18 @@ def become_rank(rank: int, world_size: int) -> None:
 
 def _adopt() -> None:
     """Record the process groups and models made before torch was wrapped."""
-    from ..collectives import process_groups
-    from ..training import forwards
+    from ..collectives.process_groups import ProcessGroups
+    from ..training.forwards import Forwards
 
-    guarded("groups", process_groups.adopt, lost=process_groups.LOST)
-    guarded("forwards", forwards.adopt, lost=forwards.LOST)
+    guarded("groups", ProcessGroups.current.adopt, lost=ProcessGroups.lost)
+    guarded("forwards", Forwards.current.adopt, lost=Forwards.lost)
 
 
 def become_rank_by_training() -> None:
     """Start recording as the only rank if an optimizer steps before a process group exists."""
-    from ..training import optimizers
+    from ..training.optimizers import Optimizers
 
-    optimizers.at_first_step(lambda: become_rank(0, 1))
+    Optimizers.current.at_first_step(lambda: become_rank(0, 1))
 
 
 def leave(error: BaseException | None, trace: TracebackType | None) -> None:

@@ -20,6 +20,7 @@ from ...storage.call_ring import RingWriter, State
 from ..recording import threads
 from ..recording.code_locations import USER
 from ..recording.recorder import Recorder
+from ..recording.threads import Threads
 from ..source.loop_keys import LoopKey, keyed
 from ..source.passthrough import passes_through
 from ..source.statements import enclosing
@@ -380,7 +381,7 @@ class CallLog:
     def _thread_site(self) -> int:
         known: int | None = getattr(self._threads, "site", None)
         if known is None:
-            started = threads.started_at()
+            started = Threads.current.started_at()
             known = -1 if started < 0 else self._sites.get((started,))
             if known is None:
                 known = self._emit_call_site((started,), (), started)

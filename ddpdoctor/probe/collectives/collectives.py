@@ -4,7 +4,6 @@ log before it can block."""
 from __future__ import annotations
 
 import inspect
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from ..recording import hooks
 from ..recording.frames import disguise, unframe
 from ..recording.patching import refused, replace
 from ..recording.recorder import Recorder, current_recorder
-from . import call_hooks, gathered_objects, process_groups
+from ..recording.watcher import Args, Kwargs, Watcher, on
+from . import call_hooks
 from .call_log import call_log_of
-
-LOST = "collectives, and with them mismatches and hangs"
+from .gathered_objects import GatheredObjects
+from .process_groups import ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -81,71 +81,107 @@ _ABSENT = 1 << 30
 """Position of a parameter that a function does not have: no call has so many arguments."""
 
 
-class _Depth(threading.local):
+class Collectives(Watcher):
     """Whether this thread is inside a collective: object collectives call others, and only the
     outermost call is the program's."""
 
-    inside = False
+    lost = "collectives, and with them mismatches and hangs"
 
+    def __init__(self) -> None:
+        self.inside = False
 
-_depth = _Depth()
+    def install(self) -> None:
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
 
+        GatheredObjects.begin()
+        for name, kind in KINDS.items():
+            original = getattr(c10d, name, None)
+            if original is None:
+                continue
+            wrapper = self._watched(original, kind)
+            for holder in (c10d, dist):
+                if vars(holder).get(name) is original:
+                    replace(holder, name, wrapper)
+        self._watch_waits(c10d)
 
-def install() -> None:
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
+    def _watched(self, original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
+        read = _reader(original, kind)
+        part = f"calls.{kind.op}"
 
-    gathered_objects.install()
-    for name, kind in KINDS.items():
-        original = getattr(c10d, name, None)
-        if original is None:
-            continue
-        wrapper = _watched(original, kind)
-        for holder in (c10d, dist):
-            if vars(holder).get(name) is original:
-                replace(holder, name, wrapper)
-    _watch_waits(c10d)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
-
-
-def _watched(original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-    read = _reader(original, kind)
-    part = f"calls.{kind.op}"
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        recorder = None if _depth.inside else current_recorder()
-        number = failure = None
-        if recorder is not None:
-            began = time.perf_counter_ns()
-            try:
-                if not recorder.disabled(part):
-                    number = read(recorder, args, kwargs)
-            except Exception as error:
-                failure = error.with_traceback(None)
-            recorder.own_ns += time.perf_counter_ns() - began
-            _depth.inside = True
-        called = time.monotonic()
-        try:
-            result = original(*args, **kwargs)
-        except BaseException as error:
-            if recorder is not None and failure is not None and not refused(error):
-                recorder.trouble(part, failure, LOST)
-            failed(number, error)
-            unframe(error)
-            raise
-        finally:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            recorder = None if self.inside else current_recorder()
+            number = failure = None
             if recorder is not None:
-                _depth.inside = False
-        if recorder is not None and failure is not None:
-            recorder.trouble(part, failure, LOST)
-        if recorder is not None:
-            began = time.perf_counter_ns()
-            call_hooks.waited.fire(recorder, time.monotonic() - called)
-            _returned(number, result)
-            recorder.own_ns += time.perf_counter_ns() - began
-        return result
+                began = time.perf_counter_ns()
+                try:
+                    if not recorder.disabled(part):
+                        number = read(recorder, args, kwargs)
+                except Exception as error:
+                    failure = error.with_traceback(None)
+                recorder.own_ns += time.perf_counter_ns() - began
+                self.inside = True
+            called = time.monotonic()
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                if recorder is not None and failure is not None and not refused(error):
+                    recorder.trouble(part, failure, self.lost)
+                failed(number, error)
+                unframe(error)
+                raise
+            finally:
+                if recorder is not None:
+                    self.inside = False
+            if recorder is not None and failure is not None:
+                recorder.trouble(part, failure, self.lost)
+            if recorder is not None:
+                began = time.perf_counter_ns()
+                call_hooks.waited.fire(recorder, time.monotonic() - called)
+                _returned(number, result)
+                recorder.own_ns += time.perf_counter_ns() - began
+            return result
 
-    return disguise(wrapper, original)
+        return disguise(wrapper, original)
+
+    def _waited_for(self, work: Any) -> int | None:
+        """The number in the ring of the call that a `Work` belongs to; None if unknown, or inside
+        of a synchronous collective, which waits itself."""
+        recorder = current_recorder()
+        if recorder is None or self.inside:
+            return None
+        try:
+            log = call_log_of(recorder)
+            return log.number_of(work) if log else None
+        except Exception as error:
+            recorder.trouble("calls.wait", error, self.lost)
+            return None
+
+    def _watch_waits(self, c10d: Any) -> None:
+        original = c10d.Work.wait
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            number = self._waited_for(work)
+            mark(number, State.WAITING)
+            began = time.monotonic()
+            try:
+                result = original(work, *args, **kwargs)
+            except BaseException as error:
+                failed(number, error)
+                unframe(error)
+                raise
+            mark(number, State.DONE)
+            recorder = current_recorder()
+            if number is not None and recorder is not None:
+                call_hooks.waited.fire(recorder, time.monotonic() - began)
+            return result
+
+        replace(c10d.Work, "wait", disguise(wait, original))
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        if log := recorder.call_log or call_log_of(recorder):
+            log.flush()
 
 
 def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | None]:
@@ -166,13 +202,13 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
     root_at, group_root_at = place(kind.root), place("group_" + kind.root)
     object_at = place(kind.gathered)
 
-    def read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def read(recorder: Recorder, args: Args, kwargs: Kwargs) -> int | None:
         given = len(args)
         group = args[group_at] if group_at < given else kwargs.get("group")
         messages = _batched(args, kwargs) if kind.op == BATCH else ()
         if messages:
             group = messages[0].group
-        number = 0 if group is None else process_groups.number_of(group)
+        number = 0 if group is None else ProcessGroups.current.number_of(group)
         tensor = None
         if kind.tensor:
             tensor = args[tensor_at] if tensor_at < given else kwargs.get(kind.tensor)
@@ -192,11 +228,11 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         call = call_hooks.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers)
         call_hooks.called.fire(recorder, call)
         log = call_log_of(recorder)
-        if number < 0 or log is None or not process_groups.exist():
+        if number < 0 or log is None or not ProcessGroups.current.exist():
             return None  # not a member, or no group at all: torch raises or warns itself
         site = log.here()
         if kind.gathered:
-            gathered_objects.record_object(
+            GatheredObjects.current.record_object(
                 recorder, site, args[object_at] if object_at < given else kwargs["obj"]
             )
         if messages:
@@ -208,7 +244,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
     return read
 
 
-def _batched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _batched(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """The `P2POp`s of `batch_isend_irecv`."""
     given = args[0] if args else kwargs.get("p2p_op_list")
     return tuple(given) if isinstance(given, (list, tuple)) else ()
@@ -249,7 +285,7 @@ def mark(number: int | None, state: State) -> None:
         if log := call_log_of(recorder):
             log.ring.mark(number, state)
     except Exception as error:
-        recorder.trouble("calls.mark", error, LOST)
+        recorder.trouble("calls.mark", error, Collectives.lost)
 
 
 def failed(number: int | None, error: BaseException) -> None:
@@ -276,45 +312,4 @@ def _returned(number: int | None, result: Any) -> None:
         else:
             log.ring.mark(number, State.DONE)
     except Exception as error:
-        recorder.trouble("calls.returned", error, LOST)
-
-
-def _waited_for(work: Any) -> int | None:
-    """The number in the ring of the call that a `Work` belongs to; None if unknown, or inside of a
-    synchronous collective, which waits itself."""
-    recorder = current_recorder()
-    if recorder is None or _depth.inside:
-        return None
-    try:
-        log = call_log_of(recorder)
-        return log.number_of(work) if log else None
-    except Exception as error:
-        recorder.trouble("calls.wait", error, LOST)
-        return None
-
-
-def _watch_waits(c10d: Any) -> None:
-    original = c10d.Work.wait
-
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        number = _waited_for(self)
-        mark(number, State.WAITING)
-        began = time.monotonic()
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException as error:
-            failed(number, error)
-            unframe(error)
-            raise
-        mark(number, State.DONE)
-        recorder = current_recorder()
-        if number is not None and recorder is not None:
-            call_hooks.waited.fire(recorder, time.monotonic() - began)
-        return result
-
-    replace(c10d.Work, "wait", disguise(wait, original))
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    if log := recorder.call_log or call_log_of(recorder):
-        log.flush()
+        recorder.trouble("calls.returned", error, Collectives.lost)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...events import ObjectsGathered
 from ..recording.recorder import Recorder
+from ..recording.watcher import Watcher
 
 VISITED = 4096
 """Parts of one object that are counted; objects with more count as `ENDLESS`."""
@@ -21,24 +22,23 @@ ENDLESS = 1 << 40
 _TABLES = (dict, OrderedDict, defaultdict, Counter)
 _ROWS = (list, set, frozenset, deque)
 
-_recorded: dict[int, int] = {}
-"""The size recorded last, by call site."""
 
+class GatheredObjects(Watcher):
+    lost = "the size of gathered objects"
 
-def install() -> None:
-    _recorded.clear()
+    def __init__(self) -> None:
+        self._recorded: dict[int, int] = {}  # the largest size so far, by call site
 
+    def record_object(self, recorder: Recorder, place: int, value: Any) -> None:
+        """Record the size of an object that is gathered at a call site, if it exceeds those before.
 
-def record_object(recorder: Recorder, place: int, value: Any) -> None:
-    """Record the size of an object that is gathered at a call site, if it exceeds those before.
-
-    Rounded up (to 2**n - 1), so that lengths that vary are recorded a few times only.
-    """
-    found = entries(value)
-    if place >= 0 and found > _recorded.get(place, -1):
-        _recorded[place] = found = (1 << found.bit_length()) - 1
-        event = ObjectsGathered(at=time.monotonic(), call_site=place, entries=found)
-        recorder.emit(event, vital=True)
+        Rounded up (to 2**n - 1), so that lengths that vary are recorded a few times only.
+        """
+        found = entries(value)
+        if place >= 0 and found > self._recorded.get(place, -1):
+            self._recorded[place] = found = (1 << found.bit_length()) - 1
+            event = ObjectsGathered(at=time.monotonic(), call_site=place, entries=found)
+            recorder.emit(event, vital=True)
 
 
 def entries(value: Any) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ...events import CALLERS, GroupDestroyed, GroupReady, InitEntered
@@ -17,16 +17,15 @@ from ..recording.environment import (
     number_in_environment,
 )
 from ..recording.frames import disguise, unframe
-from ..recording.patching import around, replace
+from ..recording.patching import replace
 from ..recording.recorder import Recorder, write_probe_error
 from ..recording.torch_compat import group_name, group_ranks, live_groups
+from ..recording.watcher import Activate, Args, Error, Kwargs, Watcher
 from ..source.source_text import lines_that_set
 from ..source.statements import early_exits_before
 
-LOST = "process groups"
 
-
-class _Groups:
+class ProcessGroups(Watcher):
     """The groups of this process.
 
     Attributes:
@@ -35,95 +34,163 @@ class _Groups:
         created: how many groups were created, also those that this rank is not in.
     """
 
+    lost = "process groups"
+
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
         self.others: dict[int, frozenset[int]] = {}
         self.created = 0
 
+    def number_of(self, group: Any) -> int:
+        """The doctor's number of a group; 0 for the default group (also for None), -1 if
+        unknown."""
+        if group is None:
+            return 0
+        return self.numbers.get(group_name(group), -1)
 
-_groups = _Groups()
+    def other_members(self, group: int) -> frozenset[int]:
+        """Global ranks of the other members of a group, by its number; empty if unknown."""
+        return self.others.get(group, frozenset())
+
+    def exist(self) -> bool:
+        """Whether the default group exists."""
+        return self.created > 0
+
+    def install(self) -> None:
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        self.around(self.holders(), "new_group", before=self._new_entered, after=self._new_ready)
+        self.around(self.holders(), "split_group", after=self._split_ready)
+        self.around(
+            (c10d, dist), "destroy_process_group", before=self._destroying, after=self._destroyed
+        )
+
+    def holders(self) -> tuple[Any, ...]:
+        """The modules that have copies of the functions that create groups; `device_mesh` is
+        one."""
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        with contextlib.suppress(ImportError):
+            import torch.distributed.device_mesh as device_mesh
+
+            return c10d, dist, device_mesh
+        return c10d, dist
+
+    def activate_with(self, activate: Activate) -> None:
+        """Have `init_process_group` call `activate(rank, world_size, init_method)` before it can
+        block.
+
+        Outside of `around`, whose hooks are not called before this process is a rank.
+        """
+        import torch.distributed.distributed_c10d as c10d
+
+        self.around(
+            self.holders(),
+            "init_process_group",
+            before=_init_entered,
+            after=self._init_ready,
+        )
+        watched = c10d.init_process_group
+
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            try:
+                given = _init_arguments(args, kwargs)
+                activate(given["rank"], given["world_size"], given["init_method"])
+            except Exception as error:  # training goes on, unobserved
+                write_probe_error(error)
+            try:
+                return watched(*args, **kwargs)
+            except BaseException as error:
+                unframe(error)
+                raise
+
+        disguise(init_process_group, watched)
+        for holder in self.holders():
+            replace(holder, "init_process_group", init_process_group)
+
+    def adopt(self, recorder: Recorder) -> None:
+        """Record the groups that were created before torch was wrapped."""
+        import torch.distributed as dist
+
+        if self.created or not dist.is_available() or not dist.is_initialized():
+            return
+        groups = dict(live_groups())
+        self._emit_ready(recorder, groups.pop("", dist.group.WORLD))
+        for group in groups.values():
+            self._emit_ready(recorder, group)
+
+    def _init_ready(self, recorder: Recorder, _: Any, result: Any, error: Error) -> None:
+        if error is None:
+            import torch.distributed as dist
+
+            self._emit_ready(recorder, dist.group.WORLD)
+
+    def _new_entered(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        return (
+            asked_for(args, kwargs),
+            bool(kwargs.get("use_local_synchronization", False)),
+            str(kwargs.get("group_desc") or ""),
+        )
+
+    def _new_ready(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if error is None:
+            ranks, local, description = token
+            self._emit_ready(recorder, result, ranks, local, description)
+
+    def _split_ready(self, recorder: Recorder, _: Any, result: Any, error: Error) -> None:
+        if error is None and result is not None:
+            self._emit_ready(recorder, result)
+
+    def _emit_ready(
+        self,
+        recorder: Recorder,
+        group: Any,
+        ranks: tuple[int, ...] | None = None,
+        local: bool = False,
+        description: str = "",
+    ) -> None:
+        import torch.distributed as dist
+
+        member = isinstance(group, dist.ProcessGroup)
+        number, self.created = self.created, self.created + 1
+        name = group_name(group) if member else ""
+        if member:
+            self.numbers[name] = number
+            ranks = group_ranks(group)
+            self.others[number] = frozenset(ranks) - {dist.get_rank()}
+        recorder.emit(
+            GroupReady(
+                at=time.monotonic(),
+                group=number,
+                name=name,
+                backend=_backend(group) if member else "",
+                ranks=ranks or (),
+                member=member,
+                site=recorder.site(),
+                local_synchronization=local,
+                description=description,
+            )
+        )
+
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[str, float]:
+        import torch.distributed as dist
+
+        group = args[0] if args else kwargs.get("group")
+        everything = group is None or group is dist.group.WORLD
+        return "" if everything else group_name(group), time.monotonic()
+
+    def _destroyed(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if error is None:
+            name, began = token
+            recorder.emit(GroupDestroyed(at=began, name=name, site=recorder.site()))
+            if not name:
+                self.numbers.clear()
+                self.created = 0
 
 
-def number_of(group: Any) -> int:
-    """The doctor's number of a group; 0 for the default group (also for None), -1 if unknown."""
-    if group is None:
-        return 0
-    return _groups.numbers.get(group_name(group), -1)
-
-
-def other_members(group: int) -> frozenset[int]:
-    """Global ranks of the other members of a group, by its number; empty if unknown."""
-    return _groups.others.get(group, frozenset())
-
-
-def exist() -> bool:
-    """Whether the default group exists."""
-    return _groups.created > 0
-
-
-def install() -> None:
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
-    _groups.numbers.clear()
-    _groups.created = 0
-    around(holders(), "new_group", before=_new_entered, after=_new_ready, lost=LOST)
-    around(holders(), "split_group", after=_split_ready, lost=LOST)
-    around((c10d, dist), "destroy_process_group", before=_destroying, after=_destroyed, lost=LOST)
-
-
-def holders() -> tuple[Any, ...]:
-    """The modules that have copies of the functions that create groups; `device_mesh` is one."""
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
-    with contextlib.suppress(ImportError):
-        import torch.distributed.device_mesh as device_mesh
-
-        return c10d, dist, device_mesh
-    return c10d, dist
-
-
-def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
-    """Have `init_process_group` call `activate(rank, world_size, init_method)` before it can block.
-
-    Outside of `around`, whose hooks are not called before this process is a rank.
-    """
-    import torch.distributed.distributed_c10d as c10d
-
-    around(holders(), "init_process_group", before=_init_entered, after=_init_ready, lost=LOST)
-    watched = c10d.init_process_group
-
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = _init_arguments(args, kwargs)
-            activate(given["rank"], given["world_size"], given["init_method"])
-        except Exception as error:  # training goes on, unobserved
-            write_probe_error(error)
-        try:
-            return watched(*args, **kwargs)
-        except BaseException as error:
-            unframe(error)
-            raise
-
-    disguise(init_process_group, watched)
-    for holder in holders():
-        replace(holder, "init_process_group", init_process_group)
-
-
-def adopt(recorder: Recorder) -> None:
-    """Record the groups that were created before torch was wrapped."""
-    import torch.distributed as dist
-
-    if _groups.created or not dist.is_available() or not dist.is_initialized():
-        return
-    groups = dict(live_groups())
-    _emit_ready(recorder, groups.pop("", dist.group.WORLD))
-    for group in groups.values():
-        _emit_ready(recorder, group)
-
-
-def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _init_arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
     names = ("backend", "init_method", "timeout", "world_size", "rank", "store")
     given: dict[str, Any] = {
         "backend": None,
@@ -139,7 +206,7 @@ def _init_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return given
 
 
-def _init_entered(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _init_entered(recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
     given = _init_arguments(args, kwargs)
     timeout = given["timeout"]
     recorder.emit(
@@ -206,68 +273,11 @@ def _changed_environment() -> dict[str, str]:
     return {name: value for name, value in now.items() if before.get(name) != value}
 
 
-def _init_ready(recorder: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
-    if error is None:
-        import torch.distributed as dist
-
-        _emit_ready(recorder, dist.group.WORLD)
-
-
-def asked_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+def asked_for(args: Args, kwargs: Kwargs) -> tuple[int, ...] | None:
     """The ranks passed to `new_group`; None for all, and for an iterator, which must not be
     consumed."""
     ranks = args[0] if args else kwargs.get("ranks")
     return None if ranks is None or isinstance(ranks, Iterator) else tuple(ranks)
-
-
-def _new_entered(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (
-        asked_for(args, kwargs),
-        bool(kwargs.get("use_local_synchronization", False)),
-        str(kwargs.get("group_desc") or ""),
-    )
-
-
-def _new_ready(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if error is None:
-        ranks, local, description = token
-        _emit_ready(recorder, result, ranks, local, description)
-
-
-def _split_ready(recorder: Recorder, _: Any, result: Any, error: BaseException | None) -> None:
-    if error is None and result is not None:
-        _emit_ready(recorder, result)
-
-
-def _emit_ready(
-    recorder: Recorder,
-    group: Any,
-    ranks: tuple[int, ...] | None = None,
-    local: bool = False,
-    description: str = "",
-) -> None:
-    import torch.distributed as dist
-
-    member = isinstance(group, dist.ProcessGroup)
-    number, _groups.created = _groups.created, _groups.created + 1
-    name = group_name(group) if member else ""
-    if member:
-        _groups.numbers[name] = number
-        ranks = group_ranks(group)
-        _groups.others[number] = frozenset(ranks) - {dist.get_rank()}
-    recorder.emit(
-        GroupReady(
-            at=time.monotonic(),
-            group=number,
-            name=name,
-            backend=_backend(group) if member else "",
-            ranks=ranks or (),
-            member=member,
-            site=recorder.site(),
-            local_synchronization=local,
-            description=description,
-        )
-    )
 
 
 def _backend(group: Any) -> str:
@@ -280,22 +290,3 @@ def _backend(group: Any) -> str:
         return name
     pairs = [p.partition(":") for p in str(dist.get_backend_config(group)).split(",")]
     return next((b for device, _, b in pairs if device != "cpu"), pairs[0][2]) or name
-
-
-def _destroying(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, float]:
-    import torch.distributed as dist
-
-    group = args[0] if args else kwargs.get("group")
-    everything = group is None or group is dist.group.WORLD
-    return "" if everything else group_name(group), time.monotonic()
-
-
-def _destroyed(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if error is None:
-        name, began = token
-        recorder.emit(GroupDestroyed(at=began, name=name, site=recorder.site()))
-        if not name:
-            _groups.numbers.clear()
-            _groups.created = 0

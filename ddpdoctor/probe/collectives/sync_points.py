@@ -7,62 +7,49 @@ import time
 from typing import Any
 
 from ..recording import torch_compat
-from ..recording.patching import around
 from ..recording.recorder import Recorder
-
-LOST = "in which order ranks touched files"
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 
 DEFAULT = "default"
 
 
-class _SyncPoints:
+class SyncPoints(Watcher):
     """Counts by group.
 
     Attributes:
-        marks: the last count of each group; those of destroyed groups stay.
+        _marks: the last count of each group; those of destroyed groups stay.
         generation: how often the default group was destroyed: names of groups are used again.
-        stored_at: when a wait for a key of a store last returned.
+        stored_at: when a wait for a key of a store last returned; 0 for never.
     """
 
+    lost = "in which order ranks touched files"
+
     def __init__(self) -> None:
-        self.marks: dict[str, int] = {}
+        self._marks: dict[str, int] = {}
         self.generation = 0
         self.stored_at = 0.0
 
+    def install(self) -> None:
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
 
-_sync_points = _SyncPoints()
+        self.around((c10d, dist), "destroy_process_group", before=self._leaving)
+        for name in ("wait", "get", "multi_get"):  # these block until a rank has set the key
+            self.around(dist.Store, name, after=self._stored)  # type: ignore[attr-defined]
 
+    def _stored(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if error is None:
+            self.stored_at = time.monotonic()
 
-def install() -> None:
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
+    def marks(self) -> dict[str, int]:
+        """Collectives issued so far, by group: `<generation>.<name>`."""
+        for name, group in torch_compat.live_groups():
+            number = torch_compat.sequence_number(group)
+            if number >= 0:
+                self._marks[f"{self.generation}.{name or DEFAULT}"] = number
+        return dict(self._marks)
 
-    _sync_points.__init__()  # type: ignore[misc]
-    around((c10d, dist), "destroy_process_group", before=_leaving, lost=LOST)
-    for name in ("wait", "get", "multi_get"):  # these block until a rank has set the key
-        around(dist.Store, name, after=_stored, lost=LOST)  # type: ignore[attr-defined]
-
-
-def stored_at() -> float:
-    """When this process last returned from waiting for a key of a store; 0 for never."""
-    return _sync_points.stored_at
-
-
-def _stored(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if error is None:
-        _sync_points.stored_at = time.monotonic()
-
-
-def marks() -> dict[str, int]:
-    """Collectives issued so far, by group: `<generation>.<name>`."""
-    for name, group in torch_compat.live_groups():
-        number = torch_compat.sequence_number(group)
-        if number >= 0:
-            _sync_points.marks[f"{_sync_points.generation}.{name or DEFAULT}"] = number
-    return dict(_sync_points.marks)
-
-
-def _leaving(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    marks()
-    if not args and not kwargs:
-        _sync_points.generation += 1
+    def _leaving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self.marks()
+        if not args and not kwargs:
+            self.generation += 1

@@ -4,25 +4,30 @@ collectives too, with no line of the user's code on its stack."""
 from __future__ import annotations
 
 import threading
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from .patching import around
 from .recorder import Recorder
-
-LOST = "which line started a thread"
-
-_started: WeakKeyDictionary[threading.Thread, int] = WeakKeyDictionary()
+from .watcher import Args, Kwargs, Watcher
 
 
-def install() -> None:
-    _started.clear()
-    around(threading.Thread, "start", before=_starting, lost=LOST)
+class Threads(Watcher):
+    lost = "which line started a thread"
 
+    def __init__(self) -> None:
+        self._started: WeakKeyDictionary[threading.Thread, int] = WeakKeyDictionary()
 
-def _starting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    here = recorder.sites.here()
-    _started[args[0]] = here if here >= 0 else started_at()
+    def install(self) -> None:
+        self.around(threading.Thread, "start", before=self._starting)
+
+    def _starting(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        here = recorder.sites.here()
+        self._started[args[0]] = here if here >= 0 else self.started_at()
+
+    def started_at(self) -> int:
+        """The site of the user's line that started this thread, or the thread that started this
+        one; -1 if unknown."""
+        own = current()
+        return -1 if own is None else self._started.get(own, -1)
 
 
 def current() -> threading.Thread | None:
@@ -32,10 +37,3 @@ def current() -> threading.Thread | None:
     found = next((t for t in threading.enumerate() if t.ident == own), None)
     foreign = isinstance(found, threading._DummyThread)
     return None if foreign or found is threading.main_thread() else found
-
-
-def started_at() -> int:
-    """The site of the user's line that started this thread, or the thread that started this one;
-    -1 if unknown."""
-    own = current()
-    return -1 if own is None else _started.get(own, -1)

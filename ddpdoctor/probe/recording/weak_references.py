@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 from .patching import replace
-
-LOST = "nothing, but tensors that the probe knows cannot be swapped"
+from .watcher import Watcher
 
 
 class Reference(weakref.ref[Any]):
@@ -80,8 +79,11 @@ class _WeakrefModule:
         return [one for one in weakref.getweakrefs(of) if type(one) is not Reference]
 
 
-def install() -> None:
-    import torch.utils
+class ScriptedReferences(Watcher):
+    lost = "nothing, but tensors that the probe knows cannot be swapped"
 
-    if vars(torch.utils).get("weakref") is weakref:
-        replace(torch.utils, "weakref", _WeakrefModule())
+    def install(self) -> None:
+        import torch.utils
+
+        if vars(torch.utils).get("weakref") is weakref:
+            replace(torch.utils, "weakref", _WeakrefModule())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import linecache
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from types import CodeType
 from typing import Any, TypeVar
@@ -26,22 +27,40 @@ class Source:
 
     Attributes:
         tree: the whole module.
+        lines: its text.
         assignments: how often each name is assigned.
         defined: functions and methods by name.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, lines: list[str]) -> None:
         self.tree = tree
+        self.lines = lines
         self._functions: dict[tuple[str, int], ast.AST | None] = {}
         self._parts: dict[ast.AST, list[ast.AST]] = {}
-        self._found: dict[Callable[[Source], Any], Any] = {}
+        self._found: dict[tuple[Any, ...], Any] = {}
 
-    def once(self, find: Callable[[Source], T]) -> T:
-        """The result of `find(self)`, computed once per file."""
-        if find not in self._found:
-            self._found[find] = find(self)
-        found: T = self._found[find]
+    def once(self, find: Callable[..., T], *of: ast.AST) -> T:
+        """The result of `find(self, *of)`, computed once per file."""
+        key = find, *of
+        if key not in self._found:
+            self._found[key] = find(self, *of)
+        found: T = self._found[key]
         return found
+
+    def written(self, node: ast.expr) -> str:
+        """An expression as written, on one line."""
+        lines = [text.encode() for text in self.lines[node.lineno - 1 : node.end_lineno]]
+        lines[-1] = lines[-1][: node.end_col_offset]
+        lines[0] = lines[0][node.col_offset :]
+        return " ".join(b"".join(lines).decode(errors="replace").split())
+
+    def keyword_line(self, keyword: str, block: list[ast.stmt]) -> int:
+        """The line of the `else` or `finally` before a block, which no node of the tree has; 0 for
+        an empty block."""
+        line = block[0].lineno if block else 0
+        while line and not self.lines[line - 1].lstrip().startswith(keyword):
+            line -= 1
+        return line
 
     def parts(self, node: ast.AST) -> list[ast.AST]:
         """`ast.walk` of a node of the file, computed once per node."""
@@ -74,6 +93,11 @@ class Source:
         for node in found:
             found += [child for child in ast.iter_child_nodes(node) if covers_line(child, line)]
         return found
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The node that each node is a child of."""
+        return {c: node for node in self.nodes for c in ast.iter_child_nodes(node)}
 
     def function(self, code: CodeType) -> ast.AST | None:
         """The definition that a code object was compiled from; the tree for a module's code; None
@@ -130,6 +154,66 @@ class Assignments:
         }
 
 
+def called_name(call: ast.Call) -> str:
+    """The last name of what is called: `save` in `torch.save(x)`."""
+    return last_name(call.func)
+
+
+def last_name(node: ast.AST) -> str:
+    """The last part of a dotted name: `c` in `a.b.c`; empty for any other expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_call_of(call: ast.Call, called: CodeType | None) -> bool:
+    """Whether a call is one of a function of the user's by its name; of one of `torch.distributed`
+    for None."""
+    name = called_name(call)
+    return (
+        name in vars(sys.modules["torch.distributed"])
+        if called is None
+        else (name == called.co_name)
+    )
+
+
+def given(call: ast.Call, *, but: Collection[str] = ()) -> list[ast.expr]:
+    """The arguments of a call, without those of some names."""
+    return [*call.args, *(k.value for k in call.keywords if k.arg not in but)]
+
+
+def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes in the body of a function, without those of functions and classes defined in it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (Function, Defined)):
+            yield child
+            yield from own_nodes(child)
+
+
+def without_gradients(node: ast.AST) -> bool:
+    """Whether a node is `with torch.no_grad():` or the like."""
+    items = node.items if isinstance(node, ast.With) else ()
+    return any("no_grad" in (t := ast.unparse(i)) or "inference_mode" in t for i in items)
+
+
+def other_arm(function: ast.AST, line: int, other: int) -> bool:
+    """Whether two lines of a function are in two arms of one `if`."""
+    for choice in own_nodes(function):
+        if isinstance(choice, ast.If) and choice.orelse:
+            begin, end = choice.orelse[0].lineno, choice.end_lineno or 0
+            if choice.lineno <= min(line, other) < begin <= max(line, other) <= end:
+                return True
+    return False
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as written; empty for any other expression."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return last_name(node)
+
+
 def covers_line(node: ast.AST, line: int) -> bool:
     """Whether a node spans a line. True for nodes without a position, such as `ast.arguments`."""
     return _first_line(node, line) <= line <= (getattr(node, "end_lineno", None) or line)
@@ -144,6 +228,18 @@ def _first_line(node: ast.AST, unknown: int = 0) -> int:
 
 
 _known: dict[str, tuple[list[str], Source | None]] = {}
+
+
+def function_of(code: CodeType) -> ast.AST | None:
+    """The definition that a code object was compiled from; the whole file for a module's code."""
+    source = source_of(code.co_filename)
+    return source.function(code) if source is not None else None
+
+
+def parts_of(code: CodeType) -> list[ast.AST]:
+    """All nodes of the definition that a code object was compiled from; empty without source."""
+    source, node = source_of(code.co_filename), function_of(code)
+    return source.parts(node) if source is not None and node is not None else []
 
 
 def source_of(file: str) -> Source | None:
@@ -165,6 +261,6 @@ def _parsed(lines: list[str]) -> Source | None:
     if len(lines) > LINES_LIMIT:
         return None
     try:
-        return Source(ast.parse("".join(lines)))
+        return Source(ast.parse("".join(lines)), lines)
     except (SyntaxError, ValueError, RecursionError):
         return None

@@ -6,11 +6,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from ..recording.code_locations import classify
 from ..recording.frames import variables
+from .call_resolver import Bound, Scope, attribute
 
 MOST = 200
 """Functions that are followed, at most: bounds the time in a step."""
@@ -42,27 +44,25 @@ _CALLED = re.compile(r"\b([A-Za-z_]\w*(?:\.\w+)*)\(")
 def called_in(frame: FrameType, text: str) -> set[CodeType]:
     """The code of all functions of the program that some lines (`text`) of a running function call,
     directly or not."""
-    known = {**frame.f_globals, **variables(frame)}
-    found = [f for path in set(_CALLED.findall(text)) if (f := _resolved(path, known)) is not None]
-    begun = [(function, owner) for function, owner in found if _is_users(function)]
+    scope = Scope(variables(frame), frame.f_globals)
+    found = (_resolved(path, scope) for path in set(_CALLED.findall(text)))
+    begun = [it for it in found if it is not None and _is_users(it[0])]
     return {function.__code__ for function, _ in begun} | called_by(begun)
 
 
-def _resolved(path: str, known: dict[str, Any]) -> tuple[FunctionType, type] | None:
+def _resolved(path: str, scope: Scope) -> tuple[FunctionType, type] | None:
     """The function that a dotted name stands for, with the class it is a method of; for a module,
     its forward. None if it is something else."""
     first, *rest = path.split(".")
-    value = owner = known.get(first)
-    for name in rest:
-        owner = value
-        inside = inspect.getattr_static(value, "_modules", None)
-        parts = inside if isinstance(inside, dict) else {}
-        value = parts.get(name, inspect.getattr_static(value, name, None))
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
-        value = value.__func__
-    if not isinstance(value, (FunctionType, type)):
-        owner, value = value, getattr(type(value), "forward", None)
-    return (value, type(owner)) if isinstance(value, FunctionType) else None
+    found = reduce(attribute, rest, scope.get(first))
+    if isinstance(found, Bound):
+        return found.function, type(found.owner)
+    if isinstance(found, (staticmethod, classmethod, MethodType)):
+        found = found.__func__
+    if isinstance(found, FunctionType):
+        return found, FunctionType
+    forward = getattr(type(found), "forward", None)
+    return (forward, type(found)) if isinstance(forward, FunctionType) else None
 
 
 def _is_users(function: FunctionType) -> bool:

@@ -15,8 +15,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ..recording.frames import variables
+from .ast_cache import function_of, given, other_arm, own_nodes, parts_of, without_gradients
 from .dead_branches import never_runs
-from .source_text import function_of, parts_of
 
 FRAMES = 12
 """Frames of the user's that are searched, innermost first."""
@@ -74,16 +74,25 @@ def call_in_frames(
 
     Methods of the wanted object itself are skipped: the line that called these is the answer.
     """
+    for user, scope in _searched(
+        frame, lambda f: is_user(f.f_code) and not wanted(first_argument(f))
+    ):
+        found = _call_in(user.f_code, scope, is_user, wanted, user.f_lineno, DEPTH)
+        if found is not None:
+            return found
+    return None
+
+
+def _searched(
+    frame: FrameType | None, is_searched: Callable[[FrameType], bool]
+) -> Iterator[tuple[FrameType, Scope]]:
+    """The first `FRAMES` running frames to search, innermost first, with their names."""
     seen = 0
     while frame is not None and seen < FRAMES:
-        if is_user(frame.f_code) and not wanted(first_argument(frame)):
+        if is_searched(frame):
             seen += 1
-            scope = Scope(variables(frame), frame.f_globals)
-            found = _call_in(frame.f_code, scope, is_user, wanted, frame.f_lineno, DEPTH)
-            if found is not None:
-                return found
+            yield frame, Scope(variables(frame), frame.f_globals)
         frame = frame.f_back
-    return None
 
 
 def setting_in_frames(
@@ -120,7 +129,7 @@ def setting_in_frames(
     if found is None or node is None:
         return found
     others = (other.line for other in settings if other.code is found.code)
-    return None if any(_other_arm(node, line, found.line) for line in others) else found
+    return None if any(other_arm(node, line, found.line) for line in others) else found
 
 
 def item_set_in_frames(
@@ -165,13 +174,8 @@ def _settings_in_frames(
     wanted: Sets,
     value: bool | None = None,
 ) -> Iterator[Found]:
-    seen = 0
-    while frame is not None and seen < FRAMES:
-        if is_user(frame.f_code):
-            seen += 1
-            scope = Scope(variables(frame), frame.f_globals)
-            yield from _settings(frame.f_code, scope, is_user, wanted, value, frame.f_lineno, 2)
-        frame = frame.f_back
+    for user, scope in _searched(frame, lambda f: is_user(f.f_code)):
+        yield from _settings(user.f_code, scope, is_user, wanted, value, user.f_lineno, 2)
 
 
 def _settings(
@@ -202,15 +206,14 @@ def _settings(
 
 # Whether a call has the constant `value` among its arguments.
 def _passes_value(call: ast.Call, value: bool | None) -> bool:
-    given = [*call.args, *(k.value for k in call.keywords)]
     return value is not None and any(
-        isinstance(a, ast.Constant) and a.value is value for a in given
+        isinstance(a, ast.Constant) and a.value is value for a in given(call)
     )
 
 
 def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
     if isinstance(node, ast.Assign):
-        target, given = node.targets[0], node.value
+        target, new = node.targets[0], node.value
         if not isinstance(target, ast.Attribute) or target.attr != name:
             return False
         owner = target.value
@@ -218,10 +221,10 @@ def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
         if node.func.attr != f"{name}_":
             return False
         owner = node.func.value
-        given = next(iter([*node.args, *(k.value for k in node.keywords)]), ast.Constant(True))
+        new = next(iter(given(node)), ast.Constant(True))
     else:
         return False
-    return not _is_input(owner, scope) and (value is None or _resolve(given, scope) is value)
+    return not _is_input(owner, scope) and (value is None or _resolve(new, scope) is value)
 
 
 def _is_input(owner: ast.AST, scope: Scope) -> bool:
@@ -263,48 +266,26 @@ def assignment_in_frames(
     Returns:
         None if there are statements in several branches: it is not known which ran.
     """
-    seen = 0
-    while frame is not None and seen < FRAMES:
-        if is_user(frame.f_code) and (node := function_of(frame.f_code)) is not None:
-            seen += 1
-            scope = Scope(variables(frame), frame.f_globals)
-            naming = [
-                found
-                for found in _own(node)
-                if isinstance(found, ast.Assign)
-                and not isinstance(found.value, ast.Constant)
-                and any(_resolve(target, scope) is wanted for target in found.targets)
-            ]
-            if naming:
-                first = min(naming, key=lambda statement: statement.lineno)
-                code, line = made_at or (None, 0)
-                if code is not None and code.co_filename == frame.f_code.co_filename:
-                    for statement in naming:
-                        if statement.lineno <= line <= (statement.end_lineno or 0):
-                            return Found(frame.f_code, statement.lineno)
-                return None if _either(node, first, naming) else Found(frame.f_code, first.lineno)
-        frame = frame.f_back
+    for user, scope in _searched(frame, lambda f: is_user(f.f_code)):
+        node = function_of(user.f_code)
+        naming = [
+            found
+            for found in (own_nodes(node) if node is not None else ())
+            if isinstance(found, ast.Assign)
+            and not isinstance(found.value, ast.Constant)
+            and any(_resolve(target, scope) is wanted for target in found.targets)
+        ]
+        if node is None or not naming:
+            continue
+        code, line = made_at or (None, 0)
+        if code is not None and code.co_filename == user.f_code.co_filename:
+            for statement in naming:
+                if statement.lineno <= line <= (statement.end_lineno or 0):
+                    return Found(user.f_code, statement.lineno)
+        first = min(statement.lineno for statement in naming)
+        unclear = any(other_arm(node, first, statement.lineno) for statement in naming)
+        return None if unclear else Found(user.f_code, first)
     return None
-
-
-def _either(node: ast.AST, one: ast.AST, statements: list[ast.Assign]) -> bool:
-    """Whether one of the statements is in another branch of an `if` than `one`."""
-    for choice in _own(node):
-        if isinstance(choice, ast.If):
-            branches = [[n for s in block for n in (s, *_own(s))] for block in
-                        (choice.body, choice.orelse)]  # fmt: skip
-            in_each = [any(s in branch for s in statements) for branch in branches]
-            if all(in_each) and any(one in branch for branch in branches):
-                return True
-    return False
-
-
-def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's body, without those of functions and classes defined in it."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield child
-            yield from _own(child)
 
 
 def _call_in(
@@ -318,7 +299,7 @@ def _call_in(
     node = function_of(code)
     if node is None:
         return None
-    calls = [c for c in list(_calls(node))[:CALLS] if not _other_arm(node, c.lineno, line)]
+    calls = [c for c in list(_calls(node))[:CALLS] if not other_arm(node, c.lineno, line)]
     # The forward precedes the backward: the last call before it, or (in a loop) the last one.
     calls.sort(key=lambda call: (call.lineno <= line, call.lineno), reverse=True)
     for call in calls:
@@ -335,31 +316,16 @@ def _call_in(
     return None
 
 
-def _other_arm(node: ast.AST, line: int, running: int) -> bool:
-    """Whether a line is in another arm of an `if` than the running line."""
-    for choice in _own(node):
-        if isinstance(choice, ast.If) and choice.orelse:
-            begin, end = choice.orelse[0].lineno, choice.end_lineno or 0
-            if choice.lineno <= min(line, running) < begin <= max(line, running) <= end:
-                return True
-    return False
-
-
 def _calls(node: ast.AST) -> Iterator[ast.Call]:
     """The calls in a function's body, without those under `no_grad`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             continue
-        if isinstance(child, ast.With) and any(_without_gradients(i) for i in child.items):
+        if without_gradients(child):
             continue
         if isinstance(child, ast.Call):
             yield child
         yield from _calls(child)
-
-
-def _without_gradients(item: ast.withitem) -> bool:
-    text = ast.dump(item.context_expr)
-    return "'no_grad'" in text or "'inference_mode'" in text
 
 
 def _into(
@@ -373,10 +339,10 @@ def _into(
     function = target.function if isinstance(target, Bound) else target
     if not isinstance(function, types.FunctionType) or not is_user(function.__code__):
         return None
-    given = [_resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]
+    values = [_resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]
     if isinstance(target, Bound):
-        given.insert(0, target.owner)
-    names = dict(zip(function.__code__.co_varnames, given, strict=False))
+        values.insert(0, target.owner)
+    names = dict(zip(function.__code__.co_varnames, values, strict=False))
     names.update({k.arg: _resolve(k.value, scope) for k in call.keywords if k.arg})
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:

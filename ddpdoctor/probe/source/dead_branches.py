@@ -9,8 +9,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from .ast_cache import Assignments, source_of
-from .source_text import parts_of
+from .ast_cache import Assignments, parts_of, source_of
 
 PLAIN = (str, int, float)
 """Types whose comparison runs no code of the user's."""

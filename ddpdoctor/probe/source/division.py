@@ -9,8 +9,7 @@ from collections.abc import Collection
 from types import CodeType
 from typing import NamedTuple
 
-from .ast_cache import Source, source_of
-from .source_text import parts_of
+from .ast_cache import Source, called_name, last_name, parts_of, source_of
 
 _SIZE = re.compile(r"world|gpus?$|procs?$|processes|ranks$|replicas|n_?devices|dp_size")
 _OTHER = re.compile(r"accum|micro|steps|local")
@@ -63,23 +62,18 @@ def _unpacked(target: ast.expr, value: ast.expr, names: Collection[str]) -> set[
 
 
 def _names(target: ast.expr) -> set[str]:
-    if isinstance(target, ast.Name):
-        return {target.id}
-    return {target.attr} if isinstance(target, ast.Attribute) else set()
+    return {last_name(target)} - {""}
 
 
 def _is_size(node: ast.expr, names: Collection[str]) -> bool:
     """Whether an expression is the world size, by its name or by what the name was assigned."""
-    if isinstance(node, (ast.Name, ast.Attribute)):
-        name = node.id if isinstance(node, ast.Name) else node.attr
+    if name := last_name(node):
         known = name in names or bool(_SIZE.search(name.lower()))
         return known and not _OTHER.search(name.lower())
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == "WORLD_SIZE"
     if isinstance(node, ast.Call):
-        called = (
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        )
+        called = called_name(node)
         if called in ("int", "float", "max", "tensor", "get", "getenv"):
             return any(_is_size(a, names) or _is_variable(a) for a in node.args)
         return bool(_SIZE.search(called.lower()))

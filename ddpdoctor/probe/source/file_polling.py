@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 
 from ..recording.frames import variables
-from .ast_cache import Function
+from .ast_cache import called_name, function_of, given, own_nodes, parts_of
 from .dead_branches import never_runs
-from .source_text import called_name, function_of, parts_of
 
 _ASKS = frozenset(
     ("exists", "isfile", "is_file", "isdir", "is_dir", "access", "stat", "getmtime", "getsize",
@@ -33,25 +32,17 @@ def polled_before(frame: FrameType, *, itself: bool = False) -> bool:
         return False
     asked: set[str] = set()
     read: set[str] = set()
-    for node in _within(tree):
+    for node in own_nodes(tree):
         line, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0) or 0
         if isinstance(node, ast.Call) and line <= frame.f_lineno <= end:
             read |= _argument_dumps(node)
         elif (
             end < frame.f_lineno
-            and (given := _waited_for(node, waiting))
+            and (polled := _waited_for(node, waiting))
             and not never_runs(frame.f_code, line, frame.f_globals.get)
         ):
-            asked |= given
+            asked |= polled
     return bool(asked if itself else asked - read)
-
-
-def _within(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function, without those of functions that it only defines."""
-    for part in ast.iter_child_nodes(node):
-        if not isinstance(part, Function):
-            yield part
-            yield from _within(part)
 
 
 def _waited_for(node: ast.AST, waiting: Mapping[str, CodeType]) -> set[str]:
@@ -86,7 +77,7 @@ def _asked(loop: ast.For | ast.While) -> set[str]:
 
 def _argument_dumps(call: ast.Call) -> set[str]:
     """The arguments of a call, as `ast.dump`; the object, for a method without arguments."""
-    given = [*call.args, *(k.value for k in call.keywords)]
-    if not given and isinstance(call.func, ast.Attribute):
-        given = [call.func.value]
-    return {ast.dump(value) for value in given}
+    values = given(call)
+    if not values and isinstance(call.func, ast.Attribute):
+        values = [call.func.value]
+    return {ast.dump(value) for value in values}

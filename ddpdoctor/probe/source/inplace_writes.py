@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple
 
-from .ast_cache import Source, source_of
-from .source_text import function_of
+from .ast_cache import Source, called_name, function_of, source_of, without_gradients
 
 Place = tuple[CodeType, int]
 
@@ -83,7 +82,7 @@ def _blocks(node: ast.AST, quiet: bool = False) -> list[Block]:
     found: list[Block] = []
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         block: Block = []
-        inner = quiet or (isinstance(node, ast.With) and _without_gradients(node))
+        inner = quiet or without_gradients(node)
         for child in getattr(node, name, ()) or ():
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 continue
@@ -94,10 +93,6 @@ def _blocks(node: ast.AST, quiet: bool = False) -> list[Block]:
         if block:
             found.append(block)
     return found
-
-
-def _without_gradients(node: ast.With) -> bool:
-    return any("no_grad" in (t := ast.unparse(i)) or "inference_mode" in t for i in node.items)
 
 
 # Under `no_grad`, `p[0] = 1` and `p += 1` are taken for writes to a parameter. Elsewhere autograd
@@ -119,7 +114,7 @@ def _edits(statement: ast.stmt, quiet: bool, within: Within, deep: int) -> bool:
 
 
 def _changes(call: ast.Call, within: Within, deep: int) -> bool:
-    name = str(getattr(call.func, "attr", None) or getattr(call.func, "id", ""))
+    name = called_name(call)
     in_place = name.endswith("_") and not name.endswith("__") and "grad" not in name
     if name in _NAMES:
         return True

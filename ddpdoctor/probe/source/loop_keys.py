@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ast
 import linecache
-import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 from ..recording.frames import variables
-from .ast_cache import covers_line, source_of
+from .ast_cache import Defined, Function, Source, given, is_call_of, last_name, source_of
 from .passthrough import passes_through
-from .source_text import last_name
 
 KEYS = 64
 """Keys recorded per call site: each is a site of its own in the record."""
@@ -35,7 +33,6 @@ NOTHING_ELSE = frozenset(
 for each key, and may itself choose by it."""
 _NOT_SENT = ("group", "async_op", "op", "src", "dst")
 """Arguments of collectives that do not choose what is sent."""
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _Loop: TypeAlias = ast.For | ast.comprehension
 
 
@@ -100,15 +97,15 @@ def keys(code: CodeType, line: int, called: CodeType | None) -> tuple[str, ...]:
     """
     if not _may_loop(code, line):
         return ()
-    way = _way_to_call(code.co_filename, line, called)
-    if not way:
+    source = source_of(code.co_filename)
+    around = source.around(line) if source is not None else []
+    calls = [n for n in around if isinstance(n, ast.Call) and is_call_of(n, called)]
+    if source is None or not calls:
         return ()
-    call = way[-1]
-    assert isinstance(call, ast.Call)
-    passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _NOT_SENT)]
+    passed = given(calls[-1], but=_NOT_SENT)
     if not all(map(_is_unchanged, passed)):
         return ()
-    loops = list(_loops(way))
+    loops = list(_loops(source, calls[-1]))
     used = {n.id for p in passed for n in ast.walk(p) if isinstance(n, ast.Name)}
     for loop in loops:
         if isinstance(loop, ast.For):
@@ -128,40 +125,17 @@ def _may_loop(code: CodeType, line: int) -> bool:
     return any("for " in text for text in lines[code.co_firstlineno - 1 : line + 3])
 
 
-def _way_to_call(file: str, line: int, called: CodeType | None) -> list[ast.AST]:
-    """The nodes around the call on that line, outermost first, and the call; empty if it is not
-    found."""
-    source = source_of(file)
-    found = [] if source is None else list(_calls(source.tree, [], line, _named(called)))
-    return found[-1] if found else []
-
-
-def _named(called: CodeType | None) -> frozenset[str]:
-    if called is None:
-        return frozenset(vars(sys.modules["torch.distributed"]))
-    return frozenset({called.co_name})
-
-
-def _calls(
-    node: ast.AST, way: list[ast.AST], line: int, names: frozenset[str]
-) -> Iterator[list[ast.AST]]:
-    way = [*way, node]
-    if isinstance(node, ast.Call) and last_name(node.func) in names:
-        yield way
-    for child in ast.iter_child_nodes(node):
-        if covers_line(child, line):
-            yield from _calls(child, way, line, names)
-
-
-def _loops(way: list[ast.AST]) -> Iterator[_Loop]:
+def _loops(source: Source, call: ast.Call) -> Iterator[_Loop]:
     """The loops around a call within its own function, innermost first."""
-    for outer, inner in zip(way[-2::-1], way[:0:-1], strict=True):
-        if isinstance(outer, _FUNCTIONS):
-            return
+    inner: ast.AST = call
+    while (outer := source.parents.get(inner)) is not None and not isinstance(
+        outer, (Function, Defined)
+    ):
         if isinstance(outer, ast.For) and inner in outer.body:
             yield outer
         elif isinstance(outer, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
             yield from reversed(outer.generators)
+        inner = outer
 
 
 def _assigned_from(used: set[str], loop: ast.For, line: int) -> set[str]:

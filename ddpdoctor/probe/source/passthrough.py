@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from types import CodeType
 
-from .ast_cache import Defined, source_of
-from .source_text import last_name, parts_of
+from .ast_cache import covers_line, given, is_call_of, last_name, parts_of, source_of
 
 LINES_LIMIT = 100
 """Lines from the head of a function to the call: longer functions are no mere helpers."""
@@ -35,8 +33,7 @@ def passes_through(code: CodeType, line: int, called: CodeType | None) -> bool:
     if call is None:
         return False
     values = _Values(parts, line, code)
-    passed = [*call.args, *(k.value for k in call.keywords if k.arg not in _NOT_SENT)]
-    varying = [p for p in passed if not _is_constant(p)]
+    varying = [p for p in given(call, but=_NOT_SENT) if not _is_constant(p)]
     if not varying or not all(values.is_of_arguments(p) for p in varying):
         return False
     return not (called is None and last_name(call.func) == _LISTS_RANKS and values.computed)
@@ -53,22 +50,12 @@ def _arguments(node: ast.AST, code: CodeType) -> set[str]:
     """The names of a function's parameters, without a method's object, whatever its name: what is
     stored in that did not come with this call."""
     names = _parameters(code)
-    static = any(map(_is_static, getattr(node, "decorator_list", ())))
-    if code.co_argcount and _is_in_class(node, code) and not static:
+    source = source_of(code.co_filename)
+    in_class = source is not None and isinstance(source.parents.get(node), ast.ClassDef)
+    static = any(last_name(d) == "staticmethod" for d in getattr(node, "decorator_list", ()))
+    if code.co_argcount and in_class and not static:
         names.discard(code.co_varnames[0])
     return names
-
-
-def _is_static(decorator: ast.expr) -> bool:
-    return last_name(decorator) == "staticmethod"
-
-
-def _is_in_class(node: ast.AST, code: CodeType) -> bool:
-    """Whether a function is defined in the body of a class."""
-    source = source_of(code.co_filename)
-    around = source.around(code.co_firstlineno) if source is not None else []
-    outer = [n for n in around if isinstance(n, Defined) and n is not node]
-    return bool(outer) and isinstance(outer[-1], ast.ClassDef)
 
 
 def _definition(code: CodeType, line: int) -> list[ast.AST]:
@@ -81,14 +68,9 @@ def _definition(code: CodeType, line: int) -> list[ast.AST]:
 
 def _call(parts: list[ast.AST], line: int, called: CodeType | None) -> ast.Call | None:
     """The call of `called` (or of a function of torch) on that line, or the only call there."""
-    torchs = vars(sys.modules["torch.distributed"])
-    calls = [n for n in parts if isinstance(n, ast.Call)]
-    calls = [n for n in calls if n.lineno <= line <= (n.end_lineno or 0)]
-    for call in calls:
-        name = last_name(call.func)
-        if name in torchs if called is None else name == called.co_name:
-            return call
-    return calls[0] if len(calls) == 1 else None
+    calls = [n for n in parts if isinstance(n, ast.Call) and covers_line(n, line)]
+    named = (call for call in calls if is_call_of(call, called))
+    return next(named, calls[0] if len(calls) == 1 else None)
 
 
 def _is_constant(node: ast.expr) -> bool:

@@ -9,7 +9,7 @@ import os
 import traceback
 
 from ..recording.code_locations import USER, Sites
-from .source_text import called_name, parts_of
+from .ast_cache import called_name, parts_of
 
 STOPPERS = ("breakpoint", "set_trace")
 

@@ -11,20 +11,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ..recording.environment import PREFIXES
-from .ast_cache import source_of
-
-
-def function_of(code: CodeType) -> ast.AST | None:
-    """The definition that a code object was compiled from; the whole file for a module's code."""
-    source = source_of(code.co_filename)
-    return source.function(code) if source is not None else None
-
-
-def parts_of(code: CodeType) -> list[ast.AST]:
-    """All nodes of the definition that a code object was compiled from; empty without source."""
-    source = source_of(code.co_filename)
-    node = source.function(code) if source is not None else None
-    return source.parts(node) if source is not None and node is not None else []
+from .ast_cache import called_name, function_of, parts_of, source_of
 
 
 def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
@@ -94,18 +81,6 @@ def only_opens(code: CodeType, line: int) -> bool:
 
 def _is_open(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and called_name(node) == "open"
-
-
-def called_name(call: ast.Call) -> str:
-    """The last name of what is called: `save` in `torch.save(x)`."""
-    return last_name(call.func)
-
-
-def last_name(node: ast.AST) -> str:
-    """The last part of a dotted name: `c` in `a.b.c`; empty for any other expression."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 # An `if` around the use decides; else one in a loop around it that continues or breaks; else one

@@ -1,278 +1,311 @@
-"""The statements around a line of the user's code: branches, loops, and what leaves them.
-
-Read from indentation rather than a syntax tree: this runs for every call site, also in files that
-are too large to parse within a step.
-"""
+"""The statements around a line of the user's code: branches, loops, and what leaves them."""
 
 from __future__ import annotations
 
+import ast
 import builtins
-import linecache
+import itertools
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ...events import Statement, Way
-from .conditional_calls import conditions
+from .ast_cache import Defined, Source, covers_line, dotted, last_name, source_of
 
-_OPENS = ("if ", "elif ", "else:", "for ", "while ", "with ", "try:", "except", "finally:", "match")
-_LOOPS = ("for ", "while ", "async for ")
-_BRANCHES = ("if ", "elif ", "else:", "except")
-_DEFINES = ("def ", "async def ", "class ")
-_CONTINUES = re.compile(r"(?:^|[:;]\s*)continue\s*(?:;|$)")
-_BREAKS = re.compile(r"(?:^|[:;]\s*)break\s*(?:;|$)")
-_RETURNS = re.compile(r"(?:^|[:;]\s*)(?:return\b|(?:sys\.|os\._)?exit\()")
-_ENDS = re.compile(r"(?:^|[:;]\s*)(?:return\b|exit\()")
-"""Matches what ends a loop. Not `sys.exit` and `os._exit`: these are recorded when they are called.
-"""
-_RAISES = re.compile(r"(?:^|[:;]\s*)(?:raise\b|(?:sys\.|os\._)?exit\()")
-_LEAVES = re.compile(r"(?:^|[:;]\s*)(?:return\b|continue\b|break\b|raise\b|(?:sys\.|os\._)?exit\()")
-_PLAIN = re.compile(r"""(?:[^'"#]|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")*""")
-"""Matches the code before a comment."""
-_CALLED = re.compile(r"([A-Za-z_][\w.]*)\(")
 WAYS_LIMIT = 8
 AROUND_LIMIT, PAST_LIMIT = 8, 6
 """Jumps per loop, statements around a line, and `if`s passed before it that are recorded: a call
 site is one line of the record, and must stay short."""
+TEXT_LIMIT = 200
+_PLAIN = re.compile(r"""(?:[^'"#]|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")*""")
+"""Matches the code before a comment."""
+_ASKS = re.compile(r"is_\w+$|(?:get_)?(?:(?:local|global|group|node)_)?rank$")
+"""Names of functions that ask for the rank: calls of them are no collectives."""
+_EXITS = ("exit", "sys.exit", "os._exit")
+_ROUNDS = ("for", "while")
+_BRANCHES = ("if", "elif", "else", "after", "except", "case")
+
+
+class Arm(NamedTuple):
+    """One block of a compound statement: the body of an `if`, its `else`, a handler.
+
+    Attributes:
+        kind: as in `Statement`.
+        line: of its head.
+    """
+
+    kind: str
+    line: int
+    body: list[ast.stmt]
+    test: ast.expr | None = None
+
+    @property
+    def end(self) -> int:
+        return self.body[-1].end_lineno or 0
+
+
+class _Level(NamedTuple):
+    """A block with a line in it: its statements up to the one with the line, and the statement it
+    is an arm of (None for the body of a function or a file)."""
+
+    block: list[ast.stmt]
+    node: ast.stmt | None = None
+    arm: Arm | None = None
 
 
 def enclosing(file: str, line: int) -> tuple[Statement, ...]:
     """The statements around a line, innermost first: with the conditions within its expression, and
-    (as `past if x`) the `if`s before it that leave the block."""
-    lines = linecache.getlines(file)
-    if not 0 < line <= len(lines):
+    the `if`s before it that leave the block. Empty where the file has no source that parses."""
+    source = source_of(file)
+    levels = _levels(source, line) if source is not None else []
+    if source is None or not levels or not levels[-1].block:
         return ()
-    found = [Statement(line=line, text=text[:200]) for text in conditions(lines, line)]
+    innermost = levels[-1].block[-1]
+    found = [
+        Statement(line=line, kind="if", test=test, text=f"if {test}"[:TEXT_LIMIT])
+        for test in _conditions(source, innermost, line)
+    ]
+    made = {c for c in _called(innermost) if c not in vars(builtins)}
     past = 0
-    inner = start = line
-    if not lines[line - 1].strip().startswith(("if ", "elif ", "else:")):
-        start -= 1  # for `if x: f()` on one line, the line itself is a statement around the call
-    for number in _outwards(lines, start, _indent(lines[line - 1]) + (start == line)):
-        left = list(_early_leaves(lines, number, inner))[: PAST_LIMIT - past]
-        found += left
+    for level in reversed(levels):
+        left = list(itertools.islice(_early_leaves(source, level.block), PAST_LIMIT - past))
         past += len(left)
-        inner = number
-        head = _code(lines[number - 1])
-        if head.startswith(_DEFINES):
-            break
-        if not head.startswith(_OPENS):
-            continue
-        ways: tuple[Way, ...] = ()
-        exits: tuple[Way, ...] = ()
-        if head.startswith(_LOOPS):
-            ways, exits = _loop_jumps(lines, number)
-        elif head.startswith("try:"):
-            ways = tuple(_handlers(lines, number))
-        opener = 0
-        if head.startswith(("else:", "elif ")):
-            opener = _opener(lines, number, _indent(lines[number - 1]))
-            head = f"{head}  # {_code(lines[opener - 1]) if opener else ''}"
-        found.append(
-            Statement(
-                line=number,
-                text=head[:200],
-                opener=opener,
-                ways=ways[:WAYS_LIMIT],
-                broken=bool(exits),
-                exits=exits[:WAYS_LIMIT],
-                matched=_is_matched(lines, number, opener or number, line),
-            )
-        )
+        found += left
+        if level.node is not None and level.arm is not None:
+            found.append(_statement(source, level.node, level.arm, made))
     return tuple(found[: AROUND_LIMIT + past])
 
 
 def early_exits_before(file: str, line: int) -> tuple[int, ...]:
     """The lines of the `if`s that a line is behind, and whose bodies return or exit."""
-    lines = linecache.getlines(file)
-    past = (head for head in enclosing(file, line) if head.text.startswith("past "))
-    return tuple(h.opener for h in past if _RETURNS.search(_code(lines[h.line - 1])))
+    source = source_of(file)
+    return tuple(
+        choice.lineno
+        for level in (reversed(_levels(source, line)) if source is not None else ())
+        for choice in _leaving(level.block)
+        if isinstance(choice.body[-1], ast.Return) or _exit_of(choice.body[-1])
+    )
 
 
-def _outwards(lines: list[str], start: int, depth: int) -> Iterator[int]:
-    """The lines from `start` upwards, each indented less than the one before."""
-    for number in range(start, 0, -1):
-        if not depth:
-            return
-        text = lines[number - 1]
-        if _indent(text) < depth and _code(text):
-            depth = _indent(text)
-            yield number
-
-
-def _early_leaves(lines: list[str], head: int, line: int) -> Iterator[Statement]:
-    """The `if`s without `else` between the head of a block and a line in it whose bodies leave the
-    block; the last one first."""
-    depth = _indent(lines[line - 1])
-    arm = ""  # the statement at that depth below
-    for number in range(line - 1, head, -1):
-        text = lines[number - 1]
-        code = _code(text)
-        if not code or _indent(text) != depth:
-            continue
-        if code.startswith("if ") and not arm.startswith(("elif ", "else:")):
-            last = _last_of(lines, number)
-            if _LEAVES.search(_code(lines[last - 1])):
-                yield Statement(line=last, text=f"past {code}"[:200], opener=number)
-        arm = code
-
-
-def _last_of(lines: list[str], head: int) -> int:
-    """The line on which the last statement of a block begins; for `if x: f()`, its own line."""
-    body = [n for n in range(head + 1, _end(lines, head) + 1) if _code(lines[n - 1])]
-    depth = min((_indent(lines[n - 1]) for n in body), default=0)
-    closing = (")", "]", "}")
-    begins = (
-        n for n in reversed(body)
-        if _indent(lines[n - 1]) == depth and not _code(lines[n - 1]).startswith(closing)
-    )  # fmt: skip
-    return next(begins, head)
-
-
-def _loop_jumps(lines: list[str], loop: int) -> tuple[tuple[Way, ...], tuple[Way, ...]]:
-    """The jumps that cut a round of a loop short (`continue`, handlers), and those that end the
-    loop (`break`, `return`)."""
-    ways = []
-    exits = []
-    end = _end(lines, loop)
-    inner, inner_depth = "", -1
-    for number in range(loop + 1, end + 1):
-        text = lines[number - 1]
-        code = _code(text)
-        if not code:
-            continue
-        if _indent(text) <= inner_depth:
-            inner, inner_depth = "", -1
-        if inner.startswith(_DEFINES):
-            continue
-        if _ENDS.search(code) or (not inner and _BREAKS.search(code)):
-            exits.append(_exit(lines, number, end))
-        if inner:
-            continue
-        if _CONTINUES.search(code):
-            ways.append(_continue(lines, number, end))
-        elif code.startswith("try:"):
-            ways += [w for w in _handlers(lines, number) if not _leaves(lines, w.line)]
-        elif code.startswith((*_LOOPS, *_DEFINES)):
-            inner, inner_depth = code, _indent(text)
-    return tuple(sorted(ways, key=lambda w: w.line)), tuple(exits)
-
-
-def _continue(lines: list[str], number: int, end: int) -> Way:
-    """A `continue`, with the statement that it is under and the lines that it skips; under an
-    exception handler, these include the `try`."""
-    head = _governing_line(lines, number)
-    under = _code(lines[head - 1])
-    tried = _try_line(lines, head) if under.startswith("except") else number
-    return Way(line=head, text=under[:200], first=tried + 1, last=end)
-
-
-def _exit(lines: list[str], number: int, end: int) -> Way:
-    """A `break` or `return`, with the branch that it is under, if any."""
-    head = _governing_line(lines, number)
-    if not _code(lines[head - 1]).startswith(_BRANCHES):
-        head = number
-    return Way(line=head, text=_code(lines[head - 1])[:200], first=number + 1, last=end)
-
-
-def _governing_line(lines: list[str], number: int) -> int:
-    """The line of the statement that a line is under; its own for `if x: break`."""
-    if _code(lines[number - 1]).startswith(_BRANCHES):
-        return number
-    return next(_outwards(lines, number - 1, _indent(lines[number - 1])), number)
-
-
-def _handlers(lines: list[str], tried: int) -> Iterator[Way]:
-    """The handlers of a `try` that swallow the exception."""
-    depth = _indent(lines[tried - 1])
-    number = _end(lines, tried) + 1
-    last = number - 1
-    while number <= len(lines):
-        text = lines[number - 1]
-        code = _code(text)
-        if code:
-            if _indent(text) != depth or not code.startswith("except"):
-                return
-            end = _end(lines, number)
-            body = [_code(t) for t in lines[number - 1 : end]]
-            if not any(_RAISES.search(c) for c in body):
-                yield Way(line=number, text=code[:200], first=tried + 1, last=last)
-            number = end
-        number += 1
-
-
-def _leaves(lines: list[str], handler: int) -> bool:
-    """Whether a handler in a loop ends the round or the loop itself."""
-    body = [_code(t) for t in lines[handler - 1 : _end(lines, handler)]]
-    return any(p.search(c) for c in body for p in (_CONTINUES, _BREAKS, _RETURNS))
-
-
-def _try_line(lines: list[str], handler: int) -> int:
-    """The line of the `try` that a handler belongs to."""
-    depth = _indent(lines[handler - 1])
-    for number in range(handler - 1, 0, -1):
-        text = lines[number - 1]
-        if _indent(text) == depth and _code(text).startswith("try:"):
-            return number
-    return handler
-
-
-def _end(lines: list[str], head: int) -> int:
-    """The last line of the block that a statement opens."""
-    depth, end = _indent(lines[head - 1]), head
-    for number in range(head + 1, len(lines) + 1):
-        if not _code(lines[number - 1]):
-            continue
-        if _indent(lines[number - 1]) <= depth:
-            break
-        end = number
-    return end
-
-
-def _opener(lines: list[str], number: int, depth: int) -> int:
-    """The line of the statement that an `else:` belongs to, 0 for none."""
-    for line in range(number - 1, 0, -1):
-        text = lines[line - 1]
-        if text.strip() and _indent(text) == depth:
-            if _code(text).startswith(("if ", "for ", "while ", "try:")):
-                return line
-        elif text.strip() and _indent(text) < depth:
-            break
-    return 0
-
-
-def _is_matched(lines: list[str], arm: int, opener: int, line: int) -> bool:
-    """Whether an `if` has an `else`, and all its other arms make the calls of a line too (built-in
-    functions, which do not communicate, aside): then the branch makes no difference to them."""
-    made = set(_CALLED.findall(_code(lines[line - 1]))) - set(dir(builtins))
-    if not made or line == arm or not _code(lines[opener - 1]).startswith("if "):
-        return False
-    heads = list(_chain(lines, opener))
-    others = ("".join(map(_code, lines[n : _end(lines, n)])) for n in heads if n != arm)
-    complete = _code(lines[heads[-1] - 1]).startswith("else:")
-    return complete and all(made <= set(_CALLED.findall(body)) for body in others)
-
-
-def _chain(lines: list[str], opener: int) -> Iterator[int]:
-    """The lines of an `if`, its `elif`s and its `else`."""
-    number = opener
-    depth = _indent(lines[opener - 1])
+def _levels(source: Source, line: int) -> list[_Level]:
+    """The blocks around a line within its function, outermost first."""
+    found: list[_Level] = []
+    node: ast.stmt | None = None
+    arm: Arm | None = None
+    block = source.tree.body
     while True:
-        yield number
-        after = range(_end(lines, number) + 1, len(lines) + 1)
-        number = next((n for n in after if _code(lines[n - 1])), 0)
-        if not number or _indent(lines[number - 1]) != depth:
-            return
-        if not _code(lines[number - 1]).startswith(("elif ", "else:")):
-            return
+        here = next((n for n, s in enumerate(block) if covers_line(s, line)), -1)
+        found.append(_Level(block[: here + 1], node, arm))
+        if here < 0:
+            return found
+        node = block[here]
+        if isinstance(node, Defined):
+            if not any(covers_line(s, line) for s in node.body):
+                return found
+            found.clear()
+            block, node, arm = node.body, None, None
+            continue
+        arms = _arms(source, node)
+        arm = next((a for a in arms if any(covers_line(s, line) for s in a.body)), None)
+        if arm is None:  # within a head; that of an `elif` is reached only past those before it
+            late = (a for a in arms if a.kind == "elif" and a.test and covers_line(a.test, line))
+            return found + [_Level([node], node, a) for a in late]
+        block = arm.body
 
 
-def _code(text: str) -> str:
-    """A line without indentation and comment."""
-    code = text.strip()
+def _arms(source: Source, node: ast.stmt) -> list[Arm]:
+    """The blocks of a compound statement, in the order of the text; empty for a simple one."""
+    if isinstance(node, ast.If):
+        arms = [Arm("if", node.lineno, node.body, node.test)]
+        rest = node.orelse
+        while rest and isinstance(last := rest[0], ast.If):
+            if not _head(source, last.lineno).startswith("elif"):
+                break
+            arms.append(Arm("elif", last.lineno, last.body, last.test))
+            rest = last.orelse
+        return [*arms, *([Arm("else", source.keyword_line("else", rest), rest)] if rest else [])]
+    if isinstance(node, ast.Match):
+        return [Arm("case", c.pattern.lineno, c.body, node.subject) for c in node.cases]
+    kind = _KINDS.get(type(node).__name__)
+    if kind is None:
+        return []
+    body: list[ast.stmt] = getattr(node, "body", [])
+    arms = [Arm(kind, node.lineno, body, getattr(node, "test", None))]
+    arms += [Arm("except", h.lineno, h.body) for h in getattr(node, "handlers", ())]
+    for kind, keyword, field in (("after", "else", "orelse"), ("finally", "finally", "finalbody")):
+        body = getattr(node, field, [])
+        if line := source.keyword_line(keyword, body):
+            arms.append(Arm(kind, line, body))
+    return arms
+
+
+_KINDS = {
+    "For": "for", "AsyncFor": "for", "While": "while", "With": "with", "AsyncWith": "with",
+    "Try": "try", "TryStar": "try",
+}  # fmt: skip
+
+
+def _statement(source: Source, node: ast.stmt, arm: Arm, made: set[str]) -> Statement:
+    """The record of a statement around a line that makes the calls `made`."""
+    arms = _arms(source, node)
+    ways: list[Way] = []
+    exits: list[Way] = []
+    first = arms[0]
+    if arm.kind in _ROUNDS:
+        ways, exits = source.once(_jumps, node)
+    elif arm.kind == "try":
+        ways = [_past_handler(source, a, arm) for a in arms if a.kind == "except" and _swallows(a)]
+    later = arm.line != node.lineno
+    return Statement(
+        line=arm.line,
+        text=_head(source, arm.line, arm.test),
+        ways=tuple(ways[:WAYS_LIMIT]),
+        broken=bool(exits),
+        opener=node.lineno if later else 0,
+        exits=tuple(exits[:WAYS_LIMIT]),
+        matched=bool(made)
+        and arms[-1].kind == "else"
+        and all(
+            made <= {c for s in a.body for c in _called(s)} for a in arms if a.line != arm.line
+        ),
+        kind=arm.kind,
+        test=source.written(arm.test)[:TEXT_LIMIT] if arm.test is not None else "",
+        of=_head(source, node.lineno, first.test) if later else "",
+    )
+
+
+def _early_leaves(source: Source, block: list[ast.stmt]) -> Iterator[Statement]:
+    for choice in _leaving(block):
+        yield Statement(
+            line=choice.body[-1].lineno,
+            text=_head(source, choice.lineno, choice.test),
+            opener=choice.lineno,
+            kind="past",
+            test=source.written(choice.test)[:TEXT_LIMIT],
+        )
+
+
+def _leaving(block: list[ast.stmt]) -> Iterator[ast.If]:
+    """The `if`s without `else` before the last statement of a block whose bodies leave the block;
+    the last one first."""
+    for node in reversed(block[:-1]):
+        if isinstance(node, ast.If) and not node.orelse and _leaves(node.body[-1]):
+            yield node
+
+
+def _jumps(source: Source, node: ast.stmt) -> tuple[list[Way], list[Way]]:
+    """The jumps that cut a round of a loop short (`continue`, handlers), and those that end the
+    loop (`break`, `return`; not `sys.exit` and `os._exit`, which are recorded when called)."""
+    ways: list[Way] = []
+    exits: list[Way] = []
+    loop = _arms(source, node)[0]
+
+    def search(block: Arm, tried: int, nested: bool) -> None:
+        for node in block.body:
+            if isinstance(node, Defined):
+                continue
+            if isinstance(node, ast.Continue) and not nested:
+                first = tried if block.kind == "except" else node.lineno
+                ways.append(_way(source, block.line, first + 1, loop.end))
+            ends = isinstance(node, ast.Return) or _exit_of(node) == "exit"
+            if ends or (isinstance(node, ast.Break) and not nested):
+                head = block.line if block.kind in _BRANCHES else node.lineno
+                exits.append(_way(source, head, node.lineno + 1, loop.end))
+            arms = _arms(source, node)
+            for arm in arms:
+                if arm.kind == "except" and not nested and _swallows(arm) and not _ends_round(arm):
+                    ways.append(_past_handler(source, arm, arms[0]))
+                search(arm, node.lineno, nested or arm.kind in _ROUNDS)
+
+    search(loop, loop.line, False)
+    return sorted(ways, key=lambda w: w.line), exits
+
+
+def _way(source: Source, line: int, first: int, last: int) -> Way:
+    return Way(line=line, text=_head(source, line), first=first, last=last)
+
+
+def _past_handler(source: Source, handler: Arm, tried: Arm) -> Way:
+    return _way(source, handler.line, tried.line + 1, tried.end)
+
+
+def _swallows(handler: Arm) -> bool:
+    """Whether the program goes on after a handler."""
+    return not any(
+        isinstance(n, ast.Raise) or _exit_of(n) for s in handler.body for n in ast.walk(s)
+    )
+
+
+def _ends_round(handler: Arm) -> bool:
+    jumps = (ast.Continue, ast.Break, ast.Return)
+    return any(isinstance(n, jumps) for s in handler.body for n in ast.walk(s))
+
+
+def _leaves(node: ast.stmt) -> bool:
+    jumps = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+    return isinstance(node, jumps) or bool(_exit_of(node))
+
+
+def _exit_of(node: ast.AST) -> str:
+    """`sys.exit` for a statement that calls it; empty for one that does not end the program."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    name = dotted(call.func) if isinstance(call, ast.Call) else ""
+    return name if name in _EXITS else ""
+
+
+def _called(node: ast.AST) -> set[str]:
+    """The functions that are called in a statement, as written."""
+    calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+    return {dotted(func) or last_name(func) for func in calls} - {""}
+
+
+def _conditions(source: Source, statement: ast.stmt, line: int) -> list[str]:
+    """The conditions within an expression under which all calls on a line are made, innermost
+    first, as in `f() if x else y` or `x and f()`. Empty if a call is made unconditionally, or in
+    both cases."""
+    own = [n for n in ast.iter_child_nodes(statement) if isinstance(n, (ast.expr, ast.withitem))]
+    nodes = [n for part in own for n in ast.walk(part)]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and covers_line(n, line)]
+    calls = [call for call in calls if not _is_plain(call)]
+    found: list[str] = []
+    for choice in nodes if calls else ():
+        if isinstance(choice, ast.IfExp):
+            if _are_in(choice.body, calls):
+                found.append(source.written(choice.test))
+            elif _are_in(choice.orelse, calls):
+                found.append(_negated(source, choice.test))
+        elif isinstance(choice, ast.BoolOp) and _are_in(choice.values[-1], calls):
+            before = choice.values[:-1]
+            if isinstance(choice.op, ast.And):
+                found.append(" and ".join(map(source.written, before)))
+            elif len(before) == 1:
+                found.append(_negated(source, before[0]))
+    return found[::-1]
+
+
+def _is_plain(call: ast.Call) -> bool:
+    """Whether a call is no communication: of a built-in function, or of one that asks for the
+    rank."""
+    name = last_name(call.func)
+    built_in = isinstance(call.func, ast.Name) and name in vars(builtins)
+    return built_in or _ASKS.match(name) is not None
+
+
+def _are_in(node: ast.expr, calls: list[ast.Call]) -> bool:
+    within = {*ast.walk(node)}
+    return all(call in within for call in calls)
+
+
+def _negated(source: Source, test: ast.expr) -> str:
+    loose = isinstance(test, (ast.BoolOp, ast.Compare, ast.IfExp, ast.Lambda, ast.NamedExpr))
+    return f"not ({source.written(test)})" if loose else f"not {source.written(test)}"
+
+
+def _head(source: Source, line: int, test: ast.expr | None = None) -> str:
+    """The line of a head without indentation and comment; `if x:` where its condition goes on."""
+    code = source.lines[line - 1].strip()
+    if test is not None and line <= test.lineno and line < (test.end_lineno or 0):
+        return f"{code.split()[0]} {source.written(test)}:"[:TEXT_LIMIT]
     plain = _PLAIN.match(code)
-    if plain is not None and code[plain.end() :].startswith("#"):
-        return plain[0].rstrip()
-    return code.partition("  #")[0].rstrip()  # quotes do not match: within a long string
-
-
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())
+    commented = plain is not None and code[plain.end() :].startswith("#")
+    return (plain[0].rstrip() if plain and commented else code)[:TEXT_LIMIT]

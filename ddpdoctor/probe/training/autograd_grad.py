@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import graph, node_number, saved
+from ..recording.watcher import Args, Kwargs, Watcher
 
 MOST = 64
 """The latest calls that are remembered: older graphs are freed by then."""
@@ -24,31 +25,28 @@ class NodeRange(NamedTuple):
     site: int
 
 
-_ranges: deque[NodeRange] = deque(maxlen=MOST)
+class AutogradGrad(Watcher):
+    lost = "nodes that `torch.autograd.grad` created"
+
+    def __init__(self) -> None:
+        self._ranges: deque[NodeRange] = deque(maxlen=MOST)
+
+    def ends(self, recorder: Recorder, first: int) -> None:
+        """After the call: remember the nodes that it created."""
+        if first >= 0:
+            self._ranges.append(NodeRange(first, graph.next_number(), recorder.site()))
+
+    def site_of(self, node: Any) -> int:
+        """The site of the call that created a node; -1 for nodes of a forward."""
+        number = node_number(node)
+        return next((t.site for t in reversed(self._ranges) if t.first <= number < t.end), -1)
 
 
-def forget() -> None:
-    """Forget all calls."""
-    _ranges.clear()
-
-
-def begins(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def begins(args: Args, kwargs: Kwargs) -> int:
     """Before a call of `torch.autograd.grad`: the number of the next node, to be passed to `ends`;
     -1 if the call creates no graph."""
     creates = args[4] if len(args) > 4 else kwargs.get("create_graph")
     return graph.next_number() if creates else -1
-
-
-def ends(recorder: Recorder, first: int) -> None:
-    """After the call: remember the nodes that it created."""
-    if first >= 0:
-        _ranges.append(NodeRange(first, graph.next_number(), recorder.site()))
-
-
-def site_of(node: Any) -> int:
-    """The site of the call that created a node; -1 for nodes of a forward."""
-    number = node_number(node)
-    return next((t.site for t in reversed(_ranges) if t.first <= number < t.end), -1)
 
 
 def singular(node: Any) -> str:

@@ -8,22 +8,22 @@ from functools import partial
 from typing import Any
 
 from ...storage.call_ring import Phase
-from ..recording.patching import around
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import call_without_modes, sequence_number
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..tensors.gradient_versions import version
-from . import ddp_collectives, lifecycle, wrapped_models
+from . import lifecycle
 from .backward_observation import BackwardObservation
+from .ddp_collectives import DDPCollectives
 from .records import Backward
 from .steady_state import FastPath, ObservedCall, Plan, Stage, steady_state
 from .tracked_model import Model
-
-LOST = "backwards, and with them unused parameters and unsynchronised steps"
+from .wrapped_models import WrappedModels
 
 _BACKWARD, _USER = int(Phase.BACKWARD), int(Phase.USER)  # plain numbers, see `Stage`
 
 
-class _Backwards:
+class Backwards(Watcher):
     """Counts of this process.
 
     Attributes:
@@ -33,114 +33,168 @@ class _Backwards:
         step: optimizer steps before the end of the last one.
     """
 
-    depth = 0
-    nested = 0
-    count = 0
-    synced = 0
-    seconds = 0.0
-    step = -1
+    lost = "backwards, and with them unused parameters and unsynchronised steps"
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.nested = 0
+        self.count = 0
+        self.synced = 0
+        self.seconds = 0.0
+        self.step = -1
+
+    def running(self) -> bool:
+        """Whether a backward is running."""
+        return self.depth > 0
+
+    def since(self, step: int) -> bool:
+        """Whether a backward has ended since that many optimizer steps were taken."""
+        return self.step >= step
+
+    def counts(self) -> tuple[int, int]:
+        """(`count`, `synced`)"""
+        return self.count, self.synced
+
+    def take_seconds(self) -> float:
+        """Seconds spent in backwards since the last call."""
+        spent, self.seconds = self.seconds, 0.0
+        return spent
+
+    def install(self) -> None:
+        import torch.autograd
+
+        usual = FastPath("autograd.backward", self.lost, self._begins_fast, self._ends_fast)
+        self.around(
+            torch.autograd, "backward", before=self._begins, after=self._ends, fast_path=usual
+        )
+
+    def _begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        self.depth += 1
+        if self.depth > 1:  # re-entrant checkpointing runs backward inside backward
+            self.nested += 1
+            return None
+        self.nested = 0
+        recorder.moves += 1
+        frame, site = recorder.sites.caller("backward")
+        steady_state.stop(recorder)
+        backward = Backward(self.count, site, _roots(args, kwargs), time.monotonic(), frame)
+        for model in (*WrappedModels.current.live(), *WrappedModels.current.discarded()):
+            observation = BackwardObservation(model)
+            backward.observations.append(observation)
+            awaited = model.pending_sync or model.unfinished
+            if observation.firing is not None and awaited and not model.find_unused:
+                observation.firing.on_complete = partial(_complete, recorder, backward, model)
+        lifecycle.backward_begins.fire(recorder, backward)
+        backward.frame = None
+        return backward
+
+    def _begins_fast(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """The backward that comes next on the fast path; None if this call is not that."""
+        step = steady_state.expected
+        if step is None or (backward := (now := step.next).backward) is None:
+            return None
+        wrapper = step.wrapper()
+        if wrapper is None or step.model.pending != now.pending or self.depth or step.model.running:
+            return None
+        if now.sync and not wrapper.require_backward_grad_sync:
+            return None
+        call = now.call
+        if call is None and now.sync and step.model.group >= 0:
+            return None
+        frame = now.frame(recorder)
+        if frame is None:
+            return None
+        self.depth += 1
+        self.nested = 0
+        recorder.moves += 1
+        backward.number, backward.roots, backward.frame = self.count, _roots(args, kwargs), frame
+        backward.error = None
+        backward.synced.clear()
+        steady_state.stage = Stage.BACKWARD
+        backward.began = began = time.monotonic()
+        if call is not None and now.sync:
+            DDPCollectives.current.backward_recurs(
+                step.call_log.log_recurring(call, frame, now.moved, began)
+            )
+        step.ring.enter(_BACKWARD, now.site, began)
+        call_without_modes(_observe_fast, recorder, step, backward)
+        backward.frame = None
+        step.sequence = sequence_number(wrapper.process_group)
+        return backward
+
+    def _ends_fast(self, recorder: Recorder, backward: Backward, result: None) -> None:
+        """After a backward on the fast path: it was the model's if its group communicated or a
+        gradient changed. Otherwise it was of something else, and the model's own is still to
+        come."""
+        step = steady_state.expected
+        if step is None:
+            self._ends(recorder, backward, result, None)
+            return
+        now, ended = step.next, time.monotonic()
+        steady_state.stage = Stage.BETWEEN
+        model = step.model
+        self.depth -= 1
+        self.seconds += ended - backward.began
+        self.count += 1
+        self.step = recorder.step
+        backward.nested = self.nested
+        averaged = sequence_number(getattr(step.wrapper(), "process_group", None)) != step.sequence
+        if averaged:
+            self.synced += 1
+            backward.synced.add(model.number)
+        if averaged or version(step.sampled()) != step.before:
+            step.next, step.averaged = now.following or step.first, averaged
+            model.reached(recorder.step, averaged)
+            model.answered()
+        else:
+            backward.models = []
+        DDPCollectives.current.backward_closes(recorder, step.call_log, backward, ended)
+        step.ring.enter(_USER, backward.site, ended)
+        if lifecycle.backward_ends.on_fast_path:
+            lifecycle.backward_ends.fire_fast(recorder, backward)
+        backward.roots = ()
+        steady_state.settle(recorder, broken=averaged is not now.sync or not backward.models)
+
+    def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        self.depth -= 1
+        if token is None:
+            return
+        backward: Backward = token
+        self.seconds += time.monotonic() - backward.began
+        step = steady_state.expected
+        if step is not None and backward is step.next.backward:
+            # It began on the fast path and raised: what has passed of the step ends before it.
+            steady_state.stage = Stage.BETWEEN
+            steady_state.stop(recorder)
+        backward.error, backward.nested = error, self.nested
+        waiting = 0
+        for observation in backward.observations:
+            waiting += observation.expected
+            if observation.firing is not None:
+                observation.firing.stop()
+                backward.fired[observation.model.number] = observation.firing.counts
+            if error is None:
+                observation.after_backward()
+        if error is None:
+            self.count += 1
+            _credit(backward.observations)
+            for observation in backward.observations:
+                _attribute(backward, observation, recorder.step, alone=waiting == 1)
+            self.synced += bool(backward.synced)
+            self.step = recorder.step
+        steady_state.observe(_observed(backward))
+        lifecycle.backward_ends.fire(recorder, backward)
+        if backward.untouched:
+            lifecycle.backward_examined.fire(recorder, backward)
+        if backward.unannounced:
+            lifecycle.backward_unannounced.fire(recorder, backward)
+        if error is not None:
+            lifecycle.backward_failed.fire(recorder, backward)
 
 
-_state = _Backwards()
-
-
-def running() -> bool:
-    """Whether a backward is running."""
-    return _state.depth > 0
-
-
-def count() -> int:
-    """How many outermost backwards have ended in this process."""
-    return _state.count
-
-
-def since(step: int) -> bool:
-    """Whether a backward has ended since that many optimizer steps were taken."""
-    return _state.step >= step
-
-
-def synced() -> int:
-    """How many outermost backwards communicated."""
-    return _state.synced
-
-
-def counts() -> tuple[int, int]:
-    """(`count`, `synced`)"""
-    return _state.count, _state.synced
-
-
-def take_seconds() -> float:
-    """Seconds spent in backwards since the last call."""
-    spent, _state.seconds = _state.seconds, 0.0
-    return spent
-
-
-def install() -> None:
-    import torch.autograd
-
-    _state.depth = _state.count = _state.synced = 0
-    _state.step = -1
-    usual = FastPath("autograd.backward", LOST, _begins_fast, _ends_fast)
-    around(torch.autograd, "backward", before=_begins, after=_ends, lost=LOST, fast_path=usual)
-
-
-def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _state.depth += 1
-    if _state.depth > 1:  # re-entrant checkpointing runs backward inside backward
-        _state.nested += 1
-        return None
-    _state.nested = 0
-    recorder.moves += 1
-    frame, site = recorder.sites.caller("backward")
-    steady_state.stop(recorder)
-    backward = Backward(_state.count, site, _roots(args, kwargs), time.monotonic(), frame)
-    for model in (*wrapped_models.live(), *wrapped_models.discarded()):
-        observation = BackwardObservation(model)
-        backward.observations.append(observation)
-        awaited = model.pending_sync or model.unfinished
-        if observation.firing is not None and awaited and not model.find_unused:
-            observation.firing.on_complete = partial(_complete, recorder, backward, model)
-    lifecycle.backward_begins.fire(recorder, backward)
-    backward.frame = None
-    return backward
-
-
-def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _roots(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     tensors = args[0] if args else kwargs.get("tensors", ())
     return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
-
-
-def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward that comes next on the fast path; None if this call is not that."""
-    step = steady_state.expected
-    if step is None or (backward := (now := step.next).backward) is None:
-        return None
-    wrapper = step.wrapper()
-    if wrapper is None or step.model.pending != now.pending or _state.depth or step.model.running:
-        return None
-    if now.sync and not wrapper.require_backward_grad_sync:
-        return None
-    call = now.call
-    if call is None and now.sync and step.model.group >= 0:
-        return None
-    frame = now.frame(recorder)
-    if frame is None:
-        return None
-    _state.depth += 1
-    _state.nested = 0
-    recorder.moves += 1
-    backward.number, backward.roots, backward.frame = _state.count, _roots(args, kwargs), frame
-    backward.error = None
-    backward.synced.clear()
-    steady_state.stage = Stage.BACKWARD
-    backward.began = began = time.monotonic()
-    if call is not None and now.sync:
-        ddp_collectives.backward_recurs(step.call_log.log_recurring(call, frame, now.moved, began))
-    step.ring.enter(_BACKWARD, now.site, began)
-    call_without_modes(_observe_fast, recorder, step, backward)
-    backward.frame = None
-    step.sequence = sequence_number(wrapper.process_group)
-    return backward
 
 
 def _observe_fast(recorder: Recorder, step: Plan, backward: Backward) -> None:
@@ -149,79 +203,9 @@ def _observe_fast(recorder: Recorder, step: Plan, backward: Backward) -> None:
     step.before = version(step.sampled())
 
 
-def _ends_fast(recorder: Recorder, backward: Backward, result: None) -> None:
-    """After a backward on the fast path: it was the model's if its group communicated or a gradient
-    changed. Otherwise it was of something else, and the model's own is still to come."""
-    step = steady_state.expected
-    if step is None:
-        _ends(recorder, backward, result, None)
-        return
-    now, ended = step.next, time.monotonic()
-    steady_state.stage = Stage.BETWEEN
-    model = step.model
-    _state.depth -= 1
-    _state.seconds += ended - backward.began
-    _state.count += 1
-    _state.step = recorder.step
-    backward.nested = _state.nested
-    averaged = sequence_number(getattr(step.wrapper(), "process_group", None)) != step.sequence
-    if averaged:
-        _state.synced += 1
-        backward.synced.add(model.number)
-    if averaged or version(step.sampled()) != step.before:
-        step.next, step.averaged = now.following or step.first, averaged
-        model.reached(recorder.step, averaged)
-        model.answered()
-    else:
-        backward.models = []
-    ddp_collectives.backward_closes(recorder, step.call_log, backward, ended)
-    step.ring.enter(_USER, backward.site, ended)
-    if lifecycle.backward_ends.on_fast_path:
-        lifecycle.backward_ends.fire_fast(recorder, backward)
-    backward.roots = ()
-    steady_state.settle(recorder, broken=averaged is not now.sync or not backward.models)
-
-
 def _complete(recorder: Recorder, backward: Backward, model: Model) -> None:
     if current_recorder() is recorder:
         lifecycle.gradients_ready.fire(recorder, (backward, model))
-
-
-def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _state.depth -= 1
-    if token is None:
-        return
-    backward: Backward = token
-    _state.seconds += time.monotonic() - backward.began
-    step = steady_state.expected
-    if step is not None and backward is step.next.backward:
-        # It began on the fast path and raised: what has passed of the step ends before it.
-        steady_state.stage = Stage.BETWEEN
-        steady_state.stop(recorder)
-    backward.error, backward.nested = error, _state.nested
-    waiting = 0
-    for observation in backward.observations:
-        waiting += observation.expected
-        if observation.firing is not None:
-            observation.firing.stop()
-            backward.fired[observation.model.number] = observation.firing.counts
-        if error is None:
-            observation.after_backward()
-    if error is None:
-        _state.count += 1
-        _credit(backward.observations)
-        for observation in backward.observations:
-            _attribute(backward, observation, recorder.step, alone=waiting == 1)
-        _state.synced += bool(backward.synced)
-        _state.step = recorder.step
-    steady_state.observe(_observed(backward))
-    lifecycle.backward_ends.fire(recorder, backward)
-    if backward.untouched:
-        lifecycle.backward_examined.fire(recorder, backward)
-    if backward.unannounced:
-        lifecycle.backward_unannounced.fire(recorder, backward)
-    if error is not None:
-        lifecycle.backward_failed.fire(recorder, backward)
 
 
 def _observed(backward: Backward) -> ObservedCall | None:

@@ -10,33 +10,21 @@ import time
 from typing import Any
 
 from ...storage.call_ring import Phase, State
-from ..collectives import call_hooks, process_groups
+from ..collectives import call_hooks
 from ..collectives.call_log import CallLog, call_log_of
-from ..collectives.collectives import LOST, failed, mark
-from ..recording.patching import around
+from ..collectives.collectives import Collectives, failed, mark
+from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import joins, sequence_number
+from ..recording.watcher import Args, Error, Kwargs, Watcher, on
 from . import lifecycle
 from .backward_observation import BackwardObservation
 from .records import Backward, Forward, Step
 from .tracked_model import Model
+from .wrapped_models import WrappedModels
 
 
-def install() -> None:
-    from torch.nn.parallel.distributed import DistributedDataParallel
-
-    _open.__init__()  # type: ignore[misc]
-    around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled, lost=LOST)
-    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
-    # On the fast path `forwards`, `backwards` and `optimizers` call this module themselves.
-    lifecycle.forward_begins.subscribe(_forward_begins, fast_path=False, lost=LOST)
-    lifecycle.forward_ends.subscribe(_forward_ends, fast_path=False, lost=LOST)
-    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
-    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
-    lifecycle.step_ends.subscribe(_step_ends, fast_path=False, lost=LOST)
-
-
-class _Open:
+class DDPCollectives(Watcher):
     """The collectives of DDP that have begun.
 
     Attributes:
@@ -46,89 +34,160 @@ class _Open:
         buffers: there are models that broadcast buffers in their forwards.
     """
 
+    lost = Collectives.lost
+    after = (WrappedModels,)  # a model is recorded inside of the call of its constructor
+
     def __init__(self) -> None:
         self.buffers = False
         self.forwards: list[tuple[Model, int, int]] = []
         self.backwards: list[tuple[BackwardObservation | None, int]] = []
 
+    def install(self) -> None:
+        from torch.nn.parallel.distributed import DistributedDataParallel
 
-_open = _Open()
+        self.around(
+            DistributedDataParallel,
+            "__init__",
+            before=self._wrapping,
+            after=self._settled,
+        )
 
+    def _wrapping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        log = call_log_of(recorder)
+        if log is None or not ProcessGroups.current.exist():
+            return None
+        number = ProcessGroups.current.number_of(kwargs.get("process_group"))
+        return log.collective(number, "DDP()", log.here()) if number >= 0 else None
 
-def _wrapping(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    log = call_log_of(recorder)
-    if log is None or not process_groups.exist():
-        return None
-    number = process_groups.number_of(kwargs.get("process_group"))
-    return log.collective(number, "DDP()", log.here()) if number >= 0 else None
+    def _settled(self, recorder: Recorder, number: Any, result: Any, error: Error) -> None:
+        if error is None:
+            mark(number, State.DONE)
+        else:
+            failed(number, error)
 
+    @on(lifecycle.wrapped)
+    def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        self.buffers |= bool(getattr(model.ddp(), "modules_buffers", True))
 
-def _settled(recorder: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
-    if error is None:
-        mark(number, State.DONE)
-    else:
-        failed(number, error)
+    @on(lifecycle.forward_begins, fast_path=False)
+    def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
+        log = recorder.call_log or call_log_of(recorder)
+        if log is None:
+            return
+        now = time.monotonic()
+        if not joins(forward.wrapper):
+            self.forward_opens(log, forward, now)
+        log.ring.enter(Phase.FORWARD, forward.site, now)
 
+    def forward_opens(self, log: CallLog, forward: Forward, now: float) -> None:
+        """Log a forward that is a collective: DDP will broadcast buffers, or rebuild its buckets in
+        the order of the first backward."""
+        ddp, model = forward.wrapper, forward.model
+        if (self.buffers or model.rebuilds) and model.group >= 0:
+            certain = self.broadcasts(ddp)
+            if certain or _rebuilds(forward):
+                call = log.of_model(model.group, "DDP forward", forward.frame, model.number, now)
+                before = -1 if certain else sequence_number(getattr(ddp, "process_group", None))
+                self.forwards.append((model, call, before))
 
-def _wrapped(recorder: Recorder, model: Model) -> None:
-    _open.buffers |= bool(getattr(model.ddp(), "modules_buffers", True))
+    def broadcasts(self, wrapper: Any) -> bool:
+        """Whether a wrapper's next forward will broadcast its buffers."""
+        return self.buffers and wrapper.will_sync_module_buffers()
 
+    def forward_recurs(self, model: Model, number: int) -> None:
+        """A forward on the fast path will broadcast buffers, and is logged under this number."""
+        self.forwards.append((model, number, -1))
 
-def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    log = recorder.call_log or call_log_of(recorder)
-    if log is None:
-        return
-    now = time.monotonic()
-    if not joins(forward.wrapper):
-        forward_opens(log, forward, now)
-    log.ring.enter(Phase.FORWARD, forward.site, now)
+    @on(lifecycle.forward_ends, fast_path=False)
+    def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
+        log = recorder.call_log or call_log_of(recorder)
+        if log is None:
+            return
+        now = time.monotonic()
+        self.forward_closes(recorder, log, forward, now)
+        log.ring.enter(Phase.USER, forward.site, now)
 
+    def forward_closes(
+        self, recorder: Recorder, log: CallLog, forward: Forward, now: float
+    ) -> None:
+        """What `forward_opens` wrote down is over; the rank enters what follows now."""
+        if not self.forwards or self.forwards[-1][0] is not forward.model:
+            return
+        model, call, before = self.forwards.pop()
+        if (
+            before >= 0
+            and sequence_number(getattr(forward.wrapper, "process_group", None)) == before
+        ):
+            log.void(call)
+        elif forward.error is not None:
+            log.ring.mark(call, State.FAILED)
+            call_hooks.call_failed.fire(recorder, (call, forward.error))
+        else:
+            log.ring.done(call, now)
+        if forward.error is None and _rebuilds(forward):
+            model.rebuilds = False
 
-def forward_opens(log: CallLog, forward: Forward, now: float) -> None:
-    """Log a forward that is a collective: DDP will broadcast buffers, or rebuild its buckets in the
-    order of the first backward."""
-    ddp, model = forward.wrapper, forward.model
-    if (_open.buffers or model.rebuilds) and model.group >= 0:
-        certain = broadcasts(ddp)
-        if certain or _rebuilds(forward):
-            call = log.of_model(model.group, "DDP forward", forward.frame, model.number, now)
-            before = -1 if certain else sequence_number(getattr(ddp, "process_group", None))
-            _open.forwards.append((model, call, before))
+    @on(lifecycle.backward_begins, fast_path=False)
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        log = recorder.call_log or call_log_of(recorder)
+        if log is None:
+            return
+        now = time.monotonic()
+        observations = [
+            observation
+            for observation in backward.observations
+            if observation.expected and observation.model.pending_sync
+        ]
+        observations = [
+            observation
+            for observation in observations
+            if observation.model.group >= 0 and not joins(observation.wrapper)
+        ]
+        alone = observations[0].model.number if len(observations) == 1 else -1
+        first: dict[int, BackwardObservation] = {}
+        for observation in observations:
+            first.setdefault(observation.model.group, observation)
+        for group, observation in first.items():
+            call = log.of_model(group, "DDP backward", backward.frame, alone, now)
+            self.backwards.append((observation, call))
+        log.ring.enter(Phase.BACKWARD, backward.site, now)
 
+    def backward_recurs(self, number: int) -> None:
+        """A backward on the fast path will average gradients, and is logged under this number."""
+        self.backwards.append((None, number))
 
-def broadcasts(wrapper: Any) -> bool:
-    """Whether a wrapper's next forward will broadcast its buffers."""
-    return _open.buffers and wrapper.will_sync_module_buffers()
+    @on(lifecycle.backward_ends, fast_path=False)
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        log = recorder.call_log or call_log_of(recorder)
+        if log is None:
+            return
+        now = time.monotonic()
+        self.backward_closes(recorder, log, backward, now)
+        log.ring.enter(Phase.USER, backward.site, now)
 
+    def backward_closes(
+        self, recorder: Recorder, log: CallLog, backward: Backward, now: float
+    ) -> None:
+        """Of the collectives that a backward was to make, which it made; as `forward_closes`."""
+        if not self.backwards:
+            return
+        ended, self.backwards = self.backwards, []
+        for observation, call in ended:
+            silent = not backward.synced if observation is None else not observation.communicated
+            if backward.error is not None:
+                log.ring.mark(call, State.FAILED)
+                call_hooks.call_failed.fire(recorder, (call, backward.error))
+            elif silent and (observation is None or observation.sequence >= 0):
+                log.void(call)
+            else:
+                log.ring.done(call, now)
 
-def forward_recurs(model: Model, number: int) -> None:
-    """A forward on the fast path will broadcast buffers, and is logged under this number."""
-    _open.forwards.append((model, number, -1))
-
-
-def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    log = recorder.call_log or call_log_of(recorder)
-    if log is None:
-        return
-    now = time.monotonic()
-    forward_closes(recorder, log, forward, now)
-    log.ring.enter(Phase.USER, forward.site, now)
-
-
-def forward_closes(recorder: Recorder, log: CallLog, forward: Forward, now: float) -> None:
-    """What `forward_opens` wrote down is over; the rank enters what follows now."""
-    if not _open.forwards or _open.forwards[-1][0] is not forward.model:
-        return
-    model, call, before = _open.forwards.pop()
-    if before >= 0 and sequence_number(getattr(forward.wrapper, "process_group", None)) == before:
-        log.void(call)
-    elif forward.error is not None:
-        log.ring.mark(call, State.FAILED)
-        call_hooks.call_failed.fire(recorder, (call, forward.error))
-    else:
-        log.ring.done(call, now)
-    if forward.error is None and _rebuilds(forward):
-        model.rebuilds = False
+    @on(lifecycle.step_ends, fast_path=False)
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        if log := recorder.call_log or call_log_of(recorder):
+            now = time.monotonic()
+            log.step_ended(recorder.step, now)
+            log.ring.enter(Phase.USER, step.site, now)
 
 
 def _rebuilds(forward: Forward) -> bool:
@@ -136,65 +195,3 @@ def _rebuilds(forward: Forward) -> bool:
     backward."""
     model = forward.model
     return model.rebuilds and forward.grad_enabled and model.synced_backwards > 0
-
-
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    log = recorder.call_log or call_log_of(recorder)
-    if log is None:
-        return
-    now = time.monotonic()
-    observations = [
-        observation
-        for observation in backward.observations
-        if observation.expected and observation.model.pending_sync
-    ]
-    observations = [
-        observation
-        for observation in observations
-        if observation.model.group >= 0 and not joins(observation.wrapper)
-    ]
-    alone = observations[0].model.number if len(observations) == 1 else -1
-    first: dict[int, BackwardObservation] = {}
-    for observation in observations:
-        first.setdefault(observation.model.group, observation)
-    for group, observation in first.items():
-        call = log.of_model(group, "DDP backward", backward.frame, alone, now)
-        _open.backwards.append((observation, call))
-    log.ring.enter(Phase.BACKWARD, backward.site, now)
-
-
-def backward_recurs(number: int) -> None:
-    """A backward on the fast path will average gradients, and is logged under this number."""
-    _open.backwards.append((None, number))
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    log = recorder.call_log or call_log_of(recorder)
-    if log is None:
-        return
-    now = time.monotonic()
-    backward_closes(recorder, log, backward, now)
-    log.ring.enter(Phase.USER, backward.site, now)
-
-
-def backward_closes(recorder: Recorder, log: CallLog, backward: Backward, now: float) -> None:
-    """Of the collectives that a backward was to make, which it made; as `forward_closes`."""
-    if not _open.backwards:
-        return
-    ended, _open.backwards = _open.backwards, []
-    for observation, call in ended:
-        silent = not backward.synced if observation is None else not observation.communicated
-        if backward.error is not None:
-            log.ring.mark(call, State.FAILED)
-            call_hooks.call_failed.fire(recorder, (call, backward.error))
-        elif silent and (observation is None or observation.sequence >= 0):
-            log.void(call)
-        else:
-            log.ring.done(call, now)
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    if log := recorder.call_log or call_log_of(recorder):
-        now = time.monotonic()
-        log.step_ended(recorder.step, now)
-        log.ring.enter(Phase.USER, step.site, now)

@@ -11,28 +11,32 @@ from typing import Any
 
 from ...storage.call_ring import Phase
 from ..recording.import_hooks import when_imported
-from ..recording.patching import around, hide_hooks
+from ..recording.patching import hide_hooks
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import call_without_modes
-from . import ddp_collectives, lifecycle, module_origins, wrapped_models
+from ..recording.watcher import Args, Error, Kwargs, Watcher, on
+from . import lifecycle
+from .ddp_collectives import DDPCollectives
+from .module_origins import ModuleOrigins
 from .records import Forward
 from .steady_state import FastPath, ObservedCall, Stage, steady_state
 from .tracked_model import Model
-
-LOST = "forwards of wrapped models"
+from .wrapped_models import WrappedModels
 
 _FORWARD, _USER = int(Phase.FORWARD), int(Phase.USER)  # plain numbers, see `Stage`
 
 
-class _Forwards:
+class Forwards(Watcher):
     """Counts of this process.
 
     Attributes:
         hooked: `forward` is wrapped.
         adopting: there may be wrappers that were created before torch was wrapped.
-        inside: forwards running now.
+        inside: forwards running now; `count`: of wrappers so far, with and without gradients.
         registrations: parameters registered in the process, when last asked.
     """
+
+    lost = "forwards of wrapped models"
 
     def __init__(self) -> None:
         self.hooked = False
@@ -43,47 +47,194 @@ class _Forwards:
         self.grad_enabled: Callable[[], bool] = bool
         self.registrations = 0
 
+    def running(self) -> bool:
+        """Whether a wrapper's forward is running."""
+        return self.inside > 0
 
-_state = _Forwards()
+    def take_seconds(self) -> float:
+        """Seconds spent in forwards since the last call."""
+        spent, self.seconds = self.seconds, 0.0
+        return spent
 
+    def install(self) -> None:
+        import torch
 
-def count() -> int:
-    """How many forwards of wrappers there were, with and without gradients."""
-    return _state.count
+        self.grad_enabled = torch.is_grad_enabled
 
+    def adopt(self, recorder: Recorder) -> None:
+        """Record the models that were wrapped before torch was. One whose constructor is running,
+        or that the garbage collector does not track, is recorded at its next forward."""
+        self.adopting = True
+        # To wrap forward needs torch._dynamo, see `_hook`.
+        when_imported("torch._dynamo", lambda _: self._take_up(recorder), lost=self.lost)
 
-def running() -> bool:
-    """Whether a wrapper's forward is running."""
-    return _state.inside > 0
+    def _take_up(self, recorder: Recorder) -> None:
+        self._hook()
+        for wrapper in _wrappers():
+            if "reducer" in vars(wrapper) and WrappedModels.current.of_wrapper(wrapper) is None:
+                WrappedModels.current.adopted(recorder, wrapper)
 
+    @on(lifecycle.wrapped)
+    def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        self._hook()
 
-def take_seconds() -> float:
-    """Seconds spent in forwards since the last call."""
-    spent, _state.seconds = _state.seconds, 0.0
-    return spent
+    def _hook(self) -> None:
+        # Wrapping forward needs torch._dynamo, which DDP's constructor has imported by now;
+        # importing it earlier would cost every script a second.
+        if self.hooked:
+            return
+        self.hooked = True
+        hide_hooks()
+        from torch.nn.parallel.distributed import DistributedDataParallel
 
+        self.around(
+            DistributedDataParallel,
+            "forward",
+            before=self._begins,
+            after=self._ends,
+            traced=True,
+            fast_path=FastPath(
+                "DistributedDataParallel.forward", self.lost, self._begins_fast, self._ends_fast
+            ),
+        )
 
-def install() -> None:
-    import torch
+    def _begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        wrapper = args[0]
+        model = WrappedModels.current.of_wrapper(wrapper)
+        if model is None and self.adopting:
+            model = WrappedModels.current.adopted(recorder, wrapper)
+        if model is None:
+            return None
+        self.count += 1
+        frame, site = recorder.sites.caller("forward")
+        grad_enabled = self.grad_enabled()
+        sync = bool(wrapper.require_backward_grad_sync)
+        number = model.forwards
+        usual = grad_enabled and wrapper.training and not model.superseded
+        if steady_state.expected is not None and grad_enabled:
+            if usual and steady_state.expected.examined():
+                steady_state.pause()
+            steady_state.stop(recorder)
+        forward = Forward(
+            model=model,
+            wrapper=wrapper,
+            site=site,
+            grad_enabled=grad_enabled,
+            sync=sync,
+            args=args[1:],
+            kwargs=kwargs,
+            frame=frame,
+        )
+        if model.superseded:
+            WrappedModels.current.supersede(model)
+        if grad_enabled:
+            model.began(forward.site, forward.sync, recorder.step)
+            steady_state.observe(ObservedCall(Forward, model, site, sync) if usual else None)
+        self.inside += 1
+        lifecycle.forward_begins.fire(recorder, forward)
+        if not (grad_enabled and wrapper.training):
+            lifecycle.trial_begins.fire(recorder, forward)
+        if grad_enabled and self._due(number):
+            lifecycle.forward_due.fire(recorder, forward)
+        forward.frame = None
+        return forward, time.monotonic()
 
-    _state.__init__()  # type: ignore[misc]
-    _state.grad_enabled = torch.is_grad_enabled
-    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
+    def _due(self, number: int) -> bool:
+        """Whether a model's forward of that number is sampled; also if parameters were created
+        since the last one, which may be the model's."""
+        made = ModuleOrigins.current.registrations
+        new, self.registrations = made != self.registrations, made
+        return new or lifecycle.looked_at(number)
 
+    def _begins_fast(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """The forward that comes next on the fast path; None if this call is not that."""
+        step = steady_state.expected
+        if step is None or (forward := (now := step.next).forward) is None:
+            return None
+        wrapper, model, stage = step.wrapper(), step.model, steady_state.stage
+        if (
+            wrapper is None
+            or wrapper is not args[0]
+            or model.pending != now.pending
+            or model.superseded
+            or model.rebuilds
+            or wrapper.require_backward_grad_sync is not now.sync
+            or not (wrapper.training and self.grad_enabled())
+            or stage == Stage.FORWARD
+            or (stage == Stage.NONE and step.examined())
+        ):
+            return None
+        call, broadcasts = now.call, DDPCollectives.current.broadcasts(wrapper) and model.group >= 0
+        if call is None and broadcasts:
+            return None
+        frame = now.frame(recorder)
+        if frame is None:
+            return None
+        steady_state.stage = Stage.FORWARD
+        number = model.forwards
+        model.began(forward.site, forward.sync, recorder.step)
+        self.count += 1
+        self.inside += 1
+        forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
+        forward.error = None
+        began = time.monotonic()
+        if call is not None and broadcasts:
+            DDPCollectives.current.forward_recurs(
+                model, step.call_log.log_recurring(call, frame, now.moved, began)
+            )
+        step.ring.enter(_FORWARD, now.site, began)
+        new = ModuleOrigins.current.registrations != self.registrations
+        if new or number >= model.looked_at or lifecycle.forward_begins.on_fast_path:
+            call_without_modes(self._observe_fast, recorder, forward, number, frame)
+        return forward, began
 
-def adopt(recorder: Recorder) -> None:
-    """Record the models that were wrapped before torch was. One whose constructor is running, or
-    that the garbage collector does not track, is recorded at its next forward."""
-    _state.adopting = True
-    # To wrap forward needs torch._dynamo, see `_hook`.
-    when_imported("torch._dynamo", lambda _: _take_up(recorder), lost=LOST)
+    def _observe_fast(
+        self, recorder: Recorder, forward: Forward, number: int, frame: FrameType
+    ) -> None:
+        """Before a forward on the fast path that a watcher waits for: fire its hooks."""
+        forward.frame = frame
+        lifecycle.forward_begins.fire_fast(recorder, forward)
+        forward.model.looked_at = lifecycle.next_looked_at(number)
+        if self._due(number):
+            lifecycle.forward_due.fire(recorder, forward)
+        forward.frame = None
 
+    def _ends_fast(self, recorder: Recorder, token: tuple[Forward, float], result: Any) -> None:
+        if steady_state.stage != Stage.FORWARD:  # the fast path was left during the forward
+            self._ends(recorder, token, result, None)
+            return
+        step, (forward, began) = steady_state.expected, token
+        assert step is not None
+        ended = time.monotonic()
+        DDPCollectives.current.forward_closes(recorder, step.call_log, forward, ended)
+        step.ring.enter(_USER, forward.site, ended)
+        step.next = step.next.following or step.first
+        steady_state.stage = Stage.BETWEEN
+        self.inside -= 1
+        self.seconds += ended - began
+        forward.model.ended(forward.sync, True)
+        forward.output = result
+        if lifecycle.forward_ends.on_fast_path:
+            lifecycle.forward_ends.fire_fast(recorder, forward)
+        forward.wrapper = forward.output = None
+        forward.args, forward.kwargs = (), {}
 
-def _take_up(recorder: Recorder) -> None:
-    _hook()
-    for wrapper in _wrappers():
-        if "reducer" in vars(wrapper) and wrapped_models.of_wrapper(wrapper) is None:
-            wrapped_models.adopted(recorder, wrapper)
+    def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if token is None:
+            return
+        forward, began = token
+        self.inside -= 1
+        self.seconds += time.monotonic() - began
+        forward.output, forward.error = result, error
+        if steady_state.stage == Stage.FORWARD:
+            steady_state.stop(recorder)
+        if forward.grad_enabled:
+            forward.model.ended(forward.sync, bool(forward.wrapper.require_backward_grad_sync))
+        lifecycle.forward_ends.fire(recorder, forward)
+        if not (forward.grad_enabled and forward.wrapper.training):
+            lifecycle.trial_ends.fire(recorder, forward)
+        if error is not None:
+            lifecycle.forward_failed.fire(recorder, forward)
 
 
 def _wrappers() -> list[Any]:
@@ -97,169 +248,3 @@ def _wrappers() -> list[Any]:
         for thing in gc.get_objects(generation)
         if DistributedDataParallel in type(thing).__mro__  # `issubclass` asks its ABCMeta, slowly
     ]
-
-
-def _wrapped(recorder: Recorder, model: Model) -> None:
-    _hook()
-
-
-def _hook() -> None:
-    # Wrapping forward needs torch._dynamo, which DDP's constructor has imported by now; importing
-    # it earlier would cost every script a second.
-    if _state.hooked:
-        return
-    _state.hooked = True
-    hide_hooks()
-    from torch.nn.parallel.distributed import DistributedDataParallel
-
-    around(
-        DistributedDataParallel,
-        "forward",
-        before=_begins,
-        after=_ends,
-        lost=LOST,
-        traced=True,
-        fast_path=FastPath("DistributedDataParallel.forward", LOST, _begins_fast, _ends_fast),
-    )
-
-
-def _begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    wrapper = args[0]
-    model = wrapped_models.of_wrapper(wrapper)
-    if model is None and _state.adopting:
-        model = wrapped_models.adopted(recorder, wrapper)
-    if model is None:
-        return None
-    _state.count += 1
-    frame, site = recorder.sites.caller("forward")
-    grad_enabled = _state.grad_enabled()
-    sync = bool(wrapper.require_backward_grad_sync)
-    number = model.forwards
-    usual = grad_enabled and wrapper.training and not model.superseded
-    if steady_state.expected is not None and grad_enabled:
-        if usual and steady_state.expected.examined():
-            steady_state.pause()
-        steady_state.stop(recorder)
-    forward = Forward(
-        model=model,
-        wrapper=wrapper,
-        site=site,
-        grad_enabled=grad_enabled,
-        sync=sync,
-        args=args[1:],
-        kwargs=kwargs,
-        frame=frame,
-    )
-    if model.superseded:
-        wrapped_models.supersede(model)
-    if grad_enabled:
-        model.began(forward.site, forward.sync, recorder.step)
-        steady_state.observe(ObservedCall(Forward, model, site, sync) if usual else None)
-    _state.inside += 1
-    lifecycle.forward_begins.fire(recorder, forward)
-    if not (grad_enabled and wrapper.training):
-        lifecycle.trial_begins.fire(recorder, forward)
-    if grad_enabled and _due(number):
-        lifecycle.forward_due.fire(recorder, forward)
-    forward.frame = None
-    return forward, time.monotonic()
-
-
-def _due(number: int) -> bool:
-    """Whether a model's forward of that number is sampled; also if parameters were created since
-    the last one, which may be the model's."""
-    made = module_origins.registrations()
-    new, _state.registrations = made != _state.registrations, made
-    return new or lifecycle.looked_at(number)
-
-
-def _begins_fast(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward that comes next on the fast path; None if this call is not that."""
-    step = steady_state.expected
-    if step is None or (forward := (now := step.next).forward) is None:
-        return None
-    wrapper, model, stage = step.wrapper(), step.model, steady_state.stage
-    if (
-        wrapper is None
-        or wrapper is not args[0]
-        or model.pending != now.pending
-        or model.superseded
-        or model.rebuilds
-        or wrapper.require_backward_grad_sync is not now.sync
-        or not (wrapper.training and _state.grad_enabled())
-        or stage == Stage.FORWARD
-        or (stage == Stage.NONE and step.examined())
-    ):
-        return None
-    call, broadcasts = now.call, ddp_collectives.broadcasts(wrapper) and model.group >= 0
-    if call is None and broadcasts:
-        return None
-    frame = now.frame(recorder)
-    if frame is None:
-        return None
-    steady_state.stage = Stage.FORWARD
-    number = model.forwards
-    model.began(forward.site, forward.sync, recorder.step)
-    _state.count += 1
-    _state.inside += 1
-    forward.wrapper, forward.args, forward.kwargs = wrapper, args[1:], kwargs
-    forward.error = None
-    began = time.monotonic()
-    if call is not None and broadcasts:
-        ddp_collectives.forward_recurs(
-            model, step.call_log.log_recurring(call, frame, now.moved, began)
-        )
-    step.ring.enter(_FORWARD, now.site, began)
-    new = module_origins.registrations() != _state.registrations
-    if new or number >= model.looked_at or lifecycle.forward_begins.on_fast_path:
-        call_without_modes(_observe_fast, recorder, forward, number, frame)
-    return forward, began
-
-
-def _observe_fast(recorder: Recorder, forward: Forward, number: int, frame: FrameType) -> None:
-    """Before a forward on the fast path that a watcher waits for: fire its hooks."""
-    forward.frame = frame
-    lifecycle.forward_begins.fire_fast(recorder, forward)
-    forward.model.looked_at = lifecycle.next_looked_at(number)
-    if _due(number):
-        lifecycle.forward_due.fire(recorder, forward)
-    forward.frame = None
-
-
-def _ends_fast(recorder: Recorder, token: tuple[Forward, float], result: Any) -> None:
-    if steady_state.stage != Stage.FORWARD:  # the fast path was left during the forward
-        _ends(recorder, token, result, None)
-        return
-    step, (forward, began) = steady_state.expected, token
-    assert step is not None
-    ended = time.monotonic()
-    ddp_collectives.forward_closes(recorder, step.call_log, forward, ended)
-    step.ring.enter(_USER, forward.site, ended)
-    step.next = step.next.following or step.first
-    steady_state.stage = Stage.BETWEEN
-    _state.inside -= 1
-    _state.seconds += ended - began
-    forward.model.ended(forward.sync, True)
-    forward.output = result
-    if lifecycle.forward_ends.on_fast_path:
-        lifecycle.forward_ends.fire_fast(recorder, forward)
-    forward.wrapper = forward.output = None
-    forward.args, forward.kwargs = (), {}
-
-
-def _ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None:
-        return
-    forward, began = token
-    _state.inside -= 1
-    _state.seconds += time.monotonic() - began
-    forward.output, forward.error = result, error
-    if steady_state.stage == Stage.FORWARD:
-        steady_state.stop(recorder)
-    if forward.grad_enabled:
-        forward.model.ended(forward.sync, bool(forward.wrapper.require_backward_grad_sync))
-    lifecycle.forward_ends.fire(recorder, forward)
-    if not (forward.grad_enabled and forward.wrapper.training):
-        lifecycle.trial_ends.fire(recorder, forward)
-    if error is not None:
-        lifecycle.forward_failed.fire(recorder, forward)

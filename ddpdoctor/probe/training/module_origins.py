@@ -10,12 +10,11 @@ from ..recording.code_locations import classify
 from ..recording.frames import disguise, unframe, variables
 from ..recording.patching import on_restore, replace
 from ..recording.recorder import current_recorder
+from ..recording.watcher import Watcher
 from ..recording.weak_references import WeakIdentityMap
 
-LOST = "the lines that make modules"
 
-
-class _Origins:
+class ModuleOrigins(Watcher):
     """What is known of the modules of this process, also from before it became a rank: so lines get
     their sites only when asked for.
 
@@ -26,6 +25,8 @@ class _Origins:
         registrations: how many parameters were registered.
         user_code: whether a code object is the user's.
     """
+
+    lost = "the lines that make modules"
 
     def __init__(self) -> None:
         self.lines: WeakIdentityMap[tuple[CodeType, int]] = WeakIdentityMap()
@@ -41,143 +42,121 @@ class _Origins:
             self.user_code[code] = found = classify(code.co_filename) == "user"
             return found
 
+    def install(self) -> None:
+        import torch.nn
 
-_origins = _Origins()
+        original = torch.nn.Module.__init__
 
+        def __init__(module: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                self._record_origin(module, sys._getframe(1))
+            except Exception as error:
+                self._missed(error)
+            try:
+                original(module, *args, **kwargs)
+            except BaseException as error:
+                unframe(error)
+                raise
 
-def install() -> None:
-    import torch.nn
+        replace(torch.nn.Module, "__init__", disguise(__init__, original))
+        self._watch_copies(torch.nn.Module)
+        hooks = torch.nn.modules.module
+        on_restore(hooks.register_module_parameter_registration_hook(self._registered).remove)
 
-    _origins.lines.clear()
-    _origins.parameters.clear()
-    _origins.copies.clear()
-    _origins.registrations = 0
-    original = torch.nn.Module.__init__
+    def _watch_copies(self, kind: Any) -> None:
+        original = kind.__setstate__
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        def __setstate__(module: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                original(module, *args, **kwargs)
+            except BaseException as error:
+                unframe(error)
+                raise
+            try:
+                self.copies[module] = None
+            except Exception as error:
+                self._missed(error)
+
+        replace(kind, "__setstate__", disguise(__setstate__, original))
+
+    def origin_line(self, module: Any) -> tuple[CodeType, int] | None:
+        """The user's line that created a module; None if unknown (for a copy, say)."""
+        return self.lines.get(module) if hasattr(module, "_modules") else None
+
+    def origin_site(self, module: Any) -> int:
+        """The site of the user's line that created a module; -1 if unknown."""
+        recorder = current_recorder()
+        line = self.origin_line(module)
+        return recorder.sites.number(*line) if recorder is not None and line else -1
+
+    def parameter_site(self, module: Any, name: str) -> int:
+        """The site of the user's line that assigned this parameter to a module; -1 if a library
+        did."""
+        recorder = current_recorder()
+        line = self.parameters.get(module, {}).get(name)
+        return recorder.sites.number(*line) if recorder is not None and line else -1
+
+    def added_site(self, module: Any, name: str) -> int:
+        """The site of the user's line that added a parameter to a model later: the line that
+        created the module if that brought it along, else the line that assigned the parameter."""
+        line = self.parameters.get(module, {}).get(name)
+        born = self.origin_site(module) if line is None or line[0].co_name == "__init__" else -1
+        return born if born >= 0 else self.parameter_site(module, name)
+
+    def named_roots(self, parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
+        """Names of parameters by id, and the outermost known modules that contain them, the one
+        with most of them first."""
+        wanted = {id(p) for p in parameters}
+        known = self.living_modules()
+        children = {id(c) for m in known for c in m._modules.values() if c is not None}
+        names: dict[int, str] = {}
+        roots = []
+        for module in known:
+            if id(module) in children:
+                continue
+            mine = {id(p): n for n, p in module.named_parameters() if id(p) in wanted}
+            if mine:
+                names = mine | names
+                roots.append((len(mine), module))
+        roots.sort(key=lambda pair: -pair[0])
+        return names, [module for _, module in roots]
+
+    def living_modules(self) -> list[Any]:
+        """All living modules that are known."""
+        return [*self.lines, *(m for m in self.copies if m not in self.lines)]
+
+    def in_some_module(self, parameter: Any) -> bool:
+        """Whether a living module has this parameter."""
+        return any(
+            parameter is held for m in self.living_modules() for held in m._parameters.values()
+        )
+
+    def _registered(self, module: Any, name: str, parameter: Any) -> None:
         try:
-            _record_origin(self, sys._getframe(1))
+            self.registrations += 1
+            frame: FrameType | None = sys._getframe(1)
+            own = frame.f_code.co_filename if frame else ""
+            while frame is not None and frame.f_code.co_filename == own:
+                frame = frame.f_back
+            if frame is not None and self.is_user(frame.f_code):
+                lines = self.parameters.setdefault(module, {})
+                lines[name] = (frame.f_code, frame.f_lineno)
         except Exception as error:
-            _missed(error)
-        try:
-            original(self, *args, **kwargs)
-        except BaseException as error:
-            unframe(error)
-            raise
+            self._missed(error)
 
-    replace(torch.nn.Module, "__init__", disguise(__init__, original))
-    _watch_copies(torch.nn.Module)
-    hooks = torch.nn.modules.module
-    on_restore(hooks.register_module_parameter_registration_hook(_registered).remove)
+    def _missed(self, error: Exception) -> None:
+        if (recorder := current_recorder()) is not None:
+            recorder.trouble("modules", error, self.lost)
 
-
-def _watch_copies(kind: Any) -> None:
-    original = kind.__setstate__
-
-    def __setstate__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            original(self, *args, **kwargs)
-        except BaseException as error:
-            unframe(error)
-            raise
-        try:
-            _origins.copies[self] = None
-        except Exception as error:
-            _missed(error)
-
-    replace(kind, "__setstate__", disguise(__setstate__, original))
-
-
-def origin_line(module: Any) -> tuple[CodeType, int] | None:
-    """The user's line that created a module; None if unknown (for a copy, say)."""
-    return _origins.lines.get(module) if hasattr(module, "_modules") else None
-
-
-def origin_site(module: Any) -> int:
-    """The site of the user's line that created a module; -1 if unknown."""
-    recorder = current_recorder()
-    line = origin_line(module)
-    return recorder.sites.number(*line) if recorder is not None and line else -1
-
-
-def parameter_site(module: Any, name: str) -> int:
-    """The site of the user's line that assigned this parameter to a module; -1 if a library did."""
-    recorder = current_recorder()
-    line = _origins.parameters.get(module, {}).get(name)
-    return recorder.sites.number(*line) if recorder is not None and line else -1
-
-
-def added_site(module: Any, name: str) -> int:
-    """The site of the user's line that added a parameter to a model later: the line that created
-    the module if that brought it along, else the line that assigned the parameter."""
-    line = _origins.parameters.get(module, {}).get(name)
-    born = origin_site(module) if line is None or line[0].co_name == "__init__" else -1
-    return born if born >= 0 else parameter_site(module, name)
-
-
-def named_roots(parameters: list[Any]) -> tuple[dict[int, str], list[Any]]:
-    """Names of parameters by id, and the outermost known modules that contain them, the one with
-    most of them first."""
-    wanted = {id(p) for p in parameters}
-    known = living_modules()
-    children = {id(c) for m in known for c in m._modules.values() if c is not None}
-    names: dict[int, str] = {}
-    roots = []
-    for module in known:
-        if id(module) in children:
-            continue
-        mine = {id(p): n for n, p in module.named_parameters() if id(p) in wanted}
-        if mine:
-            names = mine | names
-            roots.append((len(mine), module))
-    roots.sort(key=lambda pair: -pair[0])
-    return names, [module for _, module in roots]
-
-
-def living_modules() -> list[Any]:
-    """All living modules that are known."""
-    return [*_origins.lines, *(m for m in _origins.copies if m not in _origins.lines)]
-
-
-def in_some_module(parameter: Any) -> bool:
-    """Whether a living module has this parameter."""
-    return any(parameter is held for m in living_modules() for held in m._parameters.values())
-
-
-def registrations() -> int:
-    """How many parameters were registered in this process. If it rises, a wrapped model may have
-    changed."""
-    return _origins.registrations
-
-
-def _registered(module: Any, name: str, parameter: Any) -> None:
-    try:
-        _origins.registrations += 1
-        frame: FrameType | None = sys._getframe(1)
-        own = frame.f_code.co_filename if frame else ""
-        while frame is not None and frame.f_code.co_filename == own:
+    def _record_origin(self, module: Any, frame: FrameType | None) -> None:
+        # Step out of the module's own constructors (`super().__init__()` in the user's class) to
+        # the line that called its class.
+        while frame is not None and frame.f_code.co_name == "__init__":
+            names = frame.f_code.co_varnames
+            if not names or variables(frame).get(names[0], module) is not module:
+                break
             frame = frame.f_back
-        if frame is not None and _origins.is_user(frame.f_code):
-            lines = _origins.parameters.setdefault(module, {})
-            lines[name] = (frame.f_code, frame.f_lineno)
-    except Exception as error:
-        _missed(error)
-
-
-def _missed(error: Exception) -> None:
-    if (recorder := current_recorder()) is not None:
-        recorder.trouble("modules", error, LOST)
-
-
-def _record_origin(module: Any, frame: FrameType | None) -> None:
-    # Step out of the module's own constructors (`super().__init__()` in the user's class) to the
-    # line that called its class.
-    while frame is not None and frame.f_code.co_name == "__init__":
-        names = frame.f_code.co_varnames
-        if not names or variables(frame).get(names[0], module) is not module:
-            break
-        frame = frame.f_back
-    while frame is not None and not _origins.is_user(frame.f_code):
-        frame = frame.f_back
-    if frame is not None:
-        _origins.lines[module] = (frame.f_code, frame.f_lineno)
+        while frame is not None and not self.is_user(frame.f_code):
+            frame = frame.f_back
+        if frame is not None:
+            self.lines[module] = (frame.f_code, frame.f_lineno)

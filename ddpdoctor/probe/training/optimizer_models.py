@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..recording.recorder import Recorder
-from . import lifecycle, optimizers, wrapped_models
+from ..recording.watcher import Watcher, on
+from . import lifecycle
+from .optimizers import Optimizers
 from .records import OptimizerModel, Step
 from .tracked_model import Model
-
-LOST = "which models an optimizer trains, and with it drift and unsynchronised steps"
+from .wrapped_models import WrappedModels
 
 
 class _Known:
@@ -26,51 +27,54 @@ class _Known:
         self.models = -1
 
 
-def install() -> None:
-    """Must be called before the watchers that read `Step.holdings` subscribe."""
-    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
-    lifecycle.fast_step_due.subscribe(_step_begins, lost=LOST)
+class OptimizerModels(Watcher):
+    lost = "which models an optimizer trains, and with it drift and unsynchronised steps"
+
+    def install(self) -> None:
+        """Must be called before the watchers that read `Step.holdings` subscribe."""
+
+    @on(lifecycle.step_begins, fast_path=False)
+    @on(lifecycle.fast_step_due)
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        known = step.known.notes.get(_Known)
+        if known is None:
+            known = step.known.notes[_Known] = _Known()
+        count = WrappedModels.current.count()
+        # Parameters may be added to an optimizer at any time, but rarely are: looked at when
+        # sampled.
+        if step.due or known.models != count:
+            optimizer = step.optimizer()
+            groups = () if optimizer is None else optimizer.param_groups
+            size = sum(len(group["params"]) for group in groups)
+            if (size, count) != (known.size, known.models):
+                known.size, known.models = size, count
+                known.holdings = _find(optimizer, step.known.number)
+        step.holdings = known.holdings
 
 
 def steps_taken(holding: OptimizerModel) -> int:
     """How many steps the optimizer has taken; -1 if it is gone."""
-    return next((k.steps for k in optimizers.known() if k.number == holding.optimizer), -1)
+    return next((k.steps for k in Optimizers.current.known() if k.number == holding.optimizer), -1)
 
 
 def steps_of(model: Model) -> int:
     """How many steps the optimizer of a model has taken (the most, if it has several); 0 if none is
     known."""
-    notes = ((known.steps, known.notes.get(_Known)) for known in optimizers.known())
+    notes = ((known.steps, known.notes.get(_Known)) for known in Optimizers.current.known())
     mine = [n for n, k in notes if k is not None and any(h.model is model for h in k.holdings)]
     return max(mine, default=0)
-
-
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    known = step.known.notes.get(_Known)
-    if known is None:
-        known = step.known.notes[_Known] = _Known()
-    count = wrapped_models.count()
-    # Parameters may be added to an optimizer at any time, but rarely are: looked at when sampled.
-    if step.due or known.models != count:
-        optimizer = step.optimizer()
-        groups = () if optimizer is None else optimizer.param_groups
-        size = sum(len(group["params"]) for group in groups)
-        if (size, count) != (known.size, known.models):
-            known.size, known.models = size, count
-            known.holdings = _find(optimizer, step.known.number)
-    step.holdings = known.holdings
 
 
 def _find(optimizer: Any, number: int) -> list[OptimizerModel]:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     claimed = {
         h.model
-        for other in optimizers.known()
+        for other in Optimizers.current.known()
         if other.number != number and _Known in other.notes
         for h in other.notes[_Known].holdings
     }
     found = []
-    for model in wrapped_models.live():
+    for model in WrappedModels.current.live():
         parameters = [ref() for ref in model.parameters]
         mine = [i for i, p in enumerate(parameters) if p is not None and id(p) in held]
         if not mine:

@@ -10,70 +10,80 @@ from typing import Any
 from ...storage.call_ring import Phase, State
 from ..collectives import process_groups
 from ..collectives.call_log import NEW_GROUPS, call_log_of
+from ..collectives.process_groups import ProcessGroups
 from ..recording import hooks
-from ..recording.patching import around
 from ..recording.recorder import Recorder
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 from . import lifecycle
 
-LOST = "where a rank that stands still is"
 
+class Phases(Watcher):
+    lost = "where a rank that stands still is"
 
-def install() -> None:
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
+    def install(self) -> None:
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
 
-    for moment, phase in (
-        (lifecycle.loading_begins, Phase.DATA),
-        (lifecycle.loading_ends, Phase.USER),
-        (lifecycle.step_begins, Phase.OPTIMIZER),
-        (hooks.leaving, Phase.LEAVING),
-    ):
-        emitted = phase is not Phase.OPTIMIZER  # entered by `optimizers` itself on the fast path
-        moment.subscribe(_enters(phase), fast_path=emitted, lost=LOST)
-    around(process_groups.holders(), "init_process_group", before=_joins, after=_joined, lost=LOST)
-    around(process_groups.holders(), "new_group", before=_makes_group, after=_made_group, lost=LOST)
-    around((c10d, dist), "destroy_process_group", before=_destroys, after=_destroyed, lost=LOST)
+        for moment, phase in (
+            (lifecycle.loading_begins, Phase.DATA),
+            (lifecycle.loading_ends, Phase.USER),
+            (lifecycle.step_begins, Phase.OPTIMIZER),
+            (hooks.leaving, Phase.LEAVING),
+        ):
+            emitted = (
+                phase is not Phase.OPTIMIZER
+            )  # entered by `optimizers` itself on the fast path
+            moment.subscribe(self._enters(phase), fast_path=emitted, lost=self.lost)
+        self.around(
+            ProcessGroups.current.holders(),
+            "init_process_group",
+            before=self._joins,
+            after=self._joined,
+        )
+        self.around(
+            ProcessGroups.current.holders(),
+            "new_group",
+            before=self._makes_group,
+            after=self._made_group,
+        )
+        self.around(
+            (c10d, dist), "destroy_process_group", before=self._destroys, after=self._destroyed
+        )
 
+    def _enters(self, phase: Phase) -> Any:
+        def enters(recorder: Recorder, moment: Any) -> None:
+            if log := recorder.call_log or call_log_of(recorder):
+                log.ring.phase(phase, -1 if moment is None else moment.site)
 
-def _enters(phase: Phase) -> Any:
-    def enters(recorder: Recorder, moment: Any) -> None:
-        if log := recorder.call_log or call_log_of(recorder):
-            log.ring.phase(phase, -1 if moment is None else moment.site)
+        return enters
 
-    return enters
+    def _joins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        _enter(recorder, Phase.INIT, recorder.site())
+
+    def _destroys(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        _enter(recorder, Phase.LEAVING, recorder.site())
+
+    def _joined(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        _enter(recorder, Phase.USER, -1)
+
+    def _destroyed(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        _enter(recorder, Phase.USER, recorder.site())
+
+    def _makes_group(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """Log `new_group`: a collective of the whole world, unless it uses local
+        synchronisation."""
+        log = call_log_of(recorder)
+        local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
+        if log is None or local:
+            return None
+        members = tuple(sorted(int(r) for r in process_groups.asked_for(args, kwargs) or ()))
+        return log.collective(NEW_GROUPS, "new_group", log.here(), ranks=members)
+
+    def _made_group(self, recorder: Recorder, number: Any, result: Any, error: Error) -> None:
+        if number is not None and (log := call_log_of(recorder)):
+            log.ring.mark(number, State.DONE if error is None else State.FAILED)
 
 
 def _enter(recorder: Recorder, phase: Phase, site: int) -> None:
     if log := call_log_of(recorder):
         log.ring.phase(phase, site)
-
-
-def _joins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _enter(recorder, Phase.INIT, recorder.site())
-
-
-def _destroys(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _enter(recorder, Phase.LEAVING, recorder.site())
-
-
-def _joined(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _enter(recorder, Phase.USER, -1)
-
-
-def _destroyed(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _enter(recorder, Phase.USER, recorder.site())
-
-
-def _makes_group(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Log `new_group`: a collective of the whole world, unless it uses local synchronisation."""
-    log = call_log_of(recorder)
-    local = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization", False)
-    if log is None or local:
-        return None
-    members = tuple(sorted(int(r) for r in process_groups.asked_for(args, kwargs) or ()))
-    return log.collective(NEW_GROUPS, "new_group", log.here(), ranks=members)
-
-
-def _made_group(recorder: Recorder, number: Any, result: Any, error: BaseException | None) -> None:
-    if number is not None and (log := call_log_of(recorder)):
-        log.ring.mark(number, State.DONE if error is None else State.FAILED)

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ..tensors.digests import digests, some_values
-from .write_counts import version
+from ..tensors.tensor_watch import writes
 from .written_gradients import WrittenGradients
 
 Values = list[list[float]]
@@ -39,7 +39,7 @@ class TensorSnapshot:
         self.numbers = self.latest = digests(tensors)
         self.values = self.since = _values(tensors) if sampled else []
         self.spans: list[tuple[Values, Values]] = []
-        self.versions = [] if sampled else [version(t) for t in tensors]
+        self.versions = [] if sampled else [writes(t) for t in tensors]
         self.beside = False
         self.functions: dict[str, None] = {}
         self.changers: dict[str, int] = {}
@@ -114,7 +114,7 @@ def state_of(optimizer: Any, parameter: Any) -> int:
     held = None if state is None or parameter is None else state.get(parameter)
     return hash(
         tuple(
-            (key, id(v), version(v))
+            (key, id(v), writes(v))
             if hasattr(v, "_version")
             else (key, v if isinstance(v, (int, float, str)) else id(v))
             for key, v in (held or {}).items()

@@ -183,6 +183,10 @@ class SteadyState:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew, for another run in the same process."""
         self.expected: Plan | None = None
         self.stage = Stage.NONE
         self.history: list[ObservedCall | None] = []
@@ -355,8 +359,3 @@ class FastPath:
                 recorder.own_ns += clock() - began
 
         self.begins, self.ends = begin, end
-
-
-def forget() -> None:
-    """Reset; for a new run in the same process."""
-    steady_state.__init__()  # type: ignore[misc]

@@ -11,19 +11,17 @@ import weakref
 from typing import Any
 
 from ...events import Submodule, Tensor, Wrapped
-from ..collectives import process_groups
-from ..recording.patching import around
+from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
+from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..recording.weak_references import WeakIdentityMap
 from ..source.call_resolver import Found, setting_in_frames
 from . import lifecycle
-from .module_origins import origin_site, parameter_site
+from .module_origins import ModuleOrigins
 from .tracked_model import Model
 
-LOST = "models wrapped in DistributedDataParallel"
 
-
-class _Models:
+class WrappedModels(Watcher):
     """The wrapped models of this process.
 
     Attributes:
@@ -31,120 +29,138 @@ class _Models:
         live: those whose wrapper exists; `gone`: whose wrapper is gone. Without superseded ones.
     """
 
+    lost = "models wrapped in DistributedDataParallel"
+
     def __init__(self) -> None:
         self.all: list[Model] = []
-        self.live: list[Model] = []
+        self._live: list[Model] = []
         self.gone: list[Model] = []
         self.by_wrapper: WeakIdentityMap[Model] = WeakIdentityMap()
 
+    def live(self) -> list[Model]:
+        """Models whose wrapper exists, without superseded ones."""
+        for model in self._live:
+            if model.wrapper is None or model.wrapper() is None:
+                self._refresh()
+                break
+        return self._live
 
-_models = _Models()
+    def _refresh(self) -> None:
+        """Fill `live` and `gone` again."""
+        known = [m for m in self.all if m.wrapper is not None and not m.superseded]
+        self._live = [m for m in known if m.ddp() is not None]
+        self.gone = [m for m in known if m.ddp() is None]
 
+    def supersede(self, model: Model) -> None:
+        """Mark other wrappers of a module as superseded: this one was just created or called, and
+        the others may live on unused."""
+        for other in self.all:
+            other.superseded |= other.inner() is model.inner()
+        model.superseded = False
+        self._refresh()
 
-def live() -> list[Model]:
-    """Models whose wrapper exists, without superseded ones."""
-    for model in _models.live:
-        if model.wrapper is None or model.wrapper() is None:
-            _refresh()
-            break
-    return _models.live
+    def count(self) -> int:
+        """How many models were wrapped so far."""
+        return len(self.all)
 
+    def discarded(self) -> list[Model]:
+        """Models that are alive, but whose wrapper is gone, with no other wrapper around them."""
+        current = self.live()
+        if not self.gone:
+            return []
+        taken = {id(m.inner()) for m in current}
+        return [m for m in self.gone if m.inner() is not None and id(m.inner()) not in taken]
 
-def _refresh() -> None:
-    """Fill `live` and `gone` again."""
-    known = [m for m in _models.all if m.wrapper is not None and not m.superseded]
-    _models.live = [m for m in known if m.ddp() is not None]
-    _models.gone = [m for m in known if m.ddp() is None]
+    def covered(self) -> set[int]:
+        """Ids of all parameters that a wrapper was given, or that a wrapped model has by now."""
+        given = {id(p) for m in self.all for ref in m.parameters if (p := ref()) is not None}
+        now = {id(p) for m in self.live() if (i := m.inner()) is not None for p in i.parameters()}
+        return given | now
 
+    def of_wrapper(self, wrapper: Any) -> Model | None:
+        """The model of a DDP object; None if its wrapping was not seen."""
+        return self.by_wrapper.get(wrapper)
 
-def supersede(model: Model) -> None:
-    """Mark other wrappers of a module as superseded: this one was just created or called, and the
-    others may live on unused."""
-    for other in _models.all:
-        other.superseded |= other.inner() is model.inner()
-    model.superseded = False
-    _refresh()
+    def install(self) -> None:
+        from torch.nn.parallel.distributed import DistributedDataParallel
 
+        self.around(DistributedDataParallel, "__init__", before=self._wrapping, after=self._wrapped)
 
-def count() -> int:
-    """How many models were wrapped so far."""
-    return len(_models.all)
+    def _wrapping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """Record what is about to be wrapped; before the constructor, which may hang or abort."""
+        given = arguments(args, kwargs)
+        module = given.get("module")
+        if module is None:
+            return None
+        return self._emit(recorder, module, given), weakref.ref(args[0])
 
-
-def discarded() -> list[Model]:
-    """Models that are alive, but whose wrapper is gone, with no other wrapper around them."""
-    current = live()
-    if not _models.gone:
-        return []
-    taken = {id(m.inner()) for m in current}
-    return [m for m in _models.gone if m.inner() is not None and id(m.inner()) not in taken]
-
-
-def covered() -> set[int]:
-    """Ids of all parameters that a wrapper was given, or that a wrapped model has by now."""
-    given = {id(p) for m in _models.all for ref in m.parameters if (p := ref()) is not None}
-    now = {id(p) for m in live() if (i := m.inner()) is not None for p in i.parameters()}
-    return given | now
-
-
-def of_wrapper(wrapper: Any) -> Model | None:
-    """The model of a DDP object; None if its wrapping was not seen."""
-    return _models.by_wrapper.get(wrapper)
-
-
-def install() -> None:
-    from torch.nn.parallel.distributed import DistributedDataParallel
-
-    _models.__init__()  # type: ignore[misc]
-    around(DistributedDataParallel, "__init__", before=_wrapping, after=_wrapped, lost=LOST)
-
-
-def _wrapping(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record what is about to be wrapped; before the constructor, which may hang or abort."""
-    given = arguments(args, kwargs)
-    module = given.get("module")
-    if module is None:
-        return None
-    return _emit(recorder, module, given), weakref.ref(args[0])
-
-
-def _emit(
-    recorder: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False
-) -> Model:
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
-    named = list(module.named_parameters())
-    expected = [i for i, (n, p) in enumerate(named) if p.requires_grad and n not in ignored]
-    model = Model(len(_models.all), module, [p for _, p in named], expected)
-    model.ignored = frozenset(i for i, (n, _) in enumerate(named) if n in ignored)
-    model.names = [n for n, _ in named]
-    model.buffers = {n: tuple(b.shape) for n, b in module.named_buffers(remove_duplicate=False)}
-    model.trainable = [p.requires_grad for _, p in named]
-    model.group = process_groups.number_of(_group(given))
-    frame = recorder.sites.user_frame(sys._getframe(1))
-    model.made_at = None if frame is None or adopted else Found(frame.f_code, frame.f_lineno)
-    _models.all.append(model)
-    recorder.emit(
-        Wrapped(
-            at=time.monotonic(),
-            model=model.number,
-            wrapper="DistributedDataParallel",
-            kind=type(module).__name__,
-            group=model.group,
-            site=recorder.site(),
-            parameters=_tensors(module, named, ignored),
-            buffers=tuple(_tensor(n, b, False, n in ignored) for n, b in module.named_buffers()),
-            modules=_submodules(module),
-            options={
-                k: v
-                for k, v in given.items()
-                if isinstance(v, (bool, int, float, str)) or v is None
-            },
-            device=str(named[0][1].device) if named else "",
-            frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(recorder),
-            adopted=adopted,
+    def _emit(
+        self, recorder: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False
+    ) -> Model:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
+        named = list(module.named_parameters())
+        expected = [i for i, (n, p) in enumerate(named) if p.requires_grad and n not in ignored]
+        model = Model(len(self.all), module, [p for _, p in named], expected)
+        model.ignored = frozenset(i for i, (n, _) in enumerate(named) if n in ignored)
+        model.names = [n for n, _ in named]
+        model.buffers = {n: tuple(b.shape) for n, b in module.named_buffers(remove_duplicate=False)}
+        model.trainable = [p.requires_grad for _, p in named]
+        model.group = ProcessGroups.current.number_of(_group(given))
+        frame = recorder.sites.user_frame(sys._getframe(1))
+        model.made_at = None if frame is None or adopted else Found(frame.f_code, frame.f_lineno)
+        self.all.append(model)
+        recorder.emit(
+            Wrapped(
+                at=time.monotonic(),
+                model=model.number,
+                wrapper="DistributedDataParallel",
+                kind=type(module).__name__,
+                group=model.group,
+                site=recorder.site(),
+                parameters=_tensors(module, named, ignored),
+                buffers=tuple(
+                    _tensor(n, b, False, n in ignored) for n, b in module.named_buffers()
+                ),
+                modules=_submodules(module),
+                options={
+                    k: v
+                    for k, v in given.items()
+                    if isinstance(v, (bool, int, float, str)) or v is None
+                },
+                device=str(named[0][1].device) if named else "",
+                frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(recorder),
+                adopted=adopted,
+            )
         )
-    )
-    return model
+        return model
+
+    def _wrapped(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if token is None or error is not None:
+            return
+        model, reference = token
+        if (wrapper := reference()) is not None:
+            self._complete(recorder, model, wrapper)
+
+    def _complete(self, recorder: Recorder, model: Model, wrapper: Any) -> None:
+        model.wrapper = weakref.ref(wrapper)
+        self.supersede(model)
+        model.find_unused = bool(wrapper.find_unused_parameters)
+        model.static_graph = bool(wrapper.static_graph)
+        model.bucket_view = bool(wrapper.gradient_as_bucket_view)
+        model.rebuilds = model.static_graph or not model.find_unused
+        self.by_wrapper[wrapper] = model
+        lifecycle.wrapped.fire(recorder, model)
+
+    def adopted(self, recorder: Recorder, wrapper: Any) -> Model:
+        """Record a model that was wrapped before torch was; the site is the current line."""
+        known = (
+            "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
+            "broadcast_buffers",
+        )  # fmt: skip
+        given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
+        model = self._emit(recorder, wrapper.module, given, adopted=True)
+        self._complete(recorder, model, wrapper)
+        return model
 
 
 def _frozen_site(recorder: Recorder) -> int:
@@ -154,7 +170,7 @@ def _frozen_site(recorder: Recorder) -> int:
     return recorder.sites.number(found.code, found.line) if found else -1
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """The arguments of DDP's constructor by name, with defaults."""
     from torch.nn.parallel.distributed import DistributedDataParallel
 
@@ -183,7 +199,7 @@ def _submodules(module: Any) -> tuple[Submodule, ...]:
             words = name.split(".")
             holders.update(".".join(words[:n]) for n in range(1, len(words) + 1))
     return tuple(
-        Submodule(name=name, kind=type(part).__name__, site=origin_site(part))
+        Submodule(name=name, kind=type(part).__name__, site=ModuleOrigins.current.origin_site(part))
         for name, part in listed
         if name in holders
     )
@@ -194,7 +210,9 @@ def _tensors(module: Any, named: list[tuple[str, Any]], ignored: set[str]) -> tu
     tensors = []
     for name, parameter in named:
         owner, _, last = name.rpartition(".")
-        site = parameter_site(owners.get(owner), last) if owner in owners else -1
+        site = (
+            ModuleOrigins.current.parameter_site(owners.get(owner), last) if owner in owners else -1
+        )
         tensors.append(_tensor(name, parameter, parameter.requires_grad, name in ignored, site))
     return tuple(tensors)
 
@@ -218,34 +236,3 @@ def buffer_of(name: str, buffer: Any) -> Tensor:
 def tensor_of(name: str, parameter: Any) -> Tensor:
     """The record of a parameter."""
     return _tensor(name, parameter, bool(parameter.requires_grad), False)
-
-
-def _wrapped(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None or error is not None:
-        return
-    model, reference = token
-    if (wrapper := reference()) is not None:
-        _complete(recorder, model, wrapper)
-
-
-def _complete(recorder: Recorder, model: Model, wrapper: Any) -> None:
-    model.wrapper = weakref.ref(wrapper)
-    supersede(model)
-    model.find_unused = bool(wrapper.find_unused_parameters)
-    model.static_graph = bool(wrapper.static_graph)
-    model.bucket_view = bool(wrapper.gradient_as_bucket_view)
-    model.rebuilds = model.static_graph or not model.find_unused
-    _models.by_wrapper[wrapper] = model
-    lifecycle.wrapped.fire(recorder, model)
-
-
-def adopted(recorder: Recorder, wrapper: Any) -> Model:
-    """Record a model that was wrapped before torch was; the site is the current line."""
-    known = (
-        "process_group", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
-        "broadcast_buffers",
-    )  # fmt: skip
-    given = {name: getattr(wrapper, name) for name in known if hasattr(wrapper, name)}
-    model = _emit(recorder, wrapper.module, given, adopted=True)
-    _complete(recorder, model, wrapper)
-    return model

@@ -7,11 +7,11 @@ No value is read.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from ...events import Rewritten
 from ...events.pack import pack
 from ..recording.recorder import Recorder
+from ..tensors.tensor_watch import writes as counted
 from .records import OptimizerModel
 
 PER_STEP = 128
@@ -65,11 +65,6 @@ class WriteCounts:
         return found
 
 
-def version(tensor: Any) -> int:
-    """The version counter of a tensor; -1 for None and inference tensors, which have none."""
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
-
-
 def record_writes(
     recorder: Recorder,
     holding: OptimizerModel,
@@ -91,7 +86,7 @@ def record_writes(
     try:
         versions = [p._version for p in parameters]
     except (AttributeError, RuntimeError):  # some are gone, or inference tensors
-        versions = [version(p) for p in parameters]
+        versions = [counted(p) for p in parameters]
     for times, found in writes.since(step, versions).items():
         writes.emitted += 1
         recorder.emit(

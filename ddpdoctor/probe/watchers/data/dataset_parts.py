@@ -15,6 +15,7 @@ from typing import Any
 
 from ....events import Layer, Payload
 from ....events.pack import pack
+from ...recording.watcher import Watcher
 from ...tensors.sample_digests import digest, holds_objects
 from .dataset_entries import at_index, kept
 
@@ -37,43 +38,53 @@ DISTINCT = 0.75
 SELECTED, REGULAR = 16384, 262144
 """Largest `Subset`s whose indices are recorded, and that are tested for equal distances."""
 
-_numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""Numbers of data sets, by id, since some cannot be hashed; the reference guards against reuse."""
-
-_made_at: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""Lines that make the first `SUBSETS` subsets of a program, by id."""
-
 SUBSETS = 1024
 
 
-def forget() -> None:
-    _numbers.clear()
-    _made_at.clear()
+class DatasetParts(Watcher):
+    lost = "which data sets are parts of others"
 
+    def __init__(self) -> None:
+        # Numbers of data sets, by id, since some cannot be hashed; the reference guards against
+        # reuse.
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        # Lines that make the first `SUBSETS` subsets of a program, by id.
+        self._made_at: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-def made(dataset: Any, site: int) -> None:
-    """Note the line that makes a `Subset`."""
-    if len(_made_at) < SUBSETS:
-        _made_at[id(dataset)] = weakref.ref(dataset), site
+    def made(self, dataset: Any, site: int) -> None:
+        """Note the line that makes a `Subset`."""
+        if len(self._made_at) < SUBSETS:
+            self._made_at[id(dataset)] = weakref.ref(dataset), site
 
+    def layers(self, dataset: Any) -> tuple[Layer, ...]:
+        """The data set and, as long as it is a `Subset`, what it selects from."""
+        import torch.utils.data as data
 
-def layers(dataset: Any) -> tuple[Layer, ...]:
-    """The data set and, as long as it is a `Subset`, what it selects from."""
-    import torch.utils.data as data
+        found: list[Layer] = []
+        while len(found) <= DEEPEST:
+            subset = isinstance(dataset, data.Subset)
+            selected = dataset.indices if subset else ()
+            regular = _regular(selected)
+            short = 0 < len(selected) <= SELECTED and not regular[2]
+            packed = pack(int(i) & 0x7FFFFFFF for i in selected) if short else ""
+            known, length = _lookup(self._made_at, dataset), _length(dataset)
+            found.append(Layer(self._number(dataset), packed, known, length, regular))
+            if not subset:
+                break
+            dataset = dataset.dataset
+        return tuple(found)
 
-    found: list[Layer] = []
-    while len(found) <= DEEPEST:
-        subset = isinstance(dataset, data.Subset)
-        selected = dataset.indices if subset else ()
-        regular = _regular(selected)
-        short = 0 < len(selected) <= SELECTED and not regular[2]
-        packed = pack(int(i) & 0x7FFFFFFF for i in selected) if short else ""
-        known, length = _lookup(_made_at, dataset), _length(dataset)
-        found.append(Layer(_number(dataset), packed, known, length, regular))
-        if not subset:
-            break
-        dataset = dataset.dataset
-    return tuple(found)
+    def _number(self, dataset: Any) -> int:
+        """Number of a data set, equal for the same object; -1 if it cannot be weakly referenced."""
+        if (known := _lookup(self._numbers, dataset)) >= 0:
+            return known
+        try:
+            watched = weakref.ref(dataset)
+        except TypeError:
+            return -1
+        number = max((n for _, n in self._numbers.values()), default=-1) + 1
+        self._numbers[id(dataset)] = watched, number
+        return number
 
 
 def _regular(selected: Any) -> tuple[int, int, int]:
@@ -86,19 +97,6 @@ def _regular(selected: Any) -> tuple[int, int, int]:
         return 0, 0, 0
     regular = range(first, first + count * step, step)
     return (first, step, count) if list(regular) == list(selected) else (0, 0, 0)
-
-
-def _number(dataset: Any) -> int:
-    """Number of a data set, equal for the same object; -1 if it cannot be weakly referenced."""
-    if (known := _lookup(_numbers, dataset)) >= 0:
-        return known
-    try:
-        watched = weakref.ref(dataset)
-    except TypeError:
-        return -1
-    number = max((n for _, n in _numbers.values()), default=-1) + 1
-    _numbers[id(dataset)] = watched, number
-    return number
 
 
 def _lookup(numbers: dict[int, tuple[weakref.ref[Any], int]], dataset: Any) -> int:

@@ -15,14 +15,13 @@ from ...recording import rng_state
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.rng_state import Position
+from ...recording.watcher import Watcher, on
 from ...tensors.sample_digests import begins, content, memories, samples
 from ...training import lifecycle
 from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
-from . import loaders
 from .iteration import delivered_by
-
-LOST = "what the models were given"
+from .loaders import Loaders
 
 FIRST = 16
 """Forwards recorded one by one per model. After that every `EVERY`-th, up to `PER_DOUBLING` of
@@ -50,19 +49,47 @@ class _Inputs:
         self.own: set[Any] = set()
 
 
-_models: defaultdict[Model, _Inputs] = defaultdict(_Inputs)
-_ends = Subscriptions()
-"""Subscriptions to the moments before a forward that is recorded."""
+class ForwardInputs(Watcher):
+    lost = "what the models were given"
 
+    def __init__(self) -> None:
+        self._models: defaultdict[Model, _Inputs] = defaultdict(_Inputs)
+        # Subscriptions to the moments before a forward that is recorded.
+        self._ends = Subscriptions()
 
-def install() -> None:
-    _models.clear()
-    lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
-    _ends[:] = (
-        lifecycle.backward_ends.subscribe(_backward_ended, lost=LOST),
-        lifecycle.step_ends.subscribe(_step_ended, lost=LOST),
-        lifecycle.forward_ends.subscribe(_forward_ended, lost=LOST),
-    )
+    @on(lifecycle.forward_due)
+    def _forward_due(self, recorder: Recorder, forward: Forward) -> None:
+        known = self._models[forward.model]
+        number = forward.model.forwards - 1
+        if sampled(number):
+            _record(recorder, forward, known, number)
+        known.due = sampled(number + 1)
+        due = any(one.due for one in self._models.values())
+        self._ends.enable(due)
+
+    @on(lifecycle.forward_ends, during="_ends", enabled=True)
+    def _forward_ended(self, recorder: Recorder, forward: Forward) -> None:
+        known = self._models.get(forward.model)
+        if known is not None and known.due and forward.grad_enabled:
+            given = memories((*forward.args, *forward.kwargs.values()))
+            known.own = memories(forward.output) - given
+
+    @on(lifecycle.backward_ends, during="_ends", enabled=True)
+    def _backward_ended(self, recorder: Recorder, backward: Backward) -> None:
+        for model in backward.models:
+            self._keep_positions(model)
+
+    @on(lifecycle.step_ends, during="_ends", enabled=True)
+    def _step_ended(self, recorder: Recorder, step: Step) -> None:
+        for model in list(self._models):
+            self._keep_positions(model)
+
+    def _keep_positions(self, model: Model) -> None:
+        """Keep the positions of the generators after a step or backward, if the next forward is
+        recorded and no loader feeds it."""
+        known = self._models.get(model)
+        if known is not None and known.due and not known.fed:
+            known.positions = rng_state.positions()
 
 
 def sampled(forward: int) -> bool:
@@ -73,19 +100,9 @@ def sampled(forward: int) -> bool:
     return forward % stride == 0
 
 
-def _forward_due(recorder: Recorder, forward: Forward) -> None:
-    known = _models[forward.model]
-    number = forward.model.forwards - 1
-    if sampled(number):
-        _record(recorder, forward, known, number)
-    known.due = sampled(number + 1)
-    due = any(one.due for one in _models.values())
-    _ends.enable(due)
-
-
 def _record(recorder: Recorder, forward: Forward, known: _Inputs, number: int) -> None:
     inputs = (*forward.args, *forward.kwargs.values())
-    batches, found = loaders.delivered(), delivered_by(memories(inputs))
+    batches, found = Loaders.current.delivered, delivered_by(memories(inputs))
     known.fed, known.delivered = batches > known.delivered or bool(found), batches
     own = known.own & memories(inputs) if known.own else known.own
     digested, numbers = content(inputs, own)
@@ -107,28 +124,3 @@ def _record(recorder: Recorder, forward: Forward, known: _Inputs, number: int) -
             loaders=found,
         )
     )
-
-
-def _forward_ended(recorder: Recorder, forward: Forward) -> None:
-    known = _models.get(forward.model)
-    if known is not None and known.due and forward.grad_enabled:
-        given = memories((*forward.args, *forward.kwargs.values()))
-        known.own = memories(forward.output) - given
-
-
-def _backward_ended(recorder: Recorder, backward: Backward) -> None:
-    for model in backward.models:
-        _keep_positions(model)
-
-
-def _step_ended(recorder: Recorder, step: Step) -> None:
-    for model in list(_models):
-        _keep_positions(model)
-
-
-def _keep_positions(model: Model) -> None:
-    """Keep the positions of the generators after a step or backward, if the next forward is
-    recorded and no loader feeds it."""
-    known = _models.get(model)
-    if known is not None and known.due and not known.fed:
-        known.positions = rng_state.positions()

@@ -16,20 +16,23 @@ from ....events.process import LOADERS_LOST
 from ...recording import hooks, rng_state
 from ...recording.frames import disguise, unframe, updates_statistics
 from ...recording.index_sample import halvings, kept
-from ...recording.patching import around, replace
+from ...recording.patching import replace
 from ...recording.recorder import Recorder, current, run_hook
 from ...recording.stopwatch import loading as loading_time
 from ...recording.torch_compat import sequence_number
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.sample_digests import Fingerprints
 from ...training import lifecycle
 from ...training.records import Forward, Loading, Step
 from ...training.steady_state import steady_state
-from . import dataset_parts, samplers, sharding, worker_rng
+from . import samplers
+from .dataset_parts import DatasetParts
 from .iteration import EPOCHS_IN_FULL, Iteration, LoaderLine
 from .samplers import innermost, integer, length, weakly_referenceable
+from .sharding import Sharding
+from .worker_rng import WorkerRNG
 
-LOST = LOADERS_LOST
 LOST_ENTRIES = "what the data sets of some DataLoaders are made of"
 
 WATCHED = 2
@@ -47,7 +50,7 @@ RANDOM_BATCHES = range(1, 4)
 """Batches around which the random generators are compared; the first one seeds samplers."""
 
 
-class _Data:
+class Loaders(Watcher):
     """
     Attributes:
         loaders: numbers of loaders that were iterated.
@@ -60,11 +63,13 @@ class _Data:
         pending: iterations that delivered a batch since the last backward or step; `tried` are
             those of which a batch went through a model without gradients.
         moved: `recorder.moves` when `pending` was last added to.
-        delivered: batches of all loaders.
+        delivered: batches of all loaders so far.
         joins: nesting of `Join` contexts.
         sequence: torch's count of collectives before the process group was destroyed.
         ordered: the sampler that has begun an order since the last index was asked for.
     """
+
+    lost = LOADERS_LOST
 
     def __init__(self) -> None:
         self.loaders: WeakIdentityMap[int] = WeakIdentityMap()
@@ -84,289 +89,347 @@ class _Data:
         self.sequence = -1
         self.ordered: Any = None
 
+    def install(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+        from torch.distributed.algorithms.join import Join
+        from torch.utils.data import dataloader, dataset, distributed
 
-_data = _Data()
+        sampler = distributed.DistributedSampler
+        self.around(dataset.Subset, "__init__", before=self._making_subset)
+        self.around(dataloader.DataLoader, "__setattr__", before=self._making)
+        self.around(sampler, "__init__", before=self._making_sampler, after=self._made_sampler)
+        self.around(sampler, "__iter__", before=self._ordering)
+        self.around(sampler, "set_epoch", before=self._setting_epoch)
+        base = dataloader._BaseDataLoaderIter
+        self.around(base, "__init__", before=self._iterating, after=self._iterated)
+        self.around(base, "_reset", before=self._resetting)
+        self._watch_batches(base)
+        self.around((c10d, dist), "destroy_process_group", before=self._destroying)
+        self.around(Join, "__enter__", before=self._joining, lost="`Join`")
+        self.around(Join, "__exit__", before=self._joined, lost="`Join`")
 
+    # --- what is made -------------------------------------------------------------------
 
-def delivered() -> int:
-    """Number of batches that all loaders have delivered so far."""
-    return _data.delivered
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        """An attribute of a loader is set.
 
+        Every loader class sets `dataset` once, in its constructor; not every one calls
+        `DataLoader.__init__` (torchdata's `StatefulDataLoader` does not).
+        """
+        if args[1:2] == ("sampler",):
+            samplers.note_line(recorder, args[2], self.made)
+        if args[1:2] != ("dataset",) or args[0] in self.made:
+            return
+        site = recorder.site()
+        line = self.lines.setdefault(site, LoaderLine())
+        self.made[args[0]] = site, line.loaders
+        line.loaders += 1
 
-def install() -> None:
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.algorithms.join import Join
-    from torch.utils.data import dataloader, dataset, distributed
+    def _making_subset(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        DatasetParts.current.made(args[0], recorder.site())
 
-    _data.__init__()  # type: ignore[misc]
-    dataset_parts.forget()
-    sharding.forget()
-    sampler = distributed.DistributedSampler
-    around(dataset.Subset, "__init__", before=_making_subset, lost=LOST)
-    around(dataloader.DataLoader, "__setattr__", before=_making, lost=LOST)
-    around(sampler, "__init__", before=_making_sampler, after=_made_sampler, lost=LOST)
-    around(sampler, "__iter__", before=_ordering, lost=LOST)
-    around(sampler, "set_epoch", before=_setting_epoch, lost=LOST)
-    base = dataloader._BaseDataLoaderIter
-    around(base, "__init__", before=_iterating, after=_iterated, lost=LOST)
-    around(base, "_reset", before=_resetting, lost=LOST)
-    _watch_batches(base)
-    worker_rng.install()
-    around((c10d, dist), "destroy_process_group", before=_destroying, lost=LOST)
-    around(Join, "__enter__", before=_joining, lost="`Join`")
-    around(Join, "__exit__", before=_joined, lost="`Join`")
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    lifecycle.trial_begins.subscribe(_trial_begins, lost=LOST)
-    hooks.leaving.subscribe(_close_all, lost=LOST)
+    def _making_sampler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        site = recorder.site()
+        self.made[args[0]] = site, 0
+        given = dict(zip(("num_replicas", "rank"), args[2:4], strict=False)) | kwargs
+        return site, given.get("num_replicas"), given.get("rank")
 
+    def _made_sampler(self, recorder: Recorder, token: Any, result: Any, error: Any) -> None:
+        if isinstance(error, ValueError):
+            recorder.emit(samplers.sampler_refused(error, *token), vital=True)
 
-# --- what is made -------------------------------------------------------------------------------
+    def _setting_epoch(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self.epochs_set[args[0]] = self.epochs_set.get(args[0], 0) + 1
 
+    def _ordering(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self.ordered = args[0]
 
-def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An attribute of a loader is set.
+    def _ordered(self, recorder: Recorder, iteration: Iteration | None) -> None:
+        """Note that the sampler began a new order, for the next batch."""
+        sampler, self.ordered = self.ordered, None
+        if iteration is not None and iteration.sampler == id(sampler):
+            number = integer(sampler.epoch) if not self.epochs_set.get(sampler) else None
+            iteration.orders.append((iteration.counted + len(iteration.given), number))
 
-    Every loader class sets `dataset` once, in its constructor; not every one calls
-    `DataLoader.__init__` (torchdata's `StatefulDataLoader` does not).
-    """
-    if args[1:2] == ("sampler",):
-        samplers.note_line(recorder, args[2], _data.made)
-    if args[1:2] != ("dataset",) or args[0] in _data.made:
-        return
-    site = recorder.site()
-    line = _data.lines.setdefault(site, LoaderLine())
-    _data.made[args[0]] = site, line.loaders
-    line.loaders += 1
+    def _joining(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        steady_state.stop(recorder)
+        self.joins += 1
 
+    def _joined(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self.joins -= 1
 
-def _making_subset(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    dataset_parts.made(args[0], recorder.site())
+    # --- an iteration begins ------------------------------------------------------------
 
+    def _iterating(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """Note the loader that is iterated; None inside `torch.optim.swa_utils.update_bn`, which
+        may use any part of the data."""
+        loader = args[1] if len(args) > 1 else kwargs["loader"]
+        return None if updates_statistics() else (args[0], loader, recorder.site())
 
-def _making_sampler(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    site = recorder.site()
-    _data.made[args[0]] = site, 0
-    given = dict(zip(("num_replicas", "rank"), args[2:4], strict=False)) | kwargs
-    return site, given.get("num_replicas"), given.get("rank")
+    def _iterated(self, recorder: Recorder, token: Any, result: Any, error: Any) -> None:
+        if token is not None and error is None:
+            self._begin(recorder, *token)
 
+    def _resetting(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        """An iterator with persistent workers serves all epochs and is reset for each; the first
+        reset is part of its constructor."""
+        first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
+        loader = args[1] if len(args) > 1 else kwargs.get("loader")
+        if not first and loader is not None:
+            self._begin(recorder, args[0], loader, recorder.site())
 
-def _made_sampler(recorder: Recorder, token: Any, result: Any, error: Any) -> None:
-    if isinstance(error, ValueError):
-        recorder.emit(samplers.sampler_refused(error, *token), vital=True)
-
-
-def _setting_epoch(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _data.epochs_set[args[0]] = _data.epochs_set.get(args[0], 0) + 1
-
-
-def _ordering(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _data.ordered = args[0]
-
-
-def _ordered(recorder: Recorder, iteration: Iteration | None) -> None:
-    """Note that the sampler began a new order, for the next batch."""
-    sampler, _data.ordered = _data.ordered, None
-    if iteration is not None and iteration.sampler == id(sampler):
-        number = integer(sampler.epoch) if not _data.epochs_set.get(sampler) else None
-        iteration.orders.append((iteration.counted + len(iteration.given), number))
-
-
-def _joining(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    steady_state.stop(recorder)
-    _data.joins += 1
-
-
-def _joined(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _data.joins -= 1
-
-
-# --- an iteration begins ------------------------------------------------------------------------
-
-
-def _iterating(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Note the loader that is iterated; None inside `torch.optim.swa_utils.update_bn`, which may
-    use any part of the data."""
-    loader = args[1] if len(args) > 1 else kwargs["loader"]
-    return None if updates_statistics() else (args[0], loader, recorder.site())
-
-
-def _iterated(recorder: Recorder, token: Any, result: Any, error: Any) -> None:
-    if token is not None and error is None:
-        _begin(recorder, *token)
-
-
-def _resetting(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An iterator with persistent workers serves all epochs and is reset for each; the first reset
-    is part of its constructor."""
-    first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
-    loader = args[1] if len(args) > 1 else kwargs.get("loader")
-    if not first and loader is not None:
-        _begin(recorder, args[0], loader, recorder.site())
-
-
-def _begin(recorder: Recorder, iterator: Any, loader: Any, site: int) -> None:
-    _close_gone(recorder)
-    made, nth = _data.made.get(loader, (-1, 0))
-    number = _data.loaders.get(loader)
-    if number is None:
-        number = _data.loaders[loader] = len(_data.epochs_begun)
-        _data.epochs_begun[number] = 0
-        sampler, made_of = innermost(loader), None
-        if kept(nth, halvings(nth, IDENTIFIED)):
-            emitted = "data.made_of", LOST_ENTRIES
-            made_of = run_hook(recorder, *emitted, samplers.made_of, loader.dataset)
-        seen = samplers.loader_seen(
-            loader,
-            sampler,
-            number=number,
-            made=(made, nth),
-            loop=site,
-            sampler_site=_data.made.get(sampler, (-1, 0))[0]
-            if weakly_referenceable(sampler)
-            else -1,
-            made_of=made_of or samplers.MadeOf(),
+    def _begin(self, recorder: Recorder, iterator: Any, loader: Any, site: int) -> None:
+        self._close_gone(recorder)
+        made, nth = self.made.get(loader, (-1, 0))
+        number = self.loaders.get(loader)
+        if number is None:
+            number = self.loaders[loader] = len(self.epochs_begun)
+            self.epochs_begun[number] = 0
+            sampler, made_of = innermost(loader), None
+            if kept(nth, halvings(nth, IDENTIFIED)):
+                emitted = "data.made_of", LOST_ENTRIES
+                made_of = run_hook(recorder, *emitted, samplers.made_of, loader.dataset)
+            seen = samplers.loader_seen(
+                loader,
+                sampler,
+                number=number,
+                made=(made, nth),
+                loop=site,
+                sampler_site=self.made.get(sampler, (-1, 0))[0]
+                if weakly_referenceable(sampler)
+                else -1,
+                made_of=made_of or samplers.MadeOf(),
+            )
+            recorder.emit(seen, vital=True)
+        for other in [r for r in self.iterations.values() if r.loader == number and r.open]:
+            self._close(recorder, other)
+        epoch = self.epochs_begun[number]
+        self.epochs_begun[number] += 1
+        line = self.lines.setdefault(made, LoaderLine())
+        count, line.epochs = line.epochs, line.epochs + 1
+        recorded = count % (1 << halvings(count, EPOCHS_IN_FULL)) == 0
+        # Fingerprint samples in the epochs 0, 1, 2, 4, 8, ...: a data set may change between
+        # epochs.
+        close = count & (count - 1) == 0
+        iterable = loader._dataset_kind == 1
+        prints = (
+            Fingerprints(length(loader.dataset), loader.batch_size, iterable) if close else None
         )
-        recorder.emit(seen, vital=True)
-    for other in [r for r in _data.iterations.values() if r.loader == number and r.open]:
-        _close(recorder, other)
-    epoch = _data.epochs_begun[number]
-    _data.epochs_begun[number] += 1
-    line = _data.lines.setdefault(made, LoaderLine())
-    count, line.epochs = line.epochs, line.epochs + 1
-    recorded = count % (1 << halvings(count, EPOCHS_IN_FULL)) == 0
-    # Fingerprint samples in the epochs 0, 1, 2, 4, 8, ...: a data set may change between epochs.
-    close = count & (count - 1) == 0
-    iterable = loader._dataset_kind == 1
-    prints = Fingerprints(length(loader.dataset), loader.batch_size, iterable) if close else None
-    iteration = Iteration(number, epoch, line, prints, silent=not recorded)
-    iteration.watch_random = count < WATCHED and loader.num_workers == 0
-    iteration.sequence, iteration.sampler = _sequence(), id(innermost(loader))
-    identifier = id(iterator)
-    _data.iterations[identifier] = iteration
-    _data.iterators[identifier] = weakref.ref(iterator, functools.partial(_dropped, identifier))
-    if recorded:
-        _emit_epoch_began(recorder, iterator, loader, iteration, site)
-    iteration.notes = worker_rng.share(loader.num_workers if count < WATCHED else 0)
+        iteration = Iteration(number, epoch, line, prints, silent=not recorded)
+        iteration.watch_random = count < WATCHED and loader.num_workers == 0
+        iteration.sequence, iteration.sampler = self._sequence(), id(innermost(loader))
+        identifier = id(iterator)
+        self.iterations[identifier] = iteration
+        self.iterators[identifier] = weakref.ref(
+            iterator, functools.partial(self._dropped, identifier)
+        )
+        if recorded:
+            self._emit_epoch_began(recorder, iterator, loader, iteration, site)
+        iteration.notes = WorkerRNG.current.share(loader.num_workers if count < WATCHED else 0)
 
+    def _dropped(self, identifier: int, _: object) -> None:
+        # Called by the garbage collector, inside any code and maybe under a lock: only note it.
+        self.iterators.pop(identifier, None)
+        iteration = self.iterations.pop(identifier, None)
+        if iteration is not None and iteration.open:
+            iteration.ended_at = time.monotonic()
+            self.gone.append(iteration)
 
-def _dropped(identifier: int, _: object) -> None:
-    # Called by the garbage collector, inside any code and maybe under a lock: only note it.
-    _data.iterators.pop(identifier, None)
-    iteration = _data.iterations.pop(identifier, None)
-    if iteration is not None and iteration.open:
-        iteration.ended_at = time.monotonic()
-        _data.gone.append(iteration)
+    def _sequence(self) -> int:
+        import torch.distributed as dist
 
+        ready = dist.is_available() and dist.is_initialized()
+        return sequence_number(dist.group.WORLD) if ready else self.sequence
 
-def _sequence() -> int:
-    import torch.distributed as dist
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        """Keep the count of collectives: an iteration over an endless stream outlives the group."""
+        self.sequence = self._sequence()
 
-    ready = dist.is_available() and dist.is_initialized()
-    return sequence_number(dist.group.WORLD) if ready else _data.sequence
+    def _emit_epoch_began(
+        self, recorder: Recorder, iterator: Any, loader: Any, iteration: Iteration, site: int
+    ) -> None:
+        sampler = innermost(loader)
+        seed = getattr(iterator, "_base_seed", None)
+        recorder.emit(
+            EpochBegan(
+                at=time.monotonic(),
+                loader=iteration.loader,
+                epoch=iteration.number,
+                step=recorder.step,
+                site=site,
+                sampler_epoch=samplers.epoch_of(sampler),
+                batches=length(loader),
+                seed=integer(getattr(sampler, "seed", None)),
+                epochs_set=self.epochs_set.get(sampler, 0) if weakly_referenceable(sampler) else 0,
+                joined=self.joins > 0,
+                random=rng_state.digests(rng_state.positions()),
+                base_seed=seed if loader.num_workers else None,
+            ),
+            vital=True,
+        )
 
+    # --- batches ------------------------------------------------------------------------
 
-def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep the count of collectives: an iteration over an endless stream outlives the group."""
-    _data.sequence = _sequence()
+    def _watch_batches(self, base: Any) -> None:
+        """Wrap the two functions that run for every batch; `around` would cost five times more."""
+        import torch
 
+        next_index, next_batch = vars(base)["_next_index"], vars(base)["__next__"]
+        iterations, clock = self.iterations, time.perf_counter_ns
+        grad_enabled = torch.is_grad_enabled
 
-def _emit_epoch_began(
-    recorder: Recorder, iterator: Any, loader: Any, iteration: Iteration, site: int
-) -> None:
-    sampler = innermost(loader)
-    seed = getattr(iterator, "_base_seed", None)
-    recorder.emit(
-        EpochBegan(
-            at=time.monotonic(),
-            loader=iteration.loader,
-            epoch=iteration.number,
-            step=recorder.step,
-            site=site,
-            sampler_epoch=samplers.epoch_of(sampler),
-            batches=length(loader),
-            seed=integer(getattr(sampler, "seed", None)),
-            epochs_set=_data.epochs_set.get(sampler, 0) if weakly_referenceable(sampler) else 0,
-            joined=_data.joins > 0,
-            random=rng_state.digests(rng_state.positions()),
-            base_seed=seed if loader.num_workers else None,
-        ),
-        vital=True,
-    )
-
-
-# --- batches ------------------------------------------------------------------------------------
-
-
-def _watch_batches(base: Any) -> None:
-    """Wrap the two functions that run for every batch; `around` would cost five times more."""
-    import torch
-
-    next_index, next_batch = vars(base)["_next_index"], vars(base)["__next__"]
-    iterations, clock = _data.iterations, time.perf_counter_ns
-    state, grad_enabled = _data, torch.is_grad_enabled
-
-    def _next_index(self: Any) -> Any:
-        state.ordered = None
-        try:
-            index = next_index(self)
-        except BaseException as error:  # often the end of the epoch
-            unframe(error)
-            raise
-        iteration = iterations.get(id(self))
-        if state.ordered is not None and (recorder := current.recorder) is not None:
-            run_hook(recorder, "data.ordered", LOST, _ordered, iteration)
-        if iteration is not None:
-            iteration.given.append(index)
-        return index
-
-    def __next__(self: Any) -> Any:
-        recorder = current.recorder
-        if recorder is None:
+        def _next_index(iterator: Any) -> Any:
+            self.ordered = None
             try:
-                return next_batch(self)
-            except BaseException as error:
+                index = next_index(iterator)
+            except BaseException as error:  # often the end of the epoch
                 unframe(error)
                 raise
-        iteration = iterations.get(id(self))
-        before = (
-            _generators_before(recorder, iteration)
-            if iteration and iteration.watch_random
-            else None
-        )
-        loading = run_hook(recorder, "data.loading", LOST, _loading) or UNKNOWN_LINE
-        began = clock()
-        try:
-            batch = next_batch(self)
-        except BaseException as error:
-            loading_time.ns += clock() - began
+            iteration = iterations.get(id(iterator))
+            if self.ordered is not None and (recorder := current.recorder) is not None:
+                run_hook(recorder, "data.ordered", self.lost, self._ordered, iteration)
+            if iteration is not None:
+                iteration.given.append(index)
+            return index
+
+        def __next__(iterator: Any) -> Any:
+            recorder = current.recorder
+            if recorder is None:
+                try:
+                    return next_batch(iterator)
+                except BaseException as error:
+                    unframe(error)
+                    raise
+            iteration = iterations.get(id(iterator))
+            before = (
+                _generators_before(recorder, iteration)
+                if iteration and iteration.watch_random
+                else None
+            )
+            loading = run_hook(recorder, "data.loading", self.lost, _loading) or UNKNOWN_LINE
+            began = clock()
+            try:
+                batch = next_batch(iterator)
+            except BaseException as error:
+                loading_time.ns += clock() - began
+                lifecycle.loading_ends.fire(recorder, loading)
+                if iteration is not None:
+                    self._loading_failed(recorder, iteration, loading.site, error)
+                unframe(error)
+                raise
+            now = clock()
+            loading_time.ns += now - began
             lifecycle.loading_ends.fire(recorder, loading)
             if iteration is not None:
-                _loading_failed(recorder, iteration, loading.site, error)
-            unframe(error)
-            raise
-        now = clock()
-        loading_time.ns += now - began
-        lifecycle.loading_ends.fire(recorder, loading)
-        if iteration is not None:
-            state.delivered += 1
-            iteration.batches = batches = iteration.batches + 1
-            if state.tried or (state.pending and state.moved != recorder.moves):
-                _next_batch(recorder)
-            if grad_enabled():
-                iteration.grad_enabled = True
-                state.pending[iteration], state.moved = None, recorder.moves
-            if batches >= iteration.look_at or now >= iteration.write_at or before is not None:
-                _batch_delivered(recorder, iteration, batch, now, before)
-        recorder.own_ns += clock() - now
-        return batch
+                self.delivered += 1
+                iteration.batches = batches = iteration.batches + 1
+                if self.tried or (self.pending and self.moved != recorder.moves):
+                    self._next_batch(recorder)
+                if grad_enabled():
+                    iteration.grad_enabled = True
+                    self.pending[iteration], self.moved = None, recorder.moves
+                if batches >= iteration.look_at or now >= iteration.write_at or before is not None:
+                    self._batch_delivered(recorder, iteration, batch, now, before)
+            recorder.own_ns += clock() - now
+            return batch
 
-    for name, wrapper, original in (
-        ("_next_index", _next_index, next_index),
-        ("__next__", __next__, next_batch),
-    ):
-        wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
-        replace(base, name, disguise(wrapper, original))
+        for name, wrapper, original in (
+            ("_next_index", _next_index, next_index),
+            ("__next__", __next__, next_batch),
+        ):
+            wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
+            replace(base, name, disguise(wrapper, original))
+
+    def _batch_delivered(
+        self, recorder: Recorder, iteration: Iteration, batch: Any, now: int, before: Any
+    ) -> None:
+        if recorder.disabled("data.look"):
+            return
+        try:
+            if before is not None:
+                for name, old, new in zip(rng_state.NAMES, before, rng_state.positions()):  # noqa: B905
+                    if old != new:
+                        iteration.drawn[name] = None
+            if iteration.batches >= iteration.look_at or now >= iteration.write_at:
+                iteration.examine(recorder, batch, now)
+            if self.gone:
+                self._close_gone(recorder)
+        except Exception as error:
+            recorder.trouble("data.look", error, self.lost)
+
+    def _loading_failed(
+        self, recorder: Recorder, iteration: Iteration, site: int, error: BaseException
+    ) -> None:
+        try:
+            if isinstance(error, StopIteration):
+                iteration.exhausted = True
+                self._close(recorder, iteration)
+            else:
+                lifecycle.loading_failed.fire(recorder, Loading(site, error))
+        except Exception as trouble:
+            recorder.trouble("data.close", trouble, self.lost)
+
+    # --- what the loop does with them ---------------------------------------------------
+
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        Sharding.current.look(recorder, step)
+        if self.gone:
+            self._close_gone(recorder)
+
+    def _count_trained(self, recorder: Recorder) -> None:
+        """Count batches that a backward or step followed as trained on."""
+        if not self.pending or self.moved == recorder.moves:
+            return
+        for iteration in self.pending:
+            iteration.trained += 1
+        self.pending.clear()
+        self.tried.clear()
+
+    @on(lifecycle.trial_begins)
+    def _trial_begins(self, recorder: Recorder, forward: Forward) -> None:
+        """A forward without gradients: its batch counts as evaluated unless a backward comes before
+        the next batch (as for a generator's samples or mined examples)."""
+        self._count_trained(recorder)
+        self.tried.update(self.pending)
+
+    def _next_batch(self, recorder: Recorder) -> None:
+        """Another batch was delivered: count those before it as trained on or evaluated."""
+        try:
+            self._count_trained(recorder)
+            self._count_evaluated()
+        except Exception as error:
+            recorder.trouble("data.use", error, "which batches were trained on")
+
+    def _count_evaluated(self) -> None:
+        """Count batches that went through a model without gradients and were not trained on."""
+        for iteration in self.tried:
+            iteration.evaluated += 1
+            self.pending.pop(iteration, None)
+        self.tried.clear()
+
+    # --- an iteration ends --------------------------------------------------------------
+
+    def _close(self, recorder: Recorder, iteration: Iteration) -> None:
+        if not iteration.open:
+            return
+        iteration.open = False
+        self._count_trained(recorder)
+        self._count_evaluated()
+        now = self._sequence()
+        issued = now - iteration.sequence if now >= 0 and iteration.sequence >= 0 else -1
+        iteration.close(recorder, issued, Sharding.current.shares_inputs)
+
+    def _close_gone(self, recorder: Recorder) -> None:
+        while self.gone:
+            self._close(recorder, self.gone.pop())
+
+    @on(hooks.leaving)
+    def _close_all(self, recorder: Recorder, _: None) -> None:
+        self._close_gone(recorder)
+        for iteration in list(self.iterations.values()):
+            self._close(recorder, iteration)
 
 
 def _loading(recorder: Recorder) -> Loading:
@@ -385,102 +448,3 @@ def _generators_before(recorder: Recorder, iteration: Iteration) -> Any:
         iteration.watch_random = False
         recorder.trouble("data.random", error, "the random numbers that loading data draws")
         return None
-
-
-def _batch_delivered(
-    recorder: Recorder, iteration: Iteration, batch: Any, now: int, before: Any
-) -> None:
-    if recorder.disabled("data.look"):
-        return
-    try:
-        if before is not None:
-            for name, old, new in zip(rng_state.NAMES, before, rng_state.positions()):  # noqa: B905
-                if old != new:
-                    iteration.drawn[name] = None
-        if iteration.batches >= iteration.look_at or now >= iteration.write_at:
-            iteration.examine(recorder, batch, now)
-        if _data.gone:
-            _close_gone(recorder)
-    except Exception as error:
-        recorder.trouble("data.look", error, LOST)
-
-
-def _loading_failed(
-    recorder: Recorder, iteration: Iteration, site: int, error: BaseException
-) -> None:
-    try:
-        if isinstance(error, StopIteration):
-            iteration.exhausted = True
-            _close(recorder, iteration)
-        else:
-            lifecycle.loading_failed.fire(recorder, Loading(site, error))
-    except Exception as trouble:
-        recorder.trouble("data.close", trouble, LOST)
-
-
-# --- what the loop does with them ---------------------------------------------------------------
-
-
-def _step_due(recorder: Recorder, step: Step) -> None:
-    sharding.look(recorder, step)
-    if _data.gone:
-        _close_gone(recorder)
-
-
-def _count_trained(recorder: Recorder) -> None:
-    """Count batches that a backward or step followed as trained on."""
-    if not _data.pending or _data.moved == recorder.moves:
-        return
-    for iteration in _data.pending:
-        iteration.trained += 1
-    _data.pending.clear()
-    _data.tried.clear()
-
-
-def _trial_begins(recorder: Recorder, forward: Forward) -> None:
-    """A forward without gradients: its batch counts as evaluated unless a backward comes before
-    the next batch (as for a generator's samples or mined examples)."""
-    _count_trained(recorder)
-    _data.tried.update(_data.pending)
-
-
-def _next_batch(recorder: Recorder) -> None:
-    """Another batch was delivered: count those before it as trained on or evaluated."""
-    try:
-        _count_trained(recorder)
-        _count_evaluated()
-    except Exception as error:
-        recorder.trouble("data.use", error, "which batches were trained on")
-
-
-def _count_evaluated() -> None:
-    """Count batches that went through a model without gradients and were not trained on."""
-    for iteration in _data.tried:
-        iteration.evaluated += 1
-        _data.pending.pop(iteration, None)
-    _data.tried.clear()
-
-
-# --- an iteration ends --------------------------------------------------------------------------
-
-
-def _close(recorder: Recorder, iteration: Iteration) -> None:
-    if not iteration.open:
-        return
-    iteration.open = False
-    _count_trained(recorder)
-    _count_evaluated()
-    now = _sequence()
-    issued = now - iteration.sequence if now >= 0 and iteration.sequence >= 0 else -1
-    iteration.close(recorder, issued, sharding.shares_inputs())
-
-
-def _close_gone(recorder: Recorder) -> None:
-    while _data.gone:
-        _close(recorder, _data.gone.pop())
-
-
-def _close_all(recorder: Recorder, _: None) -> None:
-    _close_gone(recorder)
-    for iteration in list(_data.iterations.values()):
-        _close(recorder, iteration)

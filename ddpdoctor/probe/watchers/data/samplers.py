@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ....events import Layer, LoaderSeen, Payload, SamplerRefused
 from ...recording.recorder import Recorder
 from . import dataset_entries, dataset_parts
+from .dataset_parts import DatasetParts
 
 _SEEDS = ("manual_seed", "seed", "Random", "RandomState", "default_rng")
 
@@ -36,7 +37,7 @@ def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
     records the loader without."""
     return MadeOf(
         dataset_parts.payloads(dataset),
-        dataset_parts.layers(dataset),
+        DatasetParts.current.layers(dataset),
         dataset_entries.settings(dataset),
         dataset_entries.ignores_index(dataset),
         dataset_entries.holds_entries(dataset),

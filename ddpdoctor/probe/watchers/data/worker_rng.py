@@ -16,6 +16,7 @@ from ....events import WorkerRandom
 from ...recording import rng_state
 from ...recording.frames import disguise, unframe
 from ...recording.patching import replace
+from ...recording.watcher import Watcher
 
 _ROW = struct.Struct("<IIIBB")  # states, generators that were drawn from, batches looked at
 BATCHES = 4
@@ -41,71 +42,66 @@ class Notes:
         return tuple(found)
 
 
-class _Workers:
-    notes: Notes | None = None
+class WorkerRNG(Watcher):
+    lost = "the random generators of workers"
 
+    def __init__(self) -> None:
+        self.notes: Notes | None = None
 
-_workers = _Workers()
+    def install(self) -> None:
+        from torch.utils.data import _DatasetKind
 
+        original = _DatasetKind.create_fetcher
 
-def install() -> None:
-    from torch.utils.data import _DatasetKind
+        def create_fetcher(*args: Any, **kwargs: Any) -> Any:
+            fetcher = original(*args, **kwargs)
+            notes = self.notes
+            if notes is not None and os.getpid() != notes.rank_pid:
+                self._watch(fetcher, notes)
+            return fetcher
 
-    original = _DatasetKind.create_fetcher
+        replace(_DatasetKind, "create_fetcher", staticmethod(disguise(create_fetcher, original)))
 
-    def create_fetcher(*args: Any, **kwargs: Any) -> Any:
-        fetcher = original(*args, **kwargs)
-        notes = _workers.notes
-        if notes is not None and os.getpid() != notes.rank_pid:
-            _watch(fetcher, notes)
-        return fetcher
+    def share(self, workers: int) -> Notes | None:
+        """Make notes for the workers that are forked next; None for 0 workers.
 
-    _workers.notes = None
-    replace(_DatasetKind, "create_fetcher", staticmethod(disguise(create_fetcher, original)))
+        Also to be called with 0 for an iterator that is not watched, or its workers would write
+        into the notes of the one before."""
+        self.notes = Notes(workers) if workers else None
+        return self.notes
 
+    def _watch(self, fetcher: Any, notes: Notes) -> None:
+        """In a worker: wrap `fetch` for its first batches."""
+        from torch.utils.data import IterableDataset, get_worker_info
 
-def share(workers: int) -> Notes | None:
-    """Make notes for the workers that are forked next; None for 0 workers.
+        info: Any = get_worker_info()
+        fetch = fetcher.fetch
+        # An iterable data set often shuffles equally in all workers when it begins, and then takes
+        # its share: draws of its first batch prove nothing.
+        first = 1 if isinstance(info.dataset, IterableDataset) else 0
+        before = rng_state.positions()
+        states, drawn, batches = (0, 0, 0), 0, 0
 
-    Also to be called with 0 for an iterator that is not watched, or its workers would write into
-    the notes of the one before.
-    """
-    _workers.notes = Notes(workers) if workers else None
-    return _workers.notes
+        def look(*args: Any) -> Any:
+            nonlocal before, states, drawn, batches
+            try:
+                batch = fetch(*args)
+            except BaseException as error:
+                unframe(error)
+                raise
+            try:
+                after = rng_state.positions()
+                if batches >= first:
+                    for bit, (old, new) in enumerate(zip(before, after, strict=True)):
+                        drawn |= (old != new) << bit
+                batches += 1
+                states = states if batches > 1 else rng_state.digests(after)
+                before = after
+                _ROW.pack_into(notes.memory, info.id * _ROW.size, *states, drawn, batches)
+            except Exception:
+                batches = BATCHES
+            if batches >= BATCHES:
+                del fetcher.fetch
+            return batch
 
-
-def _watch(fetcher: Any, notes: Notes) -> None:
-    """In a worker: wrap `fetch` for its first batches."""
-    from torch.utils.data import IterableDataset, get_worker_info
-
-    info: Any = get_worker_info()
-    fetch = fetcher.fetch
-    # An iterable data set often shuffles equally in all workers when it begins, and then takes its
-    # share: draws of its first batch prove nothing.
-    first = 1 if isinstance(info.dataset, IterableDataset) else 0
-    before = rng_state.positions()
-    states, drawn, batches = (0, 0, 0), 0, 0
-
-    def look(*args: Any) -> Any:
-        nonlocal before, states, drawn, batches
-        try:
-            batch = fetch(*args)
-        except BaseException as error:
-            unframe(error)
-            raise
-        try:
-            after = rng_state.positions()
-            if batches >= first:
-                for bit, (old, new) in enumerate(zip(before, after, strict=True)):
-                    drawn |= (old != new) << bit
-            batches += 1
-            states = states if batches > 1 else rng_state.digests(after)
-            before = after
-            _ROW.pack_into(notes.memory, info.id * _ROW.size, *states, drawn, batches)
-        except Exception:
-            batches = BATCHES
-        if batches >= BATCHES:
-            del fetcher.fetch
-        return batch
-
-    fetcher.fetch = look
+        fetcher.fetch = look

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from types import CodeType
 
 from msgspec.structs import replace
@@ -16,22 +17,16 @@ from msgspec.structs import replace
 from ....events import Edited
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...source.inplace_writes import inplace_statements
-from ...tensors.digests import digests
-from ...training import lifecycle, wrapped_models
+from ...tensors.tensor_watch import TensorWatch, spread
+from ...training import lifecycle
 from ...training.records import Forward, Step
 from ...training.tracked_model import Model
-
-LOST = "edits of parameters between the wrap and the first step"
-
-LOOKED_AT = 6
-"""Parameters sampled per model: edits at this point (initialisation, loading) reach all or many."""
-
-FORWARDS = 4
-"""Forwards before the first step at which they are compared; gradient accumulation has more."""
-
-FRAMES_AT_MOST = 50
-"""Of the stack, against runaway recursion."""
+from ...training.wrapped_models import WrappedModels
+from ...training.written_gradients import parameters
+from .gradient_sync import GradientSync
+from .limits import FORWARDS_AFTER_WRAP, FRAMES_AT_MOST, LOOKED_AT
 
 Line = tuple[CodeType, int]
 
@@ -40,47 +35,79 @@ class UnsteppedModel:
     """A wrapped model before its first optimizer step.
 
     Attributes:
-        positions: of the sampled parameters, in `Wrapped.parameters`.
-        numbers: their digests as the wrap left them.
+        sampled: some of its parameters, by position in `Wrapped.parameters`, since the wrap.
         lines: the user's lines that were running at the wrap, outermost first.
         forwards: forwards so far.
         moved: at a forward after the first, the digests were no longer those of the wrap.
         edited_at: lines before the first forward that change tensors in place.
     """
 
-    def __init__(self, positions: list[int], numbers: list[int], lines: list[Line]) -> None:
-        self.positions = positions
-        self.numbers = numbers
+    def __init__(self, sampled: TensorWatch, lines: list[Line]) -> None:
+        self.sampled = sampled
         self.lines = lines
         self.forwards = 0
         self.moved = False
         self.edited_at: list[Line] = []
 
 
-_unstepped: dict[Model, UnsteppedModel] = {}
-_waiting = Subscriptions()
+class EditsAfterWrap(Watcher):
+    lost = "edits of parameters between the wrap and the first step"
+    after = (GradientSync,)  # decides whether gradients were synchronised
 
+    def __init__(self) -> None:
+        self._unstepped: dict[Model, UnsteppedModel] = {}
+        self._waiting = Subscriptions()
 
-def install() -> None:
-    _unstepped.clear()
-    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
-    _waiting[:] = (
-        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, enabled=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
-    )
+    @on(lifecycle.wrapped)
+    def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        count = len(model.parameters)
+        replicated = [p for p in range(count) if p not in model.ignored]
+        sampled = TensorWatch(spread(replicated, LOOKED_AT), partial(parameters, model))
+        sampled.keep("wrap")
+        self._unstepped[model] = UnsteppedModel(sampled, _user_lines(recorder))
+        self._waiting.enable()
 
+    @on(lifecycle.forward_begins, during="_waiting")
+    def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
+        unstepped = self._unstepped.get(forward.model)
+        if unstepped is None or unstepped.forwards == FORWARDS_AFTER_WRAP:
+            return
+        unstepped.forwards += 1
+        if not unstepped.sampled.changed("wrap"):
+            return
+        if unstepped.forwards == 1:
+            unstepped.edited_at = inplace_statements(unstepped.lines, _user_lines(recorder))
+        unstepped.moved = unstepped.forwards > 1
 
-def _wrapped(recorder: Recorder, model: Model) -> None:
-    count = len(model.parameters)
-    replicated = [p for p in range(count) if p not in model.ignored]
-    step = max(1, len(replicated) // (LOOKED_AT - 1))
-    positions = sorted({*replicated[::step][: LOOKED_AT - 1], *replicated[-1:]})
-    _unstepped[model] = UnsteppedModel(positions, _numbers(model, positions), _user_lines(recorder))
-    _waiting.enable()
-
-
-def _numbers(model: Model, positions: list[int]) -> list[int]:
-    return digests([model.parameters[p]() for p in positions])
+    @on(lifecycle.step_begins, during="_waiting")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        for holding in step.holdings:
+            unstepped = self._unstepped.pop(holding.model, None)
+            if unstepped is None:
+                continue
+            changed = bool(unstepped.sampled.changed("wrap"))
+            if not changed and not unstepped.moved:
+                continue
+            sites = [recorder.sites.number(*line) for line in unstepped.edited_at]
+            mine = Edited(
+                at=time.monotonic(),
+                model=holding.model.number,
+                optimizer=holding.optimizer,
+                kind="parameters",
+                step=step.number,
+                changed=changed,
+                undone=not changed,
+                site=sites[0] if sites else -1,
+                more=tuple(sites[1:]),
+            )
+            recorder.emit(mine)
+            recorder.emit(
+                replace(mine, step=step.number + 1, changed=False, undone=False, site=-1, more=())
+            )
+        for model in [m for m in self._unstepped if m not in WrappedModels.current.live()]:
+            del self._unstepped[model]
+        if not self._unstepped:
+            self._waiting.disable()
 
 
 def _user_lines(recorder: Recorder) -> list[Line]:
@@ -92,45 +119,3 @@ def _user_lines(recorder: Recorder) -> list[Line]:
             found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     return found[::-1]
-
-
-def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    unstepped = _unstepped.get(forward.model)
-    if unstepped is None or unstepped.forwards == FORWARDS:
-        return
-    unstepped.forwards += 1
-    if _numbers(forward.model, unstepped.positions) == unstepped.numbers:
-        return
-    if unstepped.forwards == 1:
-        unstepped.edited_at = inplace_statements(unstepped.lines, _user_lines(recorder))
-    unstepped.moved = unstepped.forwards > 1
-
-
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    for holding in step.holdings:
-        unstepped = _unstepped.pop(holding.model, None)
-        if unstepped is None:
-            continue
-        changed = _numbers(holding.model, unstepped.positions) != unstepped.numbers
-        if not changed and not unstepped.moved:
-            continue
-        sites = [recorder.sites.number(*line) for line in unstepped.edited_at]
-        mine = Edited(
-            at=time.monotonic(),
-            model=holding.model.number,
-            optimizer=holding.optimizer,
-            kind="parameters",
-            step=step.number,
-            changed=changed,
-            undone=not changed,
-            site=sites[0] if sites else -1,
-            more=tuple(sites[1:]),
-        )
-        recorder.emit(mine)
-        recorder.emit(
-            replace(mine, step=step.number + 1, changed=False, undone=False, site=-1, more=())
-        )
-    for model in [m for m in _unstepped if m not in wrapped_models.live()]:
-        del _unstepped[model]
-    if not _unstepped:
-        _waiting.disable()

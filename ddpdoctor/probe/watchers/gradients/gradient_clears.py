@@ -11,9 +11,9 @@ from types import FrameType
 
 from ...recording.frames import variables
 from ...recording.recorder import Recorder
+from ...source.ast_cache import called_name, parts_of
 from ...source.call_resolver import Scope
 from ...source.dead_branches import never_runs
-from ...source.source_text import parts_of
 from ...tensors.digests import ABSENT, ZERO
 
 CLEARED = {ABSENT, ZERO}
@@ -50,8 +50,9 @@ def _clears(node: ast.Assign | ast.Call) -> bool:
     """Whether it is `p.grad.zero_()`, `p.grad = None`, `optimizer.zero_grad()` or the like."""
     if isinstance(node, ast.Assign):
         given = any(isinstance(t, ast.Attribute) and t.attr == "grad" for t in node.targets)
-        return given and (_is_none_or_zero(node.value) or "zeros" in _called_name(node.value))
-    name = _called_name(node)
+        zeros = isinstance(node.value, ast.Call) and "zeros" in called_name(node.value)
+        return given and (zeros or _is_none_or_zero(node.value))
+    name = called_name(node)
     if name in ("zero_grad", "_foreach_zero_"):
         return True
     filled = name == "zero_" or (name == "fill_" and all(map(_is_none_or_zero, node.args)))
@@ -60,11 +61,3 @@ def _clears(node: ast.Assign | ast.Call) -> bool:
 
 def _is_none_or_zero(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and not node.value
-
-
-def _called_name(node: ast.expr) -> str:
-    """The last name of a called function (`zeros` in `torch.zeros()`); empty if it is no call."""
-    function = node.func if isinstance(node, ast.Call) else None
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""

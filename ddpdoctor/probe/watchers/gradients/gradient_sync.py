@@ -13,29 +13,24 @@ from collections import Counter
 from typing import Any
 
 from ....events import SyncPattern
-from ...recording.patching import around
 from ...recording.recorder import Recorder, current_recorder
 from ...recording.torch_compat import exposed_seconds
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...source.call_resolver import setting_in_frames
-from ...training import autograd_grad, lifecycle, wrapped_models
+from ...training import autograd_grad, lifecycle
 from ...training.accumulate_grad import Captures
+from ...training.autograd_grad import AutogradGrad
 from ...training.backward_observation import BackwardObservation
 from ...training.records import Backward, Forward, OptimizerModel, Step
 from ...training.steady_state import Plan, interrupted, steady_state
 from ...training.tracked_model import Model
-from ..manual_sync import exchanges
-
-LOST = "which backwards synchronised"
+from ...training.wrapped_models import WrappedModels
+from ..manual_sync.exchanges import Exchanges
+from .limits import AGAIN_AT, PATTERNS_EMITTED
 
 NOT_REDUCED = "not reduced"
 INSIDE_FORWARD = "inside forward"
-EMITTED_AT_MOST = 2000
-"""Patterns recorded per model: programs may alternate between many."""
-
-AGAIN_AT = (9, 99, 999)
-"""Steps at which an unchanged pattern is recorded again, with the times DDP has measured so far:
-the first steps are no measure of speed."""
 
 
 class Contribution:
@@ -71,7 +66,7 @@ class Sync:
             `forward_site`, with synchronisation on or off (`flag`), switched off at `off_site`.
         autograd_grad_site: line of an `autograd.grad` with respect to the parameters since the last
             step or backward.
-        numbers_passed: `exchanges.numbers_passed()` when that call or the last backward began.
+        numbers_passed: `Exchanges.numbers_passed` when that call or the last backward began.
         last_averaged: whether the last backward averaged, None if unknown; `stepped` are the
             optimizers that have stepped since.
         after: identity and version of sampled gradients after the last backward.
@@ -97,302 +92,300 @@ class Sync:
 
 
 class _Syncs(dict[Model, Sync]):
-    """
-    Attributes:
-        numbers_passed: `exchanges.numbers_passed()` when the last backward began.
-    """
-
-    numbers_passed = 0
-
     def __missing__(self, model: Model) -> Sync:
         sync = self[model] = Sync(model)
         return sync
 
 
-_syncs = _Syncs()
-_off_sites: WeakIdentityMap[int] = WeakIdentityMap()
-"""By wrapper, the line of its last `no_sync`."""
-_contexts: WeakIdentityMap[weakref.ref[Any]] = WeakIdentityMap()
-"""By wrapper, the context manager that this `no_sync` returned."""
-_set_sites: WeakIdentityMap[int] = WeakIdentityMap()
-"""By wrapper, the line that sets `require_backward_grad_sync` directly."""
-
-
-def install() -> None:
-    import torch.autograd
-    from torch.nn.parallel.distributed import DistributedDataParallel
-
-    _syncs.clear()
-    for known in (_off_sites, _contexts, _set_sites):
-        known.clear()
-    autograd_grad.forget()
-    lost = "the lines of no_sync"
-    around(DistributedDataParallel, "no_sync", before=_no_sync, after=_no_sync_made, lost=lost)
-    lost = "gradients taken by autograd.grad"
-    around(torch.autograd, "grad", before=_grad_begins, after=_grad_ends, lost=lost)
-    lifecycle.forward_ends.subscribe(_forward_ends, fast_path=False, lost=LOST)
-    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
-    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
-    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
-    lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST)
-    lifecycle.step_ends.subscribe(_step_ends, fast_path=False, lost=LOST)
-    interrupted.subscribe(_interrupted, lost=LOST)
-
-
-def averaged(model: Model, optimizer: int | None = None) -> bool | None:
-    """Whether the last backward into a model's gradients averaged them.
-
-    None if there was none since the last step, or since the last step of `optimizer` where that is
-    given (several optimizers may share a backward).
+class GradientSync(Watcher):
     """
-    if steady_state.averaged(model):
-        return True
-    sync = _syncs.get(model)
-    if sync is not None and sync.contributions:
-        return sync.contributions[-1].synced
-    if sync is None or optimizer is None or optimizer in sync.stepped:
-        return None
-    return sync.last_averaged
+    Attributes:
+        syncs: by model.
+        numbers_passed: `Exchanges.numbers_passed` when the last backward began.
+    """
 
+    lost = "which backwards synchronised"
 
-def _no_sync(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> weakref.ref[Any]:
-    _off_sites[args[0]] = recorder.site()
-    return weakref.ref(args[0])
+    def __init__(self) -> None:
+        self.syncs = _Syncs()
+        self.numbers_passed = 0
+        # By wrapper, the line of its last `no_sync`.
+        self._off_sites: WeakIdentityMap[int] = WeakIdentityMap()
+        # By wrapper, the context manager that this `no_sync` returned.
+        self._contexts: WeakIdentityMap[weakref.ref[Any]] = WeakIdentityMap()
+        # By wrapper, the line that sets `require_backward_grad_sync` directly.
+        self._set_sites: WeakIdentityMap[int] = WeakIdentityMap()
 
+    def install(self) -> None:
+        import torch.autograd
+        from torch.nn.parallel.distributed import DistributedDataParallel
 
-def _no_sync_made(
-    recorder: Recorder, wrapper: weakref.ref[Any], context: Any, error: BaseException | None
-) -> None:
-    if error is None and (found := wrapper()) is not None:
-        _contexts[found] = weakref.ref(context)
-
-
-def _grad_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
-    inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-    exchanges.autograd_grad_called(recorder, inputs)
-    wanted = {id(t) for t in inputs}
-    for model in wrapped_models.live():
-        if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
-            steady_state.stop(recorder)
-            _syncs[model].autograd_grad_site, _syncs[model].last_averaged = recorder.site(), None
-            _syncs[model].numbers_passed = exchanges.numbers_passed()
-    Captures.depth += 1
-    return autograd_grad.begins(args, kwargs)
-
-
-def _grad_ends(
-    recorder: Recorder, first: int | None, result: Any, error: BaseException | None
-) -> None:
-    if first is None:
-        return
-    Captures.depth = max(0, Captures.depth - 1)
-    autograd_grad.ends(recorder, first)
-
-
-def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    if not forward.grad_enabled or forward.error is not None:
-        return
-    sync = _syncs[forward.model]
-    sync.forwards += forward.model.pending > 0  # else the backward ran inside the forward
-    sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
-    sync.forward_site = forward.site
-    sync.off_site = -1 if sync.flag else _off_site(recorder, forward.wrapper)
-
-
-def _interrupted(recorder: Recorder, step: Plan) -> None:
-    """Catch up on the forwards and backwards of a step that began on the fast path."""
-    sync, wrapper = _syncs[step.model], step.wrapper()
-    sync.last_averaged = None
-    for one in step.passed():
-        if one.forward is not None:
-            sync.forwards += 1
-            sync.flag, sync.forward_site = one.sync, one.forward.site
-            sync.off_site = -1 if one.sync else _off_site(recorder, wrapper, now=False)
-        elif one.backward is not None:
-            sync.after = step.model.gradients()
-            averaged = step.model.number in one.backward.synced
-            new = Contribution(one.backward.site, averaged, frozenset(step.model.sample))
-            _add_contribution(sync, one.backward, new, own_forward=True)
-
-
-def _off_site(recorder: Recorder, wrapper: Any, *, now: bool = True) -> int:
-    """Line that switched synchronisation off: the `no_sync` that is open (`now`) or was opened
-    last, else an assignment of `require_backward_grad_sync`; -1 if unknown."""
-    last = _off_sites.get(wrapper, -1)
-    if last >= 0 and not (now and _no_sync_is_over(wrapper)):
-        return last
-    if wrapper not in _set_sites:
-        found = setting_in_frames(
-            sys._getframe(1),
-            lambda code: recorder.sites.kind(code) == "user",
-            "require_backward_grad_sync",
+        lost = "the lines of no_sync"
+        self.around(
+            DistributedDataParallel,
+            "no_sync",
+            before=self._no_sync,
+            after=self._no_sync_made,
+            lost=lost,
         )
-        _set_sites[wrapper] = recorder.sites.number(found.code, found.line) if found else -1
-    return _set_sites[wrapper] if _set_sites[wrapper] >= 0 else last
+        lost = "gradients taken by autograd.grad"
+        self.around(
+            torch.autograd, "grad", before=self._grad_begins, after=self._grad_ends, lost=lost
+        )
 
+    def averaged(self, model: Model, optimizer: int | None = None) -> bool | None:
+        """Whether the last backward into a model's gradients averaged them.
 
-def _no_sync_is_over(wrapper: Any) -> bool:
-    """Whether the context of the last `no_sync` was left: its generator then has no frame."""
-    reference = _contexts.get(wrapper)
-    context = reference() if reference is not None else None
-    generator = getattr(context, "gen", None)
-    return reference is not None and getattr(generator, "gi_frame", None) is None
+        None if there was none since the last step, or since the last step of `optimizer` where that
+        is given (several optimizers may share a backward)."""
+        if steady_state.averaged(model):
+            return True
+        sync = self.syncs.get(model)
+        if sync is not None and sync.contributions:
+            return sync.contributions[-1].synced
+        if sync is None or optimizer is None or optimizer in sync.stepped:
+            return None
+        return sync.last_averaged
 
+    def _no_sync(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> weakref.ref[Any]:
+        self._off_sites[args[0]] = recorder.site()
+        return weakref.ref(args[0])
 
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    _syncs.numbers_passed = exchanges.numbers_passed()
-    for look in backward.observations:
-        sync = _syncs.get(look.model)
-        if sync is not None and sync.contributions and _cleared(sync, look.before):
+    def _no_sync_made(
+        self,
+        recorder: Recorder,
+        wrapper: weakref.ref[Any],
+        context: Any,
+        error: BaseException | None,
+    ) -> None:
+        if error is None and (found := wrapper()) is not None:
+            self._contexts[found] = weakref.ref(context)
+
+    def _grad_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> int:
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
+        inputs = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+        Exchanges.current.autograd_grad_called(recorder, inputs)
+        wanted = {id(t) for t in inputs}
+        for model in WrappedModels.current.live():
+            if any((p := ref()) is not None and id(p) in wanted for ref in model.parameters):
+                steady_state.stop(recorder)
+                self.syncs[model].autograd_grad_site, self.syncs[model].last_averaged = (
+                    recorder.site(),
+                    None,
+                )
+                self.syncs[model].numbers_passed = Exchanges.current.numbers_passed
+        Captures.depth += 1
+        return autograd_grad.begins(args, kwargs)
+
+    def _grad_ends(self, recorder: Recorder, first: int | None, result: Any, error: Error) -> None:
+        if first is None:
+            return
+        Captures.depth = max(0, Captures.depth - 1)
+        AutogradGrad.current.ends(recorder, first)
+
+    @on(lifecycle.forward_ends, fast_path=False)
+    def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
+        if not forward.grad_enabled or forward.error is not None:
+            return
+        sync = self.syncs[forward.model]
+        sync.forwards += forward.model.pending > 0  # else the backward ran inside the forward
+        sync.flag = bool(forward.wrapper.require_backward_grad_sync)  # DDP itself asks at the end
+        sync.forward_site = forward.site
+        sync.off_site = -1 if sync.flag else self._off_site(recorder, forward.wrapper)
+
+    @on(interrupted)
+    def _interrupted(self, recorder: Recorder, step: Plan) -> None:
+        """Catch up on the forwards and backwards of a step that began on the fast path."""
+        sync, wrapper = self.syncs[step.model], step.wrapper()
+        sync.last_averaged = None
+        for one in step.passed():
+            if one.forward is not None:
+                sync.forwards += 1
+                sync.flag, sync.forward_site = one.sync, one.forward.site
+                sync.off_site = -1 if one.sync else self._off_site(recorder, wrapper, now=False)
+            elif one.backward is not None:
+                sync.after = step.model.gradients()
+                averaged = step.model.number in one.backward.synced
+                new = Contribution(one.backward.site, averaged, frozenset(step.model.sample))
+                self._add_contribution(sync, one.backward, new, own_forward=True)
+
+    def _off_site(self, recorder: Recorder, wrapper: Any, *, now: bool = True) -> int:
+        """Line that switched synchronisation off: the `no_sync` that is open (`now`) or was opened
+        last, else an assignment of `require_backward_grad_sync`; -1 if unknown."""
+        last = self._off_sites.get(wrapper, -1)
+        if last >= 0 and not (now and self._no_sync_is_over(wrapper)):
+            return last
+        if wrapper not in self._set_sites:
+            found = setting_in_frames(
+                sys._getframe(1),
+                lambda code: recorder.sites.kind(code) == "user",
+                "require_backward_grad_sync",
+            )
+            self._set_sites[wrapper] = (
+                recorder.sites.number(found.code, found.line) if found else -1
+            )
+        return self._set_sites[wrapper] if self._set_sites[wrapper] >= 0 else last
+
+    def _no_sync_is_over(self, wrapper: Any) -> bool:
+        """Whether the context of the last `no_sync` was left: its generator then has no frame."""
+        reference = self._contexts.get(wrapper)
+        context = reference() if reference is not None else None
+        generator = getattr(context, "gen", None)
+        return reference is not None and getattr(generator, "gi_frame", None) is None
+
+    @on(lifecycle.backward_begins, fast_path=False)
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        self.numbers_passed = Exchanges.current.numbers_passed
+        for look in backward.observations:
+            sync = self.syncs.get(look.model)
+            if sync is not None and sync.contributions and _cleared(sync, look.before):
+                sync.contributions.clear()
+
+    @on(lifecycle.backward_ends, fast_path=False)
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        if backward.error is not None:
+            return
+        for look in backward.observations:
+            model = look.model
+            if not model.forwards or look.wrapper is None:
+                continue
+            sync = self.syncs[model]
+            sync.after = look.after
+            touched = look.touched_positions()
+            if touched or model in backward.models or model in backward.continued:
+                self._add(recorder, sync, backward, look, touched)
+
+    def _add(
+        self,
+        recorder: Recorder,
+        sync: Sync,
+        backward: Backward,
+        look: BackwardObservation,
+        touched: frozenset[int],
+    ) -> None:
+        now = look.sequence_after
+        communicated = look.communicated or now < 0
+        wrapper = look.wrapper
+        # Inside a forward DDP's flags say nothing: the program may have prepared the reducer
+        # itself. Only communication counts.
+        if look.model.running:
+            sync.forward_site = look.model.forward_site
+            new = Contribution(backward.site, communicated, touched)
+            self._add_contribution(sync, backward, new, own_forward=True)
+            return
+        own_forward = sync.forwards > 0 or look.model in backward.continued
+        new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
+        if new.synced and wrapper is not None and not wrapper.require_backward_grad_sync:
+            new.late = self._off_site(recorder, wrapper)
+        self._add_contribution(sync, backward, new, own_forward)
+
+    def _add_contribution(
+        self, sync: Sync, backward: Backward, new: Contribution, own_forward: bool
+    ) -> None:
+        new.forward_site = sync.forward_site
+        if new.synced:
+            took = time.monotonic() - backward.began
+            sync.backward_s += (took - sync.backward_s) * (0.1 if sync.backward_s else 1.0)
+        if not new.synced:
+            new.reason, new.blame = self._reason(sync, backward, own_forward)
+            examined = sync.model.number in backward.untouched  # then it is already reported
+            if new.reason == NOT_REDUCED and not examined and (recorder := current_recorder()):
+                lifecycle.gradients_missing.fire(recorder, (sync.model, backward.site))
+        sync.contributions.append(new)
+        sync.autograd_grad_site = -1
+        sync.last_averaged = new.synced
+        sync.stepped.clear()
+        sync.numbers_passed = self.numbers_passed
+        sync.forwards = 0
+
+    def _reason(self, sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int]:
+        if not own_forward:
+            return "second backward", backward.site
+        if sync.model.running:
+            wrapper = sync.model.ddp()
+            if wrapper is None or wrapper.require_backward_grad_sync:
+                return INSIDE_FORWARD, backward.site
+            blame = self._off_sites.get(wrapper, -1)
+            return "no_sync", blame if blame >= 0 else backward.site
+        if sync.flag:
+            return NOT_REDUCED, backward.site
+        wrapper = sync.model.ddp()
+        blame = sync.off_site if sync.off_site >= 0 else backward.site
+        if wrapper is not None and wrapper.require_backward_grad_sync:
+            return "forward only", blame
+        return "no_sync", blame
+
+    @on(lifecycle.step_begins, fast_path=False)
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        if step.closure:
+            return
+        for holding in step.holdings:
+            self._emit_pattern(recorder, step, holding)
+
+    @on(lifecycle.closure_ends)
+    def _closure_ends(self, recorder: Recorder, step: Step) -> None:
+        for holding in step.holdings:
+            self._emit_pattern(recorder, step, holding)
+
+    @on(lifecycle.step_ends, fast_path=False)
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        for holding in step.holdings:
+            sync = self.syncs[holding.model]
             sync.contributions.clear()
+            sync.autograd_grad_site = -1
+            sync.stepped.add(holding.optimizer)
+
+    def _emit_pattern(self, recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
+        sync = self.syncs[holding.model]
+        made = sync.contributions
+        last = made[-1] if made else None
+        if sync.autograd_grad_site >= 0 and (last is None or last.reason):
+            gradients = holding.model.gradients()
+            there = any(version >= 0 for _, version in gradients)
+            if there and (last is None or _cleared(sync, gradients)):
+                last = Contribution(-1, False, frozenset())
+                last.reason, last.blame = "autograd.grad", sync.autograd_grad_site
+        if last is None:
+            return
+        reason, blame = last.reason, last.blame
+        line, once = _most_synced(made)
+        averaged = made[0].synced if len(made) == 1 else sum([c.synced for c in made])
+        late = max((c.late for c in made), default=-1)
+        pattern = (int(averaged), len(made) - averaged, reason, blame, line, late)
+        unchanged = sync.emitted.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
+        if unchanged or sync.count >= PATTERNS_EMITTED:
+            return
+        sync.emitted[holding.optimizer] = pattern
+        sync.count += 1
+        held = holding.parameters(holding.positions) if reason else []
+        parameters = [p for p in held if p is not None]
+        recorder.emit(
+            SyncPattern(
+                at=time.monotonic(),
+                model=holding.model.number,
+                optimizer=holding.optimizer,
+                step=step.number,
+                synced=pattern[0],
+                unsynced=pattern[1],
+                reason=reason,
+                site=blame,
+                forward_site=last.forward_site,
+                backward_site=last.site,
+                once=once,
+                line=line,
+                late=late,
+                talked=Exchanges.current.gradients_exchanged(parameters),
+                carried=Exchanges.current.numbers_passed - sync.numbers_passed,
+                backward_s=sync.backward_s,
+                exposed_s=exposed_seconds(holding.model.ddp()),
+            )
+        )
 
 
 def _cleared(sync: Sync, gradients: list[tuple[int, int]]) -> bool:
     """Whether every gradient was dropped or overwritten since the last backward."""
     pairs = zip(gradients, sync.after, strict=True)
     return bool(sync.after) and all(now != then for now, then in pairs if then[1] >= 0)
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    if backward.error is not None:
-        return
-    for look in backward.observations:
-        model = look.model
-        if not model.forwards or look.wrapper is None:
-            continue
-        sync = _syncs[model]
-        sync.after = look.after
-        touched = look.touched_positions()
-        if touched or model in backward.models or model in backward.continued:
-            _add(recorder, sync, backward, look, touched)
-
-
-def _add(
-    recorder: Recorder,
-    sync: Sync,
-    backward: Backward,
-    look: BackwardObservation,
-    touched: frozenset[int],
-) -> None:
-    now = look.sequence_after
-    communicated = look.communicated or now < 0
-    wrapper = look.wrapper
-    # Inside a forward DDP's flags say nothing: the program may have prepared the reducer itself.
-    # Only communication counts.
-    if look.model.running:
-        sync.forward_site = look.model.forward_site
-        new = Contribution(backward.site, communicated, touched)
-        _add_contribution(sync, backward, new, own_forward=True)
-        return
-    own_forward = sync.forwards > 0 or look.model in backward.continued
-    new = Contribution(backward.site, communicated and own_forward and sync.flag, touched)
-    if new.synced and wrapper is not None and not wrapper.require_backward_grad_sync:
-        new.late = _off_site(recorder, wrapper)
-    _add_contribution(sync, backward, new, own_forward)
-
-
-def _add_contribution(sync: Sync, backward: Backward, new: Contribution, own_forward: bool) -> None:
-    new.forward_site = sync.forward_site
-    if new.synced:
-        took = time.monotonic() - backward.began
-        sync.backward_s += (took - sync.backward_s) * (0.1 if sync.backward_s else 1.0)
-    if not new.synced:
-        new.reason, new.blame = _reason(sync, backward, own_forward)
-        examined = sync.model.number in backward.untouched  # then it is already reported
-        if new.reason == NOT_REDUCED and not examined and (recorder := current_recorder()):
-            lifecycle.gradients_missing.fire(recorder, (sync.model, backward.site))
-    sync.contributions.append(new)
-    sync.autograd_grad_site = -1
-    sync.last_averaged = new.synced
-    sync.stepped.clear()
-    sync.numbers_passed = _syncs.numbers_passed
-    sync.forwards = 0
-
-
-def _reason(sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int]:
-    if not own_forward:
-        return "second backward", backward.site
-    if sync.model.running:
-        wrapper = sync.model.ddp()
-        if wrapper is None or wrapper.require_backward_grad_sync:
-            return INSIDE_FORWARD, backward.site
-        blame = _off_sites.get(wrapper, -1)
-        return "no_sync", blame if blame >= 0 else backward.site
-    if sync.flag:
-        return NOT_REDUCED, backward.site
-    wrapper = sync.model.ddp()
-    blame = sync.off_site if sync.off_site >= 0 else backward.site
-    if wrapper is not None and wrapper.require_backward_grad_sync:
-        return "forward only", blame
-    return "no_sync", blame
-
-
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    if step.closure:
-        return
-    for holding in step.holdings:
-        _emit_pattern(recorder, step, holding)
-
-
-def _closure_ends(recorder: Recorder, step: Step) -> None:
-    for holding in step.holdings:
-        _emit_pattern(recorder, step, holding)
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    for holding in step.holdings:
-        sync = _syncs[holding.model]
-        sync.contributions.clear()
-        sync.autograd_grad_site = -1
-        sync.stepped.add(holding.optimizer)
-
-
-def _emit_pattern(recorder: Recorder, step: Step, holding: OptimizerModel) -> None:
-    sync = _syncs[holding.model]
-    made = sync.contributions
-    last = made[-1] if made else None
-    if sync.autograd_grad_site >= 0 and (last is None or last.reason):
-        gradients = holding.model.gradients()
-        there = any(version >= 0 for _, version in gradients)
-        if there and (last is None or _cleared(sync, gradients)):
-            last = Contribution(-1, False, frozenset())
-            last.reason, last.blame = "autograd.grad", sync.autograd_grad_site
-    if last is None:
-        return
-    reason, blame = last.reason, last.blame
-    line, once = _most_synced(made)
-    averaged = made[0].synced if len(made) == 1 else sum([c.synced for c in made])
-    late = max((c.late for c in made), default=-1)
-    pattern = (int(averaged), len(made) - averaged, reason, blame, line, late)
-    unchanged = sync.emitted.get(holding.optimizer) == pattern and step.number not in AGAIN_AT
-    if unchanged or sync.count >= EMITTED_AT_MOST:
-        return
-    sync.emitted[holding.optimizer] = pattern
-    sync.count += 1
-    held = holding.parameters(holding.positions) if reason else []
-    parameters = [p for p in held if p is not None]
-    recorder.emit(
-        SyncPattern(
-            at=time.monotonic(),
-            model=holding.model.number,
-            optimizer=holding.optimizer,
-            step=step.number,
-            synced=pattern[0],
-            unsynced=pattern[1],
-            reason=reason,
-            site=blame,
-            forward_site=last.forward_site,
-            backward_site=last.site,
-            once=once,
-            line=line,
-            late=late,
-            talked=exchanges.gradients_exchanged(parameters),
-            carried=exchanges.numbers_passed() - sync.numbers_passed,
-            backward_s=sync.backward_s,
-            exposed_s=exposed_seconds(holding.model.ddp()),
-        )
-    )
 
 
 def _most_synced(made: list[Contribution]) -> tuple[int, int]:

@@ -14,27 +14,18 @@ from math import isfinite
 from typing import Any
 
 from ....events import Hyperparameters, ScalerStep, SchedulerStep
-from ...recording.patching import around
 from ...recording.recorder import Recorder
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...source.call_resolver import item_set_in_frames
-from ...training import backwards, lifecycle
-from ...training.optimizers import known_optimizer
+from ...training import lifecycle
+from ...training.backwards import Backwards
+from ...training.optimizers import Optimizers
 from ...training.records import Step
-
-LOST = "hyper-parameters and loss scales"
+from .limits import EXACT_BELOW, GROUPS_AT_MOST, LISTED_BELOW, SCALER_CALLS_AT_MOST
 
 LEFT_OUT = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "initial_lr"))
 """Options that do not change what a step computes, or (`initial_lr`) only by way of another."""
-
-GROUPS_AT_MOST = 16
-LISTED_BELOW = 8
-"""Elements of an option that is a sequence (`betas`); longer ones are buffers, not options."""
-
-EXACT_BELOW = 1 << 53
-"""Larger integers become floats: JSON readers may not keep them exact."""
-
-SCALER_CALLS_AT_MOST = 5000
 
 
 class Scaler:
@@ -60,7 +51,9 @@ class LastRecorded:
         self.groups: list[dict[str, Any]] = []
 
 
-class _Known:
+class HyperparameterWatch(Watcher):
+    lost = "hyper-parameters and loss scales"
+
     def __init__(self) -> None:
         self.scalers: WeakIdentityMap[Scaler] = WeakIdentityMap()
         self.scalers_made = 0
@@ -70,76 +63,144 @@ class _Known:
         self.scheduler_depth = 0
         self.located: set[str] = set()
 
+    def install(self) -> None:
+        import torch.amp
+        from torch.optim import Optimizer, lr_scheduler
 
-_known = _Known()
+        self.around(Optimizer, "__init__", before=self._making, after=self._made)
+        self.around(
+            torch.amp.GradScaler, "step", before=self._scaler_begins, after=self._scaler_ends
+        )
+        self.around(torch.amp.GradScaler, "update", before=self._scaler_updates)
+        for kind in vars(lr_scheduler).values():
+            if isinstance(kind, type) and "step" in vars(kind):
+                self.around(kind, "step", before=self._scheduled, after=self._scheduler_ends)
 
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        return args[0]
 
-def install() -> None:
-    import torch.amp
-    from torch.optim import Optimizer, lr_scheduler
+    def _made(self, recorder: Recorder, optimizer: Any, result: Any, error: Error) -> None:
+        if optimizer is not None and error is None:
+            self.made[optimizer] = _groups(optimizer)
 
-    _known.__init__()  # type: ignore[misc]
-    around(Optimizer, "__init__", before=_making, after=_made, lost=LOST)
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    around(torch.amp.GradScaler, "step", before=_scaler_begins, after=_scaler_ends, lost=LOST)
-    around(torch.amp.GradScaler, "update", before=_scaler_updates, lost=LOST)
-    for kind in vars(lr_scheduler).values():
-        if isinstance(kind, type) and "step" in vars(kind):
-            around(kind, "step", before=_scheduled, after=_scheduler_ends, lost=LOST)
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        optimizer = step.optimizer()
+        if optimizer is None:
+            return
+        emitted = step.known.notes.get(LastRecorded)
+        if emitted is None:
+            emitted = step.known.notes[LastRecorded] = LastRecorded()
+        now = _groups(optimizer)
+        if emitted.groups == now:
+            return
+        set_sites = self._set_sites(recorder, emitted.groups or self.made.pop(optimizer, []), now)
+        emitted.groups = now
+        recorder.emit(
+            Hyperparameters(
+                at=time.monotonic(),
+                optimizer=step.known.number,
+                step=step.number,
+                groups=tuple(now),
+                site=step.site,
+                set_sites=set_sites,
+            )
+        )
 
+    def _set_sites(
+        self, recorder: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
+    ) -> dict[str, int]:
+        """Lines that assign the options that changed, looked up in the source once per option."""
+        pairs = list(zip(before, now, strict=False))
+        changed = {n for old, new in pairs for n in new if old.get(n) != new[n]} - self.located
+        self.located |= changed
+        found = {}
+        for name in changed:
+            place = item_set_in_frames(
+                sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", name
+            )
+            if place is not None:
+                found[name] = recorder.sites.number(place.code, place.line)
+        return found
 
-def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
+    def _scaler_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        scaler = args[0]
+        optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+        if optimizer is None or not scaler.is_enabled():
+            return None
+        known = Optimizers.current.known_optimizer(optimizer)
+        return scaler, optimizer, known.steps if known else 0, _scale(scaler), recorder.site()
 
+    def _scaler_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if token is None or error is not None:
+            return
+        scaler, optimizer, before, scale, site = token
+        state = self.scalers.get(scaler)
+        if state is None:
+            state = self.scalers[scaler] = Scaler(self.scalers_made)
+            self.scalers_made += 1
+        mine = state.steps.get(optimizer)
+        if mine is None:
+            mine = state.steps[optimizer] = ScaledSteps()
+        call, mine.calls = mine.calls, mine.calls + 1
+        synced = Backwards.current.synced
+        each, mine.backwards = synced - mine.backwards, synced
+        known = Optimizers.current.known_optimizer(optimizer)
+        skipped = (known.steps if known else 0) == before
+        set_site = self.set_sites.pop(scaler, -1)
+        now = scale, set_site, each
+        if (now == mine.emitted and not skipped) or call >= SCALER_CALLS_AT_MOST:
+            return
+        mine.emitted = now
+        recorder.emit(
+            ScalerStep(
+                at=time.monotonic(),
+                scaler=state.number,
+                optimizer=known.number if known else -1,
+                call=call,
+                step=before,
+                scale=scale,
+                skipped=skipped,
+                site=site,
+                kind=type(scaler).__name__,
+                set_site=set_site,
+                backwards=synced,
+                each=each,
+            )
+        )
 
-def _made(recorder: Recorder, optimizer: Any, result: Any, error: BaseException | None) -> None:
-    if optimizer is not None and error is None:
-        _known.made[optimizer] = _groups(optimizer)
+    def _scaler_updates(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        scale = args[1] if len(args) > 1 else kwargs.get("new_scale")
+        if scale is not None and args[0].is_enabled():
+            self.set_sites[args[0]] = recorder.site()
+
+    def _scheduled(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self.scheduler_depth += 1
+        made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
+        if self.scheduler_depth > 1 or not recorder.step or not made:
+            return
+        site = recorder.site()
+        call = self.scheduler_calls.get(site, 0)
+        self.scheduler_calls[site] = call + 1
+        if call < 20 or call & (call - 1) == 0:
+            known = Optimizers.current.known_optimizer(getattr(args[0], "optimizer", None))
+            recorder.emit(
+                SchedulerStep(
+                    at=time.monotonic(),
+                    kind=type(args[0]).__name__,
+                    step=recorder.step,
+                    call=call,
+                    site=site,
+                    optimizer=-1 if known is None else known.number,
+                )
+            )
+
+    def _scheduler_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        self.scheduler_depth -= 1
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return [_values(g) for g in optimizer.param_groups[:GROUPS_AT_MOST]]
-
-
-def _step_due(recorder: Recorder, step: Step) -> None:
-    optimizer = step.optimizer()
-    if optimizer is None:
-        return
-    emitted = step.known.notes.get(LastRecorded)
-    if emitted is None:
-        emitted = step.known.notes[LastRecorded] = LastRecorded()
-    now = _groups(optimizer)
-    if emitted.groups == now:
-        return
-    set_sites = _set_sites(recorder, emitted.groups or _known.made.pop(optimizer, []), now)
-    emitted.groups = now
-    recorder.emit(
-        Hyperparameters(
-            at=time.monotonic(),
-            optimizer=step.known.number,
-            step=step.number,
-            groups=tuple(now),
-            site=step.site,
-            set_sites=set_sites,
-        )
-    )
-
-
-def _set_sites(
-    recorder: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
-) -> dict[str, int]:
-    """Lines that assign the options that changed, looked up in the source once per option."""
-    pairs = list(zip(before, now, strict=False))
-    changed = {n for old, new in pairs for n in new if old.get(n) != new[n]} - _known.located
-    _known.located |= changed
-    found = {}
-    for name in changed:
-        place = item_set_in_frames(
-            sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", name
-        )
-        if place is not None:
-            found[name] = recorder.sites.number(place.code, place.line)
-    return found
 
 
 def _values(group: dict[str, Any]) -> dict[str, float | bool | str]:
@@ -205,90 +266,8 @@ def _of_numpy(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "item")
 
 
-def _scaler_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    scaler = args[0]
-    optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
-    if optimizer is None or not scaler.is_enabled():
-        return None
-    known = known_optimizer(optimizer)
-    return scaler, optimizer, known.steps if known else 0, _scale(scaler), recorder.site()
-
-
 def _scale(scaler: Any) -> float:
     held = getattr(scaler, "_scale", None)
     if held is None:
         return float(getattr(scaler, "_init_scale", -1.0))
     return float(held) if held.is_cpu else -1.0
-
-
-def _scaler_ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None or error is not None:
-        return
-    scaler, optimizer, before, scale, site = token
-    state = _known.scalers.get(scaler)
-    if state is None:
-        state = _known.scalers[scaler] = Scaler(_known.scalers_made)
-        _known.scalers_made += 1
-    mine = state.steps.get(optimizer)
-    if mine is None:
-        mine = state.steps[optimizer] = ScaledSteps()
-    call, mine.calls = mine.calls, mine.calls + 1
-    synced = backwards.synced()
-    each, mine.backwards = synced - mine.backwards, synced
-    known = known_optimizer(optimizer)
-    skipped = (known.steps if known else 0) == before
-    set_site = _known.set_sites.pop(scaler, -1)
-    now = scale, set_site, each
-    if (now == mine.emitted and not skipped) or call >= SCALER_CALLS_AT_MOST:
-        return
-    mine.emitted = now
-    recorder.emit(
-        ScalerStep(
-            at=time.monotonic(),
-            scaler=state.number,
-            optimizer=known.number if known else -1,
-            call=call,
-            step=before,
-            scale=scale,
-            skipped=skipped,
-            site=site,
-            kind=type(scaler).__name__,
-            set_site=set_site,
-            backwards=synced,
-            each=each,
-        )
-    )
-
-
-def _scaler_updates(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    scale = args[1] if len(args) > 1 else kwargs.get("new_scale")
-    if scale is not None and args[0].is_enabled():
-        _known.set_sites[args[0]] = recorder.site()
-
-
-def _scheduled(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _known.scheduler_depth += 1
-    made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
-    if _known.scheduler_depth > 1 or not recorder.step or not made:
-        return
-    site = recorder.site()
-    call = _known.scheduler_calls.get(site, 0)
-    _known.scheduler_calls[site] = call + 1
-    if call < 20 or call & (call - 1) == 0:
-        known = known_optimizer(getattr(args[0], "optimizer", None))
-        recorder.emit(
-            SchedulerStep(
-                at=time.monotonic(),
-                kind=type(args[0]).__name__,
-                step=recorder.step,
-                call=call,
-                site=site,
-                optimizer=-1 if known is None else known.number,
-            )
-        )
-
-
-def _scheduler_ends(
-    recorder: Recorder, token: Any, result: Any, error: BaseException | None
-) -> None:
-    _known.scheduler_depth -= 1

@@ -21,33 +21,24 @@ from ...recording.code_locations import classify
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import anomaly_mode, made_at, saved
+from ...recording.watcher import Watcher, on
 from ...source.division import divided_by_world_size, loss_divided
 from ...tensors.autograd_nodes import divisor_of, is_of_a_device
-from ...training import lifecycle, wrapped_models
+from ...training import lifecycle
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
+from ...training.wrapped_models import WrappedModels
+from .gradient_sync import GradientSync
+from .limits import (
+    BACKWARDS_LOOKED_AT,
+    BATCHES_AT_MOST,
+    FOLLOWED_AT_MOST,
+    GRAPHS_AT_MOST,
+    LOOKED_AT_AGAIN,
+    LOSSES_ENOUGH,
+    NODES_FOLLOWED,
+)
 
-LOST = "how losses are scaled"
-
-NODES = 12
-"""Autograd nodes from the loss on that are looked at."""
-
-LOOKED_AT = 6
-"""Backwards per line whose loss is looked at; later one in `LOOKED_AT_AGAIN` of all."""
-
-LOOKED_AT_AGAIN = 17  # a prime: lines that take turns are all looked at
-GRAPHS_AT_MOST = 8
-"""Different graphs of a loss per line, by their last nodes; a new one is always looked at."""
-
-FOLLOWED_AT_MOST = 100
-"""Forwards under anomaly mode, which records the line of every node and is slow."""
-
-ENOUGH = 32
-"""After this many backwards of known lines in a row batch sizes are no longer noted, until there
-is a new line."""
-
-BATCHES_AT_MOST = 300
-"""Batches recorded: their sizes may differ in every step."""
 REDUCTION = {1: "mean", 2: "sum"}
 SIZES = "_saved_self_sym_sizes"
 
@@ -55,7 +46,7 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 _NONE = "", "0", ""
 
 
-class _Losses:
+class LossScaling(Watcher):
     """
     Attributes:
         looked: by site of the backward, how often its loss was looked at.
@@ -72,6 +63,9 @@ class _Losses:
         followed: forwards under anomaly mode so far.
     """
 
+    lost = "how losses are scaled"
+    after = (GradientSync,)  # decides whether gradients were synchronised
+
     def __init__(self) -> None:
         self.looked: dict[int, int] = {}
         self.graphs: dict[int, set[tuple[str, ...]]] = {}
@@ -85,114 +79,208 @@ class _Losses:
         self.idle = 0
         self.last = 0
         self.followed = 0
+        self._sizing = Subscriptions()
 
+    @on(lifecycle.forward_ends, during="_sizing", enabled=True)
+    def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
+        """Switch on anomaly mode where a loss is suspected; note the batch size of the inputs."""
+        if not forward.grad_enabled:
+            return
+        wanted = self.suspected.keys() - self.emitted and self.followed < FOLLOWED_AT_MOST
+        if wanted and not self.following:
+            self.following = anomaly_mode(True)
+            self.followed += 1
+        if forward.error is None:
+            given = (*forward.args, *forward.kwargs.values())
+            tensors = [v for v in given if hasattr(v, "untyped_storage") and v.dim()]
+            forward.model.leading = tuple(int(t.shape[0]) for t in tensors)
 
-_losses = _Losses()
-_sizing = Subscriptions()
+    @on(lifecycle.backward_begins, fast_path=False)
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        if self.following:
+            anomaly_mode(False)
+            self.following = False
+        looked = self.looked.get(backward.site, 0)
+        suspected = backward.site in self.suspected and backward.site not in self.emitted
+        due = backward.number >= self.last + LOOKED_AT_AGAIN
+        due |= self._new_graph(backward)
+        if looked >= BACKWARDS_LOOKED_AT and not suspected and not due:
+            self.idle += 1
+            if self.idle == LOSSES_ENOUGH:
+                self._sizing.disable()
+                for model in WrappedModels.current.live():
+                    model.leading = ()
+            return
+        if looked < BACKWARDS_LOOKED_AT or suspected:
+            self.idle = 0
+            self._sizing.enable()
+        pending = [m for m in WrappedModels.current.live() if m.pending]
+        if not pending:
+            return
+        self.last = backward.number
+        self.looked[backward.site] = looked + 1
+        for root in backward.roots:
+            node = getattr(root, "grad_fn", None)
+            if node is not None:
+                reduction, weight, rows = self._walk(recorder, backward, node, pending)
+                for model in pending:
+                    self._emit_batch(recorder, backward, model, reduction, weight, rows)
 
+    def _new_graph(self, backward: Backward) -> bool:
+        """Whether the last three nodes of the loss are new for this line."""
+        ways = self.graphs.setdefault(backward.site, set())
+        node = getattr(backward.roots[0], "grad_fn", None) if backward.roots else None
+        way: tuple[str, ...] = ()
+        while node is not None and len(way) < 3:
+            way = (*way, node.name())
+            node = next((n for n, _ in node.next_functions), None)
+        if way in ways or len(ways) >= GRAPHS_AT_MOST:
+            return False
+        ways.add(way)
+        return True
 
-def install() -> None:
-    _losses.__init__()  # type: ignore[misc]
-    _sizing[:] = (lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST),)
-    lifecycle.backward_begins.subscribe(_backward_begins, fast_path=False, lost=LOST)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
+    def _walk(
+        self, recorder: Recorder, backward: Backward, node: Any, pending: list[Model]
+    ) -> tuple[str, float, int]:
+        """Walk the graph from the loss to the node that reduces it to one number.
 
+        Returns the reduction (`mean`, `sum` or empty), the factor applied after it (0 if unknown)
+        and the leading size of what was reduced (0 if unknown)."""
+        sizes = {_group_size(m): m for m in pending if not _frozen(m)}
+        divided: list[tuple[Any, float, Model]] = []
+        undone = unread = False
+        reduction, weight, rows = "", 1.0, 0
+        for _ in range(NODES_FOLLOWED):
+            name = node.name()
+            divisor = divisor_of(node)
+            unread |= is_of_a_device(node)
+            weight /= divisor or 1.0
+            if (model := _model_of_size(divisor, sizes)) is not None:
+                divided.append((node, divisor, model))
+            # Multiplied by the world size too, or summed over the ranks by a differentiable
+            # collective: then the division is right.
+            undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
+            undone |= "AllReduce" in name or "AllGather" in name
+            reduction = _reduction(node)
+            ahead = [n for n, _ in node.next_functions if n is not None]
+            if reduction:
+                rows = _rows(node)
+            if len(ahead) != 1 or reduction:
+                break
+            node = ahead[0]
+        if divided and not undone:
+            self._suspect(recorder, backward, divided, _mean_divisor(node, reduction))
+        if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
+            weight /= divisor_of(ahead[0]) or 1.0
+            unread |= is_of_a_device(ahead[0])
+        return reduction, 0.0 if unread and reduction == "sum" else weight, rows
 
-def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    """Switch on anomaly mode where a loss is suspected; note the batch size of the inputs."""
-    if not forward.grad_enabled:
-        return
-    wanted = _losses.suspected.keys() - _losses.emitted and _losses.followed < FOLLOWED_AT_MOST
-    if wanted and not _losses.following:
-        _losses.following = anomaly_mode(True)
-        _losses.followed += 1
-    if forward.error is None:
-        given = (*forward.args, *forward.kwargs.values())
-        tensors = [v for v in given if hasattr(v, "untyped_storage") and v.dim()]
-        forward.model.leading = tuple(int(t.shape[0]) for t in tensors)
+    def _suspect(
+        self,
+        recorder: Recorder,
+        backward: Backward,
+        divided: list[tuple[Any, float, Model]],
+        averaging: int,
+    ) -> None:
+        """Find out whether a divisor that equals the world size, or a multiple, is meant as that:
+        only the source of the dividing line can tell.
 
+        Args:
+            averaging: see `_mean_divisor`.
+        """
+        cleared = self.cleared.setdefault(backward.site, set())
+        divisors = tuple(divisor for _, divisor, _ in divided)
+        if backward.site in self.emitted or divisors in cleared:
+            return
+        known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
+        if not any(text for text, _, _ in known):
+            self.suspected.setdefault(backward.site, recorder.step)
+            exact = [model for _, divisor, model in known if divisor == _group_size(model)]
+            if (frame := backward.frame) is not None and exact:
+                event = LossScaled(
+                    at=time.monotonic(),
+                    model=exact[0].number,
+                    step=self.suspected[backward.site],
+                    divisor=_group_size(exact[0]),
+                    site=-1,
+                    backward_site=backward.site,
+                )
+                self.unclear[backward.site] = frame.f_code, frame.f_lineno, event
+            self._sizing.enable()
+            return
+        for text, divisor, model in known:
+            frames = [m.groups() for line in text if (m := _FRAME.search(line))]
+            file, line, function = next(
+                (f for f in reversed(frames) if classify(f[0]) == "user"), _NONE
+            )
+            size = _group_size(model)
+            expression = divided_by_world_size(file, int(line)) if divisor == size else ""
+            # A sum over gathered samples is rightly divided by their number, world size included.
+            if not expression and averaging and (averaging == 1 or divisor == averaging * size):
+                expression = divided_by_world_size(file, int(line), product=True)
+            if expression:
+                recorder.emit(
+                    LossScaled(
+                        at=time.monotonic(),
+                        model=model.number,
+                        step=self.suspected.get(backward.site, recorder.step),
+                        divisor=size,
+                        site=recorder.sites.place(file, int(line), function),
+                        backward_site=backward.site,
+                        expression=expression,
+                    )
+                )
+                self.emitted.add(backward.site)
+                return
+        cleared.add(divisors)
+        if len(cleared) >= GRAPHS_AT_MOST:
+            self.emitted.add(backward.site)
+        self.suspected.pop(backward.site, None)
+        self.unclear.pop(backward.site, None)
 
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    if _losses.following:
-        anomaly_mode(False)
-        _losses.following = False
-    looked = _losses.looked.get(backward.site, 0)
-    suspected = backward.site in _losses.suspected and backward.site not in _losses.emitted
-    due = backward.number >= _losses.last + LOOKED_AT_AGAIN
-    due |= _new_graph(backward)
-    if looked >= LOOKED_AT and not suspected and not due:
-        _losses.idle += 1
-        if _losses.idle == ENOUGH:
-            _sizing.disable()
-            for model in wrapped_models.live():
-                model.leading = ()
-        return
-    if looked < LOOKED_AT or suspected:
-        _losses.idle = 0
-        _sizing.enable()
-    pending = [m for m in wrapped_models.live() if m.pending]
-    if not pending:
-        return
-    _losses.last = backward.number
-    _losses.looked[backward.site] = looked + 1
-    for root in backward.roots:
-        node = getattr(root, "grad_fn", None)
-        if node is not None:
-            reduction, weight, rows = _walk(recorder, backward, node, pending)
-            for model in pending:
-                _emit_batch(recorder, backward, model, reduction, weight, rows)
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        """Record suspicions without a line: search the function that called the backward for
+        one."""
+        for site, (code, number, event) in self.unclear.items():
+            if site not in self.emitted:
+                line, expression = loss_divided(code, number)
+                place = recorder.sites.number(code, line) if expression else -1
+                recorder.emit(msgspec.structs.replace(event, site=place, expression=expression))
+        self.unclear.clear()
 
-
-def _new_graph(backward: Backward) -> bool:
-    """Whether the last three nodes of the loss are new for this line."""
-    ways = _losses.graphs.setdefault(backward.site, set())
-    node = getattr(backward.roots[0], "grad_fn", None) if backward.roots else None
-    way: tuple[str, ...] = ()
-    while node is not None and len(way) < 3:
-        way = (*way, node.name())
-        node = next((n for n, _ in node.next_functions), None)
-    if way in ways or len(ways) >= GRAPHS_AT_MOST:
-        return False
-    ways.add(way)
-    return True
-
-
-def _walk(
-    recorder: Recorder, backward: Backward, node: Any, pending: list[Model]
-) -> tuple[str, float, int]:
-    """Walk the graph from the loss to the node that reduces it to one number.
-
-    Returns the reduction (`mean`, `sum` or empty), the factor applied after it (0 if unknown) and
-    the leading size of what was reduced (0 if unknown).
-    """
-    sizes = {_group_size(m): m for m in pending if not _frozen(m)}
-    divided: list[tuple[Any, float, Model]] = []
-    undone = unread = False
-    reduction, weight, rows = "", 1.0, 0
-    for _ in range(NODES):
-        name = node.name()
-        divisor = divisor_of(node)
-        unread |= is_of_a_device(node)
-        weight /= divisor or 1.0
-        if (model := _model_of_size(divisor, sizes)) is not None:
-            divided.append((node, divisor, model))
-        # Multiplied by the world size too, or summed over the ranks by a differentiable collective:
-        # then the division is right.
-        undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
-        undone |= "AllReduce" in name or "AllGather" in name
-        reduction = _reduction(node)
-        ahead = [n for n, _ in node.next_functions if n is not None]
-        if reduction:
-            rows = _rows(node)
-        if len(ahead) != 1 or reduction:
-            break
-        node = ahead[0]
-    if divided and not undone:
-        _suspect(recorder, backward, divided, _mean_divisor(node, reduction))
-    if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
-        weight /= divisor_of(ahead[0]) or 1.0
-        unread |= is_of_a_device(ahead[0])
-    return reduction, 0.0 if unread and reduction == "sum" else weight, rows
+    def _emit_batch(
+        self,
+        recorder: Recorder,
+        backward: Backward,
+        model: Model,
+        reduction: str,
+        weight: float,
+        rows: int,
+    ) -> None:
+        if not model.leading or not reduction:
+            return
+        size = model.leading[0]
+        if reduction == "sum":
+            size, reduction = _summed_samples(rows, model.leading)
+        now = size, reduction, weight
+        if self.batches.get(model) == now or not isfinite(weight):
+            return
+        if self.batches_emitted >= BATCHES_AT_MOST:
+            return
+        self.batches[model] = now
+        self.batches_emitted += 1
+        recorder.emit(
+            BatchSeen(
+                at=time.monotonic(),
+                model=model.number,
+                forward=model.forwards - 1,
+                size=size,
+                reduction=reduction,
+                weight=float(f"{weight:.6g}"),
+                site=backward.site,
+            )
+        )
 
 
 def _frozen(model: Model) -> bool:
@@ -244,108 +332,10 @@ def _model_of_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
     return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
 
 
-def _suspect(
-    recorder: Recorder, backward: Backward, divided: list[tuple[Any, float, Model]], averaging: int
-) -> None:
-    """Find out whether a divisor that equals the world size, or a multiple, is meant as that: only
-    the source of the dividing line can tell.
-
-    Args:
-        averaging: see `_mean_divisor`.
-    """
-    cleared = _losses.cleared.setdefault(backward.site, set())
-    divisors = tuple(divisor for _, divisor, _ in divided)
-    if backward.site in _losses.emitted or divisors in cleared:
-        return
-    known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
-    if not any(text for text, _, _ in known):
-        _losses.suspected.setdefault(backward.site, recorder.step)
-        exact = [model for _, divisor, model in known if divisor == _group_size(model)]
-        if (frame := backward.frame) is not None and exact:
-            event = LossScaled(
-                at=time.monotonic(),
-                model=exact[0].number,
-                step=_losses.suspected[backward.site],
-                divisor=_group_size(exact[0]),
-                site=-1,
-                backward_site=backward.site,
-            )
-            _losses.unclear[backward.site] = frame.f_code, frame.f_lineno, event
-        _sizing.enable()
-        return
-    for text, divisor, model in known:
-        frames = [m.groups() for line in text if (m := _FRAME.search(line))]
-        file, line, function = next(
-            (f for f in reversed(frames) if classify(f[0]) == "user"), _NONE
-        )
-        size = _group_size(model)
-        expression = divided_by_world_size(file, int(line)) if divisor == size else ""
-        # A sum over gathered samples is rightly divided by their number, world size included.
-        if not expression and averaging and (averaging == 1 or divisor == averaging * size):
-            expression = divided_by_world_size(file, int(line), product=True)
-        if expression:
-            recorder.emit(
-                LossScaled(
-                    at=time.monotonic(),
-                    model=model.number,
-                    step=_losses.suspected.get(backward.site, recorder.step),
-                    divisor=size,
-                    site=recorder.sites.place(file, int(line), function),
-                    backward_site=backward.site,
-                    expression=expression,
-                )
-            )
-            _losses.emitted.add(backward.site)
-            return
-    cleared.add(divisors)
-    if len(cleared) >= GRAPHS_AT_MOST:
-        _losses.emitted.add(backward.site)
-    _losses.suspected.pop(backward.site, None)
-    _losses.unclear.pop(backward.site, None)
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    """Record suspicions without a line: search the function that called the backward for one."""
-    for site, (code, number, event) in _losses.unclear.items():
-        if site not in _losses.emitted:
-            line, expression = loss_divided(code, number)
-            place = recorder.sites.number(code, line) if expression else -1
-            recorder.emit(msgspec.structs.replace(event, site=place, expression=expression))
-    _losses.unclear.clear()
-
-
 def _group_size(model: Model) -> int:
     wrapper = model.ddp()
     group = getattr(wrapper, "process_group", None)
     return int(group.size()) if group is not None else 0
-
-
-def _emit_batch(
-    recorder: Recorder, backward: Backward, model: Model, reduction: str, weight: float, rows: int
-) -> None:
-    if not model.leading or not reduction:
-        return
-    size = model.leading[0]
-    if reduction == "sum":
-        size, reduction = _summed_samples(rows, model.leading)
-    now = size, reduction, weight
-    if _losses.batches.get(model) == now or not isfinite(weight):
-        return
-    if _losses.batches_emitted >= BATCHES_AT_MOST:
-        return
-    _losses.batches[model] = now
-    _losses.batches_emitted += 1
-    recorder.emit(
-        BatchSeen(
-            at=time.monotonic(),
-            model=model.number,
-            forward=model.forwards - 1,
-            size=size,
-            reduction=reduction,
-            weight=float(f"{weight:.6g}"),
-            site=backward.site,
-        )
-    )
 
 
 def _summed_samples(rows: int, leading: tuple[int, ...]) -> tuple[int, str]:

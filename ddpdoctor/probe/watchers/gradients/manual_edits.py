@@ -13,46 +13,33 @@ from typing import Any
 
 from ....events import Clipped, Edited
 from ...recording.hooks import Subscriptions
-from ...recording.patching import around
 from ...recording.recorder import Recorder
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import state_edit_in_frames
 from ...source.division import divided_by_world_size
 from ...source.line_tracer import Tracer
 from ...tensors.digests import ABSENT, digests
+from ...tensors.tensor_watch import spread
 from ...training import lifecycle
 from ...training.records import Backward, OptimizerModel, Step
 from ...training.snapshot import TensorSnapshot, ratio, rewritten, state_of
 from ...training.tracked_model import Model
-from ...training.written_gradients import WrittenGradients
-from . import gradient_sync
+from ...training.written_gradients import WrittenGradients, gradients
 from .gradient_clears import CLEARED, clearing_site
-
-LOST = "edits of gradients and parameters by hand"  # a key of `analysis.replicas.causes`
-
-LOOKED_AT = 6
-"""Tensors sampled per model: an edit usually reaches all tensors, and each costs a digest."""
-
-ALWAYS = 64
-"""Steps in which snapshots are taken whatever they cost: most programs do in their first steps all
-that they ever do."""
-
-BUDGET_SHARE, LEAST_SHARE = 0.15, 0.05
-"""Share of the doctor's budget for this module, while the doctor is within its budget and after."""
-
-STEPS_APART, STEPS_OVERDUE, STEPS_OPEN = 100, 400, 16
-"""Steps from one look beyond the budget to the next, at a step that is due and at any other; and
-for how many steps such a look stays open for each optimizer of the model."""
-
-EMITTED_AT_MOST = 300
-EMITTED_ON_DEMAND = 20
-"""Edits recorded per model, and those kept in reserve for `look_now`."""
-
-TRACED_AT_MOST = 6
-"""Times that lines are traced to find the one that edits: tracing slows Python down several times.
-After that they are traced only where the next edit is due, if the last two set a rhythm."""
-
-SEARCHES = 3
-"""Searches of the source of running functions for a line that edits optimizer state, per model."""
+from .gradient_sync import GradientSync
+from .limits import (
+    BUDGET_SHARE,
+    EDITS_EMITTED,
+    EDITS_ON_DEMAND,
+    LEAST_SHARE,
+    LOOKED_AT,
+    SNAPSHOTS_ALWAYS,
+    STATE_SEARCHES,
+    STEPS_APART,
+    STEPS_OPEN,
+    STEPS_OVERDUE,
+    TRACED_AT_MOST,
+)
 
 NOT_EDITED: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
 """What is recorded of an unedited kind; see `_emit`."""
@@ -69,7 +56,7 @@ class ModelEdits:
         emitted: by kind and optimizer, what was recorded last.
         sites: lines that edit, by kind and whether values changed or were only written anew; one
             that divides by the world size comes first, and is in `divisors` as written.
-        searched: searches for a line that edits optimizer state, see `SEARCHES`.
+        searched: searches for a line that edits optimizer state, see `STATE_SEARCHES`.
         clears: lines that clear gradients, None until they were searched for.
         traced: traces so far, by kind.
         trace_position: by kind, the parameter to trace until its line is found.
@@ -124,245 +111,293 @@ class ModelEdits:
         )
 
 
-class _Watched:
+class ManualEdits(Watcher):
+    lost = "edits of gradients and parameters by hand"  # a key of `analysis.replicas.causes`
+    after = (GradientSync,)  # decides whether gradients were synchronised
+
     def __init__(self) -> None:
         self.models: dict[Model, ModelEdits] = {}
         self.calls: dict[int, int] = {}
         self.depth = 0
         self.spent_ns = 0
+        # Enabled while there is a snapshot, or one may be taken.
+        self._looking = Subscriptions()
 
+    def install(self) -> None:
+        import torch.amp
+        import torch.nn.utils as utils
+        from torch.nn.utils import clip_grad
 
-_watched = _Watched()
-_looking = Subscriptions()
-"""Enabled while there is a snapshot, or one may be taken."""
-
-
-def install() -> None:
-    import torch.amp
-    import torch.nn.utils as utils
-    from torch.nn.utils import clip_grad
-
-    _watched.__init__()  # type: ignore[misc]
-    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        if hasattr(clip_grad, name):
-            owners = (clip_grad, utils)
-            lost = "clipping of gradients"
-            around(owners, name, before=_clipping(name), after=_function_ends, lost=lost)
-    around(torch.amp.GradScaler, "unscale_", before=_unscaling, after=_function_ends, lost=LOST)
-    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
-    lifecycle.pulse.subscribe(_pulse, lost=LOST)
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _looking[:] = (
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST),
-    )
-
-
-def _clipping(name: str) -> Any:
-    def before(
-        recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, int]:
-        _function_begins()
-        site = recorder.site()
-        call = _watched.calls.get(site, 0)
-        _watched.calls[site] = call + 1
-        if call < 20 or call & (call - 1) == 0:
-            at = time.monotonic()
-            recorder.emit(Clipped(at=at, function=name, step=recorder.step, call=call, site=site))
-        return name, site
-
-    return before
-
-
-def _unscaling(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, int]:
-    _function_begins()
-    return "unscale_", -1
-
-
-def _function_begins() -> None:
-    """A function of torch is about to change gradients: note what was done to them before it."""
-    _watched.depth += 1
-    if _watched.depth > 1:
-        return
-    began = time.perf_counter_ns()
-    for model, snapshot in _gradient_snapshots():
-        snapshot.called(_gradients(model, snapshot.positions))
-    _watched.spent_ns += time.perf_counter_ns() - began
-
-
-def _function_ends(
-    recorder: Recorder, token: Any, result: Any, error: BaseException | None
-) -> None:
-    _watched.depth = max(0, _watched.depth - 1)
-    if _watched.depth or token is None:
-        return
-    name, site = token
-    began = time.perf_counter_ns()
-    for model, snapshot in _gradient_snapshots():
-        snapshot.returned(_gradients(model, snapshot.positions), name, site)
-        tracer = _edits_of(model).tracer
-        if tracer is not None and tracer.kind == "gradients":
-            tracer.pass_over()
-    _watched.spent_ns += time.perf_counter_ns() - began
-
-
-def _gradient_snapshots() -> list[tuple[Model, TensorSnapshot]]:
-    return [(m, f.gradients) for m, f in _watched.models.items() if f.gradients is not None]
-
-
-def _gradients(model: Model, positions: list[int]) -> list[Any]:
-    return [_gradient(model, p) for p in positions]
-
-
-def _edits_of(model: Model) -> ModelEdits:
-    if (found := _watched.models.get(model)) is None:
-        found = _watched.models[model] = ModelEdits()
-    return found
-
-
-def look_now(model: Model) -> None:
-    """Take snapshots from the next backward on, for as many steps as at the start of the run.
-
-    For watchers that have seen something happen to the gradients.
-    """
-    edits = _edits_of(model)
-    edits.moments, edits.next_at = 0, 0.0
-    edits.count = min(edits.count, EMITTED_AT_MOST - EMITTED_ON_DEMAND)
-    _looking.enable()
-
-
-def _wrapped(recorder: Recorder, model: Model) -> None:
-    _looking.enable()
-
-
-def _pulse(recorder: Recorder, step: Step) -> None:
-    if any(step.began >= edits.next_at for edits in _watched.models.values()):
-        _looking.enable()
-    _step_due(recorder, step, STEPS_OVERDUE)
-
-
-def _step_due(recorder: Recorder, step: Step, apart: int = STEPS_APART) -> None:
-    """Look now and then beyond the budget, or edits that begin late would never be seen.
-
-    Steps that are due are multiples of some number, and so may be those in which a program edits:
-    look a varying number of steps later.
-    """
-    for edits in _watched.models.values():
-        if edits.next_at and recorder.step - edits.look_from >= apart:
-            edits.look_at(recorder.step + 1 + recorder.step // apart % 7)
-            _looking.enable()
-
-
-def _affordable(recorder: Recorder, edits: ModelEdits, what: int | None = None) -> bool:
-    """Whether to take a snapshot now. Ranks need not agree: snapshots are not compared across
-    ranks."""
-    edits.moments += 1
-    if edits.moments <= 2 * ALWAYS:
-        return True
-    if recorder.every:
-        return recorder.step % recorder.every == 0
-    if recorder.step >= edits.look_from and edits.still_due(recorder.step, what):
-        edits.looked.add(what)
-        return True
-    now = time.monotonic()
-    if now < edits.next_at:
-        return False
-    share = BUDGET_SHARE if recorder.affordable() else LEAST_SHARE
-    part = max(1e-9, recorder.budget_percent / 100 * share)
-    edits.next_at = recorder.started + _watched.spent_ns / 1e9 / part
-    return now >= edits.next_at
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    _watched.depth = 0
-    if backward.error is not None:
-        return
-    for model in backward.models:
-        edits = _edits_of(model)
-        edits.gradients = None
-        if not gradient_sync.averaged(model) or not _affordable(recorder, edits):
-            continue
-        began = time.perf_counter_ns()
-        positions = (
-            _positions_to_look_at(recorder, model.expected)
-            if edits.whole
-            else _sampled(model.expected)
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+            if hasattr(clip_grad, name):
+                owners = (clip_grad, utils)
+                lost = "clipping of gradients"
+                self.around(
+                    owners, name, before=self._clipping(name), after=self._function_ends, lost=lost
+                )
+        self.around(
+            torch.amp.GradScaler, "unscale_", before=self._unscaling, after=self._function_ends
         )
-        edits.gradients = TensorSnapshot(positions, _gradients(model, positions), sampled=True)
-        edits.backward_site = backward.site
-        edits.gradients.touched = WrittenGradients(model, model.expected)
-        _trace(recorder, edits, "gradients", model)
-        _watched.spent_ns += time.perf_counter_ns() - began
+
+    def _clipping(self, name: str) -> Any:
+        def before(recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[str, int]:
+            self._function_begins()
+            site = recorder.site()
+            call = self.calls.get(site, 0)
+            self.calls[site] = call + 1
+            if call < 20 or call & (call - 1) == 0:
+                at = time.monotonic()
+                recorder.emit(
+                    Clipped(at=at, function=name, step=recorder.step, call=call, site=site)
+                )
+            return name, site
+
+        return before
+
+    def _unscaling(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[str, int]:
+        self._function_begins()
+        return "unscale_", -1
+
+    def _function_begins(self) -> None:
+        """A function of torch is about to change gradients: note what was done to them before
+        it."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        began = time.perf_counter_ns()
+        for model, snapshot in self._gradient_snapshots():
+            snapshot.called(gradients(model, snapshot.positions))
+        self.spent_ns += time.perf_counter_ns() - began
+
+    def _function_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        self.depth = max(0, self.depth - 1)
+        if self.depth or token is None:
+            return
+        name, site = token
+        began = time.perf_counter_ns()
+        for model, snapshot in self._gradient_snapshots():
+            snapshot.returned(gradients(model, snapshot.positions), name, site)
+            tracer = self._edits_of(model).tracer
+            if tracer is not None and tracer.kind == "gradients":
+                tracer.pass_over()
+        self.spent_ns += time.perf_counter_ns() - began
+
+    def _gradient_snapshots(self) -> list[tuple[Model, TensorSnapshot]]:
+        return [(m, f.gradients) for m, f in self.models.items() if f.gradients is not None]
+
+    def _edits_of(self, model: Model) -> ModelEdits:
+        if (found := self.models.get(model)) is None:
+            found = self.models[model] = ModelEdits()
+        return found
+
+    def look_now(self, model: Model) -> None:
+        """Take snapshots from the next backward on, for as many steps as at the start of the run.
+
+        For watchers that have seen something happen to the gradients.
+        """
+        edits = self._edits_of(model)
+        edits.moments, edits.next_at = 0, 0.0
+        edits.count = min(edits.count, EDITS_EMITTED - EDITS_ON_DEMAND)
+        self._looking.enable()
+
+    @on(lifecycle.wrapped)
+    def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        self._looking.enable()
+
+    @on(lifecycle.pulse)
+    def _pulse(self, recorder: Recorder, step: Step) -> None:
+        if any(step.began >= edits.next_at for edits in self.models.values()):
+            self._looking.enable()
+        self._step_due(recorder, step, STEPS_OVERDUE)
+
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step, apart: int = STEPS_APART) -> None:
+        """Look now and then beyond the budget, or edits that begin late would never be seen.
+
+        Steps that are due are multiples of some number, and so may be those in which a program
+        edits: look a varying number of steps later."""
+        for edits in self.models.values():
+            if edits.next_at and recorder.step - edits.look_from >= apart:
+                edits.look_at(recorder.step + 1 + recorder.step // apart % 7)
+                self._looking.enable()
+
+    def _affordable(self, recorder: Recorder, edits: ModelEdits, what: int | None = None) -> bool:
+        """Whether to take a snapshot now. Ranks need not agree: snapshots are not compared across
+        ranks."""
+        edits.moments += 1
+        if edits.moments <= 2 * SNAPSHOTS_ALWAYS:
+            return True
+        if recorder.every:
+            return recorder.step % recorder.every == 0
+        if recorder.step >= edits.look_from and edits.still_due(recorder.step, what):
+            edits.looked.add(what)
+            return True
+        now = time.monotonic()
+        if now < edits.next_at:
+            return False
+        share = BUDGET_SHARE if recorder.affordable() else LEAST_SHARE
+        part = max(1e-9, recorder.budget_percent / 100 * share)
+        edits.next_at = recorder.started + self.spent_ns / 1e9 / part
+        return now >= edits.next_at
+
+    @on(lifecycle.backward_ends, during="_looking", enabled=True)
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        self.depth = 0
+        if backward.error is not None:
+            return
+        for model in backward.models:
+            edits = self._edits_of(model)
+            edits.gradients = None
+            if not GradientSync.current.averaged(model) or not self._affordable(recorder, edits):
+                continue
+            began = time.perf_counter_ns()
+            positions = (
+                _positions_to_look_at(recorder, model.expected)
+                if edits.whole
+                else spread(model.expected, LOOKED_AT)
+            )
+            edits.gradients = TensorSnapshot(positions, gradients(model, positions), sampled=True)
+            edits.backward_site = backward.site
+            edits.gradients.touched = WrittenGradients(model, model.expected)
+            _trace(recorder, edits, "gradients", model)
+            self.spent_ns += time.perf_counter_ns() - began
+
+    @on(lifecycle.step_begins, during="_looking", enabled=True)
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        for holding in step.holdings:
+            edits = self._edits_of(holding.model)
+            if holding.optimizer not in edits.parameters and edits.gradients is None:
+                continue
+            began = time.perf_counter_ns()
+            self.emit_parameters(recorder, step.number, holding)
+            if (before := edits.states.pop(holding.optimizer, None)) is not None:
+                after = _state(step, holding, before.positions)
+                if after.numbers != before.numbers:
+                    _find_line_of_state_edit(recorder, edits, step)
+                self._emit(recorder, step.number, holding, "state", before, after)
+            snapshot = edits.gradients
+            edits.gradients = None
+            if snapshot is not None:
+                mine = snapshot.only(holding.held)
+                if mine.positions and not step.closure:
+                    now = TensorSnapshot(
+                        mine.positions, gradients(holding.model, mine.positions), sampled=True
+                    )
+                    self._emit(recorder, step.number, holding, "gradients", mine, now)
+                if rest := set(snapshot.positions).difference(mine.positions):
+                    edits.whole, edits.gradients = False, snapshot.only(rest)
+            self.spent_ns += time.perf_counter_ns() - began
+
+    def emit_parameters(self, recorder: Recorder, step: int, holding: OptimizerModel) -> None:
+        """Compare an optimizer's parameters with their snapshot, before its step or at the end."""
+        before = self._edits_of(holding.model).parameters.pop(holding.optimizer, None)
+        if before is not None:
+            now = TensorSnapshot(
+                before.positions, holding.parameters(before.positions), sampled=False
+            )
+            self._emit(recorder, step, holding, "parameters", before, now)
+
+    @on(lifecycle.step_ends, during="_looking", enabled=True)
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        for holding in step.holdings:
+            edits = self._edits_of(holding.model)
+            if not self._affordable(recorder, edits, holding.optimizer):
+                continue
+            began = time.perf_counter_ns()
+            positions = _positions_to_look_at(recorder, holding.positions)
+            held = holding.parameters(positions)
+            edits.parameters[holding.optimizer] = TensorSnapshot(positions, held, sampled=False)
+            edits.states[holding.optimizer] = _state(step, holding, positions)
+            _trace(recorder, edits, "parameters", holding.model)
+            _trace(recorder, edits, "state", holding.model, step)
+            self.spent_ns += time.perf_counter_ns() - began
+        if not recorder.every and all(f.idle(recorder.step) for f in self.models.values()):
+            self._looking.disable()
+
+    def _emit(
+        self,
+        recorder: Recorder,
+        step: int,
+        holding: OptimizerModel,
+        kind: str,
+        before: TensorSnapshot,
+        now: TensorSnapshot,
+    ) -> None:
+        """Compare two snapshots and record an edit, unless it equals the last one recorded."""
+        edits = self._edits_of(holding.model)
+        pairs = zip(before.positions, before.numbers, now.numbers, strict=True)
+        differing = [p for p, old, new in pairs if old != new]
+        counted: list[int] = []
+        if before.touched is not None:
+            before.touched.look()
+            counted = sorted(before.touched.besides(before.positions, holding.held))
+        changed = bool(differing or counted)
+        functions = tuple(before.functions) if differing else ()
+        beside = bool(functions) and (
+            before.beside or now.numbers != before.latest or bool(counted)
+        )
+        undone = [] if changed else rewritten(before, now)
+        changers = dict(before.changers) if differing else {}
+        share = ratio(before.values, now.values) if differing and kind == "gradients" else 0.0
+        besides = before.besides(now) if beside and differing else 0.0
+        if edits.tracer is not None and edits.tracer.kind == kind:
+            found = edits.tracer.stop()
+            edits.tracer = None
+            if found and (changed or undone):
+                edits.trace_position.pop(kind, None)
+                divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
+                found.sort(key=lambda at: not divisors[at])  # stable: a dividing line comes first
+                edits.sites[kind, changed] = tuple(recorder.sites.number(*place) for place in found)
+                edits.divisors[kind, changed] = divisors[found[0]]
+        after = dict(zip(now.positions, now.numbers, strict=True))
+        by_hand = undone or counted or (differing if beside or not functions else [])
+        if by_hand and (kind, changed) not in edits.sites:
+            gone = [p for p in by_hand if after.get(p) == ABSENT]
+            edits.trace_position[kind] = (gone or by_hand)[0]
+            edits.expected[kind] = 2 * recorder.step - edits.changed_at.get(kind, recorder.step)
+            edits.changed_at[kind] = recorder.step
+        late = edits.next_at and edits.followed_up < TRACED_AT_MOST
+        if late and kind in edits.trace_position and recorder.step - edits.changed_at[kind] <= 1:
+            edits.followed_up += 1  # edits may come in every step now: trace the next ones
+            edits.look_at(recorder.step + 1)
+        key = (kind, holding.optimizer)
+        sites = edits.sites.get((kind, changed), ()) if changed or undone else ()
+        if kind == "gradients" and differing and not sites:
+            sites = (
+                _clearing_sites(recorder, edits) if {after[p] for p in differing} <= CLEARED else ()
+            )
+        how = (beside, bool(undone), bool(counted))
+        state = (changed, share, besides, sites, how, functions, changers)
+        if edits.emitted.get(key, NOT_EDITED) == state or edits.count >= EDITS_EMITTED:
+            return
+        edits.count += 1
+        edits.emitted[key] = state
+        recorder.emit(
+            Edited(
+                at=time.monotonic(),
+                model=holding.model.number,
+                optimizer=holding.optimizer,
+                kind=kind,
+                step=step,
+                changed=changed,
+                ratio=share,
+                site=sites[0] if sites else -1,
+                more=sites[1:],
+                functions=functions,
+                changers=changers,
+                besides=besides,
+                beside=beside,
+                undone=bool(undone),
+                counted=bool(counted),
+                divisor=edits.divisors.get((kind, True), "") if changed else "",
+            )
+        )
 
 
 def _positions_to_look_at(recorder: Recorder, positions: list[int]) -> list[int]:
     """All positions if the user asked for this step (`--every`), else a sample."""
     asked = recorder.every and recorder.step % recorder.every == 0
-    return list(positions) if asked else _sampled(positions)
-
-
-def _sampled(positions: list[int]) -> list[int]:
-    step = max(1, len(positions) // (LOOKED_AT - 1))
-    return sorted({*positions[::step][: LOOKED_AT - 1], *positions[-1:]})
-
-
-def _gradient(model: Model, position: int) -> Any:
-    parameter = model.parameters[position]()
-    return None if parameter is None else parameter.grad
-
-
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    for holding in step.holdings:
-        edits = _edits_of(holding.model)
-        if holding.optimizer not in edits.parameters and edits.gradients is None:
-            continue
-        began = time.perf_counter_ns()
-        emit_parameters(recorder, step.number, holding)
-        if (before := edits.states.pop(holding.optimizer, None)) is not None:
-            after = _state(step, holding, before.positions)
-            if after.numbers != before.numbers:
-                _find_line_of_state_edit(recorder, edits, step)
-            _emit(recorder, step.number, holding, "state", before, after)
-        snapshot = edits.gradients
-        edits.gradients = None
-        if snapshot is not None:
-            mine = snapshot.only(holding.held)
-            if mine.positions and not step.closure:
-                now = TensorSnapshot(
-                    mine.positions, _gradients(holding.model, mine.positions), sampled=True
-                )
-                _emit(recorder, step.number, holding, "gradients", mine, now)
-            if rest := set(snapshot.positions).difference(mine.positions):
-                edits.whole, edits.gradients = False, snapshot.only(rest)
-        _watched.spent_ns += time.perf_counter_ns() - began
-
-
-def emit_parameters(recorder: Recorder, step: int, holding: OptimizerModel) -> None:
-    """Compare an optimizer's parameters with their snapshot, before its step or at the end."""
-    before = _edits_of(holding.model).parameters.pop(holding.optimizer, None)
-    if before is not None:
-        now = TensorSnapshot(before.positions, holding.parameters(before.positions), sampled=False)
-        _emit(recorder, step, holding, "parameters", before, now)
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    for holding in step.holdings:
-        edits = _edits_of(holding.model)
-        if not _affordable(recorder, edits, holding.optimizer):
-            continue
-        began = time.perf_counter_ns()
-        positions = _positions_to_look_at(recorder, holding.positions)
-        held = holding.parameters(positions)
-        edits.parameters[holding.optimizer] = TensorSnapshot(positions, held, sampled=False)
-        edits.states[holding.optimizer] = _state(step, holding, positions)
-        _trace(recorder, edits, "parameters", holding.model)
-        _trace(recorder, edits, "state", holding.model, step)
-        _watched.spent_ns += time.perf_counter_ns() - began
-    if not recorder.every and all(f.idle(recorder.step) for f in _watched.models.values()):
-        _looking.disable()
+    return list(positions) if asked else spread(positions, LOOKED_AT)
 
 
 def _state(step: Step, holding: OptimizerModel, positions: list[int]) -> TensorSnapshot:
@@ -377,7 +412,7 @@ def _find_line_of_state_edit(recorder: Recorder, edits: ModelEdits, step: Step) 
     """Search the source of the running functions for a line that edits optimizer state: it may run
     only once, so tracing comes too late."""
     optimizer = step.optimizer()
-    if optimizer is None or ("state", True) in edits.sites or edits.searched == SEARCHES:
+    if optimizer is None or ("state", True) in edits.sites or edits.searched == STATE_SEARCHES:
         return
     edits.searched += 1
     found = state_edit_in_frames(
@@ -392,81 +427,6 @@ def _clearing_sites(recorder: Recorder, edits: ModelEdits) -> tuple[int, ...]:
     if edits.clears is None:
         edits.clears = clearing_site(recorder, sys._getframe(1), edits.backward_site)
     return edits.clears
-
-
-def _emit(
-    recorder: Recorder,
-    step: int,
-    holding: OptimizerModel,
-    kind: str,
-    before: TensorSnapshot,
-    now: TensorSnapshot,
-) -> None:
-    """Compare two snapshots and record an edit, unless it equals the last one recorded."""
-    edits = _edits_of(holding.model)
-    pairs = zip(before.positions, before.numbers, now.numbers, strict=True)
-    differing = [p for p, old, new in pairs if old != new]
-    counted: list[int] = []
-    if before.touched is not None:
-        before.touched.look()
-        counted = sorted(before.touched.besides(before.positions, holding.held))
-    changed = bool(differing or counted)
-    functions = tuple(before.functions) if differing else ()
-    beside = bool(functions) and (before.beside or now.numbers != before.latest or bool(counted))
-    undone = [] if changed else rewritten(before, now)
-    changers = dict(before.changers) if differing else {}
-    share = ratio(before.values, now.values) if differing and kind == "gradients" else 0.0
-    besides = before.besides(now) if beside and differing else 0.0
-    if edits.tracer is not None and edits.tracer.kind == kind:
-        found = edits.tracer.stop()
-        edits.tracer = None
-        if found and (changed or undone):
-            edits.trace_position.pop(kind, None)
-            divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
-            found.sort(key=lambda at: not divisors[at])  # stable: a dividing line comes first
-            edits.sites[kind, changed] = tuple(recorder.sites.number(*place) for place in found)
-            edits.divisors[kind, changed] = divisors[found[0]]
-    after = dict(zip(now.positions, now.numbers, strict=True))
-    by_hand = undone or counted or (differing if beside or not functions else [])
-    if by_hand and (kind, changed) not in edits.sites:
-        gone = [p for p in by_hand if after.get(p) == ABSENT]
-        edits.trace_position[kind] = (gone or by_hand)[0]
-        edits.expected[kind] = 2 * recorder.step - edits.changed_at.get(kind, recorder.step)
-        edits.changed_at[kind] = recorder.step
-    late = edits.next_at and edits.followed_up < TRACED_AT_MOST
-    if late and kind in edits.trace_position and recorder.step - edits.changed_at[kind] <= 1:
-        edits.followed_up += 1  # edits may come in every step now: trace the next ones
-        edits.look_at(recorder.step + 1)
-    key = (kind, holding.optimizer)
-    sites = edits.sites.get((kind, changed), ()) if changed or undone else ()
-    if kind == "gradients" and differing and not sites:
-        sites = _clearing_sites(recorder, edits) if {after[p] for p in differing} <= CLEARED else ()
-    how = (beside, bool(undone), bool(counted))
-    state = (changed, share, besides, sites, how, functions, changers)
-    if edits.emitted.get(key, NOT_EDITED) == state or edits.count >= EMITTED_AT_MOST:
-        return
-    edits.count += 1
-    edits.emitted[key] = state
-    recorder.emit(
-        Edited(
-            at=time.monotonic(),
-            model=holding.model.number,
-            optimizer=holding.optimizer,
-            kind=kind,
-            step=step,
-            changed=changed,
-            ratio=share,
-            site=sites[0] if sites else -1,
-            more=sites[1:],
-            functions=functions,
-            changers=changers,
-            besides=besides,
-            beside=beside,
-            undone=bool(undone),
-            counted=bool(counted),
-            divisor=edits.divisors.get((kind, True), "") if changed else "",
-        )
-    )
 
 
 def _trace(

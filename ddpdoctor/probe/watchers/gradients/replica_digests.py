@@ -18,33 +18,22 @@ from ....events.pack import pack
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
-from ...recording.hooks import Subscription
-from ...recording.patching import around
+from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.sampling import FIRST_STEPS, Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums
 from ...tensors.pending_digests import Row, Rows, Waiting
-from ...training import lifecycle, optimizer_models, optimizers, write_counts
+from ...training import lifecycle, optimizer_models, write_counts
+from ...training.optimizers import Optimizers
 from ...training.records import Backward, Forward, OptimizerModel, Step
 from ...training.tracked_model import Model
-from ..manual_sync import exchanges
+from ..manual_sync.exchanges import Exchanges
 from ..manual_sync.parameter_averaging import WriteBack
-from . import gradient_sync, manual_edits
-
-LOST = "drift of gradients, parameters and buffers"
-
-STATES_AT_MOST = 64
-"""Parameters whose optimizer state is digested at a full step: state drifts with its parameters,
-so that a sample is enough."""
-
-ENOUGH_UNCHANGED = 8
-"""Steps in which an unknown communication hook must leave the parameters unchanged before it is
-taken to exchange gradients."""
-
-SKETCHED_AT_MOST = 400_000_000
-SKETCHED_AT_EASE = 1_000_000
-"""Elements up to which tensors are sketched at all, and whatever the budget (some milliseconds)."""
+from .gradient_sync import GradientSync
+from .limits import ENOUGH_UNCHANGED, SKETCHED_AT_EASE, SKETCHED_AT_MOST, STATES_AT_MOST
+from .manual_edits import ManualEdits
 
 
 class Watch:
@@ -75,48 +64,188 @@ class Watch:
         self.left_out = ""
 
 
-class _State:
+class ReplicaDigests(Watcher):
+    lost = "drift of gradients, parameters and buffers"
+    # Digests of a step are taken before the watchers that compare with them run.
+    before = (GradientSync, ManualEdits)
+
     def __init__(self) -> None:
         self.watches: dict[tuple[int, int], Watch] = {}
         self.sketcher: Sketcher | None = None
-        self.forwards: Subscription[Forward] | None = None
+        self.forwards = Subscriptions()
 
+    def install(self) -> None:
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
 
-_state = _State()
+        self.around(
+            (c10d, dist), "destroy_process_group", before=self._destroying, lost="drift at the end"
+        )
 
+    def look_whole(self, model: Model) -> None:
+        """Digest every tensor of the model at its next step."""
+        for watch in self.watches.values():
+            if watch.holding.model is model:
+                watch.whole_next = True
+                for known in Optimizers.current.known():
+                    known.due_at = 0
 
-def install() -> None:
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
+    def _watch(self, recorder: Recorder, holding: OptimizerModel) -> Watch:
+        key = (holding.optimizer, holding.model.number)
+        watch = self.watches.get(key)
+        if watch is None or watch.holding is not holding:
+            watch = self.watches[key] = Watch(recorder, holding)
+            _emit_replica(recorder, watch)
+        return watch
 
-    _state.__init__()  # type: ignore[misc]
-    around((c10d, dist), "destroy_process_group", before=_destroying, lost="drift at the end")
-    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
-    lifecycle.fast_step_due.subscribe(_step_begins, lost=LOST)
-    lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST)
-    call_hooks.called.subscribe(_called, lost="averages of parameters (local SGD)")
-    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
-    begins = lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, enabled=False)
-    _state.forwards = begins
-    hooks.leaving.subscribe(_leaving, lost="drift at the end")
+    @on(lifecycle.step_begins, fast_path=False)
+    @on(lifecycle.fast_step_due)
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        due = []
+        for holding in step.holdings:
+            watch = self._watch(recorder, holding)
+            if step.number:
+                _detect_local_sgd(recorder, watch)
+            due.append(watch.pace)
+            if watch.pace.skips(step.number) and not watch.whole_next:
+                continue
+            kinds = 1 + (not step.closure) + (not watch.broadcast)
+            stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
+            if stride or watch.whole_next:
+                self._record_due(recorder, watch, step, 1 if watch.whole_next else stride)
+        known = step.known
+        known.due_at = min([known.due_at, *(pace.next_after(step.number) for pace in due)])
 
+    def _record_due(self, recorder: Recorder, watch: Watch, step: Step, stride: int) -> None:
+        """Digest every `stride`-th tensor before a step; at full steps sketch and digest states
+        too."""
+        _detect_join(recorder, watch)
+        gradients = [] if step.closure else [_kind_of_gradients(watch.holding)]
+        kinds = ["parameters", *gradients]
+        watch.whole_next = False
+        if not watch.broadcast:
+            watch.buffers_next = stride
+            self.forwards.enable()
+        began = time.perf_counter_ns()
+        looked = sum(_record(recorder, watch, kind, step.number, stride) for kind in kinds)
+        if not step.closure:
+            write_counts.record_writes(recorder, watch.holding, watch.writes, step.number)
+        watch.pace.spent(time.perf_counter_ns() - began, looked)
+        if stride == 1 and full(step.number // max(1, recorder.every)):
+            self._record_full_step(
+                recorder, watch, step, kinds if watch.broadcast else [*kinds, "buffers"]
+            )
+        _flush(recorder, watch, soon=step.number < 10)
 
-def look_whole(model: Model) -> None:
-    """Digest every tensor of the model at its next step."""
-    for watch in _state.watches.values():
-        if watch.holding.model is model:
-            watch.whole_next = True
-            for known in optimizers.known():
-                known.due_at = 0
+    @on(lifecycle.forward_begins, during="forwards")
+    def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
+        """Digest buffers that DDP does not broadcast. The program may load or average them after
+        the step, so they are final only at the next forward."""
+        for watch in self.watches.values():
+            if watch.buffers_next and forward.grad_enabled and watch.holding.model is forward.model:
+                began, stride, watch.buffers_next = time.perf_counter_ns(), watch.buffers_next, 0
+                looked = _record(recorder, watch, "buffers", forward.model.forwards - 1, stride)
+                watch.pace.spent(time.perf_counter_ns() - began, looked)
 
+    @on(call_hooks.called, lost="averages of parameters (local SGD)")
+    def _called(self, recorder: Recorder, call: Call) -> None:
+        # A communication hook may pass all parameters at once: digest them before its first call.
+        hooked = Exchanges.current.in_comm_hook()
+        for watch in self.watches.values():
+            if not watch.left_out:
+                size = 0 if hooked else watch.size
+                watch.write_back.called(partial(_digest_whole, recorder, watch), size)
 
-def _watch(recorder: Recorder, holding: OptimizerModel) -> Watch:
-    key = (holding.optimizer, holding.model.number)
-    watch = _state.watches.get(key)
-    if watch is None or watch.holding is not holding:
-        watch = _state.watches[key] = Watch(recorder, holding)
-        _emit_replica(recorder, watch)
-    return watch
+    @on(lifecycle.closure_ends)
+    def _closure_ends(self, recorder: Recorder, step: Step) -> None:
+        for holding in step.holdings:
+            watch = self._watch(recorder, holding)
+            stride = watch.pace.stride
+            kind = _kind_of_gradients(holding)
+            _record(recorder, watch, kind, step.number, 1 if step.number in EARLY else stride)
+            _flush(recorder, watch, soon=step.number < 10)
+
+    @on(lifecycle.backward_ends, fast_path=False)
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        """Digest models that are in no optimizer: they are trained manually or through copies of
+        their parameters (master weights)."""
+        for model in backward.models:
+            number = model.synced_backwards - 1
+            if model.number not in backward.synced or not full(number) or _in_an_optimizer(model):
+                continue
+            watch = self.watches.get((UNHELD, model.number))
+            if watch is None:
+                positions = [p for p in range(len(model.parameters)) if p not in model.ignored]
+                watch = self._watch(recorder, OptimizerModel(model, UNHELD, positions))
+            _detect_join(recorder, watch)
+            if number:
+                _detect_local_sgd(recorder, watch)
+            _record(recorder, watch, "parameters", number, 1)
+            _flush(recorder, watch, soon=True)
+
+    def _record_full_step(
+        self, recorder: Recorder, watch: Watch, step: Step, kinds: list[str]
+    ) -> None:
+        """Digest optimizer states and sketch the tensors, within the budget but in the first
+        steps."""
+        early = step.number < FIRST_STEPS
+        if step.number and (early or recorder.affordable()):
+            _record_state(recorder, watch, step)
+        size = _size_to_sketch(watch)
+        cheap = step.number == 0 or (early and size <= SKETCHED_AT_EASE) or recorder.affordable()
+        if cheap and size <= SKETCHED_AT_MOST:
+            for kind in kinds:
+                self._sketch(recorder, watch, kind, step.number)
+
+    def _sketch(self, recorder: Recorder, watch: Watch, kind: str, step: int) -> None:
+        if self.sketcher is None:
+            self.sketcher = Sketcher()
+        norm, bins = self.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
+        # NaN and infinity have no distance, and JSON has no number for them.
+        if not all(map(math.isfinite, (norm, *bins))):
+            return
+        recorder.emit(
+            Sketch(
+                at=time.monotonic(),
+                model=watch.holding.model.number,
+                optimizer=watch.holding.optimizer,
+                kind=kind,
+                step=step,
+                norm=norm,
+                bins=tuple(float(f"{b:.8g}") for b in bins),
+            )
+        )
+
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        if not (args or kwargs.get("group")):
+            self._finish(recorder)
+
+    @on(hooks.leaving, lost="drift at the end")
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        self._finish(recorder)
+
+    def _finish(self, recorder: Recorder) -> None:
+        """Write what is pending and digest parameters and buffers a last time."""
+        for watch in list(self.watches.values()):
+            holding = watch.holding
+            alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
+            _flush(recorder, watch, soon=True, wait=True)
+            _detect_local_sgd(recorder, watch, last=True)
+            if not alive:
+                continue
+            if (steps := optimizer_models.steps_taken(holding)) > 0:
+                ManualEdits.current.emit_parameters(recorder, steps, holding)
+                write_counts.record_writes(recorder, holding, watch.writes, steps, last=True)
+                if _size_to_sketch(watch) <= SKETCHED_AT_EASE:
+                    self._sketch(recorder, watch, "parameters", steps)
+            for kind in ("parameters", "buffers"):
+                tensors = _tensors(holding, kind, 0, 1)
+                waiting = digest(recorder, tensors)
+                if waiting is not None and waiting.ready(wait=True):
+                    model = holding.model
+                    rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
+                    write(recorder, rows, holding.model.number, holding.optimizer, kind, "end")
+        self.watches.clear()
 
 
 def _emit_replica(recorder: Recorder, watch: Watch) -> None:
@@ -126,7 +255,7 @@ def _emit_replica(recorder: Recorder, watch: Watch) -> None:
         return
     hook, average = comm_hook(wrapper), averages(wrapper)
     if hook:
-        exchanges.hook_seen(average)
+        Exchanges.current.hook_seen(average)
     if "localsgd" in hook.lower():
         watch.left_out = "its communication hook is local SGD"
     watch.broadcast = bool(getattr(wrapper, "broadcast_buffers", True))
@@ -145,66 +274,11 @@ def _emit_replica(recorder: Recorder, watch: Watch) -> None:
     )
 
 
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    due = []
-    for holding in step.holdings:
-        watch = _watch(recorder, holding)
-        if step.number:
-            _detect_local_sgd(recorder, watch)
-        due.append(watch.pace)
-        if watch.pace.skips(step.number) and not watch.whole_next:
-            continue
-        kinds = 1 + (not step.closure) + (not watch.broadcast)
-        stride = watch.pace.stride_at(step.number, kinds, len(step.holdings))
-        if stride or watch.whole_next:
-            _record_due(recorder, watch, step, 1 if watch.whole_next else stride)
-    known = step.known
-    known.due_at = min([known.due_at, *(pace.next_after(step.number) for pace in due)])
-
-
-def _record_due(recorder: Recorder, watch: Watch, step: Step, stride: int) -> None:
-    """Digest every `stride`-th tensor before a step; at full steps sketch and digest states too."""
-    _detect_join(recorder, watch)
-    gradients = [] if step.closure else [_kind_of_gradients(watch.holding)]
-    kinds = ["parameters", *gradients]
-    watch.whole_next = False
-    if not watch.broadcast and _state.forwards is not None:
-        watch.buffers_next = stride
-        _state.forwards.enable()
-    began = time.perf_counter_ns()
-    looked = sum(_record(recorder, watch, kind, step.number, stride) for kind in kinds)
-    if not step.closure:
-        write_counts.record_writes(recorder, watch.holding, watch.writes, step.number)
-    watch.pace.spent(time.perf_counter_ns() - began, looked)
-    if stride == 1 and full(step.number // max(1, recorder.every)):
-        _record_full_step(recorder, watch, step, kinds if watch.broadcast else [*kinds, "buffers"])
-    _flush(recorder, watch, soon=step.number < 10)
-
-
-def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    """Digest buffers that DDP does not broadcast. The program may load or average them after the
-    step, so they are final only at the next forward."""
-    for watch in _state.watches.values():
-        if watch.buffers_next and forward.grad_enabled and watch.holding.model is forward.model:
-            began, stride, watch.buffers_next = time.perf_counter_ns(), watch.buffers_next, 0
-            looked = _record(recorder, watch, "buffers", forward.model.forwards - 1, stride)
-            watch.pace.spent(time.perf_counter_ns() - began, looked)
-
-
 def _detect_join(recorder: Recorder, watch: Watch) -> None:
     """Leave the replicas out if the ranks take different numbers of steps (`Join`)."""
     if not watch.left_out and joins(watch.holding.model.ddp()):
         watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
         _emit_replica(recorder, watch)
-
-
-def _called(recorder: Recorder, call: Call) -> None:
-    # A communication hook may pass all parameters at once: digest them before its first call.
-    hooked = exchanges.in_comm_hook()
-    for watch in _state.watches.values():
-        if not watch.left_out:
-            size = 0 if hooked else watch.size
-            watch.write_back.called(partial(_digest_whole, recorder, watch), size)
 
 
 def _digest_whole(recorder: Recorder, watch: Watch) -> Waiting | None:
@@ -220,12 +294,12 @@ def _detect_local_sgd(recorder: Recorder, watch: Watch, *, last: bool = False) -
     if watch.left_out:
         return
     averaged = watch.write_back.changed(wait=last)
-    if not last and exchanges.before_backward():
+    if not last and Exchanges.current.before_backward():
         parameters = [p for p in _parameters(watch) if p is not None]
-        if exchanges.parameters_exchanged(parameters):
+        if Exchanges.current.parameters_exchanged(parameters):
             averaged |= watch.write_back.exchanged(partial(_digest_whole, recorder, watch))
             averaged |= watch.write_back.changed()
-        if not averaged and exchanges.only_in_hooks():
+        if not averaged and Exchanges.current.only_in_hooks():
             _detect_local_hooks(recorder, watch)
     if averaged:
         watch.left_out = "the program exchanges the parameters themselves between steps"
@@ -237,47 +311,22 @@ def _detect_local_hooks(recorder: Recorder, watch: Watch) -> None:
     leave the parameters unchanged, for then they exchange gradients."""
     wrapper = watch.holding.model.ddp()
     ranks = () if wrapper is None else group_ranks(wrapper.process_group)
-    if exchanges.in_smaller_groups(ranks):
+    if Exchanges.current.in_smaller_groups(ranks):
         watch.left_out = "its communication hook exchanges within smaller groups"
         _emit_replica(recorder, watch)
     elif watch.write_back.unchanged >= ENOUGH_UNCHANGED:
-        exchanges.hooks_spare_parameters()
-
-
-def _closure_ends(recorder: Recorder, step: Step) -> None:
-    for holding in step.holdings:
-        watch = _watch(recorder, holding)
-        stride = watch.pace.stride
-        kind = _kind_of_gradients(holding)
-        _record(recorder, watch, kind, step.number, 1 if step.number in EARLY else stride)
-        _flush(recorder, watch, soon=step.number < 10)
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    """Digest models that are in no optimizer: they are trained manually or through copies of their
-    parameters (master weights)."""
-    for model in backward.models:
-        number = model.synced_backwards - 1
-        if model.number not in backward.synced or not full(number) or _in_an_optimizer(model):
-            continue
-        watch = _state.watches.get((UNHELD, model.number))
-        if watch is None:
-            positions = [p for p in range(len(model.parameters)) if p not in model.ignored]
-            watch = _watch(recorder, OptimizerModel(model, UNHELD, positions))
-        _detect_join(recorder, watch)
-        if number:
-            _detect_local_sgd(recorder, watch)
-        _record(recorder, watch, "parameters", number, 1)
-        _flush(recorder, watch, soon=True)
+        Exchanges.current.hooks_spare_parameters()
 
 
 def _in_an_optimizer(model: Model) -> bool:
-    held = optimizers.parameters()
+    held = Optimizers.current.parameters()
     return any(id(p) in held for ref in model.parameters if (p := ref()) is not None)
 
 
 def _kind_of_gradients(holding: OptimizerModel) -> str:
-    return "gradients" if gradient_sync.averaged(holding.model, holding.optimizer) else "local"
+    return (
+        "gradients" if GradientSync.current.averaged(holding.model, holding.optimizer) else "local"
+    )
 
 
 def _record(recorder: Recorder, watch: Watch, kind: str, key: int, stride: int) -> int:
@@ -320,18 +369,6 @@ def digest(recorder: Recorder, tensors: list[Any]) -> Waiting | None:
     return Waiting(totals)
 
 
-def _record_full_step(recorder: Recorder, watch: Watch, step: Step, kinds: list[str]) -> None:
-    """Digest optimizer states and sketch the tensors, within the budget but in the first steps."""
-    early = step.number < FIRST_STEPS
-    if step.number and (early or recorder.affordable()):
-        _record_state(recorder, watch, step)
-    size = _size_to_sketch(watch)
-    cheap = step.number == 0 or (early and size <= SKETCHED_AT_EASE) or recorder.affordable()
-    if cheap and size <= SKETCHED_AT_MOST:
-        for kind in kinds:
-            _sketch(recorder, watch, kind, step.number)
-
-
 def _size_to_sketch(watch: Watch) -> float:
     """Elements of the parameters; infinite if any is not on the CPU, so that it exceeds all limits:
     a sketch would wait for the device."""
@@ -339,26 +376,6 @@ def _size_to_sketch(watch: Watch) -> float:
     if any(p is not None and not p.is_cpu for p in parameters):
         return math.inf
     return sum(p.numel() for p in parameters if p is not None)
-
-
-def _sketch(recorder: Recorder, watch: Watch, kind: str, step: int) -> None:
-    if _state.sketcher is None:
-        _state.sketcher = Sketcher()
-    norm, bins = _state.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
-    # NaN and infinity have no distance, and JSON has no number for them.
-    if not all(map(math.isfinite, (norm, *bins))):
-        return
-    recorder.emit(
-        Sketch(
-            at=time.monotonic(),
-            model=watch.holding.model.number,
-            optimizer=watch.holding.optimizer,
-            kind=kind,
-            step=step,
-            norm=norm,
-            bins=tuple(float(f"{b:.8g}") for b in bins),
-        )
-    )
 
 
 def _record_state(recorder: Recorder, watch: Watch, step: Step) -> None:
@@ -384,39 +401,6 @@ def _record_state(recorder: Recorder, watch: Watch, step: Step) -> None:
         if waiting is not None:
             row = Row(step.number, stride, holding.model.synced_backwards, waiting)
             watch.rows.setdefault(f"state:{key}", Rows()).add(row)
-
-
-def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not (args or kwargs.get("group")):
-        _finish(recorder)
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    _finish(recorder)
-
-
-def _finish(recorder: Recorder) -> None:
-    """Write what is pending and digest parameters and buffers a last time."""
-    for watch in list(_state.watches.values()):
-        holding = watch.holding
-        alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
-        _flush(recorder, watch, soon=True, wait=True)
-        _detect_local_sgd(recorder, watch, last=True)
-        if not alive:
-            continue
-        if (steps := optimizer_models.steps_taken(holding)) > 0:
-            manual_edits.emit_parameters(recorder, steps, holding)
-            write_counts.record_writes(recorder, holding, watch.writes, steps, last=True)
-            if _size_to_sketch(watch) <= SKETCHED_AT_EASE:
-                _sketch(recorder, watch, "parameters", steps)
-        for kind in ("parameters", "buffers"):
-            tensors = _tensors(holding, kind, 0, 1)
-            waiting = digest(recorder, tensors)
-            if waiting is not None and waiting.ready(wait=True):
-                model = holding.model
-                rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
-                write(recorder, rows, holding.model.number, holding.optimizer, kind, "end")
-    _state.watches.clear()
 
 
 def _flush(recorder: Recorder, watch: Watch, *, soon: bool = False, wait: bool = False) -> None:

@@ -14,25 +14,20 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...tensors.gradient_versions import memory_of
-from ...training import backwards, wrapped_models
+from ...training.backwards import Backwards
 from ...training.tracked_model import Model
-from . import gradient_sync, manual_edits
-
-LOST = "collectives on gradients"
-
-LOOKED_AT = 6
-"""Steps per line in which `manual_edits` measures what the call does to the gradients, beyond the
-doctor's budget: without a measured factor the finding proves little."""
-
-EMITTED = 20
-"""Steps per line that are recorded one by one; later ones at powers of two."""
+from ...training.wrapped_models import WrappedModels
+from .gradient_sync import GradientSync
+from .limits import CALLS_LOOKED_AT, REDUCTIONS_EMITTED
+from .manual_edits import ManualEdits
 
 OWN, COPY = "own", "copy"
 """A collective got the gradients themselves, or copies of them."""
 
 
-class _Reductions:
+class SecondReduction(Watcher):
     """
     Attributes:
         sizes: by model, see `_sizes`.
@@ -40,93 +35,87 @@ class _Reductions:
         unrecorded: those of `latest` that are not on record.
     """
 
+    lost = "collectives on gradients"
+
     def __init__(self) -> None:
         self.sizes: dict[Model, frozenset[int]] = {}
         self.latest: dict[int, GradientReduced] = {}
         self.unrecorded: dict[int, GradientReduced] = {}
 
-
-_reductions = _Reductions()
-
-
-def install() -> None:
-    _reductions.__init__()  # type: ignore[misc]
-    call_hooks.called.subscribe(_called, lost=LOST)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
-
-
-def _called(recorder: Recorder, call: Call) -> None:
-    """Record a call if it reduces gradients that DDP has averaged in this backward."""
-    if call.reduction is None or not call.tensors or backwards.running():
-        return
-    for model in wrapped_models.live():
-        if not gradient_sync.averaged(model):
-            continue
-        found = {kind for t in call.tensors if (kind := _match_gradient(model, t))}
-        if found:
-            operation = str(call.reduction).rpartition(".")[2]
-            _emit_reduced(recorder, model, operation, copied=found == {COPY})
+    @on(call_hooks.called)
+    def _called(self, recorder: Recorder, call: Call) -> None:
+        """Record a call if it reduces gradients that DDP has averaged in this backward."""
+        if call.reduction is None or not call.tensors or Backwards.current.running():
             return
+        for model in WrappedModels.current.live():
+            if not GradientSync.current.averaged(model):
+                continue
+            found = {kind for t in call.tensors if (kind := self._match_gradient(model, t))}
+            if found:
+                operation = str(call.reduction).rpartition(".")[2]
+                self._emit_reduced(recorder, model, operation, copied=found == {COPY})
+                return
 
+    def _sizes(self, model: Model) -> frozenset[int]:
+        """Sizes a copy of gradients can have: of each parameter that DDP averages, and of all in
+        one flat buffer."""
+        found = self.sizes.get(model)
+        if found is None:
+            held = (model.parameters[position]() for position in model.expected)
+            sizes = [p.numel() for p in held if p is not None]
+            found = self.sizes[model] = frozenset([*sizes, sum(sizes)])
+        return found
 
-def _sizes(model: Model) -> frozenset[int]:
-    """Sizes a copy of gradients can have: of each parameter that DDP averages, and of all in one
-    flat buffer."""
-    found = _reductions.sizes.get(model)
-    if found is None:
+    def _emit_reduced(
+        self, recorder: Recorder, model: Model, operation: str, *, copied: bool
+    ) -> None:
+        site = recorder.site()
+        last = self.latest.get(site)
+        if last is not None and last.step == recorder.step:
+            return
+        number = last.call + 1 if last is not None else 0
+        if number < CALLS_LOOKED_AT:
+            ManualEdits.current.look_now(
+                model
+            )  # measures the factor by which the call changes them
+        event = self.latest[site] = GradientReduced(
+            at=time.monotonic(),
+            model=model.number,
+            op=operation,
+            step=recorder.step,
+            site=site,
+            call=number,
+            copied=copied,
+        )
+        if number < REDUCTIONS_EMITTED or number & (number - 1) == 0:
+            recorder.emit(event)
+            self.unrecorded.pop(site, None)
+        else:
+            self.unrecorded[site] = event
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        """Record each line's last call: its number says in how many steps there was one."""
+        for event in self.unrecorded.values():
+            recorder.emit(event)
+        self.unrecorded.clear()
+
+    def _match_gradient(self, model: Model, tensor: Any) -> str:
+        """`OWN` if a tensor shares memory with a gradient, `COPY` if it holds a copy of one or of
+        all in a row, else empty."""
+        try:
+            storage = tensor.untyped_storage()
+            wanted = storage.data_ptr()
+            whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+        except (RuntimeError, NotImplementedError):
+            return ""
+        if whole and tensor.numel() not in self._sizes(model):
+            return ""  # the quick way out for losses and counts, which most calls carry
         held = (model.parameters[position]() for position in model.expected)
-        sizes = [p.numel() for p in held if p is not None]
-        found = _reductions.sizes[model] = frozenset([*sizes, sum(sizes)])
-    return found
-
-
-def _emit_reduced(recorder: Recorder, model: Model, operation: str, *, copied: bool) -> None:
-    site = recorder.site()
-    last = _reductions.latest.get(site)
-    if last is not None and last.step == recorder.step:
-        return
-    number = last.call + 1 if last is not None else 0
-    if number < LOOKED_AT:
-        manual_edits.look_now(model)  # measures the factor by which the call changes them
-    event = _reductions.latest[site] = GradientReduced(
-        at=time.monotonic(),
-        model=model.number,
-        op=operation,
-        step=recorder.step,
-        site=site,
-        call=number,
-        copied=copied,
-    )
-    if number < EMITTED or number & (number - 1) == 0:
-        recorder.emit(event)
-        _reductions.unrecorded.pop(site, None)
-    else:
-        _reductions.unrecorded[site] = event
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    """Record each line's last call: its number says in how many steps there was one."""
-    for event in _reductions.unrecorded.values():
-        recorder.emit(event)
-    _reductions.unrecorded.clear()
-
-
-def _match_gradient(model: Model, tensor: Any) -> str:
-    """`OWN` if a tensor shares memory with a gradient, `COPY` if it holds a copy of one or of all
-    in a row, else empty."""
-    try:
-        storage = tensor.untyped_storage()
-        wanted = storage.data_ptr()
-        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
-    except (RuntimeError, NotImplementedError):
-        return ""
-    if whole and tensor.numel() not in _sizes(model):
-        return ""  # the quick way out for losses and counts, which most calls carry
-    held = (model.parameters[position]() for position in model.expected)
-    grads = [p.grad for p in held if p is not None and p.grad is not None]
-    if any(g is tensor or memory_of(g) == wanted for g in grads):
-        return OWN
-    return COPY if whole and _copied(tensor, grads) else ""
+        grads = [p.grad for p in held if p is not None and p.grad is not None]
+        if any(g is tensor or memory_of(g) == wanted for g in grads):
+            return OWN
+        return COPY if whole and _copied(tensor, grads) else ""
 
 
 def _copied(tensor: Any, grads: list[Any]) -> bool:

@@ -14,23 +14,14 @@ from ....events import Carried
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import shard
+from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.digests import readable
 from ...tensors.gradient_versions import some, versions
 from ...training import lifecycle
 from ...training.records import Backward, Step
-
-LOST = "whether gradients are cleared"
-
-EMITTED_AT_MOST = 200
-
-ENOUGH = 4
-"""A program that stopped clearing is recorded after this many steps in a row with cleared gradients
-and as many without. One that mixes them accumulates gradients on purpose, and is dropped."""
-
-SMALL = 65536
-"""Gradients up to this size are read, to notice one that was zeroed through `.data`: that changes
-neither identity nor version."""
+from .gradient_sync import GradientSync
+from .limits import CLEARS_EMITTED, CLEARS_ENOUGH, READ_UP_TO
 
 
 class WatchedGradients:
@@ -80,138 +71,127 @@ class WatchedGradients:
 def _any_value(parameter: weakref.ref[Any]) -> bool | None:
     """Whether a gradient has a nonzero value; None if it is too large or on a device."""
     grad = None if (p := parameter()) is None else shard(p.grad)
-    if grad is None or not readable(grad) or not 0 < grad.numel() <= SMALL:
+    if grad is None or not readable(grad) or not 0 < grad.numel() <= READ_UP_TO:
         return None
     return bool(grad.detach().count_nonzero())
 
 
-class _Watching:
+class ZeroGrad(Watcher):
     """The optimizers that are watched, until it is known whether they clear their gradients."""
 
-    watched: list[tuple[weakref.ref[Any], WatchedGradients]] = []
-    subscriptions = Subscriptions()
+    lost = "whether gradients are cleared"
+    after = (GradientSync,)  # decides whether gradients were synchronised
 
+    def __init__(self) -> None:
+        self.watched: list[tuple[weakref.ref[Any], WatchedGradients]] = []
+        self.subscriptions = Subscriptions()
 
-def install() -> None:
-    _Watching.watched = []
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _Watching.subscriptions[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
-        lifecycle.closure_ends.subscribe(_closure_ends, lost=LOST, enabled=False),
-    )
+    @on(lifecycle.backward_begins, during="subscriptions")
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        for _, watched in self.watched:
+            if watched.awake and not watched.cleared:
+                watched.note_clear()
 
+    @on(lifecycle.backward_ends, during="subscriptions")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        for _, watched in self.watched:
+            if watched.cleared or not watched.awake:
+                continue
+            now = watched.state()
+            if now != watched.before:
+                if not watched.touched:
+                    watched.touched, watched.site = True, backward.site
+                watched.keep(now)
 
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    for _, watched in _Watching.watched:
-        if watched.awake and not watched.cleared:
-            watched.note_clear()
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        """Start to watch a new optimizer; look again at one that has always cleared so far."""
+        optimizer = step.optimizer()
+        if (known := step.known.notes.get(WatchedGradients)) is not None:
+            if known.parameters:
+                self.subscriptions.enable()
+        elif optimizer is not None:
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            trained = [p for p in every if p.grad is not None or p.requires_grad]
+            if not trained:
+                return
+            watched = step.known.notes[WatchedGradients] = WatchedGradients(trained)
+            living = [(ref, w) for ref, w in self.watched if ref() is not None]
+            self.watched = [*living, (step.optimizer, watched)]
+            self.subscriptions.enable()
 
+    @on(lifecycle.step_begins, during="subscriptions")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        watched = step.known.notes.get(WatchedGradients)
+        if watched is not None and watched.parameters and not step.closure:
+            self._record_step(recorder, step, watched)
 
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    for _, watched in _Watching.watched:
-        if watched.cleared or not watched.awake:
-            continue
-        now = watched.state()
-        if now != watched.before:
-            if not watched.touched:
-                watched.touched, watched.site = True, backward.site
-            watched.keep(now)
+    @on(lifecycle.closure_ends, during="subscriptions")
+    def _closure_ends(self, recorder: Recorder, step: Step) -> None:
+        watched = step.known.notes.get(WatchedGradients)
+        if watched is not None and watched.parameters:
+            self._record_step(recorder, step, watched)
 
-
-def _step_due(recorder: Recorder, step: Step) -> None:
-    """Start to watch a new optimizer; look again at one that has always cleared so far."""
-    optimizer = step.optimizer()
-    if (known := step.known.notes.get(WatchedGradients)) is not None:
-        if known.parameters:
-            _Watching.subscriptions.enable()
-    elif optimizer is not None:
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in every if p.grad is not None or p.requires_grad]
-        if not trained:
+    @on(lifecycle.step_ends, during="subscriptions")
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        watched = step.known.notes.get(WatchedGradients)
+        if watched is None or not watched.parameters or not (watched.awake or step.due):
             return
-        watched = step.known.notes[WatchedGradients] = WatchedGradients(trained)
-        living = [(ref, w) for ref, w in _Watching.watched if ref() is not None]
-        _Watching.watched = [*living, (step.optimizer, watched)]
-        _Watching.subscriptions.enable()
+        watched.awake = True
+        watched.keep(watched.state())
+        watched.touched, watched.site = False, -1
+        watched.cleared = all(version < 0 for _, version in watched.before)
 
-
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    watched = step.known.notes.get(WatchedGradients)
-    if watched is not None and watched.parameters and not step.closure:
-        _record_step(recorder, step, watched)
-
-
-def _closure_ends(recorder: Recorder, step: Step) -> None:
-    watched = step.known.notes.get(WatchedGradients)
-    if watched is not None and watched.parameters:
-        _record_step(recorder, step, watched)
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    watched = step.known.notes.get(WatchedGradients)
-    if watched is None or not watched.parameters or not (watched.awake or step.due):
-        return
-    watched.awake = True
-    watched.keep(watched.state())
-    watched.touched, watched.site = False, -1
-    watched.cleared = all(version < 0 for _, version in watched.before)
-
-
-def _record_step(recorder: Recorder, step: Step, watched: WatchedGradients) -> None:
-    if not (step.number and watched.awake and (watched.touched or watched.cleared)):
-        return
-    event = Carried(
-        at=time.monotonic(),
-        optimizer=step.known.number,
-        step=step.number,
-        carried=not watched.cleared,
-        site=step.site,
-        backward_site=watched.site,
-        parameters=len(watched.before),
-    )
-    if event.carried:
-        watched.carries += 1
-        if watched.carries == 1:
-            watched.first_carry = event
-        if not watched.clears:
+    def _record_step(self, recorder: Recorder, step: Step, watched: WatchedGradients) -> None:
+        if not (step.number and watched.awake and (watched.touched or watched.cleared)):
+            return
+        event = Carried(
+            at=time.monotonic(),
+            optimizer=step.known.number,
+            step=step.number,
+            carried=not watched.cleared,
+            site=step.site,
+            backward_site=watched.site,
+            parameters=len(watched.before),
+        )
+        if event.carried:
+            watched.carries += 1
+            if watched.carries == 1:
+                watched.first_carry = event
+            if not watched.clears:
+                _emit(recorder, watched, event)
+            elif watched.clears < CLEARS_ENOUGH:
+                self._stop_watching(watched)
+            elif (
+                watched.carries == CLEARS_ENOUGH
+                and watched.first_carry is not None
+                and watched.latest_clear is not None
+            ):
+                # Shows from when on they are not cleared: not all steps between were looked at.
+                recorder.emit(watched.latest_clear)
+                _emit(recorder, watched, watched.first_carry)
+        else:
             _emit(recorder, watched, event)
-        elif watched.clears < ENOUGH:
-            _stop_watching(watched)
-        elif (
-            watched.carries == ENOUGH
-            and watched.first_carry is not None
-            and watched.latest_clear is not None
-        ):
-            # Shows from when on they are not cleared: not all steps between were looked at.
-            recorder.emit(watched.latest_clear)
-            _emit(recorder, watched, watched.first_carry)
-    else:
-        _emit(recorder, watched, event)
-        watched.latest_clear = event
-        watched.clears += 1
-        if watched.carries:
-            _stop_watching(watched)
-        elif not step.due:
-            watched.awake = False
-            _disable_if_asleep()
+            watched.latest_clear = event
+            watched.clears += 1
+            if watched.carries:
+                self._stop_watching(watched)
+            elif not step.due:
+                watched.awake = False
+                self._disable_if_asleep()
 
+    def _stop_watching(self, watched: WatchedGradients) -> None:
+        """Drop an optimizer that clears in some steps only: it accumulates gradients on purpose."""
+        watched.parameters = []
+        self.watched = [(ref, w) for ref, w in self.watched if w is not watched]
+        self._disable_if_asleep()
 
-def _stop_watching(watched: WatchedGradients) -> None:
-    """Drop an optimizer that clears in some steps only: it accumulates gradients on purpose."""
-    watched.parameters = []
-    _Watching.watched = [(ref, w) for ref, w in _Watching.watched if w is not watched]
-    _disable_if_asleep()
-
-
-def _disable_if_asleep() -> None:
-    _Watching.subscriptions.enable(any(w.awake for _, w in _Watching.watched))
+    def _disable_if_asleep(self) -> None:
+        self.subscriptions.enable(any(w.awake for _, w in self.watched))
 
 
 def _emit(recorder: Recorder, watched: WatchedGradients, event: Carried) -> None:
-    if event.carried != watched.emitted and watched.count < EMITTED_AT_MOST:
+    if event.carried != watched.emitted and watched.count < CLEARS_EMITTED:
         watched.emitted = event.carried
         watched.count += 1
         recorder.emit(event)

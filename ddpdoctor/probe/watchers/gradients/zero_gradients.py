@@ -1,7 +1,7 @@
 """Which parameters have gradients that are always exactly zero, and change all the same?
 
-Gradients are read before steps that are powers of two, and after `SAMPLES` of these before every
-step that is due. Weight decay or momentum may still move such parameters.
+Gradients are read before steps that are powers of two, and after `ZERO_SAMPLES` of these before
+every step that is due. Weight decay or momentum may still move such parameters.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from ....events import ZeroGradients
 from ...recording import hooks
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...tensors.digests import ABSENT, digests, readable
-from ...training import lifecycle, optimizers
+from ...training import lifecycle
+from ...training.optimizers import Optimizers
 from ...training.records import OptimizerModel, Step
-
-LOST = "gradients that are always zero"
-
-PARAMETERS_AT_MOST = 2000
-"""Larger holdings are not looked at: every gradient is read as a whole."""
-
-SAMPLES = 4
-"""Samples that must agree before a gradient counts as always zero (steps 0, 1, 2 and 4)."""
+from .gradient_sync import GradientSync
+from .limits import ZERO_PARAMETERS, ZERO_SAMPLES
 
 
 class AlwaysZero:
@@ -46,59 +42,64 @@ class AlwaysZero:
         self.before: dict[int, int] = {}
 
 
-_ends = Subscriptions()
+class ZeroGradientWatch(Watcher):
+    lost = "gradients that are always zero"
+    after = (GradientSync,)  # decides whether gradients were synchronised
 
+    def __init__(self) -> None:
+        self._ends = Subscriptions()
 
-def install() -> None:
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
-    _ends[:] = (lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),)
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        rare = not step.number & (step.number - 1)
+        known: dict[OptimizerModel, AlwaysZero] = step.known.notes.setdefault(AlwaysZero, {})
+        for holding in step.holdings:
+            watched = known.setdefault(holding, AlwaysZero())
+            if watched.always == set() or not (rare or watched.samples >= ZERO_SAMPLES):
+                continue
+            seen = _zero_by_position(holding, watched.always)
+            if seen is None:
+                continue
+            if watched.always is None:
+                watched.alive = {position for position, zero in seen.items() if not zero}
+            watched.always = {position for position, zero in seen.items() if zero}
+            watched.samples += 1
+            if watched.emitted - watched.always:
+                _emit(recorder, holding, watched, step)
+            if rare and watched.always:
+                watched.before = _digests(holding, sorted(watched.always))
+                self._ends.enable()
 
+    @on(lifecycle.step_ends, during="_ends")
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        """Note which parameters with zero gradients the step changed."""
+        known: dict[OptimizerModel, AlwaysZero] = step.known.notes.get(AlwaysZero, {})
+        for holding, watched in known.items():
+            before, watched.before = watched.before, {}
+            after = _digests(holding, list(before))
+            watched.changed |= {
+                p for p, old in before.items() if ABSENT != old != after[p] != ABSENT
+            }
+            if before and watched.samples >= ZERO_SAMPLES:
+                _emit(recorder, holding, watched, step)
+        self._ends.enable(
+            any(
+                z.before
+                for k in Optimizers.current.known()
+                for z in k.notes.get(AlwaysZero, {}).values()
+            )
+        )
 
-def _step_due(recorder: Recorder, step: Step) -> None:
-    rare = not step.number & (step.number - 1)
-    known: dict[OptimizerModel, AlwaysZero] = step.known.notes.setdefault(AlwaysZero, {})
-    for holding in step.holdings:
-        watched = known.setdefault(holding, AlwaysZero())
-        if watched.always == set() or not (rare or watched.samples >= SAMPLES):
-            continue
-        seen = _zero_by_position(holding, watched.always)
-        if seen is None:
-            continue
-        if watched.always is None:
-            watched.alive = {position for position, zero in seen.items() if not zero}
-        watched.always = {position for position, zero in seen.items() if zero}
-        watched.samples += 1
-        if watched.emitted - watched.always:
-            _emit(recorder, holding, watched, step)
-        if rare and watched.always:
-            watched.before = _digests(holding, sorted(watched.always))
-            _ends.enable()
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    """Note which parameters with zero gradients the step changed."""
-    known: dict[OptimizerModel, AlwaysZero] = step.known.notes.get(AlwaysZero, {})
-    for holding, watched in known.items():
-        before, watched.before = watched.before, {}
-        after = _digests(holding, list(before))
-        watched.changed |= {p for p, old in before.items() if ABSENT != old != after[p] != ABSENT}
-        if before and watched.samples >= SAMPLES:
-            _emit(recorder, holding, watched, step)
-    _ends.enable(
-        any(z.before for k in optimizers.known() for z in k.notes.get(AlwaysZero, {}).values())
-    )
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    """Correct the record at the end: the last backward may have left nonzero gradients."""
-    for known in optimizers.known():
-        for holding, watched in known.notes.get(AlwaysZero, {}).items():
-            seen = _zero_by_position(holding, watched.emitted) or {}
-            ended = {position for position, zero in seen.items() if not zero}
-            if ended and watched.always and known.step is not None:
-                watched.always -= ended
-                _emit(recorder, holding, watched, known.step)
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        """Correct the record at the end: the last backward may have left nonzero gradients."""
+        for known in Optimizers.current.known():
+            for holding, watched in known.notes.get(AlwaysZero, {}).items():
+                seen = _zero_by_position(holding, watched.emitted) or {}
+                ended = {position for position, zero in seen.items() if not zero}
+                if ended and watched.always and known.step is not None:
+                    watched.always -= ended
+                    _emit(recorder, holding, watched, known.step)
 
 
 def _zero_by_position(holding: OptimizerModel, before: set[int] | None) -> dict[int, bool] | None:
@@ -107,7 +108,7 @@ def _zero_by_position(holding: OptimizerModel, before: set[int] | None) -> dict[
     Returns None if one cannot be read without waiting for a device.
     """
     positions = holding.synchronised if before is None else sorted(before)
-    if len(positions) > PARAMETERS_AT_MOST:
+    if len(positions) > ZERO_PARAMETERS:
         return {}
     seen = {}
     for position, parameter in zip(positions, holding.parameters(positions), strict=True):

@@ -15,30 +15,18 @@ from typing import Any
 
 from ....events import ParametersChanged
 from ...recording.hooks import Subscriptions
-from ...recording.patching import around
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import without_gradient
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
 from ...source.call_resolver import setting_in_frames
-from ...training import lifecycle, optimizer_models, wrapped_models
+from ...training import lifecycle, optimizer_models
 from ...training.accumulate_grad import nodes_of
-from ...training.module_origins import added_site, registrations
+from ...training.module_origins import ModuleOrigins
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
-
-LOST = "parameters that change after the wrap"
-
-LIGHT = 50
-"""`requires_grad` of all parameters is read before one forward in about `parameters / LIGHT`, so
-that its cost per forward does not grow with the model."""
-
-FIRST, FIRST_OF_FEW = 3, 128
-"""First forwards before which it is always read; the latter for models of few parameters."""
-
-FULL_EVERY = 16
-"""Of these, one in so many compares the module's parameters, too."""
-
-CALLS_KEPT = 50
+from ...training.wrapped_models import WrappedModels
+from .limits import CALLS_KEPT, CHANGES_EVERY, CHANGES_FIRST, CHANGES_FIRST_OF_FEW, FEW_PARAMETERS
 
 WITHOUT_GRADIENT = ("frozen", "removed", "tied")
 """Kinds of change that leave DDP waiting for a gradient that does not come."""
@@ -72,157 +60,175 @@ class Watch:
     sites: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)
 
 
-_watches: defaultdict[Model, Watch] = defaultdict(Watch)
-_pending_changes = Subscriptions()
-"""Enabled while changes are pending: they may be reverted, or a backward shows their effect."""
-
-
-class _Calls:
+class ChangesAfterWrap(Watcher):
     """Calls of `Module.requires_grad_` since the first wrap: module, flag, site."""
 
-    made: list[tuple[weakref.ref[Any], bool, int]] = []
-    applying = 0
+    lost = "parameters that change after the wrap"
 
+    def __init__(self) -> None:
+        self.made: list[tuple[weakref.ref[Any], bool, int]] = []
+        self.applying = 0
+        self._watches: defaultdict[Model, Watch] = defaultdict(Watch)
+        # Enabled while changes are pending: they may be reverted, or a backward shows their
+        # effect.
+        self._pending_changes = Subscriptions()
 
-def install() -> None:
-    import torch.nn
+    def install(self) -> None:
+        import torch.nn
 
-    _Calls.made, _Calls.applying = [], 0
-    _watches.clear()
-    around(torch.nn.Module, "_apply", before=_apply_begins, after=_apply_ends, lost=LOST)
-    around(torch.nn.Module, "requires_grad_", before=_requires_grad_called, lost=LOST)
-    lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
-    lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
-    _pending_changes[:] = (
-        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST, enabled=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
-    )
+        self.made, self.applying = [], 0
+        self.around(torch.nn.Module, "_apply", before=self._apply_begins, after=self._apply_ends)
+        self.around(torch.nn.Module, "requires_grad_", before=self._requires_grad_called)
 
+    def _requires_grad_called(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        if WrappedModels.current.live() and len(self.made) < CALLS_KEPT:
+            flag = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+            self.made.append((weakref.ref(args[0]), flag, recorder.site()))
 
-def _requires_grad_called(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if wrapped_models.live() and len(_Calls.made) < CALLS_KEPT:
-        flag = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-        _Calls.made.append((weakref.ref(args[0]), flag, recorder.site()))
+    def _apply_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """Note the AccumulateGrad nodes of parameters before they are cast or moved: that may give
+        them new nodes, which lack DDP's hook."""
+        self.applying += 1
+        live = WrappedModels.current.live() if self.applying == 1 else []
+        inside = {id(m) for m in args[0].modules()} if live else set()
+        before = []
+        for model in live:
+            inner, parameters = model.inner(), model.live_parameters()
+            if inner is None or parameters is None:
+                continue
+            if id(inner) in inside or any(id(m) in inside for m in inner.modules()):
+                before.append((model, parameters, nodes_of(parameters)))
+        return before
 
+    def _apply_ends(self, recorder: Recorder, before: Any, result: Any, error: Error) -> None:
+        self.applying -= 1
+        for model, parameters, nodes in before or ():
+            now = nodes_of(parameters)
+            lost = [i for i in model.expected if now[i] is not nodes[i]]
+            if lost:
+                names = tuple(model.names[i] for i in lost)
+                change = Change(
+                    "converted", names, [model.parameters[i] for i in lost], recorder.site()
+                )
+                self._watches[model].found.append(change)
+                self._pending_changes.enable()
 
-def _apply_begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Note the AccumulateGrad nodes of parameters before they are cast or moved: that may give them
-    new nodes, which lack DDP's hook."""
-    _Calls.applying += 1
-    live = wrapped_models.live() if _Calls.applying == 1 else []
-    inside = {id(m) for m in args[0].modules()} if live else set()
-    before = []
-    for model in live:
-        inner, parameters = model.inner(), model.live_parameters()
-        if inner is None or parameters is None:
-            continue
-        if id(inner) in inside or any(id(m) in inside for m in inner.modules()):
-            before.append((model, parameters, nodes_of(parameters)))
-    return before
+    @on(lifecycle.forward_due)
+    def _forward_due(self, recorder: Recorder, forward: Forward) -> None:
+        model = forward.model
+        if not forward.sync:
+            return
+        watch = self._watches[model]
+        # A power of two from 4 on: `lifecycle.looked_at` selects forwards by powers of two as well.
+        turns = 1 << (3 + len(model.parameters) // FEW_PARAMETERS).bit_length()
+        first = (
+            CHANGES_FIRST_OF_FEW if len(model.parameters) <= 2 * FEW_PARAMETERS else CHANGES_FIRST
+        )
+        if (
+            watch.registrations != ModuleOrigins.current.registrations
+            or model.forwards % (turns * CHANGES_EVERY) == 0
+        ):
+            watch.registrations = ModuleOrigins.current.registrations
+            self._look_whole(recorder, forward, watch)
+        elif model.forwards <= first or model.forwards % turns == 0:
+            self._look_at_flags(recorder, forward, watch)
+        self._pending_changes.enable(any(w.found for w in self._watches.values()))
 
+    @on(lifecycle.forward_begins, during="_pending_changes")
+    def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
+        if forward.grad_enabled and forward.sync:
+            self._look_at_flags(recorder, forward, self._watches[forward.model])
 
-def _apply_ends(recorder: Recorder, before: Any, result: Any, error: BaseException | None) -> None:
-    _Calls.applying -= 1
-    for model, parameters, nodes in before or ():
-        now = nodes_of(parameters)
-        lost = [i for i in model.expected if now[i] is not nodes[i]]
-        if lost:
-            names = tuple(model.names[i] for i in lost)
-            change = Change(
-                "converted", names, [model.parameters[i] for i in lost], recorder.site()
-            )
-            _watches[model].found.append(change)
-            _pending_changes.enable()
+    def _look_at_flags(self, recorder: Recorder, forward: Forward, watch: Watch) -> None:
+        model = forward.model
+        for flag in (True, False):
+            changed = [
+                i
+                for i, (ref, was) in enumerate(zip(model.parameters, model.trainable, strict=True))
+                if was is not flag
+                and (p := ref()) is not None
+                and p.requires_grad is flag
+                and i not in model.ignored
+            ]
+            names = tuple(model.names[i] for i in changed)
+            kind = "unfrozen" if flag else "frozen"
+            if names and (kind, names) not in watch.emitted:
+                place = (kind, names, forward.site)
+                if place not in watch.sites and len(watch.sites) < CALLS_KEPT:
+                    watch.sites[place] = self._flag_site(recorder, model, changed, flag)
+                site = watch.sites.get(place, -1)
+                watch.found = [c for c in watch.found if c.kind != kind]
+                watch.found.append(
+                    Change(kind, names, [model.parameters[i] for i in changed], site)
+                )
+            elif not names:
+                watch.found = [c for c in watch.found if c.kind != kind]
 
+    def _flag_site(self, recorder: Recorder, model: Model, changed: list[int], flag: bool) -> int:
+        """The line that set `requires_grad`: a recorded call of `Module.requires_grad_`, or else an
+        assignment in the source of the running functions."""
+        ids = {id(model.parameters[i]()) for i in changed}
+        for reference, to, site in reversed(self.made):
+            module = reference()
+            if module is not None and to is flag and any(id(p) in ids for p in module.parameters()):
+                return site
+        found = setting_in_frames(
+            sys._getframe(1),
+            lambda code: recorder.sites.kind(code) == "user",
+            "requires_grad",
+            flag,
+            after=model.made_at,
+        )
+        return recorder.sites.number(found.code, found.line) if found else -1
 
-def _forward_due(recorder: Recorder, forward: Forward) -> None:
-    model = forward.model
-    if not forward.sync:
-        return
-    watch = _watches[model]
-    # A power of two from 4 on: `lifecycle.looked_at` selects forwards by powers of two as well.
-    turns = 1 << (3 + len(model.parameters) // LIGHT).bit_length()
-    first = FIRST_OF_FEW if len(model.parameters) <= 2 * LIGHT else FIRST
-    if watch.registrations != registrations() or model.forwards % (turns * FULL_EVERY) == 0:
-        watch.registrations = registrations()
-        _look_whole(recorder, forward, watch)
-    elif model.forwards <= first or model.forwards % turns == 0:
-        _look_at_flags(recorder, forward, watch)
-    _pending_changes.enable(any(w.found for w in _watches.values()))
+    def _look_whole(self, recorder: Recorder, forward: Forward, watch: Watch) -> None:
+        model = forward.model
+        inner = model.inner()
+        if inner is None:
+            return
+        self._look_at_flags(recorder, forward, watch)
+        known = {id(ref()) for ref in model.parameters}
+        ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+        owners = dict(inner.named_modules())
+        kinds: dict[str, list[tuple[str, Any]]] = {}
+        for name, parameter in inner.named_parameters():
+            if id(parameter) in known or not parameter.requires_grad or name in ignored:
+                continue
+            kind = "replaced" if name in model.names else "added"
+            kinds.setdefault(kind, []).append((name, parameter))
+        for kind, listed in (kinds or _missing_parameters(model, inner)).items():
+            names = tuple(n for n, _ in listed)
+            if (kind, names) in watch.emitted or any(c.names == names for c in watch.found):
+                continue
+            owner, _, last = names[0].rpartition(".")
+            module = owners.get(owner)
+            site = -1 if module is None else ModuleOrigins.current.added_site(module, last)
+            watch.found.append(Change(kind, names, [Reference(p) for _, p in listed], site))
 
+    @on(lifecycle.forward_failed)
+    def _forward_failed(self, recorder: Recorder, forward: Forward) -> None:
+        if "finished reduction in the prior iteration" in str(forward.error):
+            model, watch = forward.model, self._watches[forward.model]
+            self._look_whole(recorder, forward, watch)
+            positions = (i for i in without_gradient(str(forward.error)) if i < len(model.expected))
+            without = {model.names[model.expected[i]] for i in positions}
+            for change in list(watch.found):
+                # A frozen parameter that had a gradient in that backward was frozen after it, as
+                # GANs do between their two backwards.
+                if change.kind != "frozen" or without.issuperset(change.names):
+                    _emit(recorder, model, watch, change, communicated=False)
 
-def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    if forward.grad_enabled and forward.sync:
-        _look_at_flags(recorder, forward, _watches[forward.model])
-
-
-def _look_at_flags(recorder: Recorder, forward: Forward, watch: Watch) -> None:
-    model = forward.model
-    for flag in (True, False):
-        changed = [
-            i
-            for i, (ref, was) in enumerate(zip(model.parameters, model.trainable, strict=True))
-            if was is not flag
-            and (p := ref()) is not None
-            and p.requires_grad is flag
-            and i not in model.ignored
-        ]
-        names = tuple(model.names[i] for i in changed)
-        kind = "unfrozen" if flag else "frozen"
-        if names and (kind, names) not in watch.emitted:
-            place = (kind, names, forward.site)
-            if place not in watch.sites and len(watch.sites) < CALLS_KEPT:
-                watch.sites[place] = _flag_site(recorder, model, changed, flag)
-            site = watch.sites.get(place, -1)
-            watch.found = [c for c in watch.found if c.kind != kind]
-            watch.found.append(Change(kind, names, [model.parameters[i] for i in changed], site))
-        elif not names:
-            watch.found = [c for c in watch.found if c.kind != kind]
-
-
-def _flag_site(recorder: Recorder, model: Model, changed: list[int], flag: bool) -> int:
-    """The line that set `requires_grad`: a recorded call of `Module.requires_grad_`, or else an
-    assignment in the source of the running functions."""
-    ids = {id(model.parameters[i]()) for i in changed}
-    for reference, to, site in reversed(_Calls.made):
-        module = reference()
-        if module is not None and to is flag and any(id(p) in ids for p in module.parameters()):
-            return site
-    found = setting_in_frames(
-        sys._getframe(1),
-        lambda code: recorder.sites.kind(code) == "user",
-        "requires_grad",
-        flag,
-        after=model.made_at,
-    )
-    return recorder.sites.number(found.code, found.line) if found else -1
-
-
-def _look_whole(recorder: Recorder, forward: Forward, watch: Watch) -> None:
-    model = forward.model
-    inner = model.inner()
-    if inner is None:
-        return
-    _look_at_flags(recorder, forward, watch)
-    known = {id(ref()) for ref in model.parameters}
-    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
-    owners = dict(inner.named_modules())
-    kinds: dict[str, list[tuple[str, Any]]] = {}
-    for name, parameter in inner.named_parameters():
-        if id(parameter) in known or not parameter.requires_grad or name in ignored:
-            continue
-        kind = "replaced" if name in model.names else "added"
-        kinds.setdefault(kind, []).append((name, parameter))
-    for kind, listed in (kinds or _missing_parameters(model, inner)).items():
-        names = tuple(n for n, _ in listed)
-        if (kind, names) in watch.emitted or any(c.names == names for c in watch.found):
-            continue
-        owner, _, last = names[0].rpartition(".")
-        module = owners.get(owner)
-        site = -1 if module is None else added_site(module, last)
-        watch.found.append(Change(kind, names, [Reference(p) for _, p in listed], site))
+    @on(lifecycle.backward_ends, during="_pending_changes")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        for model, watch in list(self._watches.items()):
+            reached = model in backward.models
+            # A backward that reached no parameter DDP knows counts if the model waits for one: the
+            # changes may be the reason.
+            if not (backward.expected_sync[model.number] if reached else model.pending_sync):
+                continue
+            for change in list(watch.found):
+                if reached or change.kind not in WITHOUT_GRADIENT:
+                    _emit(recorder, model, watch, change, model.number in backward.synced)
 
 
 def _missing_parameters(model: Model, inner: Any) -> dict[str, list[tuple[str, Any]]]:
@@ -237,31 +243,6 @@ def _missing_parameters(model: Model, inner: Any) -> dict[str, list[tuple[str, A
             kind = "tied" if name in now else "removed"
             kinds.setdefault(kind, []).append((name, now.get(name, parameter)))
     return kinds
-
-
-def _forward_failed(recorder: Recorder, forward: Forward) -> None:
-    if "finished reduction in the prior iteration" in str(forward.error):
-        model, watch = forward.model, _watches[forward.model]
-        _look_whole(recorder, forward, watch)
-        positions = (i for i in without_gradient(str(forward.error)) if i < len(model.expected))
-        without = {model.names[model.expected[i]] for i in positions}
-        for change in list(watch.found):
-            # A frozen parameter that had a gradient in that backward was frozen after it, as GANs
-            # do between their two backwards.
-            if change.kind != "frozen" or without.issuperset(change.names):
-                _emit(recorder, model, watch, change, communicated=False)
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    for model, watch in list(_watches.items()):
-        reached = model in backward.models
-        # A backward that reached no parameter DDP knows counts if the model waits for one: the
-        # changes may be the reason.
-        if not (backward.expected_sync[model.number] if reached else model.pending_sync):
-            continue
-        for change in list(watch.found):
-            if reached or change.kind not in WITHOUT_GRADIENT:
-                _emit(recorder, model, watch, change, model.number in backward.synced)
 
 
 def _emit(

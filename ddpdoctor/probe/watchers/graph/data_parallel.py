@@ -9,22 +9,19 @@ from __future__ import annotations
 import importlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ....events import DataParallelMade, DeviceMemory, Gathered, GatheredTensor
 from ...recording import hooks
 from ...recording.frames import disguise, unframe
-from ...recording.patching import around, replace
+from ...recording.patching import replace
 from ...recording.recorder import Recorder, current_recorder, write_probe_error
+from ...recording.watcher import Activate, Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...training import lifecycle
 from ...training.records import Step
-
-LOST = "what DataParallel gathers"
-
-MEMORY_EVERY_S = 1.0
-TENSORS_AT_MOST = 32
+from .limits import MEMORY_EVERY_S, TENSORS_AT_MOST
 
 
 class WrapperState:
@@ -43,117 +40,135 @@ class WrapperState:
         self.site = -1
 
 
-class _State:
+class DataParallelWrappers(Watcher):
+    lost = "what DataParallel gathers"
+
     def __init__(self) -> None:
         self.known: WeakIdentityMap[WrapperState] = WeakIdentityMap()
         self.made = 0
         self.devices: tuple[int, ...] = ()
         self.looked = 0.0
 
+    def install(self) -> None:
+        wrapper = self._wrapper()
+        self.around(wrapper, "__init__", before=self._making, after=self._made)
+        self.around(wrapper, "forward", before=self._forward)
+        self.around(wrapper, "gather", before=self._gathering, after=self._gathered)
 
-_state = _State()
+    def _wrapper(self) -> Any:
+        # By name: torch.nn.parallel re-exports a function that hides the module of the same name.
+        return importlib.import_module("torch.nn.parallel.data_parallel").DataParallel
 
+    def activate_with(self, activate: Activate) -> None:
+        """Let the wrapper's constructor make this process a rank, the only one."""
+        wrapper = self._wrapper()
+        watched = vars(wrapper)["__init__"]
 
-def install() -> None:
-    _state.__init__()  # type: ignore[misc]
-    wrapper = _wrapper()
-    around(wrapper, "__init__", before=_making, after=_made, lost=LOST)
-    around(wrapper, "forward", before=_forward, lost=LOST)
-    around(wrapper, "gather", before=_gathering, after=_gathered, lost=LOST)
-    lifecycle.pulse.subscribe(_pulse, lost=LOST)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
-
-
-def _wrapper() -> Any:
-    # By name: torch.nn.parallel re-exports a function that hides the module of the same name.
-    return importlib.import_module("torch.nn.parallel.data_parallel").DataParallel
-
-
-def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
-    """Let the wrapper's constructor make this process a rank, the only one."""
-    wrapper = _wrapper()
-    watched = vars(wrapper)["__init__"]
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if current_recorder() is None:
+        def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
+            if current_recorder() is None:
+                try:
+                    activate(0, 1, None)
+                except Exception as error:  # training goes on, unobserved
+                    write_probe_error(error)
             try:
-                activate(0, 1, None)
-            except Exception as error:  # training goes on, unobserved
-                write_probe_error(error)
-        try:
-            watched(self, *args, **kwargs)
-        except BaseException as error:
-            unframe(error)
-            raise
+                watched(made, *args, **kwargs)
+            except BaseException as error:
+                unframe(error)
+                raise
 
-    replace(wrapper, "__init__", disguise(__init__, watched))
+        replace(wrapper, "__init__", disguise(__init__, watched))
 
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        return weakref.ref(args[0]), recorder.site()
 
-def _making(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return weakref.ref(args[0]), recorder.site()
-
-
-def _made(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None or error is not None:
-        return
-    reference, site = token
-    wrapper = reference()
-    if wrapper is None:
-        return
-    devices = tuple(int(d) for d in wrapper.device_ids)
-    _state.devices = max(_state.devices, devices, key=len)
-    known = _state.known[wrapper] = WrapperState(_state.made, devices)
-    _state.made += 1
-    inner = wrapper.module
-    recorder.emit(
-        DataParallelMade(
-            at=time.monotonic(),
-            model=known.number,
-            kind=type(inner).__name__,
-            site=site,
-            devices=devices,
-            output_device=int(getattr(wrapper, "output_device", -1)) if devices else -1,
-            parameter_bytes=sum(p.numel() * p.element_size() for p in inner.parameters()),
-        ),
-        vital=True,
-    )
-
-
-def _forward(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    known = _state.known.get(args[0])
-    if known is not None:
-        known.forwards += 1
-        known.site = recorder.site()
-
-
-def _gathering(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    known = _state.known.get(args[0])
-    where = args[2] if len(args) > 2 else kwargs.get("output_device", -1)
-    return None if known is None else (known, int(where))
-
-
-def _gathered(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    if token is None or error is not None:
-        return
-    known, where = token
-    tensors = tuple(_tensors(result, ""))[:TENSORS_AT_MOST]
-    size = sum(t.size_bytes for t in tensors)
-    # Record growth only: the largest output decides whether the device runs out of memory.
-    if known.emitted_bytes and size < 1.25 * known.emitted_bytes:
-        return
-    known.emitted_bytes = size
-    recorder.emit(
-        Gathered(
-            at=time.monotonic(),
-            model=known.number,
-            forward=known.forwards - 1,
-            step=recorder.step,
-            site=known.site,
-            output_device=where,
-            size_bytes=size,
-            tensors=tensors,
+    def _made(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if token is None or error is not None:
+            return
+        reference, site = token
+        wrapper = reference()
+        if wrapper is None:
+            return
+        devices = tuple(int(d) for d in wrapper.device_ids)
+        self.devices = max(self.devices, devices, key=len)
+        known = self.known[wrapper] = WrapperState(self.made, devices)
+        self.made += 1
+        inner = wrapper.module
+        recorder.emit(
+            DataParallelMade(
+                at=time.monotonic(),
+                model=known.number,
+                kind=type(inner).__name__,
+                site=site,
+                devices=devices,
+                output_device=int(getattr(wrapper, "output_device", -1)) if devices else -1,
+                parameter_bytes=sum(p.numel() * p.element_size() for p in inner.parameters()),
+            ),
+            vital=True,
         )
-    )
+
+    def _forward(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        known = self.known.get(args[0])
+        if known is not None:
+            known.forwards += 1
+            known.site = recorder.site()
+
+    def _gathering(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        known = self.known.get(args[0])
+        where = args[2] if len(args) > 2 else kwargs.get("output_device", -1)
+        return None if known is None else (known, int(where))
+
+    def _gathered(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if token is None or error is not None:
+            return
+        known, where = token
+        tensors = tuple(_tensors(result, ""))[:TENSORS_AT_MOST]
+        size = sum(t.size_bytes for t in tensors)
+        # Record growth only: the largest output decides whether the device runs out of memory.
+        if known.emitted_bytes and size < 1.25 * known.emitted_bytes:
+            return
+        known.emitted_bytes = size
+        recorder.emit(
+            Gathered(
+                at=time.monotonic(),
+                model=known.number,
+                forward=known.forwards - 1,
+                step=recorder.step,
+                site=known.site,
+                output_device=where,
+                size_bytes=size,
+                tensors=tensors,
+            )
+        )
+
+    @on(lifecycle.pulse)
+    def _pulse(self, recorder: Recorder, step: Step) -> None:
+        if len(self.devices) < 2:
+            return
+        now = time.monotonic()
+        if recorder.step <= 3 or now - self.looked >= MEMORY_EVERY_S:
+            self._emit_memory(recorder, now)
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        if len(self.devices) > 1:
+            self._emit_memory(recorder, time.monotonic())
+
+    def _emit_memory(self, recorder: Recorder, now: float) -> None:
+        """Record the allocator's statistics, which are kept on the host: nothing waits for a
+        device."""
+        import torch
+
+        self.looked = now
+        stats = [torch.cuda.memory_stats(device) for device in self.devices]
+        recorder.emit(
+            DeviceMemory(
+                at=now,
+                step=recorder.step,
+                devices=self.devices,
+                allocated_bytes=tuple(int(s.get("allocated_bytes.all.current", 0)) for s in stats),
+                peak_bytes=tuple(int(s.get("allocated_bytes.all.peak", 0)) for s in stats),
+            )
+        )
 
 
 def _tensors(value: Any, name: str) -> Iterator[GatheredTensor]:
@@ -174,33 +189,3 @@ def _tensors(value: Any, name: str) -> Iterator[GatheredTensor]:
         fields = getattr(value, "_fields", None)
         for index, part in enumerate(value):
             yield from _tensors(part, f"{name}.{fields[index]}" if fields else f"{name}[{index}]")
-
-
-def _pulse(recorder: Recorder, step: Step) -> None:
-    if len(_state.devices) < 2:
-        return
-    now = time.monotonic()
-    if recorder.step <= 3 or now - _state.looked >= MEMORY_EVERY_S:
-        _emit_memory(recorder, now)
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    if len(_state.devices) > 1:
-        _emit_memory(recorder, time.monotonic())
-
-
-def _emit_memory(recorder: Recorder, now: float) -> None:
-    """Record the allocator's statistics, which are kept on the host: nothing waits for a device."""
-    import torch
-
-    _state.looked = now
-    stats = [torch.cuda.memory_stats(device) for device in _state.devices]
-    recorder.emit(
-        DeviceMemory(
-            at=now,
-            step=recorder.step,
-            devices=_state.devices,
-            allocated_bytes=tuple(int(s.get("allocated_bytes.all.current", 0)) for s in stats),
-            peak_bytes=tuple(int(s.get("allocated_bytes.all.peak", 0)) for s in stats),
-        )
-    )

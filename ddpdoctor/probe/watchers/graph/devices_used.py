@@ -12,53 +12,98 @@ from typing import Any
 
 from ....events import DeviceTouched, DeviceUsed
 from ...recording import torch_compat
-from ...recording.patching import around
 from ...recording.recorder import Recorder
+from ...recording.watcher import Error, Watcher, on
 from ...training import lifecycle
 from ...training.records import Step
 from ...training.tracked_model import Model
-
-LOST = "which GPUs the ranks use"
-
-LOOKS = 4
-"""Steps before which contexts are searched for: stray ones are made during setup."""
+from .limits import DEVICE_LOOKS
 
 
-class _Devices:
+class DevicesUsed(Watcher):
+    lost = "which GPUs the ranks use"
+
     def __init__(self) -> None:
         self.used: dict[int, str] = {}
         self.touched: set[int] = set()
         self.steps = 0
 
+    def install(self) -> None:
+        import torch
+        import torch.serialization
 
-_devices = _Devices()
+        self.around((torch.serialization, torch), "load", after=self._loaded)
 
+    def _emit_used(self, recorder: Recorder, index: int, why: str) -> None:
+        if index in self.used:
+            return
+        uuid, name = _identity(index)
+        self.used[index] = uuid
+        recorder.emit(
+            DeviceUsed(
+                at=time.monotonic(),
+                index=index,
+                uuid=uuid,
+                name=name,
+                site=recorder.site(),
+                why=why,
+            )
+        )
 
-def install() -> None:
-    import torch
-    import torch.serialization
+    @on(lifecycle.wrapped)
+    def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        self._note_parameters(recorder, model.live_parameters() or [])
+        self._find_contexts(recorder, "before the model was wrapped")
 
-    _devices.__init__()  # type: ignore[misc]
-    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    around((torch.serialization, torch), "load", after=_loaded, lost=LOST)
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        if self.steps >= DEVICE_LOOKS or not _ready():
+            return
+        self.steps += 1
+        optimizer = step.optimizer()
+        groups = optimizer.param_groups if optimizer is not None else ()
+        self._note_parameters(recorder, [p for group in groups for p in group["params"]])
+        self._find_contexts(recorder, "before a step")
+
+    def _note_parameters(self, recorder: Recorder, parameters: list[Any]) -> None:
+        if not _ready():
+            return
+        import torch
+
+        for index in {p.device.index for p in parameters if p.device.type == "cuda"}:
+            self._emit_used(recorder, index, "parameters")
+        chosen = torch.cuda.current_device()
+        if chosen:  # 0 is the default, so it does not show a choice
+            self._emit_used(recorder, chosen, "set_device")
+
+    def _loaded(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        self._find_contexts(recorder, "torch.load")
+
+    def _find_contexts(self, recorder: Recorder, by: str) -> None:
+        """Record contexts on devices that this rank neither holds parameters on nor selected."""
+        if not _ready():
+            return
+        import torch
+
+        for index in range(torch.cuda.device_count()):
+            if index in self.touched or index in self.used:
+                continue
+            if torch_compat.has_context(index):
+                self.touched.add(index)
+                recorder.emit(
+                    DeviceTouched(
+                        at=time.monotonic(),
+                        index=index,
+                        uuid=_identity(index)[0],
+                        site=recorder.site(),
+                        by=by,
+                    )
+                )
 
 
 def _ready() -> bool:
     torch = sys.modules["torch"]
     return bool(torch.cuda.is_initialized())
-
-
-def _emit_used(recorder: Recorder, index: int, why: str) -> None:
-    if index in _devices.used:
-        return
-    uuid, name = _identity(index)
-    _devices.used[index] = uuid
-    recorder.emit(
-        DeviceUsed(
-            at=time.monotonic(), index=index, uuid=uuid, name=name, site=recorder.site(), why=why
-        )
-    )
 
 
 def _identity(index: int) -> tuple[str, str]:
@@ -67,56 +112,3 @@ def _identity(index: int) -> tuple[str, str]:
     properties = torch.cuda.get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     return uuid, str(properties.name)
-
-
-def _wrapped(recorder: Recorder, model: Model) -> None:
-    _note_parameters(recorder, model.live_parameters() or [])
-    _find_contexts(recorder, "before the model was wrapped")
-
-
-def _step_due(recorder: Recorder, step: Step) -> None:
-    if _devices.steps >= LOOKS or not _ready():
-        return
-    _devices.steps += 1
-    optimizer = step.optimizer()
-    groups = optimizer.param_groups if optimizer is not None else ()
-    _note_parameters(recorder, [p for group in groups for p in group["params"]])
-    _find_contexts(recorder, "before a step")
-
-
-def _note_parameters(recorder: Recorder, parameters: list[Any]) -> None:
-    if not _ready():
-        return
-    import torch
-
-    for index in {p.device.index for p in parameters if p.device.type == "cuda"}:
-        _emit_used(recorder, index, "parameters")
-    chosen = torch.cuda.current_device()
-    if chosen:  # 0 is the default, so it does not show a choice
-        _emit_used(recorder, chosen, "set_device")
-
-
-def _loaded(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-    _find_contexts(recorder, "torch.load")
-
-
-def _find_contexts(recorder: Recorder, by: str) -> None:
-    """Record contexts on devices that this rank neither holds parameters on nor selected."""
-    if not _ready():
-        return
-    import torch
-
-    for index in range(torch.cuda.device_count()):
-        if index in _devices.touched or index in _devices.used:
-            continue
-        if torch_compat.has_context(index):
-            _devices.touched.add(index)
-            recorder.emit(
-                DeviceTouched(
-                    at=time.monotonic(),
-                    index=index,
-                    uuid=_identity(index)[0],
-                    site=recorder.site(),
-                    by=by,
-                )
-            )

@@ -18,83 +18,82 @@ from ....events.drift import full
 from ....events.pack import pack
 from ...recording import hooks
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...tensors.digests import capturing, sums
 from ...tensors.pending_digests import Waiting
 from ...training import lifecycle, optimizer_models
 from ...training.records import Forward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import buffer_of
-
-LOST = "buffers that came after the wrap"
-
-EMITTED_AT_MOST = 500
-
-FIRST, OFTEN = 16, 64
-"""Forwards whose buffers are looked at: the first `FIRST`, powers of two, and every `OFTEN`-th."""
+from .limits import BUFFERS_EMITTED, BUFFERS_FIRST, BUFFERS_OFTEN
 
 
-class _Late:
-    waiting: list[tuple[LateBuffers, Waiting]] = []
-    shapes: WeakKeyDictionary[Model, dict[str, tuple[int, ...]]]
+class LateBufferWatch(Watcher):
+    lost = "buffers that came after the wrap"
 
+    def __init__(self) -> None:
+        self.waiting: list[tuple[LateBuffers, Waiting]] = []
+        self.shapes: WeakKeyDictionary[Model, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 
-def install() -> None:
-    _Late.waiting = []
-    _Late.shapes = WeakKeyDictionary()
-    lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
-    lifecycle.step_begins.subscribe(_step_begins, fast_path=False, lost=LOST)
-    lifecycle.fast_step_due.subscribe(_step_begins, lost=LOST)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
-
-
-def _forward_due(recorder: Recorder, forward: Forward) -> None:
-    model, number = forward.model, forward.model.forwards - 1
-    if number >= FIRST and number & (number - 1) and number % OFTEN:
-        return
-    inner = model.inner()
-    if inner is None or not forward.wrapper.will_sync_module_buffers():
-        return
-    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
-    now = {n: b for n, b in inner.named_buffers() if n not in ignored}
-    shapes = {n: tuple(b.shape) for n, b in now.items()}
-    before = _Late.shapes.get(model)
-    if before is None:
-        before = {n: s for n, s in model.buffers.items() if n not in ignored}
-    if shapes == before:
-        return
-    _Late.shapes[model] = shapes
-    recorder.emit(
-        SentBuffers(
-            at=time.monotonic(),
-            model=model.number,
-            forward=number,
-            step=optimizer_models.steps_of(model),
-            total=recorder.step,
-            site=forward.site,
-            buffers=tuple(buffer_of(n, b) for n, b in now.items()),
+    @on(lifecycle.forward_due)
+    def _forward_due(self, recorder: Recorder, forward: Forward) -> None:
+        model, number = forward.model, forward.model.forwards - 1
+        if number >= BUFFERS_FIRST and number & (number - 1) and number % BUFFERS_OFTEN:
+            return
+        inner = model.inner()
+        if inner is None or not forward.wrapper.will_sync_module_buffers():
+            return
+        ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+        now = {n: b for n, b in inner.named_buffers() if n not in ignored}
+        shapes = {n: tuple(b.shape) for n, b in now.items()}
+        before = self.shapes.get(model)
+        if before is None:
+            before = {n: s for n, s in model.buffers.items() if n not in ignored}
+        if shapes == before:
+            return
+        self.shapes[model] = shapes
+        recorder.emit(
+            SentBuffers(
+                at=time.monotonic(),
+                model=model.number,
+                forward=number,
+                step=optimizer_models.steps_of(model),
+                total=recorder.step,
+                site=forward.site,
+                buffers=tuple(buffer_of(n, b) for n, b in now.items()),
+            )
         )
-    )
 
+    @on(lifecycle.step_begins, fast_path=False)
+    @on(lifecycle.fast_step_due)
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        self._write(recorder)
+        if not full(step.number) or capturing():
+            return
+        for holding in step.holdings:
+            found = list(_late_buffers(holding.model))[:BUFFERS_EMITTED]
+            if not found:
+                continue
+            state = LateBuffers(
+                at=time.monotonic(),
+                model=holding.model.number,
+                optimizer=holding.optimizer,
+                step=step.number,
+                names=tuple(name for name, _ in found),
+                shapes=tuple(tuple(int(n) for n in buffer.shape) for _, buffer in found),
+                values="",
+            )
+            self.waiting.append((state, Waiting(sums([buffer for _, buffer in found])[0])))
+        self._write(recorder)
 
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    _write(recorder)
-    if not full(step.number) or capturing():
-        return
-    for holding in step.holdings:
-        found = list(_late_buffers(holding.model))[:EMITTED_AT_MOST]
-        if not found:
-            continue
-        state = LateBuffers(
-            at=time.monotonic(),
-            model=holding.model.number,
-            optimizer=holding.optimizer,
-            step=step.number,
-            names=tuple(name for name, _ in found),
-            shapes=tuple(tuple(int(n) for n in buffer.shape) for _, buffer in found),
-            values="",
-        )
-        _Late.waiting.append((state, Waiting(sums([buffer for _, buffer in found])[0])))
-    _write(recorder)
+    def _write(self, recorder: Recorder) -> None:
+        while self.waiting and self.waiting[0][1].ready(wait=False):
+            state, values = self.waiting.pop(0)
+            recorder.emit(msgspec.structs.replace(state, values=pack(values.values)))
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        self._write(recorder)
 
 
 def _late_buffers(model: Model) -> Iterator[tuple[str, Any]]:
@@ -108,13 +107,3 @@ def _late_buffers(model: Model) -> Iterator[tuple[str, Any]]:
                 continue
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 yield whole, buffer
-
-
-def _write(recorder: Recorder) -> None:
-    while _Late.waiting and _Late.waiting[0][1].ready(wait=False):
-        state, values = _Late.waiting.pop(0)
-        recorder.emit(msgspec.structs.replace(state, values=pack(values.values)))
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    _write(recorder)

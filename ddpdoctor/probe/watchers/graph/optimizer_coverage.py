@@ -15,18 +15,16 @@ from ....events import Ownership
 from ...recording import hooks
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import fully_sharded, fully_shards, ready_indices
+from ...recording.watcher import Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.digests import ABSENT, digests
-from ...training import lifecycle, optimizers, wrapped_models
-from ...training.module_origins import in_some_module, living_modules, origin_site, parameter_site
+from ...training import lifecycle
+from ...training.module_origins import ModuleOrigins
+from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
 from ...training.tracked_model import Model
-
-LOST = "optimizers that hold the wrong parameters"
-
-RENEWED = 16
-"""Times that the first step of a new optimizer starts the growing intervals of a model anew; some
-programs make an optimizer per epoch."""
+from ...training.wrapped_models import WrappedModels
+from .limits import RENEWED
 
 
 class Watch:
@@ -79,84 +77,100 @@ class Watch:
             self.began = self.due = step
 
 
-_watches: dict[Model, Watch] = {}
-_sharded: WeakIdentityMap[Watch] = WeakIdentityMap()
-_first_steps = hooks.Subscriptions()
-"""Enabled for models compared less than twice: an optimizer that is older than the model may have
-few steps that are due."""
+class OptimizerCoverage(Watcher):
+    lost = "optimizers that hold the wrong parameters"
 
+    def __init__(self) -> None:
+        self._watches: dict[Model, Watch] = {}
+        self._sharded: WeakIdentityMap[Watch] = WeakIdentityMap()
+        # Enabled for models compared less than twice: an optimizer that is older than the model
+        # may have few steps that are due.
+        self._first_steps = hooks.Subscriptions()
 
-def install() -> None:
-    _watches.clear()
-    _sharded.clear()
-    lifecycle.backward_ends.subscribe(_backward_ends, fast_path=False, lost=LOST)
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _first_steps[:] = (
-        lifecycle.step_begins.subscribe(_new_models, fast_path=False, lost=LOST, enabled=False),
-    )
-    lifecycle.pulse.subscribe(_pulse, lost=LOST)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
+    @on(lifecycle.backward_ends, fast_path=False)
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        """Remember missing parameters after a model's first backward, before the program can have
+        updated them manually."""
+        for model in backward.models:
+            inner = model.inner() if model not in self._watches else None
+            if inner is not None:
+                held = Optimizers.current.parameters()
+                watch = self._watches[model] = Watch(model.number, recorder.step)
+                self._first_steps.enable()
+                loose = {n: p for n, p in _trained(inner).items() if id(p) not in held}
+                watch.first = {n: _state(p) for n, p in loose.items()}
+
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        """Compare before the step, while the gradients still exist."""
+        if step.number == 0:
+            for watch in self._watches.values():
+                watch.renew(recorder.step)
+        self._compare_due(recorder, step)
+        for module in _sharded_roots() if _due(step.number) else ():
+            watch = self._sharded.setdefault(module, Watch(-1 - len(self._sharded)))
+            _compare(recorder, module, watch, Optimizers.current.parameters(), step)
+
+    @on(lifecycle.step_begins, during="_first_steps", fast_path=False)
+    def _new_models(self, recorder: Recorder, step: Step) -> None:
+        self._compare_due(recorder, step)
+        if not any(watch.new for model, watch in self._watches.items() if model.ddp() is not None):
+            self._first_steps.disable()
+
+    def _compare_due(self, recorder: Recorder, step: Step) -> None:
+        for model in WrappedModels.current.live():
+            # Gradients may be left over from training that has ended.
+            if model.backward_step == recorder.step:
+                watch = self._watches.setdefault(model, Watch(model.number, recorder.step))
+                if watch.is_due(recorder.step):
+                    _compare(recorder, model.inner(), watch, Optimizers.current.parameters(), step)
+
+    @on(lifecycle.pulse)
+    def _pulse(self, recorder: Recorder, step: Step) -> None:
+        if step.number:
+            return
+        for model, watch in self._watches.items():
+            if watch.renewed or not watch.missing:
+                continue
+            # A second comparison after the first step: the run may have no other one.
+            if model.backward_step == recorder.step - 1:
+                _compare(recorder, model.inner(), watch, Optimizers.current.parameters(), step)
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        """Withdraw what was recorded of a model if optimizers hold all of it at the end."""
+        held = Optimizers.current.parameters()
+        watched = [(model.inner(), watch) for model, watch in self._watches.items()]
+        for inner, watch in [*watched, *self._sharded.items()]:
+            if inner is None or not watch.emitted[0]:
+                continue
+            still = {n for n, p in inner.named_parameters() if id(p) not in held}
+            if held and not still.intersection(watch.missing):
+                recorder.emit(
+                    Ownership(
+                        at=time.monotonic(),
+                        model=watch.number,
+                        kind="",
+                        step=recorder.step,
+                        trained=0,
+                    ),
+                    vital=True,
+                )
 
 
 def _due(step: int) -> bool:
     return step & (step - 1) == 0
 
 
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    """Remember missing parameters after a model's first backward, before the program can have
-    updated them manually."""
-    for model in backward.models:
-        inner = model.inner() if model not in _watches else None
-        if inner is not None:
-            held = optimizers.parameters()
-            watch = _watches[model] = Watch(model.number, recorder.step)
-            _first_steps.enable()
-            loose = {n: p for n, p in _trained(inner).items() if id(p) not in held}
-            watch.first = {n: _state(p) for n, p in loose.items()}
-
-
-def _step_due(recorder: Recorder, step: Step) -> None:
-    """Compare before the step, while the gradients still exist."""
-    if step.number == 0:
-        for watch in _watches.values():
-            watch.renew(recorder.step)
-    _compare_due(recorder, step)
-    for module in _sharded_roots() if _due(step.number) else ():
-        watch = _sharded.setdefault(module, Watch(-1 - len(_sharded)))
-        _compare(recorder, module, watch, optimizers.parameters(), step)
-
-
-def _new_models(recorder: Recorder, step: Step) -> None:
-    _compare_due(recorder, step)
-    if not any(watch.new for model, watch in _watches.items() if model.ddp() is not None):
-        _first_steps.disable()
-
-
-def _compare_due(recorder: Recorder, step: Step) -> None:
-    for model in wrapped_models.live():
-        # Gradients may be left over from training that has ended.
-        if model.backward_step == recorder.step:
-            watch = _watches.setdefault(model, Watch(model.number, recorder.step))
-            if watch.is_due(recorder.step):
-                _compare(recorder, model.inner(), watch, optimizers.parameters(), step)
-
-
 def _sharded_roots() -> list[Any]:
     """The outermost modules that `fully_shard` was applied to."""
-    every = [m for m in living_modules() if fully_sharded(m)] if fully_shards() else []
+    every = (
+        [m for m in ModuleOrigins.current.living_modules() if fully_sharded(m)]
+        if fully_shards()
+        else []
+    )
     within = {id(part) for m in every for part in m.modules() if part is not m}
     return [m for m in every if id(m) not in within]
-
-
-def _pulse(recorder: Recorder, step: Step) -> None:
-    if step.number:
-        return
-    for model, watch in _watches.items():
-        if watch.renewed or not watch.missing:
-            continue
-        # A second comparison after the first step: the run may have no other one.
-        if model.backward_step == recorder.step - 1:
-            _compare(recorder, model.inner(), watch, optimizers.parameters(), step)
 
 
 def _compare(
@@ -183,7 +197,9 @@ def _compare(
     if watch.number < 0:
         # Without a wrapper it is unknown which backward made these gradients. Only report them if
         # an optimizer holds parameters of no module instead.
-        stale = [p for p in stale if not in_some_module(p)] if unchanged else []
+        stale = (
+            [p for p in stale if not ModuleOrigins.current.in_some_module(p)] if unchanged else []
+        )
         unchanged = unchanged if stale else []
     outer = bool(unchanged) and _are_outermost(watch.number, trained, set(unchanged))
     emitted = (tuple(unchanged), len(stale), outer)
@@ -217,7 +233,7 @@ def _optimizer_to_name(stepping: Any, mine: Mapping[int, Any]) -> Any:
     """
     best, most = stepping, (0, False, 0, False)
     sizes = Counter(p.shape for p in mine.values() if p.requires_grad)
-    for optimizer in optimizers.made():
+    for optimizer in Optimizers.current.made():
         held = [p for group in optimizer.param_groups for p in group["params"]]
         ours, stale = sum(id(p) in mine for p in held), _stale(optimizer, mine)
         copied = not ours and stale and Counter(p.shape for p in stale) == sizes
@@ -238,9 +254,9 @@ def _stale(optimizer: Any, mine: Container[int]) -> list[Any]:
     fresh = [p for p in idle if p not in optimizer.state]
     if len(fresh) == len(held):
         return fresh
-    if len(idle) == len(held) and not any(map(in_some_module, idle)):
+    if len(idle) == len(held) and not any(map(ModuleOrigins.current.in_some_module, idle)):
         return idle
-    return [p for p in fresh if not in_some_module(p)]
+    return [p for p in fresh if not ModuleOrigins.current.in_some_module(p)]
 
 
 def _are_outermost(number: int, trained: Iterable[str], missing: Container[str]) -> bool:
@@ -253,7 +269,7 @@ def _are_outermost(number: int, trained: Iterable[str], missing: Container[str])
 
 def _gradient_order(number: int) -> list[str]:
     """Names of a wrapped model's parameters in the order in which their gradients became ready."""
-    for model in wrapped_models.live():
+    for model in WrappedModels.current.live():
         if model.number == number:
             positions = ready_indices(model.ddp()) or []
             known = [model.expected[i] for i in positions if i < len(model.expected)]
@@ -276,8 +292,10 @@ def _emit(
     if missing:
         owner, _, last = missing[0].rpartition(".")
         module = owners.get(owner)
-        site = parameter_site(module, last) if module is not None else -1
-        site = origin_site(module) if site < 0 and module is not None else site
+        site = ModuleOrigins.current.parameter_site(module, last) if module is not None else -1
+        site = (
+            ModuleOrigins.current.origin_site(module) if site < 0 and module is not None else site
+        )
     held = [p for group in optimizer.param_groups for p in group["params"]]
     whose, other = _shared_model(optimizer, inner)
     recorder.emit(
@@ -292,7 +310,7 @@ def _emit(
             held=len(held),
             frozen=sum(not p.requires_grad for p in held),
             stale=tuple("x".join(map(str, p.shape)) for p in stale) if whose < 0 else (),
-            site=optimizers.made_at(optimizer),
+            site=Optimizers.current.made_at(optimizer),
             made=site,
             since=watch.since,
             outer=outer,
@@ -310,33 +328,19 @@ def _shared_model(optimizer: Any, inner: Any) -> tuple[int, int]:
     a second optimizer that holds them too; (-1, -1) if there is none."""
     held = _parameter_ids(optimizer)
     second = next(
-        (o for o in optimizers.made() if o is not optimizer and held <= _parameter_ids(o)), None
+        (o for o in Optimizers.current.made() if o is not optimizer and held <= _parameter_ids(o)),
+        None,
     )
     if not held or second is None or not held.isdisjoint(map(id, inner.parameters())):
         return -1, -1
     whole = (
-        m for m in wrapped_models.live() if m.backwards and held <= {id(p()) for p in m.parameters}
+        m
+        for m in WrappedModels.current.live()
+        if m.backwards and held <= {id(p()) for p in m.parameters}
     )
     whose = next((model.number for model in whole), -1)
-    return (whose, optimizers.made_at(second)) if whose >= 0 else (-1, -1)
+    return (whose, Optimizers.current.made_at(second)) if whose >= 0 else (-1, -1)
 
 
 def _parameter_ids(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    """Withdraw what was recorded of a model if optimizers hold all of it at the end."""
-    held = optimizers.parameters()
-    watched = [(model.inner(), watch) for model, watch in _watches.items()]
-    for inner, watch in [*watched, *_sharded.items()]:
-        if inner is None or not watch.emitted[0]:
-            continue
-        still = {n for n, p in inner.named_parameters() if id(p) not in held}
-        if held and not still.intersection(watch.missing):
-            recorder.emit(
-                Ownership(
-                    at=time.monotonic(), model=watch.number, kind="", step=recorder.step, trained=0
-                ),
-                vital=True,
-            )

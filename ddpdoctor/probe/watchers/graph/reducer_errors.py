@@ -15,14 +15,13 @@ from typing import Any
 
 from ....events import CommHook, ReadyTwice, StaticGraphBroken
 from ...recording.hooks import Subscriptions
-from ...recording.patching import around
 from ...recording.recorder import Recorder
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.source_text import call_named
-from ...training import lifecycle, optimizer_models, wrapped_models
+from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
-
-LOST = "errors of DDP's synchronisation"
+from ...training.wrapped_models import WrappedModels
 
 HOOKS = "communication hooks of wrapped models"
 
@@ -32,123 +31,116 @@ ASSERTED = "expect_autograd_hooks_"
 PARAMETER = re.compile(r"Parameter at index (\d+)(?: with name (\S+))?")
 
 
-_silent: Counter[Model] = Counter()
-"""Backwards of models with a static graph that should have been synchronised and were not."""
+class ReducerErrors(Watcher):
+    lost = "errors of DDP's synchronisation"
 
-_without_gradient: dict[Model, set[int]] = {}
-"""By model with a static graph, positions whose hooks fired in the first synchronised backward
-without a gradient. DDP counts on them from then on."""
+    def __init__(self) -> None:
+        # Backwards of models with a static graph that should have been synchronised and were
+        # not.
+        self._silent: Counter[Model] = Counter()
+        # By model with a static graph, positions whose hooks fired in the first synchronised
+        # backward without a gradient. DDP counts on them from then on.
+        self._without_gradient: dict[Model, set[int]] = {}
+        # By model with a static graph, the most backwards nested in one: re-entrant
+        # checkpointing.
+        self._nested: Counter[Model] = Counter()
+        self._static = Subscriptions()
 
-_nested: Counter[Model] = Counter()
-"""By model with a static graph, the most backwards nested in one: re-entrant checkpointing."""
+    def install(self) -> None:
+        from torch.nn.parallel.distributed import DistributedDataParallel
 
-_static = Subscriptions()
+        self.around(
+            DistributedDataParallel,
+            "register_comm_hook",
+            after=self._comm_hook_registered,
+            before=self._registering_comm_hook,
+            lost=HOOKS,
+        )
 
+    def _registering_comm_hook(
+        self, recorder: Recorder, args: Args, kwargs: Kwargs
+    ) -> CommHook | None:
+        model = WrappedModels.current.of_wrapper(args[0])
+        hook = args[2] if len(args) > 2 else kwargs.get("hook")
+        while isinstance(hook, partial):
+            hook = hook.func
+        if model is None or hook is None:
+            return None
+        kind = hook if hasattr(hook, "__qualname__") else type(hook)
+        name = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}"
+        return CommHook(at=time.monotonic(), model=model.number, name=name, site=recorder.site())
 
-def install() -> None:
-    from torch.nn.parallel.distributed import DistributedDataParallel
+    def _comm_hook_registered(
+        self, recorder: Recorder, hook: Any, result: Any, error: Error
+    ) -> None:
+        if hook is not None and error is None:
+            recorder.emit(hook)
 
-    _silent.clear()
-    _without_gradient.clear()
-    _nested.clear()
-    around(
-        DistributedDataParallel,
-        "register_comm_hook",
-        after=_comm_hook_registered,
-        before=_registering_comm_hook,
-        lost=HOOKS,
-    )
-    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
-    lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
-    lifecycle.backward_failed.subscribe(_backward_failed, lost=LOST)
-    _static[:] = (lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),)
+    @on(lifecycle.wrapped)
+    def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        if model.static_graph:
+            self._static.enable()
 
+    @on(lifecycle.forward_failed)
+    def _forward_failed(self, recorder: Recorder, forward: Forward) -> None:
+        self._check_static_graph(recorder, forward.model, str(forward.error), -1)
 
-def _registering_comm_hook(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> CommHook | None:
-    model = wrapped_models.of_wrapper(args[0])
-    hook = args[2] if len(args) > 2 else kwargs.get("hook")
-    while isinstance(hook, partial):
-        hook = hook.func
-    if model is None or hook is None:
-        return None
-    kind = hook if hasattr(hook, "__qualname__") else type(hook)
-    name = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}"
-    return CommHook(at=time.monotonic(), model=model.number, name=name, site=recorder.site())
+    @on(lifecycle.backward_failed)
+    def _backward_failed(self, recorder: Recorder, backward: Backward) -> None:
+        text = str(backward.error)
+        if TWICE in text:
+            _emit_twice(recorder, backward, text)
+        for model in WrappedModels.current.live():
+            self._check_static_graph(recorder, model, text, backward.site)
 
-
-def _comm_hook_registered(
-    recorder: Recorder, hook: Any, result: Any, error: BaseException | None
-) -> None:
-    if hook is not None and error is None:
-        recorder.emit(hook)
-
-
-def _wrapped(recorder: Recorder, model: Model) -> None:
-    if model.static_graph:
-        _static.enable()
-
-
-def _forward_failed(recorder: Recorder, forward: Forward) -> None:
-    _check_static_graph(recorder, forward.model, str(forward.error), -1)
-
-
-def _backward_failed(recorder: Recorder, backward: Backward) -> None:
-    text = str(backward.error)
-    if TWICE in text:
-        _emit_twice(recorder, backward, text)
-    for model in wrapped_models.live():
-        _check_static_graph(recorder, model, text, backward.site)
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    for model in backward.models:
-        if not model.static_graph:
-            continue
-        _nested[model] = max(_nested[model], backward.nested)
-        silent = model.number not in backward.synced
-        if not silent and model not in _without_gradient:
-            firing = next((k.firing for k in backward.observations if k.model is model), None)
-            _without_gradient[model] = (
-                firing.counts.keys() - firing.given if firing is not None else set()
-            )
-        if silent and backward.expected_sync[model.number]:
-            _silent[model] += 1
-            if _silent[model] & (_silent[model] - 1) == 0:
-                untouched = backward.untouched.get(model.number, ())
-                promised = (
-                    untouched if _without_gradient.get(model, set()).issuperset(untouched) else ()
+    @on(lifecycle.backward_ends, during="_static")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        for model in backward.models:
+            if not model.static_graph:
+                continue
+            self._nested[model] = max(self._nested[model], backward.nested)
+            silent = model.number not in backward.synced
+            if not silent and model not in self._without_gradient:
+                firing = next((k.firing for k in backward.observations if k.model is model), None)
+                self._without_gradient[model] = (
+                    firing.counts.keys() - firing.given if firing is not None else set()
                 )
-                _emit_static(recorder, model, "silent", backward.site, promised)
+            if silent and backward.expected_sync[model.number]:
+                self._silent[model] += 1
+                if self._silent[model] & (self._silent[model] - 1) == 0:
+                    untouched = backward.untouched.get(model.number, ())
+                    promised = (
+                        untouched
+                        if self._without_gradient.get(model, set()).issuperset(untouched)
+                        else ()
+                    )
+                    self._emit_static(recorder, model, "silent", backward.site, promised)
 
+    def _check_static_graph(self, recorder: Recorder, model: Model, text: str, site: int) -> None:
+        if model.static_graph and (CHANGED in text or ASSERTED in text):
+            self._emit_static(recorder, model, "changed" if CHANGED in text else "asserted", site)
 
-def _check_static_graph(recorder: Recorder, model: Model, text: str, site: int) -> None:
-    if model.static_graph and (CHANGED in text or ASSERTED in text):
-        _emit_static(recorder, model, "changed" if CHANGED in text else "asserted", site)
-
-
-def _emit_static(
-    recorder: Recorder, model: Model, kind: str, site: int, promised: tuple[int, ...] = ()
-) -> None:
-    recorder.emit(
-        StaticGraphBroken(
-            at=time.monotonic(),
-            model=model.number,
-            kind=kind,
-            step=optimizer_models.steps_of(model),
-            backward=model.synced_backwards,
-            silent=_silent[model],
-            unsynced=model.unsynced,
-            unsynced_site=model.unsynced_site,
-            site=site,
-            forward_site=model.forward_site,
-            promised=promised,
-            nested=_nested[model],
-            checkpoint_site=_checkpoint_site(recorder, model) if _nested[model] else -1,
-        ),
-        vital=True,
-    )
+    def _emit_static(
+        self, recorder: Recorder, model: Model, kind: str, site: int, promised: tuple[int, ...] = ()
+    ) -> None:
+        recorder.emit(
+            StaticGraphBroken(
+                at=time.monotonic(),
+                model=model.number,
+                kind=kind,
+                step=optimizer_models.steps_of(model),
+                backward=model.synced_backwards,
+                silent=self._silent[model],
+                unsynced=model.unsynced,
+                unsynced_site=model.unsynced_site,
+                site=site,
+                forward_site=model.forward_site,
+                promised=promised,
+                nested=self._nested[model],
+                checkpoint_site=_checkpoint_site(recorder, model) if self._nested[model] else -1,
+            ),
+            vital=True,
+        )
 
 
 def _emit_twice(recorder: Recorder, backward: Backward, text: str) -> None:
@@ -184,7 +176,7 @@ def _emit_twice(recorder: Recorder, backward: Backward, text: str) -> None:
 def _model_of_error(backward: Backward, text: str) -> Model | None:
     """The model an error of torch is about: one with the named parameter, or one that waits for a
     backward; None if no model is wrapped."""
-    live = wrapped_models.live()
+    live = WrappedModels.current.live()
     found = PARAMETER.search(text)
     named = found.group(2).rstrip(".,") if found and found.group(2) else ""
     having = [m for m in live if named.removeprefix(".") in m.names] if named else []

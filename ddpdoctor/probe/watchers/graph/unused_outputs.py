@@ -15,13 +15,7 @@ from ...recording.frames import variables
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import node_number
 from ...training.tracked_model import Model
-
-FRAMES_AT_MOST = 12
-VALUES_AT_MOST = 50
-"""Variables per frame, and items per container."""
-
-NODES_AT_MOST = 20_000
-"""Autograd nodes visited: some milliseconds."""
+from .limits import OUTPUT_FRAMES, OUTPUT_NODES, OUTPUT_VALUES
 
 
 def unused_results(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> tuple[int, ...]:
@@ -36,7 +30,7 @@ def unused_results(recorder: Recorder, model: Model, unused: tuple[int, ...]) ->
     found: set[int] = set()
     seen: set[Any] = set()
     ahead = [node for node in held if node_number(node) >= model.first_node]
-    while ahead and len(seen) < NODES_AT_MOST and len(found) < len(wanted):
+    while ahead and len(seen) < OUTPUT_NODES and len(found) < len(wanted):
         node = ahead.pop()
         if node in seen:
             continue
@@ -51,10 +45,10 @@ def unused_results(recorder: Recorder, model: Model, unused: tuple[int, ...]) ->
 def _live_tensors(recorder: Recorder) -> Iterator[Any]:
     """Tensors with a graph in the variables of the user's running functions."""
     frame, frames = sys._getframe(1), 0
-    while frame is not None and frames < FRAMES_AT_MOST:
+    while frame is not None and frames < OUTPUT_FRAMES:
         if recorder.sites.kind(frame.f_code) == "user":
             frames += 1
-            for value in list(variables(frame).values())[:VALUES_AT_MOST]:
+            for value in list(variables(frame).values())[:OUTPUT_VALUES]:
                 yield from filter(_has_graph, _items(value))
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -63,7 +57,7 @@ def _items(value: Any) -> Iterator[Any]:
     """The items of a container, without calling methods that a user's subclass may override."""
     for kind, items in ((dict, dict.values), (list, list.__iter__), (tuple, tuple.__iter__)):
         if issubclass(type(value), kind):
-            return islice(items(value), VALUES_AT_MOST)
+            return islice(items(value), OUTPUT_VALUES)
     return iter([value])
 
 

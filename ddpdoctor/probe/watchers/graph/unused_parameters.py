@@ -15,26 +15,13 @@ from ...recording import hooks
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import compiling, ready_indices, without_gradient
+from ...recording.watcher import Watcher, on
 from ...source.source_text import branch_around
 from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
+from .limits import BRANCHES, UNUSED_IN_FULL, WATCHED_FORWARDS, WATCHES
 from .unused_outputs import unused_results
-
-LOST = "unused parameters"
-
-WATCHED_FORWARDS = 3
-"""First forwards of a model in which calls of submodules are watched: hooks on every module are
-too slow for all forwards."""
-
-WATCHES = 30
-"""Forwards watched in all, those after a change of the unused parameters included."""
-
-BRANCHES = 20
-"""Unused modules whose deciding `if` is searched for in the source."""
-
-EMITTED_IN_FULL = 50
-"""Changes of the set that get a record each; later ones are only counted."""
 
 
 class Watched:
@@ -84,59 +71,180 @@ class Watched:
         return self.due > 0 and self.watches > 0
 
 
-_watched: defaultdict[Model, Watched] = defaultdict(Watched)
-_calls = Subscriptions()
-"""Subscriptions to forwards, enabled while some are to be watched."""
+class UnusedParameterWatch(Watcher):
+    lost = "unused parameters"
 
+    def __init__(self) -> None:
+        self._watched: defaultdict[Model, Watched] = defaultdict(Watched)
+        # Subscriptions to forwards, enabled while some are to be watched.
+        self._calls = Subscriptions()
 
-def install() -> None:
-    _watched.clear()
-    lifecycle.wrapped.subscribe(_wrapped, lost=LOST)
-    _calls[:] = (
-        lifecycle.forward_begins.subscribe(_forward_begins, lost=LOST),
-        lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST),
-    )
-    lifecycle.forward_failed.subscribe(_forward_failed, lost=LOST)
-    lifecycle.gradients_ready.subscribe(_gradients_ready, lost=LOST)
-    lifecycle.gradients_missing.subscribe(_gradients_missing, lost=LOST)
-    lifecycle.backward_examined.subscribe(_backward_examined, lost=LOST)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
+    @on(lifecycle.wrapped)
+    def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        self._watched[model] = Watched()
+        self._calls.enable()
 
+    @on(lifecycle.forward_begins, during="_calls", enabled=True)
+    def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
+        watched = self._watched[forward.model]
+        if not forward.grad_enabled:
+            return
+        if watched.expects():
+            watched.due, watched.watches = watched.due - 1, watched.watches - 1
+            watched.watch = CallWatch.start(forward.model)
+        if watched.watch is None:
+            watched.called = None
+            self._calls.enable(any(w.busy() for w in self._watched.values()))
+        elif forward.model.pending == 1:
+            watched.called = watched.called_with_grad = frozenset()
 
-def _wrapped(recorder: Recorder, model: Model) -> None:
-    _watched[model] = Watched()
-    _calls.enable()
+    @on(lifecycle.forward_ends, during="_calls", enabled=True)
+    def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
+        watched = self._watched[forward.model]
+        watch, watched.watch = watched.watch, None
+        if watch is not None:
+            called = watch.stop()
+            if watched.called is not None:
+                watched.called |= called
+                watched.called_with_grad |= watch.called_with_grad
+            if forward.error is None:
+                _emit_skipped(recorder, forward.model, watched, watch.owners - called)
 
+    @on(lifecycle.forward_failed)
+    def _forward_failed(self, recorder: Recorder, forward: Forward) -> None:
+        if "finished reduction in the prior iteration" in str(forward.error):
+            self._learn_from_error(recorder, forward)
 
-def _forward_begins(recorder: Recorder, forward: Forward) -> None:
-    watched = _watched[forward.model]
-    if not forward.grad_enabled:
-        return
-    if watched.expects():
-        watched.due, watched.watches = watched.due - 1, watched.watches - 1
-        watched.watch = CallWatch.start(forward.model)
-    if watched.watch is None:
-        watched.called = None
-        _calls.enable(any(w.busy() for w in _watched.values()))
-    elif forward.model.pending == 1:
-        watched.called = watched.called_with_grad = frozenset()
+    def _learn_from_error(self, recorder: Recorder, forward: Forward) -> None:
+        """Read the unused parameters of the last backward off the error that DDP raises in the next
+        forward."""
+        model = forward.model
+        missing = without_gradient(str(forward.error))
+        if not missing:
+            # The fallback, since DDP keeps this order in its first iterations only.
+            ready = ready_indices(forward.wrapper)
+            missing = [i for i in range(len(model.expected)) if i not in ready] if ready else []
+        unused = tuple(sorted(model.expected[i] for i in missing if i < len(model.expected)))
+        watched = self._watched[model]
+        if unused and unused != watched.unused:
+            watched.examined += 1
+            _count(watched, unused)
+            watched.called = None
+            self._emit(recorder, model, unused, model.synced_backwards, by_torch=True)
 
+    @on(lifecycle.gradients_missing)
+    def _gradients_missing(self, recorder: Recorder, missing: tuple[Model, int]) -> None:
+        """A backward left DDP waiting: record which parameters have no gradient.
 
-def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    watched = _watched[forward.model]
-    watch, watched.watch = watched.watch, None
-    if watch is not None:
-        called = watch.stop()
-        if watched.called is not None:
-            watched.called |= called
-            watched.called_with_grad |= watch.called_with_grad
-        if forward.error is None:
-            _emit_skipped(recorder, forward.model, watched, watch.owners - called)
+        DDP itself says so in the next forward, which this rank may not reach. If gradients are not
+        set to None between steps, nothing is found here."""
+        model, site = missing
+        watched = self._watched.get(model)
+        if watched is None or model.find_unused or model.static_graph:
+            return
+        waiting = ((i, model.parameters[i]()) for i in model.expected)
+        unused = tuple(i for i, p in waiting if p is not None and p.grad is None)
+        if unused and unused != watched.unused and unused not in watched.shared:
+            model.left = unused
+            self._emit(recorder, model, unused, model.synced_backwards, site)
 
+    @on(lifecycle.gradients_ready)
+    def _gradients_ready(self, recorder: Recorder, moment: tuple[Backward, Model]) -> None:
+        backward, model = moment
+        if model.unfinished:
+            self._backward_continued(recorder, model, (), backward.site)
+        elif self._watched[model].unused != ():
+            self._emit(recorder, model, (), model.synced_backwards + 1, backward.site)
 
-def _forward_failed(recorder: Recorder, forward: Forward) -> None:
-    if "finished reduction in the prior iteration" in str(forward.error):
-        _learn_from_error(recorder, forward)
+    @on(lifecycle.backward_examined)
+    def _backward_examined(self, recorder: Recorder, backward: Backward) -> None:
+        for model in backward.models:
+            untouched = backward.untouched.get(model.number)
+            if untouched is None or not backward.expected_sync[model.number]:
+                continue
+            watched = self._watched[model]
+            watched.examined += 1
+            if untouched not in watched.shared:
+                self._examined(recorder, model, untouched, backward.site)
+            _emit_use_if_due(recorder, model, watched)
+        for model in backward.continued:
+            if (untouched := backward.untouched.get(model.number)) is not None:
+                self._backward_continued(recorder, model, untouched, backward.site)
+
+    def _backward_continued(
+        self, recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int
+    ) -> None:
+        """Correct the record where another backward over the same forward reached parameters that
+        the one before it had left out."""
+        watched = self._watched[model]
+        before = watched.unused
+        if not before or before == untouched or not set(before).issuperset(untouched):
+            return  # known to be shared
+        watched.shared.add(before)
+        for position in before:
+            if (count := watched.counts.pop(position, 0) - 1) > 0:
+                watched.counts[position] = count
+        self._examined(recorder, model, untouched, site)
+        _emit_use_if_due(recorder, model, watched)
+
+    def _examined(
+        self, recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int
+    ) -> None:
+        watched = self._watched[model]
+        _count(watched, untouched)
+        if untouched != watched.unused:
+            self._emit(recorder, model, untouched, model.synced_backwards, site)
+
+    def _emit(
+        self,
+        recorder: Recorder,
+        model: Model,
+        unused: tuple[int, ...],
+        backward: int,
+        site: int = -1,
+        by_torch: bool = False,
+    ) -> None:
+        watched = self._watched[model]
+        watched.unused = unused
+        watched.emitted += 1
+        if watched.emitted > UNUSED_IN_FULL:
+            return
+        if unused or watched.emitted > 1:
+            watched.due = max(watched.due, 2)
+            self._calls.enable()
+        called, called_with_grad = watched.so_far()
+        parameters = model.live_parameters() or []
+        step = optimizer_models.steps_of(model)
+        total = max(0, model.backward_step) if by_torch else recorder.step
+        if total < recorder.step:  # the error is about the backward before the last step
+            step = max(0, step - 1)
+        recorder.emit(
+            UnusedParameters(
+                at=time.monotonic(),
+                model=model.number,
+                backward=backward,
+                step=step,
+                indices=unused,
+                called=None if called is None else tuple(sorted(called)),
+                blind=tuple(sorted((called or frozenset()) - called_with_grad)),
+                find_unused=model.find_unused,
+                static_graph=model.static_graph,
+                site=site,
+                forward_site=model.forward_site,
+                frozen=tuple(i for i in unused if parameters and not parameters[i].requires_grad),
+                by_torch=by_torch,
+                branches=_branches(recorder, model, unused),
+                total=total,
+                unspent=() if by_torch else unused_results(recorder, model, unused),
+            ),
+            vital=True,
+        )
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        for model, watched in self._watched.items():
+            if watched.examined:
+                _emit_use(recorder, model, watched)
 
 
 def _emit_skipped(recorder: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
@@ -176,88 +284,6 @@ def _branches(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> dict
     return found
 
 
-def _learn_from_error(recorder: Recorder, forward: Forward) -> None:
-    """Read the unused parameters of the last backward off the error that DDP raises in the next
-    forward."""
-    model = forward.model
-    missing = without_gradient(str(forward.error))
-    if not missing:
-        # The fallback, since DDP keeps this order in its first iterations only.
-        ready = ready_indices(forward.wrapper)
-        missing = [i for i in range(len(model.expected)) if i not in ready] if ready else []
-    unused = tuple(sorted(model.expected[i] for i in missing if i < len(model.expected)))
-    watched = _watched[model]
-    if unused and unused != watched.unused:
-        watched.examined += 1
-        _count(watched, unused)
-        watched.called = None
-        _emit(recorder, model, unused, model.synced_backwards, by_torch=True)
-
-
-def _gradients_missing(recorder: Recorder, missing: tuple[Model, int]) -> None:
-    """A backward left DDP waiting: record which parameters have no gradient.
-
-    DDP itself says so in the next forward, which this rank may not reach. If gradients are not set
-    to None between steps, nothing is found here.
-    """
-    model, site = missing
-    watched = _watched.get(model)
-    if watched is None or model.find_unused or model.static_graph:
-        return
-    waiting = ((i, model.parameters[i]()) for i in model.expected)
-    unused = tuple(i for i, p in waiting if p is not None and p.grad is None)
-    if unused and unused != watched.unused and unused not in watched.shared:
-        model.left = unused
-        _emit(recorder, model, unused, model.synced_backwards, site)
-
-
-def _gradients_ready(recorder: Recorder, moment: tuple[Backward, Model]) -> None:
-    backward, model = moment
-    if model.unfinished:
-        _backward_continued(recorder, model, (), backward.site)
-    elif _watched[model].unused != ():
-        _emit(recorder, model, (), model.synced_backwards + 1, backward.site)
-
-
-def _backward_examined(recorder: Recorder, backward: Backward) -> None:
-    for model in backward.models:
-        untouched = backward.untouched.get(model.number)
-        if untouched is None or not backward.expected_sync[model.number]:
-            continue
-        watched = _watched[model]
-        watched.examined += 1
-        if untouched not in watched.shared:
-            _examined(recorder, model, untouched, backward.site)
-        _emit_use_if_due(recorder, model, watched)
-    for model in backward.continued:
-        if (untouched := backward.untouched.get(model.number)) is not None:
-            _backward_continued(recorder, model, untouched, backward.site)
-
-
-def _backward_continued(
-    recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int
-) -> None:
-    """Correct the record where another backward over the same forward reached parameters that the
-    one before it had left out."""
-    watched = _watched[model]
-    before = watched.unused
-    if not before or before == untouched or not set(before).issuperset(untouched):
-        return  # known to be shared
-    watched.shared.add(before)
-    for position in before:
-        if (count := watched.counts.pop(position, 0) - 1) > 0:
-            watched.counts[position] = count
-    _examined(recorder, model, untouched, site)
-    _emit_use_if_due(recorder, model, watched)
-
-
-def _examined(recorder: Recorder, model: Model, untouched: tuple[int, ...], site: int) -> None:
-    watched = _watched[model]
-    _count(watched, untouched)
-    if untouched != watched.unused:
-        _emit(recorder, model, untouched, model.synced_backwards, site)
-
-
 def _emit_use_if_due(recorder: Recorder, model: Model, watched: Watched) -> None:
     if watched.examined & (watched.examined - 1) == 0:
         _emit_use(recorder, model, watched)
@@ -266,51 +292,6 @@ def _emit_use_if_due(recorder: Recorder, model: Model, watched: Watched) -> None
 def _count(watched: Watched, unused: tuple[int, ...]) -> None:
     for position in unused:
         watched.counts[position] = watched.counts.get(position, 0) + 1
-
-
-def _emit(
-    recorder: Recorder,
-    model: Model,
-    unused: tuple[int, ...],
-    backward: int,
-    site: int = -1,
-    by_torch: bool = False,
-) -> None:
-    watched = _watched[model]
-    watched.unused = unused
-    watched.emitted += 1
-    if watched.emitted > EMITTED_IN_FULL:
-        return
-    if unused or watched.emitted > 1:
-        watched.due = max(watched.due, 2)
-        _calls.enable()
-    called, called_with_grad = watched.so_far()
-    parameters = model.live_parameters() or []
-    step = optimizer_models.steps_of(model)
-    total = max(0, model.backward_step) if by_torch else recorder.step
-    if total < recorder.step:  # the error is about the backward before the last step
-        step = max(0, step - 1)
-    recorder.emit(
-        UnusedParameters(
-            at=time.monotonic(),
-            model=model.number,
-            backward=backward,
-            step=step,
-            indices=unused,
-            called=None if called is None else tuple(sorted(called)),
-            blind=tuple(sorted((called or frozenset()) - called_with_grad)),
-            find_unused=model.find_unused,
-            static_graph=model.static_graph,
-            site=site,
-            forward_site=model.forward_site,
-            frozen=tuple(i for i in unused if parameters and not parameters[i].requires_grad),
-            by_torch=by_torch,
-            branches=_branches(recorder, model, unused),
-            total=total,
-            unspent=() if by_torch else unused_results(recorder, model, unused),
-        ),
-        vital=True,
-    )
 
 
 def _emit_use(recorder: Recorder, model: Model, watched: Watched) -> None:
@@ -324,12 +305,6 @@ def _emit_use(recorder: Recorder, model: Model, watched: Watched) -> None:
         ),
         vital=True,
     )
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    for model, watched in _watched.items():
-        if watched.examined:
-            _emit_use(recorder, model, watched)
 
 
 class CallWatch:

@@ -22,26 +22,17 @@ from ...recording.hooks import Subscriptions
 from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, current_recorder
 from ...recording.torch_compat import compiling
+from ...recording.watcher import Watcher, on
 from ...source.call_resolver import Bound, call_in_frames
 from ...tensors.digests import digests, readable
-from ...training import forwards, lifecycle, optimizers
+from ...training import lifecycle
+from ...training.forwards import Forwards
+from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
 from ...training.tracked_model import Model
-from ..manual_sync import exchanges, parallelism
-
-LOST = "forwards that go around DistributedDataParallel"
-
-MOVED_AT_LEAST = 3
-"""Suspected backwards after which parameters had changed without an optimizer, before that counts:
-once may be an initialisation."""
-
-LOOKS = 3
-"""Searches per model through the source of the running functions."""
-
-ARMED_STEPS = 50
-ARMED_AT_MOST = 3
-"""Optimizer steps for which a global forward hook waits for the next bypassing forward, and times
-per model: it slows down every module."""
+from ..manual_sync.exchanges import Exchanges
+from ..manual_sync.parallelism import Parallelism
+from .limits import ARMED_AT_MOST, ARMED_STEPS, BYPASS_LOOKS, MOVED_AT_LEAST
 
 
 @dataclass
@@ -69,7 +60,7 @@ class Bypass:
         suspect: the last one, until a step settles it.
         calls: by line of a backward, the line of its forward: observed, or else found by source.
         call_site: line of the first bypassing forward observed since the last suspect, -1 for none.
-        looks, armed: see `LOOKS` and `ARMED_AT_MOST`.
+        looks, armed: see `BYPASS_LOOKS` and `ARMED_AT_MOST`.
         count: steps on bypassing gradients so far.
         emitted: lines of forwards on record.
         on_record, last: the event recorded last, and the latest one.
@@ -91,85 +82,210 @@ class Bypass:
         self.moved = 0
 
 
-_known: defaultdict[Model, Bypass] = defaultdict(Bypass)
-
-
-_following = Subscriptions()
-"""Enabled from the first suspected backward on."""
-
-
-class _ForwardHook:
+class WrapperBypass(Watcher):
     """The global forward hook, registered only while a bypassing forward is awaited."""
 
-    handle: Any = None
-    modules: weakref.WeakSet[Any] = weakref.WeakSet()
-    model: Model | None = None
-    until = 0
+    lost = "forwards that go around DistributedDataParallel"
 
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.modules: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.model: Model | None = None
+        self.until = 0
+        self._known: defaultdict[Model, Bypass] = defaultdict(Bypass)
+        # Enabled from the first suspected backward on.
+        self._following = Subscriptions()
 
-def install() -> None:
-    _disarm()
-    _known.clear()
-    lifecycle.backward_unannounced.subscribe(_backward_unannounced, lost=LOST)
-    _following[:] = (
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
-        lifecycle.closure_ends.subscribe(_judge_step, lost=LOST, enabled=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
-    )
-    hooks.leaving.subscribe(_leaving, lost=LOST)
-    on_restore(_disarm)
+    def install(self) -> None:
+        self._disarm()
+        on_restore(self._disarm)
 
+    @on(lifecycle.backward_ends, during="_following")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        for model in backward.models:
+            if model.number in backward.synced and model in self._known:
+                known = self._known[model]
+                known.suspect, known.call_site, known.digests = None, -1, []
 
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    for model in backward.models:
-        if model.number in backward.synced and model in _known:
-            known = _known[model]
-            known.suspect, known.call_site, known.digests = None, -1, []
+    @on(lifecycle.backward_unannounced)
+    def _backward_unannounced(self, recorder: Recorder, backward: Backward) -> None:
+        for model, communicated in backward.unannounced:
+            if communicated or not _meant_to_synchronise(model):
+                continue
+            known = self._known[model]
+            forwards = model.forwards_in_step if model.forward_step == recorder.step else 0
+            again = known.suspect is not None  # no optimizer has applied the last one's gradients
+            known.suspect = Suspect(
+                backward.number, backward.site, _stamps(model), forwards, known.call_site
+            )
+            known.call_site = -1
+            self._following.enable()
+            if backward.site not in known.calls and known.looks < BYPASS_LOOKS:
+                known.looks += 1
+                if (call := _find_call(recorder, model)) >= 0:
+                    known.calls[backward.site] = call
+            if again:
+                self._detect_manual_update(recorder, model, known, known.suspect)
 
+    def _detect_manual_update(
+        self, recorder: Recorder, model: Model, known: Bypass, suspect: Suspect
+    ) -> None:
+        """Record a model in no optimizer whose parameters change between suspected backwards.
 
-def _backward_unannounced(recorder: Recorder, backward: Backward) -> None:
-    for model, communicated in backward.unannounced:
-        if communicated or not _meant_to_synchronise(model):
-            continue
-        known = _known[model]
-        forwards = model.forwards_in_step if model.forward_step == recorder.step else 0
-        again = known.suspect is not None  # no optimizer has applied the last one's gradients
-        known.suspect = Suspect(
-            backward.number, backward.site, _stamps(model), forwards, known.call_site
+        The program then applies these gradients manually. Nothing is recorded if its gradients or
+        parameters may have been exchanged.
+        """
+        parameters = [p for ref in model.parameters if (p := ref()) is not None]
+        held = Optimizers.current.parameters()
+        if model.ddp() is None or any(id(p) in held for p in parameters):
+            known.digests, known.moved = [], 0
+            return
+        before, known.digests = known.digests, digests(ref() for ref in model.sampled)
+        certain = suspect.forwards == 0 or suspect.site in known.calls
+        if not before or before == known.digests or not certain:
+            return
+        if Parallelism.current.special or Exchanges.current.values_exchanged(parameters):
+            return
+        known.moved += 1
+        if known.moved >= MOVED_AT_LEAST:
+            self._emit(recorder, model, known, suspect, UNHELD, known.moved)
+
+    @on(lifecycle.step_begins, during="_following")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        if not step.closure:  # a closure has yet to compute the gradients
+            self._judge_step(recorder, step)
+
+    @on(lifecycle.closure_ends, during="_following")
+    def _judge_step(self, recorder: Recorder, step: Step) -> None:
+        optimizer = step.optimizer()
+        suspects = [(m, k) for m, k in list(self._known.items()) if k.suspect is not None]
+        if optimizer is None or not suspects:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model, known in suspects:
+            parameters = [p for ref in model.parameters if (p := ref()) is not None]
+            if held.isdisjoint(map(id, parameters)):
+                continue
+            suspect, known.suspect = known.suspect, None
+            assert suspect is not None
+            # A second backward over one forward of the wrapper looks like a bypass. Without any
+            # forward of the wrapper, or with a known call of the inner module, it is one.
+            certain = suspect.forwards == 0 or suspect.site in known.calls
+            if not certain or not _still_there(model, suspect):
+                continue
+            if Exchanges.current.gradients_exchanged([p for p in parameters if id(p) in held]):
+                continue
+            self._emit(recorder, model, known, suspect, step.known.number, step.number)
+
+    def _emit(
+        self,
+        recorder: Recorder,
+        model: Model,
+        known: Bypass,
+        suspect: Suspect,
+        optimizer: int,
+        step: int,
+    ) -> None:
+        known.count += 1
+        if suspect.call_site >= 0:
+            known.calls[suspect.site] = suspect.call_site
+            known.armed = ARMED_AT_MOST
+            if self.model is model:
+                self._disarm()
+        elif known.armed < ARMED_AT_MOST:
+            self._arm(recorder, model, known)
+        call = known.calls.get(suspect.site, -1)
+        known.last = Bypassed(
+            at=time.monotonic(),
+            model=model.number,
+            optimizer=optimizer,
+            step=step,
+            count=known.count,
+            forwards=model.forwards,
+            site=suspect.site,
+            call_site=call,
+            discarded=model.wrapper is None or model.wrapper() is None,
         )
+        if call not in known.emitted or known.count & (known.count - 1) == 0:
+            known.emitted.add(call)
+            known.on_record = known.last
+            recorder.emit(known.last, vital=True)
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        for known in self._known.values():
+            if known.last is not None and known.last is not known.on_record:
+                recorder.emit(known.last, vital=True)
+
+    @on(lifecycle.step_ends, during="_following")
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        if self.handle is not None and recorder.step > self.until:
+            self._disarm()
+
+    def _arm(self, recorder: Recorder, model: Model, known: Bypass) -> None:
+        """Register the global hook, to observe the next forward that bypasses the wrapper."""
+        import torch
+
+        inner = model.inner()
+        if inner is None or self.handle is not None or compiling():
+            return
+        modules = list(inner.modules())
+        if any(hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in modules):
+            return
+        known.armed += 1
         known.call_site = -1
-        _following.enable()
-        if backward.site not in known.calls and known.looks < LOOKS:
-            known.looks += 1
-            if (call := _find_call(recorder, model)) >= 0:
-                known.calls[backward.site] = call
-        if again:
-            _detect_manual_update(recorder, model, known, known.suspect)
+        self.modules = weakref.WeakSet(modules)
+        self.model, self.until = model, recorder.step + ARMED_STEPS
+        self.handle = torch.nn.modules.module.register_module_forward_pre_hook(self._forward_called)
 
+    def _disarm(self) -> None:
+        handle, self.handle, self.model = self.handle, None, None
+        if handle is not None:
+            handle.remove()
 
-def _detect_manual_update(
-    recorder: Recorder, model: Model, known: Bypass, suspect: Suspect
-) -> None:
-    """Record a model in no optimizer whose parameters change between suspected backwards.
+    def _forward_called(self, module: Any, args: Any) -> None:
+        try:
+            import torch
 
-    The program then applies these gradients manually. Nothing is recorded if its gradients or
-    parameters may have been exchanged.
-    """
-    parameters = [p for ref in model.parameters if (p := ref()) is not None]
-    held = optimizers.parameters()
-    if model.ddp() is None or any(id(p) in held for p in parameters):
-        known.digests, known.moved = [], 0
-        return
-    before, known.digests = known.digests, digests(ref() for ref in model.sampled)
-    certain = suspect.forwards == 0 or suspect.site in known.calls
-    if not before or before == known.digests or not certain:
-        return
-    if parallelism.special() or exchanges.values_exchanged(parameters):
-        return
-    known.moved += 1
-    if known.moved >= MOVED_AT_LEAST:
-        _emit(recorder, model, known, suspect, UNHELD, known.moved)
+            recorder, model = current_recorder(), self.model
+            if recorder is None or model is None or Forwards.current.running():
+                return
+            if not torch.is_grad_enabled() or module not in self.modules or not module.training:
+                return
+            known = self._known.get(model)
+            if known is None or known.call_site >= 0:
+                return
+            frame = self._caller(recorder, sys._getframe(1))
+            if frame is not None:
+                known.call_site = recorder.sites.number(frame.f_code, frame.f_lineno)
+        except Exception as error:
+            if (recorder := current_recorder()) is not None:
+                recorder.trouble("bypass.trap", error, self.lost)
+
+    def _caller(self, recorder: Recorder, frame: FrameType | None) -> FrameType | None:
+        """The user's frame that called into the model instead of the wrapper.
+
+        The innermost frame without a part of the model among its arguments (as methods have in
+        `self`), or with the wrapper in a variable; else the outermost that is no method of the
+        model."""
+        wrapper = None if self.model is None else self.model.ddp()
+        outermost = None
+        while frame is not None:
+            if recorder.sites.kind(frame.f_code) == "user":
+                known, code = variables(frame), frame.f_code
+                names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                given = [self._is_part(known.get(name)) for name in names]
+                at_hand = wrapper is not None and any(value is wrapper for value in known.values())
+                if not any(given) or at_hand:
+                    return frame
+                outermost = outermost if given[0] else frame
+            frame = frame.f_back
+        return outermost
+
+    def _is_part(self, value: Any) -> bool:
+        import torch
+
+        return issubclass(type(value), torch.nn.Module) and value in self.modules
 
 
 def _meant_to_synchronise(model: Model) -> bool:
@@ -222,33 +338,6 @@ def _is_users(recorder: Recorder, function: Any) -> bool:
     return code is not None and (recorder.sites.kind(code) != "own" or name == "forward")
 
 
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    if not step.closure:  # a closure has yet to compute the gradients
-        _judge_step(recorder, step)
-
-
-def _judge_step(recorder: Recorder, step: Step) -> None:
-    optimizer = step.optimizer()
-    suspects = [(m, k) for m, k in list(_known.items()) if k.suspect is not None]
-    if optimizer is None or not suspects:
-        return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for model, known in suspects:
-        parameters = [p for ref in model.parameters if (p := ref()) is not None]
-        if held.isdisjoint(map(id, parameters)):
-            continue
-        suspect, known.suspect = known.suspect, None
-        assert suspect is not None
-        # A second backward over one forward of the wrapper looks like a bypass. Without any forward
-        # of the wrapper, or with a known call of the inner module, it is one.
-        certain = suspect.forwards == 0 or suspect.site in known.calls
-        if not certain or not _still_there(model, suspect):
-            continue
-        if exchanges.gradients_exchanged([p for p in parameters if id(p) in held]):
-            continue
-        _emit(recorder, model, known, suspect, step.known.number, step.number)
-
-
 def _still_there(model: Model, suspect: Suspect) -> bool:
     """Whether nonzero gradients of that backward still exist, for the optimizer to apply."""
     for position, stamp in suspect.stamps.items():
@@ -259,113 +348,3 @@ def _still_there(model: Model, suspect: Suspect) -> bool:
         if not readable(gradient) or bool(gradient.any()):
             return True
     return False
-
-
-def _emit(
-    recorder: Recorder, model: Model, known: Bypass, suspect: Suspect, optimizer: int, step: int
-) -> None:
-    known.count += 1
-    if suspect.call_site >= 0:
-        known.calls[suspect.site] = suspect.call_site
-        known.armed = ARMED_AT_MOST
-        if _ForwardHook.model is model:
-            _disarm()
-    elif known.armed < ARMED_AT_MOST:
-        _arm(recorder, model, known)
-    call = known.calls.get(suspect.site, -1)
-    known.last = Bypassed(
-        at=time.monotonic(),
-        model=model.number,
-        optimizer=optimizer,
-        step=step,
-        count=known.count,
-        forwards=model.forwards,
-        site=suspect.site,
-        call_site=call,
-        discarded=model.wrapper is None or model.wrapper() is None,
-    )
-    if call not in known.emitted or known.count & (known.count - 1) == 0:
-        known.emitted.add(call)
-        known.on_record = known.last
-        recorder.emit(known.last, vital=True)
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    for known in _known.values():
-        if known.last is not None and known.last is not known.on_record:
-            recorder.emit(known.last, vital=True)
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    if _ForwardHook.handle is not None and recorder.step > _ForwardHook.until:
-        _disarm()
-
-
-def _arm(recorder: Recorder, model: Model, known: Bypass) -> None:
-    """Register the global hook, to observe the next forward that bypasses the wrapper."""
-    import torch
-
-    inner = model.inner()
-    if inner is None or _ForwardHook.handle is not None or compiling():
-        return
-    modules = list(inner.modules())
-    if any(hasattr(m, "_orig_mod") or isinstance(m, torch.jit.ScriptModule) for m in modules):
-        return
-    known.armed += 1
-    known.call_site = -1
-    _ForwardHook.modules = weakref.WeakSet(modules)
-    _ForwardHook.model, _ForwardHook.until = model, recorder.step + ARMED_STEPS
-    _ForwardHook.handle = torch.nn.modules.module.register_module_forward_pre_hook(_forward_called)
-
-
-def _disarm() -> None:
-    handle, _ForwardHook.handle, _ForwardHook.model = _ForwardHook.handle, None, None
-    if handle is not None:
-        handle.remove()
-
-
-def _forward_called(module: Any, args: Any) -> None:
-    try:
-        import torch
-
-        recorder, model = current_recorder(), _ForwardHook.model
-        if recorder is None or model is None or forwards.running():
-            return
-        if not torch.is_grad_enabled() or module not in _ForwardHook.modules or not module.training:
-            return
-        known = _known.get(model)
-        if known is None or known.call_site >= 0:
-            return
-        frame = _caller(recorder, sys._getframe(1))
-        if frame is not None:
-            known.call_site = recorder.sites.number(frame.f_code, frame.f_lineno)
-    except Exception as error:
-        if (recorder := current_recorder()) is not None:
-            recorder.trouble("bypass.trap", error, LOST)
-
-
-def _caller(recorder: Recorder, frame: FrameType | None) -> FrameType | None:
-    """The user's frame that called into the model instead of the wrapper.
-
-    The innermost frame without a part of the model among its arguments (as methods have in `self`),
-    or with the wrapper in a variable; else the outermost that is no method of the model.
-    """
-    wrapper = None if _ForwardHook.model is None else _ForwardHook.model.ddp()
-    outermost = None
-    while frame is not None:
-        if recorder.sites.kind(frame.f_code) == "user":
-            known, code = variables(frame), frame.f_code
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            given = [_is_part(known.get(name)) for name in names]
-            at_hand = wrapper is not None and any(value is wrapper for value in known.values())
-            if not any(given) or at_hand:
-                return frame
-            outermost = outermost if given[0] else frame
-        frame = frame.f_back
-    return outermost
-
-
-def _is_part(value: Any) -> bool:
-    import torch
-
-    return issubclass(type(value), torch.nn.Module) and value in _ForwardHook.modules

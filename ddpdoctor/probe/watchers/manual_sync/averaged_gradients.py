@@ -17,29 +17,20 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
 from ...source.division import divided_by_world_size, loss_divided
 from ...source.line_tracer import Tracer
 from ...tensors.autograd_nodes import divisor_of
 from ...tensors.digests import digests, some_values
-from ...training import lifecycle, optimizers, records
-from ...training.module_origins import living_modules
+from ...training import lifecycle, records
+from ...training.module_origins import ModuleOrigins
+from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
-from . import unwrapped_inputs
+from .exchanges import Exchanges
+from .limits import AVERAGE_LOOKS, AVERAGED_NODES, AVERAGED_TENSORS
 from .unwrapped import UnwrappedParameters
-
-LOST = "gradients that are averaged manually"
-
-LOOKS = 4
-"""Steps of an optimizer that are recorded. Lines are traced from the second one on: the first step
-often differs (warm-up, lazy initialisation)."""
-
-TENSORS = 6
-"""Gradients sampled per optimizer."""
-
-NODES = 6
-"""Autograd nodes from the loss on that are searched for a division: it is one of the last things
-a training loop does to its loss."""
+from .unwrapped_inputs import UnwrappedInputs
 
 
 class _LocalGradients:
@@ -58,7 +49,7 @@ class _LocalGradients:
         self.tracer = tracer
 
 
-class _Averaging:
+class AveragedGradients(Watcher):
     """
     Attributes:
         looks: by optimizer, steps recorded so far.
@@ -68,85 +59,127 @@ class _Averaging:
         alone: optimizers since whose last step no call brought values of other ranks.
     """
 
+    lost = "gradients that are averaged manually"
+    after = (Exchanges,)  # records what the program exchanges itself
+
     def __init__(self) -> None:
         self.looks: dict[int, int] = {}
         self.local: dict[int, _LocalGradients] = {}
         self.loss: tuple[int, str] = (-1, "")
         self.alone: set[int] = set()
+        self._looking = Subscriptions()
 
+    def _still_examined(self, known: records.Optimizer) -> UnwrappedParameters | None:
+        unwrapped = known.notes.get(UnwrappedParameters)
+        by_hand = unwrapped is not None and unwrapped.exchanged == "gradients"
+        return unwrapped if by_hand and self.looks.get(known.number, 0) < AVERAGE_LOOKS else None
 
-_averaging = _Averaging()
-_looking = Subscriptions()
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        if self._still_examined(step.known) is not None:
+            self._looking.enable()
 
+    @on(lifecycle.backward_begins, during="_looking")
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        """Look for a line that divides the loss by the world size: then a sum is already a mean."""
+        import torch.distributed as dist
 
-def install() -> None:
-    _averaging.__init__()  # type: ignore[misc]
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _looking[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
-        call_hooks.called.subscribe(_called, lost=LOST, enabled=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
-    )
+        self.loss = -1, ""
+        node = getattr(backward.roots[0], "grad_fn", None) if len(backward.roots) == 1 else None
+        divided, size = False, dist.get_world_size()
+        for _ in range(AVERAGED_NODES):
+            if node is None:
+                break
+            divisor = divisor_of(node)
+            if abs(divisor * size - 1) < 1e-6:
+                return  # the loss is multiplied by the world size too: the two cancel out
+            divided |= divisor == size
+            ahead = [n for n, _ in node.next_functions if n is not None]
+            node = ahead[0] if len(ahead) == 1 else None
+        if divided and backward.frame is not None:
+            code = backward.frame.f_code
+            line, written = loss_divided(code, backward.frame.f_lineno)
+            if written:
+                self.loss = recorder.sites.number(code, line), written
 
+    @on(lifecycle.backward_ends, during="_looking")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        for known in Optimizers.current.known():
+            unwrapped = self._still_examined(known)
+            if unwrapped is None:
+                continue
+            self._forget(known.number)
+            parameters = _sampled_parameters(unwrapped)
+            if parameters and backward.error is None:
+                follow = bool(self.looks.get(known.number)) and not _compiled()
+                tracer = _trace(recorder, parameters[0]) if follow else None
+                alone = known.number in self.alone
+                self.local[known.number] = _LocalGradients(parameters, tracer, alone)
 
-def _still_examined(known: records.Optimizer) -> UnwrappedParameters | None:
-    unwrapped = known.notes.get(UnwrappedParameters)
-    by_hand = unwrapped is not None and unwrapped.exchanged == "gradients"
-    return unwrapped if by_hand and _averaging.looks.get(known.number, 0) < LOOKS else None
+    @on(call_hooks.called, during="_looking")
+    def _called(self, recorder: Recorder, call: Call) -> None:
+        kind = operation(call.op)
+        if (kind.receives or not kind.spreads) and (
+            kind.objects or any(t.is_floating_point() and t.numel() > 1 for t in call.tensors)
+        ):
+            self.alone.clear()
+        for local in self.local.values():
+            local.operations[str(call.reduction).rpartition(".")[2]] = None
 
+    @on(lifecycle.step_begins, during="_looking")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        number = step.known.number
+        local, unwrapped = self.local.get(number), self._still_examined(step.known)
+        seen = UnwrappedInputs.current.pop(number)
+        if unwrapped is not None:
+            self.alone.add(number)
+            UnwrappedInputs.current.watch(number, _sampled_parameters(unwrapped))
+        if local is None or unwrapped is None:
+            return
+        lines = local.tracer.stop() if local.tracer is not None else []
+        local.tracer = None
+        self._forget(number)
+        self.looks[number] = self.looks.get(number, 0) + 1
+        applied = some_values([p.grad for p in _sampled_parameters(unwrapped)])
+        finite = all(map(isfinite, (*applied, *local.values)))
+        whole = finite and len(applied) == len(local.values) and unwrapped.passed.every
+        if whole and not step.closure:
+            recorder.emit(
+                Averaged(
+                    at=time.monotonic(),
+                    optimizer=number,
+                    step=step.number,
+                    local=tuple(local.values),
+                    applied=tuple(applied),
+                    operations=tuple(local.operations),
+                    sites=tuple(recorder.sites.number(*line) for line in lines),
+                    divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
+                    loss_site=self.loss[0],
+                    loss_divisor=self.loss[1],
+                    alone=local.alone,
+                    **seen._asdict(),
+                )
+            )
+        if not any(self._still_examined(known) for known in Optimizers.current.known()):
+            self._looking.disable()
+            UnwrappedInputs.current.stop()
 
-def _step_due(recorder: Recorder, step: Step) -> None:
-    if _still_examined(step.known) is not None:
-        _looking.enable()
-
-
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    """Look for a line that divides the loss by the world size: then a sum is already a mean."""
-    import torch.distributed as dist
-
-    _averaging.loss = -1, ""
-    node = getattr(backward.roots[0], "grad_fn", None) if len(backward.roots) == 1 else None
-    divided, size = False, dist.get_world_size()
-    for _ in range(NODES):
-        if node is None:
-            break
-        divisor = divisor_of(node)
-        if abs(divisor * size - 1) < 1e-6:
-            return  # the loss is multiplied by the world size too: the two cancel out
-        divided |= divisor == size
-        ahead = [n for n, _ in node.next_functions if n is not None]
-        node = ahead[0] if len(ahead) == 1 else None
-    if divided and backward.frame is not None:
-        code = backward.frame.f_code
-        line, written = loss_divided(code, backward.frame.f_lineno)
-        if written:
-            _averaging.loss = recorder.sites.number(code, line), written
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    for known in optimizers.known():
-        unwrapped = _still_examined(known)
-        if unwrapped is None:
-            continue
-        _forget(known.number)
-        parameters = _sampled_parameters(unwrapped)
-        if parameters and backward.error is None:
-            follow = bool(_averaging.looks.get(known.number)) and not _compiled()
-            tracer = _trace(recorder, parameters[0]) if follow else None
-            alone = known.number in _averaging.alone
-            _averaging.local[known.number] = _LocalGradients(parameters, tracer, alone)
+    def _forget(self, number: int) -> None:
+        local = self.local.pop(number, None)
+        if local is not None and local.tracer is not None:
+            local.tracer.stop()
 
 
 def _sampled_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
     alive = [p for ref in unwrapped.parameters if (p := ref()) is not None and p.grad is not None]
-    return alive[:: max(1, len(alive) // TENSORS)][:TENSORS]
+    return alive[:: max(1, len(alive) // AVERAGED_TENSORS)][:AVERAGED_TENSORS]
 
 
 def _compiled() -> bool:
     """Whether a model is compiled: a trace function would make torch.compile recompile."""
     return any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in living_modules()
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None)
+        for m in ModuleOrigins.current.living_modules()
     )
 
 
@@ -158,57 +191,3 @@ def _trace(recorder: Recorder, parameter: Any) -> Tracer | None:
         return digests([None if held is None else held.grad])[0]
 
     return Tracer.start(recorder, "gradients", number)
-
-
-def _called(recorder: Recorder, call: Call) -> None:
-    kind = operation(call.op)
-    if (kind.receives or not kind.spreads) and (
-        kind.objects or any(t.is_floating_point() and t.numel() > 1 for t in call.tensors)
-    ):
-        _averaging.alone.clear()
-    for local in _averaging.local.values():
-        local.operations[str(call.reduction).rpartition(".")[2]] = None
-
-
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    number = step.known.number
-    local, unwrapped = _averaging.local.get(number), _still_examined(step.known)
-    seen = unwrapped_inputs.pop(number)
-    if unwrapped is not None:
-        _averaging.alone.add(number)
-        unwrapped_inputs.watch(number, _sampled_parameters(unwrapped))
-    if local is None or unwrapped is None:
-        return
-    lines = local.tracer.stop() if local.tracer is not None else []
-    local.tracer = None
-    _forget(number)
-    _averaging.looks[number] = _averaging.looks.get(number, 0) + 1
-    applied = some_values([p.grad for p in _sampled_parameters(unwrapped)])
-    finite = all(map(isfinite, (*applied, *local.values)))
-    whole = finite and len(applied) == len(local.values) and unwrapped.passed.every
-    if whole and not step.closure:
-        recorder.emit(
-            Averaged(
-                at=time.monotonic(),
-                optimizer=number,
-                step=step.number,
-                local=tuple(local.values),
-                applied=tuple(applied),
-                operations=tuple(local.operations),
-                sites=tuple(recorder.sites.number(*line) for line in lines),
-                divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
-                loss_site=_averaging.loss[0],
-                loss_divisor=_averaging.loss[1],
-                alone=local.alone,
-                **seen._asdict(),
-            )
-        )
-    if not any(_still_examined(known) for known in optimizers.known()):
-        _looking.disable()
-        unwrapped_inputs.stop()
-
-
-def _forget(number: int) -> None:
-    local = _averaging.local.pop(number, None)
-    if local is not None and local.tracer is not None:
-        local.tracer.stop()

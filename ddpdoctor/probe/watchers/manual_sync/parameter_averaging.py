@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ...tensors.collective_payload import ENOUGH
 from ...tensors.pending_digests import Waiting
-from . import exchanges
+from .exchanges import Exchanges
 
 Digest = Callable[[], "Waiting | None"]
 
@@ -39,7 +39,7 @@ class WriteBack:
             digest: digests the parameters.
             size: their number of elements.
         """
-        window, elements = exchanges.window_elements()
+        window, elements = Exchanges.current.window_elements()
         if window != self._window and elements >= ENOUGH / 2 * size:
             self._window, self._before = window, digest()
 
@@ -49,7 +49,7 @@ class WriteBack:
         Returns True if they were not digested before the exchange, and so may have changed.
         """
         before, self._before = self._before, None
-        if before is None or self._window != exchanges.window_elements()[0]:
+        if before is None or self._window != Exchanges.current.window_elements()[0]:
             return True
         if (now := digest()) is None:
             return True

@@ -15,20 +15,14 @@ from ...collectives.call_hooks import Issued
 from ...collectives.call_log import call_log_of
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...tensors.collective_payload import ENOUGH, Exchange
 from ...tensors.gradient_versions import memory_of
-from ...training import backwards, lifecycle
+from ...training import lifecycle
+from ...training.backwards import Backwards
 from ...training.records import Backward, Step
-from . import exchanges
-
-LOST = "asynchronous exchanges that nobody waits for"
-
-STEPS = 32
-"""Only the first steps are looked at: works (and their tensors) are kept alive until the step ends,
-which could cost memory in the long run."""
-
-MOST = 4096
-"""Works kept at a time."""
+from .exchanges import Exchanges
+from .limits import WORK_STEPS, WORKS_AT_MOST
 
 
 class PendingWork(NamedTuple):
@@ -47,7 +41,7 @@ class PendingWork(NamedTuple):
     site: int
 
 
-class _PendingWorks:
+class PendingWorks(Watcher):
     """
     Attributes:
         issued: works of asynchronous calls since the backward.
@@ -56,70 +50,59 @@ class _PendingWorks:
             waited for, and the line of the last one.
     """
 
+    lost = "asynchronous exchanges that nobody waits for"
+    after = (Exchanges,)  # records what the program exchanges itself
+
     def __init__(self) -> None:
         self.issued: list[PendingWork] = []
         self.running: list[PendingWork] = []
-        self.steps: dict[int, tuple[int, int]] = {}
+        self._steps: dict[int, tuple[int, int]] = {}
+        # Subscriptions to the moments that end the wait; enabled while there are works.
+        self._following = Subscriptions()
 
+    @on(call_hooks.issued)
+    def _issued(self, recorder: Recorder, call: Issued) -> None:
+        carries = Exchanges.current.latest_exchanges()
+        gradients_exist = Backwards.current.running() or Backwards.current.since(recorder.step)
+        if carries and gradients_exist and recorder.step < WORK_STEPS:
+            for work in call.works[: WORKS_AT_MOST - len(self.issued)]:
+                self.issued.append(PendingWork(work, call.number, carries, recorder.site()))
+            self._following.enable()
 
-_pending = _PendingWorks()
-_following = Subscriptions()
-"""Subscriptions to the moments that end the wait; enabled while there are works."""
+    def step_begins(self, gradients: Sequence[Any]) -> None:
+        """Note which pending works carry these gradients, which a step is about to apply."""
+        if self.issued:
+            held = {memory_of(g) for g in gradients}
+            flat = ENOUGH * sum(g.numel() for g in gradients)
+            self.running = [
+                pending
+                for pending in self.issued
+                if any(e.memory in held or e.elements >= flat for e in pending.carries)
+                and not pending.work.is_completed()
+            ]
 
+    def steps(self, optimizer: int) -> tuple[int, int]:
+        """How many steps of an optimizer so far applied gradients whose exchange still ran, and the
+        line of one such call (-1 if none)."""
+        return self._steps.get(optimizer, (0, -1))
 
-def install() -> None:
-    _pending.__init__()  # type: ignore[misc]
-    call_hooks.issued.subscribe(_issued, lost=LOST)
-    _following[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
-    )
+    @on(lifecycle.step_ends, during="_following")
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        written = call_log_of(recorder)
+        for pending in self.running:
+            # Judged only when the step ends: an optimizer of the user's, or a hook on it, may wait
+            # for the works as the first thing in its step. The ring says RETURNED until somebody
+            # waits.
+            if written is not None and written.ring.state(pending.number) == State.RETURNED:
+                number = step.known.number
+                self._steps[number] = (self.steps(number)[0] + 1, pending.site)
+                break
+        self._forget()
 
+    @on(lifecycle.backward_begins, during="_following")
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        self._forget()
 
-def _issued(recorder: Recorder, call: Issued) -> None:
-    carries = exchanges.latest_exchanges()
-    gradients_exist = backwards.running() or backwards.since(recorder.step)
-    if carries and gradients_exist and recorder.step < STEPS:
-        for work in call.works[: MOST - len(_pending.issued)]:
-            _pending.issued.append(PendingWork(work, call.number, carries, recorder.site()))
-        _following.enable()
-
-
-def step_begins(gradients: Sequence[Any]) -> None:
-    """Note which pending works carry these gradients, which a step is about to apply."""
-    if _pending.issued:
-        held = {memory_of(g) for g in gradients}
-        flat = ENOUGH * sum(g.numel() for g in gradients)
-        _pending.running = [
-            pending
-            for pending in _pending.issued
-            if any(e.memory in held or e.elements >= flat for e in pending.carries)
-            and not pending.work.is_completed()
-        ]
-
-
-def steps(optimizer: int) -> tuple[int, int]:
-    """How many steps of an optimizer so far applied gradients whose exchange still ran, and the
-    line of one such call (-1 if none)."""
-    return _pending.steps.get(optimizer, (0, -1))
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    written = call_log_of(recorder)
-    for pending in _pending.running:
-        # Judged only when the step ends: an optimizer of the user's, or a hook on it, may wait for
-        # the works as the first thing in its step. The ring says RETURNED until somebody waits.
-        if written is not None and written.ring.state(pending.number) == State.RETURNED:
-            number = step.known.number
-            _pending.steps[number] = (steps(number)[0] + 1, pending.site)
-            break
-    _forget()
-
-
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    _forget()
-
-
-def _forget() -> None:
-    _pending.issued, _pending.running = [], []
-    _following.disable()
+    def _forget(self) -> None:
+        self.issued, self.running = [], []
+        self._following.disable()

@@ -14,19 +14,15 @@ from typing import Any
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...tensors.collective_payload import FLAT
 from ...tensors.digests import readable
 from ...tensors.gradient_versions import memory_of
-
-LOST = "exchanged gradients that are not used"
-
-EARLY = 8
-LAST = 64
-"""Calls are looked at before each of the first `EARLY` steps, then before steps that are powers of
-two up to `LAST`: reading every tensor costs as much as the call itself on small models."""
+from .exchanges import Exchanges
+from .limits import COPIES_FIRST, COPIES_LAST
 
 
-class _Window:
+class UnusedAllreduce(Watcher):
     """The tensors passed to collectives since the last step.
 
     Attributes:
@@ -36,49 +32,48 @@ class _Window:
         site: line of the last call.
     """
 
-    def __init__(self, step: int = -1) -> None:
-        self.step = step
+    lost = "exchanged gradients that are not used"
+    after = (Exchanges,)  # records what the program exchanges itself
+
+    def __init__(self) -> None:
+        self.step = 0
         self.passed: list[tuple[int, int, float]] = []
         self.site = -1
 
+    @on(call_hooks.called)
+    def _called(self, recorder: Recorder, call: Call) -> None:
+        step = recorder.step
+        if (
+            step > COPIES_LAST
+            or (step >= COPIES_FIRST and step & (step - 1))
+            or not call.carries_values
+        ):
+            return
+        if step != self.step:
+            self.step, self.passed, self.site = step, [], -1
+        for tensor in call.tensors:
+            if tensor.is_floating_point() and readable(tensor):
+                memory = 0 if call.gathers else memory_of(tensor)
+                self.passed.append((memory, tensor.numel(), _squared_norm(tensor)))
+                self.site = recorder.site()
 
-_window = _Window()
+    def norm_ratio(self, recorder: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
+        """Norm of the exchanged copies divided by the norm of the gradients, and the line of the
+        call.
 
-
-def install() -> None:
-    _window.__init__()  # type: ignore[misc]
-    call_hooks.called.subscribe(_called, lost=LOST)
-
-
-def _called(recorder: Recorder, call: Call) -> None:
-    step = recorder.step
-    if step > LAST or (step >= EARLY and step & (step - 1)) or not call.carries_values:
-        return
-    if step != _window.step:
-        _window.__init__(step)  # type: ignore[misc]
-    for tensor in call.tensors:
-        if tensor.is_floating_point() and readable(tensor):
-            memory = 0 if call.gathers else memory_of(tensor)
-            _window.passed.append((memory, tensor.numel(), _squared_norm(tensor)))
-            _window.site = recorder.site()
-
-
-def norm_ratio(recorder: Recorder, parameters: Sequence[Any]) -> tuple[float, int]:
-    """Norm of the exchanged copies divided by the norm of the gradients, and the line of the call.
-
-    (0, -1) if the copies do not match the gradients in size, or any is not on the CPU or not
-    finite. To be called just before the step.
-    """
-    gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
-    nothing = (0.0, -1)
-    if recorder.step != _window.step or not all(map(readable, gradients)):
-        return nothing
-    own = {memory_of(t) for t in (*parameters, *gradients) if t is not None}
-    handed = [(n, squares) for memory, n, squares in _window.passed if memory not in own]
-    copies = _copies(handed, [g.numel() for g in gradients])
-    applied, shared = sum(map(_squared_norm, gradients)), sum(copies)
-    known = copies and applied and math.isfinite(applied) and math.isfinite(shared)
-    return (math.sqrt(shared / applied), _window.site) if known else nothing
+        (0, -1) if the copies do not match the gradients in size, or any is not on the CPU or not
+        finite. To be called just before the step.
+        """
+        gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
+        nothing = (0.0, -1)
+        if recorder.step != self.step or not all(map(readable, gradients)):
+            return nothing
+        own = {memory_of(t) for t in (*parameters, *gradients) if t is not None}
+        handed = [(n, squares) for memory, n, squares in self.passed if memory not in own]
+        copies = _copies(handed, [g.numel() for g in gradients])
+        applied, shared = sum(map(_squared_norm, gradients)), sum(copies)
+        known = copies and applied and math.isfinite(applied) and math.isfinite(shared)
+        return (math.sqrt(shared / applied), self.site) if known else nothing
 
 
 def _copies(handed: list[tuple[int, float]], sizes: list[int]) -> list[float]:

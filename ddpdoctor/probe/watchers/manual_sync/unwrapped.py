@@ -18,39 +18,27 @@ from ....events.pack import pack
 from ...recording import hooks
 from ...recording.hooks import Subscriptions
 from ...recording.names_in_frames import name_of
-from ...recording.patching import around
 from ...recording.recorder import Recorder
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import Reference, WeakIdentityMap
 from ...source.call_resolver import assignment_in_frames
 from ...tensors.collective_payload import PassedGradients
 from ...tensors.digests import capturing, sums
 from ...tensors.pending_digests import Waiting
-from ...training import backwards, lifecycle, optimizers, wrapped_models
-from ...training.module_origins import named_roots, origin_line, origin_site
+from ...training import lifecycle
+from ...training.backwards import Backwards
+from ...training.module_origins import ModuleOrigins
+from ...training.optimizers import Optimizers
 from ...training.records import Step
-from ...training.wrapped_models import tensor_of
-from . import exchanges, parallelism, pending_works, unused_allreduce
-
-LOST = "models that are trained without a wrapper"
-
-LOOK_AGAIN = 32
-"""Steps after which an optimizer whose parameters are all wrapped is looked at again: parameters
-may be added to it at any time, but few programs do that."""
-
-EMITTED_AT_MOST = 5000
-"""Parameters of one optimizer that are listed: bounds the size of the record."""
-
-SMALL = 64
-EARLY = 64
-"""Optimizers of at most `SMALL` parameters are digested at every step of the first `EARLY` and then
-16 times per doubling of the steps; others at powers of two only."""
+from ...training.wrapped_models import WrappedModels, tensor_of
+from .exchanges import Exchanges
+from .limits import CHANGES_AT_MOST, LOOK_AGAIN, SMALL_MODEL, UNWRAPPED_EMITTED, UNWRAPPED_FIRST
+from .parallelism import Parallelism
+from .pending_works import PendingWorks
+from .unused_allreduce import UnusedAllreduce
 
 EACH = "each"
 """Placeholder for digests that are still on their way from a device."""
-
-CHANGES_AT_MOST = 64
-"""Extra digests because the exchange stopped or resumed, or came between steps: a program that
-exchanges in every other step must not cause one each time."""
 
 
 class UnwrappedParameters:
@@ -63,7 +51,7 @@ class UnwrappedParameters:
         complete, completed, group, inside, shared, averaged, late, spread: see `UnwrappedState`;
             up to the last step.
         passed: gradients passed to collectives for the step about to be taken.
-        numbers_passed: `exchanges.numbers_passed()` at the last step.
+        numbers_passed: `Exchanges.numbers_passed` at the last step.
         changes: extra digests so far, see `CHANGES_AT_MOST`.
         waiting: states whose digests are still on their way from a device.
     """
@@ -82,69 +70,122 @@ class UnwrappedParameters:
         self.late = 0
         self.spread = -1
         self.passed = PassedGradients()
-        self.numbers_passed = exchanges.numbers_passed()
+        self.numbers_passed = Exchanges.current.numbers_passed
         self.changes = 0
         self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
 
 
-_roots: WeakIdentityMap[int] = WeakIdentityMap()
-"""Outermost modules, numbered in the order in which they were recorded."""
-_numbers = itertools.count()
+class UnwrappedModels(Watcher):
+    lost = "models that are trained without a wrapper"
+    after = (Exchanges,)  # records what the program exchanges itself
 
-_following = Subscriptions()
-"""Subscription to every step; enabled once an optimizer has parameters outside of wrappers."""
+    def __init__(self) -> None:
+        # Outermost modules, numbered in the order in which they were recorded.
+        self._roots: WeakIdentityMap[int] = WeakIdentityMap()
+        self._numbers = itertools.count()
+        # Subscription to every step; enabled once an optimizer has parameters outside of
+        # wrappers.
+        self._following = Subscriptions()
 
+    def install(self) -> None:
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
 
-def install() -> None:
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
+        self.around((c10d, dist), "destroy_process_group", before=self._destroying)
 
-    around((c10d, dist), "destroy_process_group", before=_destroying, lost=LOST)
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _following[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        """Look at optimizers whose parameters are all wrapped only now and then: they stay
+        wrapped."""
+        known = step.known.notes.get(UnwrappedParameters)
+        if known is None or not (known.parameters or step.number % LOOK_AGAIN):
+            self._look_at_step(recorder, step)
 
+    @on(lifecycle.step_begins, during="_following")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        known = step.known.notes.get(UnwrappedParameters)
+        if known is not None and known.parameters:
+            self._look_at_step(recorder, step)
 
-def _step_due(recorder: Recorder, step: Step) -> None:
-    """Look at optimizers whose parameters are all wrapped only now and then: they stay wrapped."""
-    known = step.known.notes.get(UnwrappedParameters)
-    if known is None or not (known.parameters or step.number % LOOK_AGAIN):
-        _look_at_step(recorder, step)
+    def _look_at_step(self, recorder: Recorder, step: Step) -> None:
+        optimizer = step.optimizer()
+        if optimizer is None or not _several_ranks():
+            return
+        known = self._unwrapped_parameters(recorder, optimizer, step)
+        if not known.parameters or capturing():
+            return
+        self._following.enable()
+        every = [ref() for ref in known.parameters]
+        alive = [p for p in every if p is not None]
+        known.passed = Exchanges.current.gradients_passed(every)
+        before, known.exchanged = known.exchanged, _exchanged(recorder, known, alive)
+        if not recorder.step:
+            known.spread = Exchanges.current.group_of_parameters(alive)
+        _write(recorder, known, wait=False)
+        complete = not step.closure and _in_one_group(known, known.passed.group)
+        known.shared += known.passed.most
+        known.averaged += Exchanges.current.parameters_averaged(alive)
+        known.late += Exchanges.current.gradients_applied(known.parameters)
+        PendingWorks.current.step_begins([p.grad for p in alive if p.grad is not None])
+        due = known.exchanged != before or _digest_due(known, step.number, complete)
+        due |= _may_be_equal_now(known, alive)
+        known.complete = complete
+        if due and any(p.grad is not None for p in alive):
+            _record_state(recorder, step.known.number, known, step.number)
+        known.completed += complete
+        known.inside += Exchanges.current.all_passed_in_backward(every)
 
+    def _unwrapped_parameters(
+        self, recorder: Recorder, optimizer: Any, step: Step
+    ) -> UnwrappedParameters:
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = step.known.notes.get(UnwrappedParameters)
+        if known is not None and (known.held, known.models) == (
+            held,
+            WrappedModels.current.count(),
+        ):
+            return known
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        covered = WrappedModels.current.covered()
+        mine = [p for p in parameters if _trained(p) and id(p) not in covered]
+        if any(_sharded(p) for p in parameters):
+            mine = []
+        known = step.known.notes[UnwrappedParameters] = UnwrappedParameters(mine)
+        known.held, known.models = held, WrappedModels.current.count()
+        if mine:
+            self._emit(recorder, step, mine)
+        return known
 
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    known = step.known.notes.get(UnwrappedParameters)
-    if known is not None and known.parameters:
-        _look_at_step(recorder, step)
+    def _emit(self, recorder: Recorder, step: Step, parameters: list[Any]) -> None:
+        names, roots = ModuleOrigins.current.named_roots(parameters)
+        alone = roots or (parameters if len(parameters) == 1 else [])
+        one = name_of(id(alone[0]), sys._getframe(1), recorder.sites) if alone else None
+        recorder.emit(
+            Unwrapped(
+                at=time.monotonic(),
+                optimizer=step.known.number,
+                kind=type(roots[0]).__name__ if roots else "",
+                parameters=tuple(
+                    tensor_of(names.get(id(p), f"parameter {i}"), p)
+                    for i, p in enumerate(parameters[:UNWRAPPED_EMITTED])
+                ),
+                wrapped=WrappedModels.current.count(),
+                root=self._roots.setdefault(roots[0], next(self._numbers)) if roots else -1,
+                site=_made_at(recorder, roots[0] if roots else parameters[0]),
+                step_site=step.site,
+                name=one.name if one else "",
+            ),
+            vital=True,
+        )
 
+    def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        if not (args or kwargs.get("group")):
+            _finish(recorder, wait=True)
 
-def _look_at_step(recorder: Recorder, step: Step) -> None:
-    optimizer = step.optimizer()
-    if optimizer is None or not _several_ranks():
-        return
-    known = _unwrapped_parameters(recorder, optimizer, step)
-    if not known.parameters or capturing():
-        return
-    _following.enable()
-    every = [ref() for ref in known.parameters]
-    alive = [p for p in every if p is not None]
-    known.passed = exchanges.gradients_passed(every)
-    before, known.exchanged = known.exchanged, _exchanged(recorder, known, alive)
-    if not recorder.step:
-        known.spread = exchanges.group_of_parameters(alive)
-    _write(recorder, known, wait=False)
-    complete = not step.closure and _in_one_group(known, known.passed.group)
-    known.shared += known.passed.most
-    known.averaged += exchanges.parameters_averaged(alive)
-    known.late += exchanges.gradients_applied(known.parameters)
-    pending_works.step_begins([p.grad for p in alive if p.grad is not None])
-    due = known.exchanged != before or _digest_due(known, step.number, complete)
-    due |= _may_be_equal_now(known, alive)
-    known.complete = complete
-    if due and any(p.grad is not None for p in alive):
-        _record_state(recorder, step.known.number, known, step.number)
-    known.completed += complete
-    known.inside += exchanges.all_passed_in_backward(every)
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        # Do not wait for a device: it may hang.
+        _finish(recorder, wait=False)
 
 
 def _in_one_group(known: UnwrappedParameters, group: int) -> bool:
@@ -171,18 +212,18 @@ def _digest_due(known: UnwrappedParameters, step: int, complete: bool) -> bool:
     if complete != known.complete and known.changes < CHANGES_AT_MOST:
         known.changes += 1
         return True
-    return len(known.parameters) <= SMALL and (
-        step < EARLY or step % (1 << step.bit_length() - 5) == 0
+    return len(known.parameters) <= SMALL_MODEL and (
+        step < UNWRAPPED_FIRST or step % (1 << step.bit_length() - 5) == 0
     )
 
 
 def _may_be_equal_now(known: UnwrappedParameters, parameters: list[Any]) -> bool:
     """Whether enough was exchanged since the last step, in some unknown form, to make the
     parameters equal again."""
-    since, known.numbers_passed = known.numbers_passed, exchanges.numbers_passed()
+    since, known.numbers_passed = known.numbers_passed, Exchanges.current.numbers_passed
     if known.exchanged or known.changes >= CHANGES_AT_MOST:
         return False
-    much = exchanges.enough_for(parameters, since)
+    much = Exchanges.current.enough_for(parameters, since)
     known.changes += much
     return much
 
@@ -193,9 +234,11 @@ def _record_state(
     every = [ref() for ref in known.parameters]
     values, _ = sums(every)
     gradients, _ = sums(None if p is None else p.grad for p in every)
-    closely = not last and step & (step - 1) == 0 and len(every) <= EMITTED_AT_MOST
-    running, running_site = pending_works.steps(optimizer)
-    copied, copied_site = unused_allreduce.norm_ratio(recorder, every) if closely else (0.0, -1)
+    closely = not last and step & (step - 1) == 0 and len(every) <= UNWRAPPED_EMITTED
+    running, running_site = PendingWorks.current.steps(optimizer)
+    copied, copied_site = (
+        UnusedAllreduce.current.norm_ratio(recorder, every) if closely else (0.0, -1)
+    )
     state = UnwrappedState(
         at=time.monotonic(),
         optimizer=optimizer,
@@ -206,23 +249,23 @@ def _record_state(
         complete=known.complete and not last,
         completed=known.completed,
         group=known.group,
-        partners=parallelism.partners() if known.group > 0 else (),
+        partners=Parallelism.current.partners() if known.group > 0 else (),
         inside=known.inside,
         averaged=known.averaged,
         shared=known.shared,
         late=known.late,
         spread=known.spread,
-        numbers=exchanges.numbers_by_group() if known.spread > 0 else {},
-        elements=exchanges.elements_after_first_step(),
-        swaps=parallelism.all_to_all_calls(),
-        wrapped=backwards.synced(),
+        numbers=Exchanges.current.numbers_by_group() if known.spread > 0 else {},
+        elements=Exchanges.current.elements_after_first_step(),
+        swaps=Parallelism.current.all_to_all_calls(),
+        wrapped=Backwards.current.synced,
         each=EACH if closely else "",
         handed=pack(known.passed.positions) if closely else "",
         other=known.passed.other if closely else 0,
-        exchange_site=exchanges.exchange_site() if closely else -1,
+        exchange_site=Exchanges.current.exchange_site() if closely else -1,
         copied=copied,
         copied_site=copied_site,
-        within=0 if last else exchanges.elements_in_backward(),
+        within=0 if last else Exchanges.current.elements_in_backward(),
         running=running,
         running_site=running_site,
         last=last,
@@ -235,23 +278,6 @@ def _several_ranks() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _unwrapped_parameters(recorder: Recorder, optimizer: Any, step: Step) -> UnwrappedParameters:
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = step.known.notes.get(UnwrappedParameters)
-    if known is not None and (known.held, known.models) == (held, wrapped_models.count()):
-        return known
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    covered = wrapped_models.covered()
-    mine = [p for p in parameters if _trained(p) and id(p) not in covered]
-    if any(_sharded(p) for p in parameters):
-        mine = []
-    known = step.known.notes[UnwrappedParameters] = UnwrappedParameters(mine)
-    known.held, known.models = held, wrapped_models.count()
-    if mine:
-        _emit(recorder, step, mine)
-    return known
 
 
 def _trained(parameter: Any) -> bool:
@@ -275,31 +301,15 @@ def _made_at(recorder: Recorder, root: Any) -> int:
     """The line that assigns the model to a variable of a running function; else the one that
     constructed it."""
     found = assignment_in_frames(
-        sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", root, origin_line(root)
+        sys._getframe(1),
+        lambda code: recorder.sites.kind(code) == "user",
+        root,
+        ModuleOrigins.current.origin_line(root),
     )
-    return recorder.sites.number(found.code, found.line) if found is not None else origin_site(root)
-
-
-def _emit(recorder: Recorder, step: Step, parameters: list[Any]) -> None:
-    names, roots = named_roots(parameters)
-    alone = roots or (parameters if len(parameters) == 1 else [])
-    one = name_of(id(alone[0]), sys._getframe(1), recorder.sites) if alone else None
-    recorder.emit(
-        Unwrapped(
-            at=time.monotonic(),
-            optimizer=step.known.number,
-            kind=type(roots[0]).__name__ if roots else "",
-            parameters=tuple(
-                tensor_of(names.get(id(p), f"parameter {i}"), p)
-                for i, p in enumerate(parameters[:EMITTED_AT_MOST])
-            ),
-            wrapped=wrapped_models.count(),
-            root=_roots.setdefault(roots[0], next(_numbers)) if roots else -1,
-            site=_made_at(recorder, roots[0] if roots else parameters[0]),
-            step_site=step.site,
-            name=one.name if one else "",
-        ),
-        vital=True,
+    return (
+        recorder.sites.number(found.code, found.line)
+        if found is not None
+        else ModuleOrigins.current.origin_site(root)
     )
 
 
@@ -309,13 +319,17 @@ def _exchanged(recorder: Recorder, known: UnwrappedParameters, parameters: list[
     An exchange of parameters before the first step does not count: it makes the replicas start
     equal (a broadcast from rank 0) but does not keep them equal.
     """
-    if found := parallelism.special() or known.exchanged:
+    if found := Parallelism.current.special or known.exchanged:
         return found
     if known.passed.most:
-        return "gradients" if exchanges.gradient_groups() == {0} else "gradients of a group"
-    if recorder.step and exchanges.values_exchanged(parameters):
+        return "gradients" if Exchanges.current.gradient_groups() == {0} else "gradients of a group"
+    if recorder.step and Exchanges.current.values_exchanged(parameters):
         return "parameters"
-    return "unseen" if not wrapped_models.live() and exchanges.unrecorded_collectives() else ""
+    return (
+        "unseen"
+        if not WrappedModels.current.live() and Exchanges.current.unrecorded_collectives()
+        else ""
+    )
 
 
 def _write(recorder: Recorder, known: UnwrappedParameters, *, wait: bool) -> None:
@@ -341,25 +355,15 @@ def _combined(numbers: list[int]) -> int:
     return total
 
 
-def _destroying(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not (args or kwargs.get("group")):
-        _finish(recorder, wait=True)
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    # Do not wait for a device: it may hang.
-    _finish(recorder, wait=False)
-
-
 def _finish(recorder: Recorder, *, wait: bool) -> None:
     """Record the last state of every optimizer, and what still waits to be written."""
-    exchanges.no_step_follows()
-    for optimizer in optimizers.known():
+    Exchanges.current.no_step_follows()
+    for optimizer in Optimizers.current.known():
         if (known := optimizer.notes.pop(UnwrappedParameters, None)) is not None:
             alive = [p for ref in known.parameters if (p := ref()) is not None]
             before, known.exchanged = known.exchanged, _exchanged(recorder, known, alive)
             if (before, known.exchanged) == ("", "parameters"):
-                changed = exchanges.values_exchanged(alive, gathered=False)
+                changed = Exchanges.current.values_exchanged(alive, gathered=False)
                 known.exchanged = "parameters" if changed else "gathered"
             emitted = known.completed or known.inside or known.spread > 0
             if emitted or known.exchanged != before:

@@ -18,6 +18,7 @@ from ...recording.torch_compat import node_number, saved, shard
 from ...source import call_graph
 from ...tensors.digests import finite, memory_freed, readable
 from ...training import autograd_grad
+from ...training.autograd_grad import AutogradGrad
 
 MOST_NODES = 4000
 """Autograd nodes read: about a second."""
@@ -112,7 +113,7 @@ def trace(root: Any, names: Names) -> Origin:
     origin = _skip_harmless(origin)
     if hidden and not hidden.isdisjoint(_nodes(origin)):
         return Origin()  # an unreadable tensor before it may be the true origin
-    site = autograd_grad.site_of(origin)
+    site = AutogradGrad.current.site_of(origin)
     if site >= 0:
         return _of_derivative(origin, order, names, site)
     return Origin(_operation(origin), _nearest_parameter(origin, names), number=node_number(origin))
@@ -125,7 +126,7 @@ def _of_derivative(made: Any, order: list[Any], names: Names, site: int) -> Orig
     given = set(below)
     beside = (n for n in order if any(child in given for child, _ in n.next_functions))
     for node in (*below, *beside):
-        if autograd_grad.site_of(node) < 0 and (operation := autograd_grad.singular(node)):
+        if AutogradGrad.current.site_of(node) < 0 and (operation := autograd_grad.singular(node)):
             return Origin(operation, _nearest_parameter(node, names), derivative_site=site)
     return Origin(derivative_site=site)
 

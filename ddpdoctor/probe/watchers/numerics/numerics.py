@@ -23,19 +23,20 @@ from ...recording.device_flags import Flag
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import compiling, graph
+from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.digests import finite
-from ...training import lifecycle, optimizers, wrapped_models
+from ...training import lifecycle
 from ...training.accumulate_grad import Captures, GradientHooks
 from ...training.finite_gradients import finite_gradient, sampled_positions
-from ...training.module_origins import named_roots
+from ...training.module_origins import ModuleOrigins
+from ...training.optimizers import Optimizers
 from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
+from ...training.wrapped_models import WrappedModels
 from . import nonfinite_origin, nonfinite_sites
 from .finite_gradients_of_nan_loss import FiniteGradients, leaves_gradients_finite
 from .nonfinite_origin import Origin
-
-LOST = "where NaN and infinity come from"
 
 MOST_EMITTED = 8
 MOST_INPUTS = 16
@@ -55,7 +56,10 @@ _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 for finite gradients."""
 
 
-class _Numerics:
+_NO_FORWARD: tuple[int, Any, list[tuple[int | str, Any]]] = (-1, None, [])
+
+
+class Numerics(Watcher):
     """
     Attributes:
         suspect: the non-finite loss or gradient of the last backwards, until a step applies it.
@@ -72,6 +76,8 @@ class _Numerics:
             loss was finite (padding, say), so that their inputs are not to blame.
     """
 
+    lost = "where NaN and infinity come from"
+
     def __init__(self) -> None:
         self.suspect: NonFinite | None = None
         self.local: NonFinite | None = None
@@ -87,64 +93,291 @@ class _Numerics:
         self.marked: set[Model] = set()
         self.masked: set[Model] = set()
         self.sampled_positions: dict[Model, list[int]] = {}
+        # Subscription to the end of a backward whose gradients are looked at.
+        self._at_backward_end = Subscriptions()
+        # Subscription to the next step, while something non-finite, or a pending flag, may be
+        # applied.
+        self._at_next_step = Subscriptions()
 
+    def install(self) -> None:
+        import torch
 
-_NO_FORWARD: tuple[int, Any, list[tuple[int | str, Any]]] = (-1, None, [])
-_state = _Numerics()
-_at_backward_end = Subscriptions()
-"""Subscription to the end of a backward whose gradients are looked at."""
-_at_next_step = Subscriptions()
-"""Subscription to the next step, while something non-finite, or a pending flag, may be applied."""
+        self.plain = torch.Tensor
 
+    @on(lifecycle.forward_due)
+    def _forward_due(self, recorder: Recorder, forward: Forward) -> None:
+        made = forward.model.forwards
+        if self.emitted < MOST_EMITTED and made & (made - 1) == 0:
+            given = (ref() for _, ref in self._inputs(forward))
+            if not all(finite(tensor) for tensor in given):
+                self.marked.add(forward.model)
 
-def install() -> None:
-    import torch
+    @on(lifecycle.forward_ends)
+    def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
+        if forward.grad_enabled and self.emitted < MOST_EMITTED:
+            output = forward.output
+            kept = Reference(output) if type(output) is self.plain else None
+            self.returned[forward.model] = graph.next_number(), kept, self._inputs(forward)
 
-    _state.__init__()  # type: ignore[misc]
-    _state.plain = torch.Tensor
-    lifecycle.forward_due.subscribe(_forward_due, lost=LOST)
-    lifecycle.forward_ends.subscribe(_forward_ends, lost=LOST)
-    lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST)
-    _at_backward_end[:] = (
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
-    )
-    _at_next_step[:] = (lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),)
-    hooks.leaving.subscribe(_leaving, lost=LOST)
+    def _inputs(self, forward: Forward) -> list[tuple[int | str, Any]]:
+        """Weak references to the input tensors of a forward, with their names or positions."""
+        args, kwargs = forward.args, forward.kwargs
+        if len(args) == 1 and not kwargs and type(args[0]) is self.plain:  # as most often
+            return [(0, Reference(args[0]))]
+        return [*_tensors(enumerate(args)), *_tensors(kwargs.items())]
 
+    def _entered_after_forwards(self, origin: Origin, live: list[Model]) -> str:
+        """`NonFinite.beyond`: `finite` or `gone` (the outputs of the forwards) if the value entered
+        the graph as a constant after all forwards; empty if not."""
+        known = [self.returned.get(model, _NO_FORWARD) for model in live]
+        if not (origin.entered and known) or not all(0 <= n <= origin.number for n, _, _ in known):
+            return ""
+        outputs = [None if reference is None else reference() for _, reference, _ in known]
+        if not all(finite(output) for output in outputs):
+            return ""
+        return "gone" if any(output is None for output in outputs) else "finite"
 
-def _forward_due(recorder: Recorder, forward: Forward) -> None:
-    made = forward.model.forwards
-    if _state.emitted < MOST_EMITTED and made & (made - 1) == 0:
-        given = (ref() for _, ref in _inputs(forward))
-        if not all(finite(tensor) for tensor in given):
-            _state.marked.add(forward.model)
+    @on(lifecycle.backward_begins)
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        earlier, self.suspect, self.local = self.suspect, None, None
+        self.flags.clear()
+        self.hooks.alone = False
+        marked, self.marked = self.marked, set()
+        if self.emitted >= MOST_EMITTED:
+            return
+        for root in backward.roots:
+            if type(root) is self.plain and root.is_floating_point():
+                break
+        else:
+            return
+        one_number = root.is_cpu and root.numel() == 1  # as most losses are
+        if not one_number and root.is_cuda:
+            if compiling():
+                return
+            self._flag_later(recorder, backward, root, "loss")
+        elif not (math.isfinite(root.item()) if one_number else finite(root)):
+            if not compiling():
+                self.suspect = _remaining(earlier) or self._diagnose(recorder, backward, root)
+                self._at_next_step.enable()
+                if leaves_gradients_finite(self.suspect):
+                    self._watch_gradients(recorder, backward, True)
+                self._emit_if_lasting(recorder, self.suspect, root)
+            return
+        self.lasting = None, 0
+        if earlier is not None:
+            self.suspect = _remaining(earlier)
+        if marked and not root.is_cuda:
+            self.masked |= marked
+        asked = recorder.every and recorder.step % recorder.every == 0
+        if (asked or self.backwards < ALWAYS or recorder.affordable()) and not compiling():
+            seen, self.backwards = self.backwards, self.backwards + 1
+            self._watch_gradients(
+                recorder, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0
+            )
 
+    def _emit_if_lasting(self, recorder: Recorder, suspect: NonFinite, root: Any) -> None:
+        """Record a non-finite loss that persists without a step: a GradScaler keeps skipping steps
+        that no smaller scale makes finite."""
+        first, count = self.lasting
+        overflow = suspect.kind != "parameter" and nonfinite_origin.value_in(root) == "inf"
+        if overflow or (
+            first is not None and (first.step, first.kind) != (suspect.step, suspect.kind)
+        ):
+            first, count = None, 0
+        if not overflow:
+            first, count = first or suspect, count + 1
+            if count == (LASTING_PARAMETERS if first.kind == "parameter" else LASTING):
+                emitted = msgspec.structs.replace(
+                    first, total=first.step, applied=False, skipped=count
+                )
+                self._emit(recorder, emitted)
+        self.lasting = first, count
 
-def _forward_ends(recorder: Recorder, forward: Forward) -> None:
-    if forward.grad_enabled and _state.emitted < MOST_EMITTED:
-        output = forward.output
-        kept = Reference(output) if type(output) is _state.plain else None
-        _state.returned[forward.model] = graph.next_number(), kept, _inputs(forward)
+    def _flag_later(self, recorder: Recorder, backward: Backward, value: Any, kind: str) -> None:
+        import torch
 
+        if torch.cuda.is_current_stream_capturing():
+            return
+        bad = torch.logical_not(torch.isfinite(value.detach()).all())
+        event = NonFinite(
+            at=time.monotonic(),
+            kind=kind,
+            step=recorder.step,
+            value="not finite",
+            site=backward.site,
+        )
+        self.flags.append((Flag(bad), event))
+        self._at_next_step.enable()
 
-def _inputs(forward: Forward) -> list[tuple[int | str, Any]]:
-    """Weak references to the input tensors of a forward, with their names or positions."""
-    args, kwargs = forward.args, forward.kwargs
-    if len(args) == 1 and not kwargs and type(args[0]) is _state.plain:  # as most often
-        return [(0, Reference(args[0]))]
-    return [*_tensors(enumerate(args)), *_tensors(kwargs.items())]
+    def _watch_gradients(self, recorder: Recorder, backward: Backward, whole: bool) -> None:
+        """Hook the gradients of one parameter of each model, or of many (`whole`), to look at them
+        before DDP averages them."""
+        look = shielded(
+            "numerics.look", partial(self._look_at_gradient, recorder, backward, whole), self.lost
+        )
+        for model in WrappedModels.current.live():
+            if not model.pending:
+                continue
+            known = self.sampled_positions.get(model)
+            if known is None:
+                known = self.sampled_positions[model] = sampled_positions(model)
+            for position in known if whole else known[:1]:
+                parameter = model.parameters[position]()
+                if parameter is None or not parameter.requires_grad:  # frozen for this backward
+                    continue
+                self.hooks.add([(parameter, partial(look, model.names[position]))])
+                self._at_backward_end.enable()
+                if parameter.is_cuda:  # every look launches kernels there: one parameter must do
+                    break
 
+    def _look_at_gradient(
+        self, recorder: Recorder, backward: Backward, whole: bool, name: str, gradient: Any
+    ) -> None:
+        if gradient is None or Captures.depth:
+            return
+        if gradient.is_cuda:
+            self._flag_later(recorder, backward, gradient, "gradient")
+            return
+        began = time.perf_counter_ns()
+        if not finite_gradient(gradient):
+            if self.local is None:
+                self.local = _own_gradient(recorder, backward, gradient)
+            if whole:
+                self.local = msgspec.structs.replace(self.local, names=(*self.local.names, name))
+        recorder.own_ns += time.perf_counter_ns() - began
 
-def _entered_after_forwards(origin: Origin, live: list[Model]) -> str:
-    """`NonFinite.beyond`: `finite` or `gone` (the outputs of the forwards) if the value entered the
-    graph as a constant after all forwards; empty if not."""
-    known = [_state.returned.get(model, _NO_FORWARD) for model in live]
-    if not (origin.entered and known) or not all(0 <= n <= origin.number for n, _, _ in known):
-        return ""
-    outputs = [None if reference is None else reference() for _, reference, _ in known]
-    if not all(finite(output) for output in outputs):
-        return ""
-    return "gone" if any(output is None for output in outputs) else "finite"
+    @on(lifecycle.backward_ends, during="_at_backward_end")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        self._at_backward_end.disable()
+        self.hooks.remove()
+        if self.local is not None and self.suspect is None:
+            self.suspect = self.local
+            self._at_next_step.enable()
+
+    def _diagnose(self, recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
+        """Find what made the loss non-finite: parameters, inputs, buffers, or else an operation."""
+        live = [m for m in WrappedModels.current.live() if m.pending]
+        frame = recorder.sites.user_frame(sys._getframe(1))
+        base = NonFinite(
+            at=time.monotonic(),
+            kind="loss",
+            step=recorder.step,
+            value=nonfinite_origin.value_in(root),
+            site=backward.site,
+            backward=backward.number,
+            forward_site=live[0].forward_site if live else -1,
+        )
+        for kind, named in self._forward_state(live):
+            bad = [(name, t) for name, t in named if not finite(t)]
+            if bad:
+                return msgspec.structs.replace(
+                    base,
+                    kind=kind,
+                    value=nonfinite_origin.value_in(bad[0][1]),
+                    names=tuple(name for name, _ in bad[:5]),
+                    count=len(bad),
+                    rows=_rows(bad[0][1]) if kind == "input" else (),
+                    gradients=kind == "parameter" and _caused_by_gradients([t for _, t in bad]),
+                    origin_site=base.forward_site if kind == "input" else -1,
+                )
+        origin = nonfinite_origin.trace(root, _names_by_id())
+        beyond = self._entered_after_forwards(origin, live)
+        returned = [self.returned.get(model, _NO_FORWARD)[0] for model in live]
+        site = nonfinite_sites.site_of_origin(
+            recorder, origin, live, frame, root, base.forward_site, bool(beyond), returned
+        )
+        return msgspec.structs.replace(
+            base,
+            operation=origin.operation,
+            module="" if beyond else origin.module,
+            names=(origin.parameter,) if origin.parameter and not beyond else (),
+            entered=origin.entered,
+            beyond=beyond,
+            derivative_site=origin.derivative_site,
+            origin_site=site,
+            within=nonfinite_sites.module_at(recorder, site, live),
+        )
+
+    def _forward_state(self, live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
+        """Named tensors that the forwards started from, by kind, in the order to blame them."""
+        for model in live:
+            inner = model.inner()
+            if inner is not None:
+                yield "parameter", inner.named_parameters()
+            _, _, given = (
+                _NO_FORWARD if model in self.masked else self.returned.get(model, _NO_FORWARD)
+            )
+            inputs = [(_input_name(name), ref()) for name, ref in given]
+            yield "input", [(name, tensor) for name, tensor in inputs if tensor is not None]
+            if inner is not None:
+                yield "buffer", _buffers_read(inner)
+        if not live:  # no wrapper, or one of another kind
+            held = list(Optimizers.current.parameters().values())
+            names, _ = ModuleOrigins.current.named_roots(held)
+            yield "parameter", [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(held)]
+
+    @on(lifecycle.step_begins, during="_at_next_step")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        self._read_flags(recorder)
+        suspect, self.suspect = self.suspect, None
+        self._at_next_step.enable(bool(self.waiting or self.flags))
+        optimizer = step.optimizer()
+        if optimizer is None or _skips_itself(optimizer):
+            self.flags.clear()
+            return
+        # The step is applied before the device has answered.
+        self.waiting += self.flags
+        self.flags.clear()
+        if suspect is None:
+            return
+        bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
+        if not bad and self.local is None:
+            hooks, number = self.hooks, step.number
+            if (
+                first := self.spared.add(suspect, hooks, step=number, total=recorder.step)
+            ) is not None:
+                self._emit(recorder, first)
+        if bad:
+            if suspect.kind == "gradient":
+                known = _names_by_id()
+                # Parameters are in the order of the forward, gradients arise in the reverse order:
+                # the last non-finite one is nearest to the origin.
+                found = suspect.names or [known[id(p)][0] for p in reversed(bad) if id(p) in known]
+                suspect = msgspec.structs.replace(
+                    suspect,
+                    names=tuple(found[:5]),
+                    count=len(bad),
+                    module=found[0].rpartition(".")[0] if found else "",
+                )
+            self._emit(
+                recorder, msgspec.structs.replace(suspect, step=step.number, total=recorder.step)
+            )
+
+    def _read_flags(self, recorder: Recorder) -> None:
+        still: list[tuple[Flag, NonFinite]] = []
+        for flag, event in self.waiting:
+            answer = flag.answer()
+            if answer is None:
+                still.append((flag, event))
+            elif answer:
+                self._emit(recorder, event)
+        self.waiting = still[-20:]
+
+    def _emit(self, recorder: Recorder, event: NonFinite) -> None:
+        if self.emitted < MOST_EMITTED:
+            self.emitted += 1
+            if event.kind in ("loss", "gradient"):
+                largest = nonfinite_origin.largest(Optimizers.current.parameters().values())
+                event = msgspec.structs.replace(event, largest=largest)
+            recorder.emit(event, vital=True)
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        self._read_flags(recorder)
+        if (spared := self.spared.first) is not None and spared.spared > 1:
+            recorder.emit(spared)
+        if self.suspect is not None:  # the program ended before a step, or because of it
+            self._emit(recorder, msgspec.structs.replace(self.suspect, applied=False))
 
 
 def _tensors(named: Iterable[tuple[int | str, Any]]) -> list[tuple[int | str, Any]]:
@@ -166,112 +399,11 @@ def _input_name(name: int | str) -> str:
     return name if isinstance(name, str) else f"argument {name}"
 
 
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    earlier, _state.suspect, _state.local = _state.suspect, None, None
-    _state.flags.clear()
-    _state.hooks.alone = False
-    marked, _state.marked = _state.marked, set()
-    if _state.emitted >= MOST_EMITTED:
-        return
-    for root in backward.roots:
-        if type(root) is _state.plain and root.is_floating_point():
-            break
-    else:
-        return
-    one_number = root.is_cpu and root.numel() == 1  # as most losses are
-    if not one_number and root.is_cuda:
-        if compiling():
-            return
-        _flag_later(recorder, backward, root, "loss")
-    elif not (math.isfinite(root.item()) if one_number else finite(root)):
-        if not compiling():
-            _state.suspect = _remaining(earlier) or _diagnose(recorder, backward, root)
-            _at_next_step.enable()
-            if leaves_gradients_finite(_state.suspect):
-                _watch_gradients(recorder, backward, True)
-            _emit_if_lasting(recorder, _state.suspect, root)
-        return
-    _state.lasting = None, 0
-    if earlier is not None:
-        _state.suspect = _remaining(earlier)
-    if marked and not root.is_cuda:
-        _state.masked |= marked
-    asked = recorder.every and recorder.step % recorder.every == 0
-    if (asked or _state.backwards < ALWAYS or recorder.affordable()) and not compiling():
-        seen, _state.backwards = _state.backwards, _state.backwards + 1
-        _watch_gradients(recorder, backward, asked or seen < ALWAYS or seen % WHOLE_EVERY == 0)
-
-
 def _remaining(earlier: NonFinite | None) -> NonFinite | None:
     """The suspect of an earlier backward, if accumulated gradients are still not finite."""
-    if earlier is None or all(finite(p.grad) for p in optimizers.parameters().values()):
+    if earlier is None or all(finite(p.grad) for p in Optimizers.current.parameters().values()):
         return None
     return earlier
-
-
-def _emit_if_lasting(recorder: Recorder, suspect: NonFinite, root: Any) -> None:
-    """Record a non-finite loss that persists without a step: a GradScaler keeps skipping steps that
-    no smaller scale makes finite."""
-    first, count = _state.lasting
-    overflow = suspect.kind != "parameter" and nonfinite_origin.value_in(root) == "inf"
-    if overflow or (first is not None and (first.step, first.kind) != (suspect.step, suspect.kind)):
-        first, count = None, 0
-    if not overflow:
-        first, count = first or suspect, count + 1
-        if count == (LASTING_PARAMETERS if first.kind == "parameter" else LASTING):
-            emitted = msgspec.structs.replace(first, total=first.step, applied=False, skipped=count)
-            _emit(recorder, emitted)
-    _state.lasting = first, count
-
-
-def _flag_later(recorder: Recorder, backward: Backward, value: Any, kind: str) -> None:
-    import torch
-
-    if torch.cuda.is_current_stream_capturing():
-        return
-    bad = torch.logical_not(torch.isfinite(value.detach()).all())
-    event = NonFinite(
-        at=time.monotonic(), kind=kind, step=recorder.step, value="not finite", site=backward.site
-    )
-    _state.flags.append((Flag(bad), event))
-    _at_next_step.enable()
-
-
-def _watch_gradients(recorder: Recorder, backward: Backward, whole: bool) -> None:
-    """Hook the gradients of one parameter of each model, or of many (`whole`), to look at them
-    before DDP averages them."""
-    look = shielded("numerics.look", partial(_look_at_gradient, recorder, backward, whole), LOST)
-    for model in wrapped_models.live():
-        if not model.pending:
-            continue
-        known = _state.sampled_positions.get(model)
-        if known is None:
-            known = _state.sampled_positions[model] = sampled_positions(model)
-        for position in known if whole else known[:1]:
-            parameter = model.parameters[position]()
-            if parameter is None or not parameter.requires_grad:  # frozen for this backward
-                continue
-            _state.hooks.add([(parameter, partial(look, model.names[position]))])
-            _at_backward_end.enable()
-            if parameter.is_cuda:  # every look launches kernels there: one parameter must do
-                break
-
-
-def _look_at_gradient(
-    recorder: Recorder, backward: Backward, whole: bool, name: str, gradient: Any
-) -> None:
-    if gradient is None or Captures.depth:
-        return
-    if gradient.is_cuda:
-        _flag_later(recorder, backward, gradient, "gradient")
-        return
-    began = time.perf_counter_ns()
-    if not finite_gradient(gradient):
-        if _state.local is None:
-            _state.local = _own_gradient(recorder, backward, gradient)
-        if whole:
-            _state.local = msgspec.structs.replace(_state.local, names=(*_state.local.names, name))
-    recorder.own_ns += time.perf_counter_ns() - began
 
 
 def _own_gradient(recorder: Recorder, backward: Backward, gradient: Any) -> NonFinite:
@@ -284,18 +416,10 @@ def _own_gradient(recorder: Recorder, backward: Backward, gradient: Any) -> NonF
     )
 
 
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    _at_backward_end.disable()
-    _state.hooks.remove()
-    if _state.local is not None and _state.suspect is None:
-        _state.suspect = _state.local
-        _at_next_step.enable()
-
-
 def _names_by_id() -> dict[int, list[str]]:
     """All names of the wrapped models' parameters, by id."""
     found: dict[int, list[str]] = {}
-    for model in wrapped_models.live():
+    for model in WrappedModels.current.live():
         inner = model.inner()
         if inner is not None:
             for name, parameter in inner.named_parameters(remove_duplicate=False):
@@ -303,78 +427,14 @@ def _names_by_id() -> dict[int, list[str]]:
     return found
 
 
-def _diagnose(recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
-    """Find what made the loss non-finite: parameters, inputs, buffers, or else an operation."""
-    live = [m for m in wrapped_models.live() if m.pending]
-    frame = recorder.sites.user_frame(sys._getframe(1))
-    base = NonFinite(
-        at=time.monotonic(),
-        kind="loss",
-        step=recorder.step,
-        value=nonfinite_origin.value_in(root),
-        site=backward.site,
-        backward=backward.number,
-        forward_site=live[0].forward_site if live else -1,
-    )
-    for kind, named in _forward_state(live):
-        bad = [(name, t) for name, t in named if not finite(t)]
-        if bad:
-            return msgspec.structs.replace(
-                base,
-                kind=kind,
-                value=nonfinite_origin.value_in(bad[0][1]),
-                names=tuple(name for name, _ in bad[:5]),
-                count=len(bad),
-                rows=_rows(bad[0][1]) if kind == "input" else (),
-                gradients=kind == "parameter" and _caused_by_gradients([t for _, t in bad]),
-                origin_site=base.forward_site if kind == "input" else -1,
-            )
-    origin = nonfinite_origin.trace(root, _names_by_id())
-    beyond = _entered_after_forwards(origin, live)
-    returned = [_state.returned.get(model, _NO_FORWARD)[0] for model in live]
-    site = nonfinite_sites.site_of_origin(
-        recorder, origin, live, frame, root, base.forward_site, bool(beyond), returned
-    )
-    return msgspec.structs.replace(
-        base,
-        operation=origin.operation,
-        module="" if beyond else origin.module,
-        names=(origin.parameter,) if origin.parameter and not beyond else (),
-        entered=origin.entered,
-        beyond=beyond,
-        derivative_site=origin.derivative_site,
-        origin_site=site,
-        within=nonfinite_sites.module_at(recorder, site, live),
-    )
-
-
 def _caused_by_gradients(parameters: list[Any]) -> bool:
     """Whether optimizer states of the parameters show that non-finite gradients were applied."""
-    states = [o.state.get(p) or {} for o in optimizers.made() for p in parameters]
+    states = [o.state.get(p) or {} for o in Optimizers.current.made() for p in parameters]
     return any(
         not finite(kept) and (key in _FIRST_MOMENTS or nonfinite_origin.value_in(kept) == "nan")
         for state in states
         for key, kept in state.items()
     )
-
-
-def _forward_state(live: list[Model]) -> Iterator[tuple[str, Iterable[tuple[str, Any]]]]:
-    """Named tensors that the forwards started from, by kind, in the order to blame them."""
-    for model in live:
-        inner = model.inner()
-        if inner is not None:
-            yield "parameter", inner.named_parameters()
-        _, _, given = (
-            _NO_FORWARD if model in _state.masked else _state.returned.get(model, _NO_FORWARD)
-        )
-        inputs = [(_input_name(name), ref()) for name, ref in given]
-        yield "input", [(name, tensor) for name, tensor in inputs if tensor is not None]
-        if inner is not None:
-            yield "buffer", _buffers_read(inner)
-    if not live:  # no wrapper, or one of another kind
-        held = list(optimizers.parameters().values())
-        names, _ = named_roots(held)
-        yield "parameter", [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(held)]
 
 
 def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
@@ -398,70 +458,7 @@ def _rows(tensor: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in bad.any(1).nonzero().flatten()[:10])
 
 
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    _read_flags(recorder)
-    suspect, _state.suspect = _state.suspect, None
-    _at_next_step.enable(bool(_state.waiting or _state.flags))
-    optimizer = step.optimizer()
-    if optimizer is None or _skips_itself(optimizer):
-        _state.flags.clear()
-        return
-    # The step is applied before the device has answered.
-    _state.waiting += _state.flags
-    _state.flags.clear()
-    if suspect is None:
-        return
-    bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
-    if not bad and _state.local is None:
-        hooks, number = _state.hooks, step.number
-        if (
-            first := _state.spared.add(suspect, hooks, step=number, total=recorder.step)
-        ) is not None:
-            _emit(recorder, first)
-    if bad:
-        if suspect.kind == "gradient":
-            known = _names_by_id()
-            # Parameters are in the order of the forward, gradients arise in the reverse order: the
-            # last non-finite one is nearest to the origin.
-            found = suspect.names or [known[id(p)][0] for p in reversed(bad) if id(p) in known]
-            suspect = msgspec.structs.replace(
-                suspect,
-                names=tuple(found[:5]),
-                count=len(bad),
-                module=found[0].rpartition(".")[0] if found else "",
-            )
-        _emit(recorder, msgspec.structs.replace(suspect, step=step.number, total=recorder.step))
-
-
 def _skips_itself(optimizer: Any) -> bool:
     """Whether the optimizer is fused: GradScaler always calls those, and they skip the step on the
     device."""
     return getattr(optimizer, "found_inf", None) is not None
-
-
-def _read_flags(recorder: Recorder) -> None:
-    still: list[tuple[Flag, NonFinite]] = []
-    for flag, event in _state.waiting:
-        answer = flag.answer()
-        if answer is None:
-            still.append((flag, event))
-        elif answer:
-            _emit(recorder, event)
-    _state.waiting = still[-20:]
-
-
-def _emit(recorder: Recorder, event: NonFinite) -> None:
-    if _state.emitted < MOST_EMITTED:
-        _state.emitted += 1
-        if event.kind in ("loss", "gradient"):
-            largest = nonfinite_origin.largest(optimizers.parameters().values())
-            event = msgspec.structs.replace(event, largest=largest)
-        recorder.emit(event, vital=True)
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    _read_flags(recorder)
-    if (spared := _state.spared.first) is not None and spared.spared > 1:
-        recorder.emit(spared)
-    if _state.suspect is not None:  # the program ended before a step, or because of it
-        _emit(recorder, msgspec.structs.replace(_state.suspect, applied=False))

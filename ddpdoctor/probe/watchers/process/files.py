@@ -18,15 +18,15 @@ from typing import Any
 import msgspec
 
 from ....events import FileLocked, FileRead, FileWritten
-from ...collectives import sync_points
-from ...recording import hooks, stack_file, threads
+from ...collectives.sync_points import SyncPoints
+from ...recording import hooks, stack_file
 from ...recording.code_locations import OWN, USER
 from ...recording.import_hooks import when_imported
-from ...recording.patching import around, on_restore
+from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, current_recorder, guarded
+from ...recording.threads import Threads
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source import file_polling, source_text
-
-LOST = "which files the ranks write and read"
 
 MOST_PATHS = 400
 MOST_READ = 100
@@ -57,7 +57,14 @@ _LOCK_ENDINGS = (".lock", ".lck", ".pid")
 _NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.", "afs", "9p")
 
 
-class _Files:
+_audited: list[bool] = []
+"""Not empty once the audit hook is added: Python cannot remove it, and another would record
+everything twice."""
+
+
+class Files(Watcher):
+    lost = "which files the ranks write and read"
+
     def __init__(self) -> None:
         self.on = False
         self.written: dict[str, int] = {}
@@ -67,122 +74,276 @@ class _Files:
         self.inside = threading.local()
         self.ours = ""
         self.caches: tuple[str, ...] = ()
+        self._mounts: list[tuple[str, bool]] = []
 
+    def install(self) -> None:
+        import torch
+        import torch.serialization
 
-_files = _Files()
-_hooked = False
+        self.on = True
+        on_restore(self._switch_off)
+        if not _audited:
+            _audited.append(True)
+            sys.addaudithook(lambda event, args: Files.current._audit(event, args))
+        self._watch_function((torch.serialization, torch), "save", 1, "f", self._saves, self._saved)
+        self._watch_function(
+            (torch.serialization, torch), "load", 0, "f", self._loads, self._loaded
+        )
+        when_imported("safetensors.torch", self._watch_safetensors, lost=self.lost)
 
+    def _switch_off(self) -> None:
+        self.on = False
 
-def install() -> None:
-    global _hooked
-    import torch
-    import torch.serialization
+    @on(hooks.leaving)
+    def _leave(self, recorder: Recorder, _: None) -> None:
+        self.on = False  # the interpreter ends: from here on only libraries write
 
-    _files.__init__()  # type: ignore[misc]
-    _files.on = True
-    on_restore(_switch_off)
-    if not _hooked:
-        _hooked = True
-        sys.addaudithook(_audit)
-    _watch_function((torch.serialization, torch), "save", 1, "f", _saves, _saved)
-    _watch_function((torch.serialization, torch), "load", 0, "f", _loads, _loaded)
-    when_imported("safetensors.torch", _watch_safetensors, lost=LOST)
-    hooks.leaving.subscribe(_leave, lost=LOST)
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        # Runs at every audited event of the process, so the cheapest and most selective tests come
+        # first.
+        if event == "open":
+            if (
+                self.on
+                and current_recorder() is not None
+                and not getattr(self.inside, "busy", False)
+            ):
+                self._handle(self._opened, args)
+        elif event == "os.rename":
+            if (
+                self.on
+                and current_recorder() is not None
+                and not getattr(self.inside, "busy", False)
+            ):
+                self._handle(self._renamed, args)
+        elif event in ("fcntl.flock", "fcntl.lockf") and self.on and current_recorder() is not None:
+            self._handle(self._locked, args[:2])
 
+    def _handle(self, work: Any, args: tuple[Any, ...]) -> None:
+        """Call `work` guarded, ignoring files that the doctor itself opens meanwhile."""
+        self.inside.busy = True
+        try:
+            guarded("files", lambda recorder: work(recorder, *args), lost=self.lost)
+        finally:
+            self.inside.busy = False
 
-def _switch_off() -> None:
-    _files.on = False
+    def _locked(self, recorder: Recorder, file: Any, operation: Any) -> None:
+        if operation & fcntl.LOCK_UN:
+            self.locks = max(0, self.locks - 1)
+            return
+        if operation & fcntl.LOCK_EX:
+            self.locks += 1
+        path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+        times = self.locked[path] = self.locked.get(path, 0) + 1
+        if times <= RECORDS_PER_PATH and len(self.locked) <= MOST_PATHS:
+            recorder.emit(
+                FileLocked(
+                    at=time.monotonic(),
+                    path=path,
+                    site=recorder.site(),
+                    shared=self._is_shared(path),
+                )
+            )
 
+    def _opened(self, recorder: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
+        stack_file.keep()  # the program may have closed its descriptor, which this file would get
+        if not isinstance(name, (str, bytes, os.PathLike)) or not isinstance(flags, int):
+            return
+        kind = flags & os.O_ACCMODE
+        if kind == os.O_RDONLY:
+            text = os.fsdecode(name)
+            if text.endswith(_PRODUCED) and (path := self._path(text)):
+                self._emit_read(
+                    recorder,
+                    path,
+                    "open",
+                    time.monotonic(),
+                    0.0,
+                    SyncPoints.current.marks(),
+                    {},
+                    "",
+                )
+            return
+        # Record only what replaces the content: files that are appended to or written in place are
+        # shared on purpose, and only one exclusive creation can succeed.
+        if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := self._path(os.fsdecode(name))):
+            if os.path.isdir(path):  # `O_TMPFILE`: a temporary file without a name
+                return
+            self._emit_written(
+                recorder, path, "open", time.monotonic(), 0.0, SyncPoints.current.marks()
+            )
 
-def _leave(recorder: Recorder, _: None) -> None:
-    _files.on = False  # the interpreter ends: from here on only libraries write
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    # Runs at every audited event of the process, so the cheapest and most selective tests come
-    # first.
-    if event == "open":
-        if (
-            _files.on
-            and current_recorder() is not None
-            and not getattr(_files.inside, "busy", False)
+    def _renamed(self, recorder: Recorder, source: Any, target: Any, *_: Any) -> None:
+        if isinstance(target, (str, bytes, os.PathLike)) and (
+            path := self._path(os.fsdecode(target))
         ):
-            _handle(_opened, args)
-    elif event == "os.rename":
-        if (
-            _files.on
-            and current_recorder() is not None
-            and not getattr(_files.inside, "busy", False)
-        ):
-            _handle(_renamed, args)
-    elif event in ("fcntl.flock", "fcntl.lockf") and _files.on and current_recorder() is not None:
-        _handle(_locked, args[:2])
+            if os.path.isdir(os.fsdecode(source)):
+                return
+            now = time.monotonic()
+            self._emit_written(recorder, path, "rename", now, now, SyncPoints.current.marks())
 
+    def _path(self, name: str) -> str:
+        """The real path of a file to record, empty for files to ignore."""
+        if name.endswith(_LOCK_ENDINGS):
+            return ""
+        path = os.path.realpath(name)
+        if path.startswith(_NOT_FILES) or any(part in path for part in _LIBRARY_PATHS):
+            return ""
+        if not self.ours:
+            self.ours = _run_folder() + os.sep
+            self.caches = tuple(os.path.realpath(v) for n in _CACHES if (v := os.environ.get(n)))
+        if path.startswith(self.ours) or (self.caches and path.startswith(self.caches)):
+            return ""
+        return path
 
-def _handle(work: Any, args: tuple[Any, ...]) -> None:
-    """Call `work` guarded, ignoring files that the doctor itself opens meanwhile."""
-    _files.inside.busy = True
-    try:
-        guarded("files", lambda recorder: work(recorder, *args), lost=LOST)
-    finally:
-        _files.inside.busy = False
+    def _watch_function(
+        self, owners: Any, name: str, position: int, keyword: str, begin: Any, end: Any
+    ) -> None:
+        """Watch a function that writes or reads a whole file.
 
+        Args:
+            position, keyword: of the argument that is the file.
+            begin, end: called before and after it; `end` gets what `begin` returned.
+        """
 
-def _locked(recorder: Recorder, file: Any, operation: Any) -> None:
-    if operation & fcntl.LOCK_UN:
-        _files.locks = max(0, _files.locks - 1)
-        return
-    if operation & fcntl.LOCK_EX:
-        _files.locks += 1
-    path = os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
-    times = _files.locked[path] = _files.locked.get(path, 0) + 1
-    if times <= RECORDS_PER_PATH and len(_files.locked) <= MOST_PATHS:
+        def begins(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+            given = args[position] if len(args) > position else kwargs.get(keyword)
+            path = self._path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
+            if not path:
+                return None
+            begun = begin(recorder, path, time.monotonic(), SyncPoints.current.marks())
+            self.inside.busy = True
+            return (begun,)
+
+        def ends(recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+            if token is None:
+                return
+            self.inside.busy = False
+            end(recorder, *token, error)
+
+        self.around(owners, name, before=begins, after=ends)
+
+    def _watch_safetensors(self, module: Any) -> None:
+        self._watch_function(module, "save_file", 1, "filename", self._saves, self._saved)
+        self._watch_function(module, "load_file", 0, "filename", self._loads, self._loaded)
+
+    def _saves(
+        self, recorder: Recorder, path: str, began: float, marks: dict[str, int]
+    ) -> FileWritten | None:
+        # Record it before the write ends: a rank that fails reading it may bring this one down.
+        return self._emit_written(recorder, path, "save", began, 0.0, marks)
+
+    def _saved(
+        self, recorder: Recorder, begun: FileWritten | None, error: BaseException | None
+    ) -> None:
+        if begun is not None:
+            now, marks = time.monotonic(), SyncPoints.current.marks()
+            recorder.emit(msgspec.structs.replace(begun, ended=now, marks_after=marks))
+
+    def _loads(self, recorder: Recorder, *begun: Any) -> tuple[Any, ...]:
+        return begun
+
+    def _loaded(
+        self, recorder: Recorder, begun: tuple[Any, ...], error: BaseException | None
+    ) -> None:
+        path, began, marks = begun
+        failed = f"{type(error).__name__}: {error}"[:FAILURE_LIMIT] if error is not None else ""
+        self._emit_read(
+            recorder,
+            path,
+            "load",
+            began,
+            time.monotonic(),
+            marks,
+            SyncPoints.current.marks(),
+            failed,
+        )
+
+    def _emit_written(
+        self,
+        recorder: Recorder,
+        path: str,
+        how: str,
+        began: float,
+        ended: float,
+        marks: dict[str, int],
+    ) -> FileWritten | None:
+        times = self.written.get(path, 0) + 1
+        if times == 1 and len(self.written) >= MOST_PATHS:
+            return None
+        self.written[path] = times
+        if times > RECORDS_PER_PATH and times & (times - 1):
+            return None
+        writer = _writer(recorder)
+        written = FileWritten(
+            at=began,
+            path=path,
+            site=_site(recorder),
+            how=how,
+            step=recorder.step,
+            ended=ended,
+            marks=marks,
+            marks_after=marks,
+            locked=self.locks > 0,
+            shared=self._is_shared(path),
+            times=times,
+            library=_library(recorder, writer),
+            callers=recorder.sites.callers(),
+            empty=how == "open"
+            and writer is not None
+            and source_text.only_opens(writer.f_code, writer.f_lineno),
+        )
+        recorder.emit(written)
+        return written
+
+    def _emit_read(
+        self,
+        recorder: Recorder,
+        path: str,
+        how: str,
+        began: float,
+        ended: float,
+        marks: dict[str, int],
+        after: dict[str, int],
+        failed: str,
+    ) -> None:
+        times = self.read.get(path, 0) + 1
+        if times == 1 and len(self.read) >= MOST_READ:
+            return
+        self.read[path] = times
+        if times > RECORDS_PER_PATH and not failed:
+            return
         recorder.emit(
-            FileLocked(
-                at=time.monotonic(), path=path, site=recorder.site(), shared=_is_shared(path)
+            FileRead(
+                at=began,
+                path=path,
+                site=_site(recorder),
+                how=how,
+                step=recorder.step,
+                ended=ended,
+                marks=marks,
+                marks_after=after or marks,
+                shared=self._is_shared(path),
+                failed=failed,
+                stored=SyncPoints.current.stored_at,
+                callers=recorder.sites.callers(),
+                polled=_polled(recorder),
+                awaited=_polled(recorder, itself=True),
             )
         )
 
-
-def _opened(recorder: Recorder, name: Any, mode: Any, flags: Any, *_: Any) -> None:
-    stack_file.keep()  # the program may have closed its descriptor, which this file would get
-    if not isinstance(name, (str, bytes, os.PathLike)) or not isinstance(flags, int):
-        return
-    kind = flags & os.O_ACCMODE
-    if kind == os.O_RDONLY:
-        text = os.fsdecode(name)
-        if text.endswith(_PRODUCED) and (path := _path(text)):
-            _emit_read(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks(), {}, "")
-        return
-    # Record only what replaces the content: files that are appended to or written in place are
-    # shared on purpose, and only one exclusive creation can succeed.
-    if flags & os.O_TRUNC and not flags & os.O_EXCL and (path := _path(os.fsdecode(name))):
-        if os.path.isdir(path):  # `O_TMPFILE`: a temporary file without a name
-            return
-        _emit_written(recorder, path, "open", time.monotonic(), 0.0, sync_points.marks())
-
-
-def _renamed(recorder: Recorder, source: Any, target: Any, *_: Any) -> None:
-    if isinstance(target, (str, bytes, os.PathLike)) and (path := _path(os.fsdecode(target))):
-        if os.path.isdir(os.fsdecode(source)):
-            return
-        now = time.monotonic()
-        _emit_written(recorder, path, "rename", now, now, sync_points.marks())
-
-
-def _path(name: str) -> str:
-    """The real path of a file to record, empty for files to ignore."""
-    if name.endswith(_LOCK_ENDINGS):
-        return ""
-    path = os.path.realpath(name)
-    if path.startswith(_NOT_FILES) or any(part in path for part in _LIBRARY_PATHS):
-        return ""
-    if not _files.ours:
-        _files.ours = _run_folder() + os.sep
-        _files.caches = tuple(os.path.realpath(v) for n in _CACHES if (v := os.environ.get(n)))
-    if path.startswith(_files.ours) or (_files.caches and path.startswith(_files.caches)):
-        return ""
-    return path
+    def _is_shared(self, path: str) -> bool:
+        """Whether a path is on a network file system, which other machines see too."""
+        if not self._mounts:
+            try:
+                lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+            except OSError:
+                lines = []
+            rows = [line.split() for line in lines]
+            self._mounts.extend((r[1], r[2].startswith(_NETWORK)) for r in rows if len(r) > 2)
+            self._mounts.append(("/", False))
+            self._mounts.sort(key=lambda m: len(m[0]), reverse=True)
+        inside = (far for place, far in self._mounts if path.startswith(place.rstrip("/") + "/"))
+        return next(inside, False)
 
 
 def _run_folder() -> str:
@@ -192,99 +353,6 @@ def _run_folder() -> str:
         return os.path.realpath(os.environ.get("DDPDOCTOR_DIR", "/nowhere"))
     folder = os.path.realpath(recorder.directory)
     return os.path.dirname(folder) if os.path.basename(folder).startswith("restart-") else folder
-
-
-def _watch_function(
-    owners: Any, name: str, position: int, keyword: str, begin: Any, end: Any
-) -> None:
-    """Watch a function that writes or reads a whole file.
-
-    Args:
-        position, keyword: of the argument that is the file.
-        begin, end: called before and after it; `end` gets what `begin` returned.
-    """
-
-    def begins(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = args[position] if len(args) > position else kwargs.get(keyword)
-        path = _path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
-        if not path:
-            return None
-        begun = begin(recorder, path, time.monotonic(), sync_points.marks())
-        _files.inside.busy = True
-        return (begun,)
-
-    def ends(recorder: Recorder, token: Any, result: Any, error: BaseException | None) -> None:
-        if token is None:
-            return
-        _files.inside.busy = False
-        end(recorder, *token, error)
-
-    around(owners, name, before=begins, after=ends, lost=LOST)
-
-
-def _watch_safetensors(module: Any) -> None:
-    _watch_function(module, "save_file", 1, "filename", _saves, _saved)
-    _watch_function(module, "load_file", 0, "filename", _loads, _loaded)
-
-
-def _saves(
-    recorder: Recorder, path: str, began: float, marks: dict[str, int]
-) -> FileWritten | None:
-    # Record it before the write ends: a rank that fails reading it may bring this one down.
-    return _emit_written(recorder, path, "save", began, 0.0, marks)
-
-
-def _saved(recorder: Recorder, begun: FileWritten | None, error: BaseException | None) -> None:
-    if begun is not None:
-        now, marks = time.monotonic(), sync_points.marks()
-        recorder.emit(msgspec.structs.replace(begun, ended=now, marks_after=marks))
-
-
-def _loads(recorder: Recorder, *begun: Any) -> tuple[Any, ...]:
-    return begun
-
-
-def _loaded(recorder: Recorder, begun: tuple[Any, ...], error: BaseException | None) -> None:
-    path, began, marks = begun
-    failed = f"{type(error).__name__}: {error}"[:FAILURE_LIMIT] if error is not None else ""
-    _emit_read(recorder, path, "load", began, time.monotonic(), marks, sync_points.marks(), failed)
-
-
-def _emit_written(
-    recorder: Recorder,
-    path: str,
-    how: str,
-    began: float,
-    ended: float,
-    marks: dict[str, int],
-) -> FileWritten | None:
-    times = _files.written.get(path, 0) + 1
-    if times == 1 and len(_files.written) >= MOST_PATHS:
-        return None
-    _files.written[path] = times
-    if times > RECORDS_PER_PATH and times & (times - 1):
-        return None
-    writer = _writer(recorder)
-    written = FileWritten(
-        at=began,
-        path=path,
-        site=_site(recorder),
-        how=how,
-        step=recorder.step,
-        ended=ended,
-        marks=marks,
-        marks_after=marks,
-        locked=_files.locks > 0,
-        shared=_is_shared(path),
-        times=times,
-        library=_library(recorder, writer),
-        callers=recorder.sites.callers(),
-        empty=how == "open"
-        and writer is not None
-        and source_text.only_opens(writer.f_code, writer.f_lineno),
-    )
-    recorder.emit(written)
-    return written
 
 
 def _writer(recorder: Recorder) -> FrameType | None:
@@ -298,7 +366,7 @@ def _writer(recorder: Recorder) -> FrameType | None:
 def _site(recorder: Recorder) -> int:
     """The user's line that is executing, or the one that started this thread if it has none."""
     here = recorder.site()
-    return here if here >= 0 else threads.started_at()
+    return here if here >= 0 else Threads.current.started_at()
 
 
 def _library(recorder: Recorder, writer: FrameType | None) -> str:
@@ -306,42 +374,6 @@ def _library(recorder: Recorder, writer: FrameType | None) -> str:
     if writer is None or recorder.sites.kind(writer.f_code) is USER:
         return ""
     return str(writer.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _emit_read(
-    recorder: Recorder,
-    path: str,
-    how: str,
-    began: float,
-    ended: float,
-    marks: dict[str, int],
-    after: dict[str, int],
-    failed: str,
-) -> None:
-    times = _files.read.get(path, 0) + 1
-    if times == 1 and len(_files.read) >= MOST_READ:
-        return
-    _files.read[path] = times
-    if times > RECORDS_PER_PATH and not failed:
-        return
-    recorder.emit(
-        FileRead(
-            at=began,
-            path=path,
-            site=_site(recorder),
-            how=how,
-            step=recorder.step,
-            ended=ended,
-            marks=marks,
-            marks_after=after or marks,
-            shared=_is_shared(path),
-            failed=failed,
-            stored=sync_points.stored_at(),
-            callers=recorder.sites.callers(),
-            polled=_polled(recorder),
-            awaited=_polled(recorder, itself=True),
-        )
-    )
 
 
 def _polled(recorder: Recorder, *, itself: bool = False) -> bool:
@@ -357,21 +389,3 @@ def _polled(recorder: Recorder, *, itself: bool = False) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-_mounts: list[tuple[str, bool]] = []
-
-
-def _is_shared(path: str) -> bool:
-    """Whether a path is on a network file system, which other machines see too."""
-    if not _mounts:
-        try:
-            lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        rows = [line.split() for line in lines]
-        _mounts.extend((r[1], r[2].startswith(_NETWORK)) for r in rows if len(r) > 2)
-        _mounts.append(("/", False))
-        _mounts.sort(key=lambda m: len(m[0]), reverse=True)
-    inside = (far for place, far in _mounts if path.startswith(place.rstrip("/") + "/"))
-    return next(inside, False)

@@ -10,22 +10,22 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ....events import TrainsAlone
-from ...collectives import sync_points
+from ...collectives.sync_points import SyncPoints
 from ...recording import hooks
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, write_probe_error
+from ...recording.watcher import Activate, Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.digests import capturing, sums
 from ...tensors.gradient_versions import memory_of, some
 from ...tensors.pending_digests import Waiting
-from ...training import lifecycle, optimizers
+from ...training import lifecycle
+from ...training.optimizers import Optimizers
 from ...training.records import Backward, Optimizer, Step
-
-LOST = "whether ranks without a process group are connected by other means"
 
 OTHER_LAYERS = (
     "mpi4py", "horovod", "ray", "deepspeed", "hivemind", "oneccl_bindings_for_pytorch", "byteps",
@@ -46,7 +46,7 @@ EVERY = 32
 OPTIMIZERS_AT_MOST = 8
 
 
-class _Ungrouped:
+class NoProcessGroup(Watcher):
     """What is watched of a rank without a process group.
 
     Attributes:
@@ -59,6 +59,8 @@ class _Ungrouped:
         waiting: values of parameters before and after, on their way from a device.
     """
 
+    lost = "whether ranks without a process group are connected by other means"
+
     def __init__(self) -> None:
         self.asked = False
         self.since = 0.0
@@ -68,53 +70,135 @@ class _Ungrouped:
         self.values: Waiting | None = None
         self.gradients: list[list[float]] | None = None
         self.waiting: list[tuple[Waiting, Waiting]] = []
+        # Enabled for a rank without a process group, until a means to communicate is found.
+        self._following = Subscriptions()
 
+    def activate_with(self, activate: Activate) -> None:
+        """Let the first optimizer step activate a process whose environment names it one of several
+        ranks: without `init_process_group` nothing else does."""
 
-_ungrouped = _Ungrouped()
-_following = Subscriptions()
-"""Enabled for a rank without a process group, until a means to communicate is found."""
+        def ask() -> None:
+            rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+            helper = "DDPDOCTOR_OWNER" in os.environ or "DDPDOCTOR_DIR" not in os.environ
+            if not helper and rank.isdecimal() and size.isdecimal() and int(size) > 1:
+                try:
+                    activate(int(rank), int(size), None)
+                except Exception as error:  # training goes on, unobserved
+                    write_probe_error(error)
 
+        Optimizers.current.at_first_step(ask)
 
-def install() -> None:
-    _ungrouped.__init__()  # type: ignore[misc]
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    _following[:] = (
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
-        lifecycle.step_begins.subscribe(_step_begins, lost=LOST, enabled=False),
-        lifecycle.step_ends.subscribe(_step_ends, lost=LOST, enabled=False),
-        hooks.leaving.subscribe(_leaving, lost=LOST, enabled=False),
-    )
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        if self.asked:
+            return
+        self.asked = True
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
+            self.since = time.monotonic()
+            self._emit(recorder, step.site, self._other_layers(step.optimizer()))
 
+    def _emit(self, recorder: Recorder, site: int, layers: tuple[str, ...]) -> None:
+        event = TrainsAlone(at=time.monotonic(), step=recorder.step, site=site, layers=layers)
+        recorder.emit(event, vital=True)
+        self._following.enable(not layers)
 
-def activate_with(activate: Callable[[int, int, str | None], None]) -> None:
-    """Let the first optimizer step activate a process whose environment names it one of several
-    ranks: without `init_process_group` nothing else does."""
+    def _other_layers(self, optimizer: Any) -> tuple[str, ...]:
+        found = [name for name in OTHER_LAYERS if name in sys.modules]
+        rpc = sys.modules.get("torch.distributed.rpc")
+        if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)():
+            found.append("torch.distributed.rpc")
+        if any(p.is_cpu and p.is_shared() for p in _parameters_of(optimizer)):
+            found.append(SHARED)
+        if SyncPoints.current.stored_at > self.since:
+            found.append(STORE)
+        return tuple(found)
 
-    def ask() -> None:
-        rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-        helper = "DDPDOCTOR_OWNER" in os.environ or "DDPDOCTOR_DIR" not in os.environ
-        if not helper and rank.isdecimal() and size.isdecimal() and int(size) > 1:
-            try:
-                activate(int(rank), int(size), None)
-            except Exception as error:  # training goes on, unobserved
-                write_probe_error(error)
+    @on(lifecycle.backward_ends, during="_following")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        self.gradients = None
+        if (recorder.step < EVERY or recorder.step % EVERY == 0) and not capturing():
+            self.gradients = [_values(g) for g in self._gradients()]
 
-    optimizers.at_first_step(ask)
+    def _gradients(self) -> list[Any]:
+        return [None if p is None else p.grad for ref in self.parameters for p in (ref(),)]
 
+    @on(lifecycle.step_begins, during="_following")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        found = ""
+        if SyncPoints.current.stored_at > self.since:
+            found = STORE
+        elif self._parameters_changed():
+            found = PARAMETERS
+        elif not step.closure and self._gradients_changed():
+            found = GRADIENTS
+        if found:
+            self._emit(recorder, step.site, (found,))
+        elif step.known not in self.optimizers and len(self.optimizers) < OPTIMIZERS_AT_MOST:
+            self.optimizers.append(step.known)
+            held = [
+                p
+                for p in _parameters_of(step.optimizer())
+                if p.requires_grad and p.is_floating_point()
+            ]
+            self.parameters += [Reference(p) for p in some(held)]
 
-def _step_due(recorder: Recorder, step: Step) -> None:
-    if _ungrouped.asked:
-        return
-    _ungrouped.asked = True
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
-        _ungrouped.since = time.monotonic()
-        _emit(recorder, step.site, _other_layers(step.optimizer()))
+    @on(lifecycle.step_ends, during="_following")
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        self.gradients = self.versions = self.values = None
+        if not capturing():
+            self.versions = self._versions()
+            self.values = self._some_values() if step.due or recorder.affordable() else None
 
+    def _versions(self) -> list[tuple[int, int]]:
+        alive = [ref() for ref in self.parameters]
+        return [(memory_of(p), p._version) if p is not None else (0, 0) for p in alive]
 
-def _emit(recorder: Recorder, site: int, layers: tuple[str, ...]) -> None:
-    event = TrainsAlone(at=time.monotonic(), step=recorder.step, site=site, layers=layers)
-    recorder.emit(event, vital=True)
-    _following.enable(not layers)
+    def _some_values(self) -> Waiting:
+        import torch
+
+        alive = [ref() for ref in self.parameters]
+        with torch.inference_mode():
+            pieces = [
+                None if p is None or not p.is_contiguous() else p.view(-1)[-2:] for p in alive
+            ]
+        return Waiting(sums(pieces)[0])
+
+    def _parameters_changed(self) -> bool:
+        """Whether the sampled parameters changed since the last step.
+
+        Values are compared if they were read: a program may swap the weights (for averaged ones)
+        and swap them back, which changes memory and versions only."""
+        if self.versions is None or capturing():
+            return False
+        if self.values is None:
+            return self.versions != self._versions()
+        self.waiting.append((self.values, self._some_values()))
+        changed = False
+        while self.waiting and all(one.ready() for one in self.waiting[0]):
+            before, now = self.waiting.pop(0)
+            changed |= before.values != now.values
+        return changed
+
+    def _gradients_changed(self) -> bool:
+        """Whether gradients changed since the backward by more than one factor each: clipping and
+        scaling are no communication."""
+        before, self.gradients = self.gradients, None
+        if before is None or capturing():
+            return False
+        gradients = self._gradients()
+        exact = all(g is None or g.element_size() >= 4 for g in gradients)  # else half precision
+        return not_just_scaled(before, [_values(g) for g in gradients], 1e-4 if exact else 0.05)
+
+    @on(hooks.leaving, during="_following")
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        """Look again at the end: libraries may be loaded, or a store used, after the first step."""
+        last = self.optimizers[-1] if self.optimizers else None
+        if layers := self._other_layers(last.reference() if last is not None else None):
+            self._emit(
+                recorder,
+                last.step.site if last is not None and last.step is not None else -1,
+                layers,
+            )
 
 
 def _has_group() -> bool:
@@ -123,31 +207,9 @@ def _has_group() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
-def _other_layers(optimizer: Any) -> tuple[str, ...]:
-    found = [name for name in OTHER_LAYERS if name in sys.modules]
-    rpc = sys.modules.get("torch.distributed.rpc")
-    if rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)():
-        found.append("torch.distributed.rpc")
-    if any(p.is_cpu and p.is_shared() for p in _parameters_of(optimizer)):
-        found.append(SHARED)
-    if sync_points.stored_at() > _ungrouped.since:
-        found.append(STORE)
-    return tuple(found)
-
-
 def _parameters_of(optimizer: Any) -> list[Any]:
     groups = () if optimizer is None else optimizer.param_groups
     return [p for group in groups for p in group["params"]]
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    _ungrouped.gradients = None
-    if (recorder.step < EVERY or recorder.step % EVERY == 0) and not capturing():
-        _ungrouped.gradients = [_values(g) for g in _gradients()]
-
-
-def _gradients() -> list[Any]:
-    return [None if p is None else p.grad for ref in _ungrouped.parameters for p in (ref(),)]
 
 
 def _values(gradient: Any) -> list[float]:
@@ -158,76 +220,6 @@ def _values(gradient: Any) -> list[float]:
     with torch.inference_mode():
         step = max(1, gradient.numel() // VALUES)
         return [float(v) for v in gradient.reshape(-1)[::step][:VALUES].tolist()]
-
-
-def _step_begins(recorder: Recorder, step: Step) -> None:
-    found = ""
-    if sync_points.stored_at() > _ungrouped.since:
-        found = STORE
-    elif _parameters_changed():
-        found = PARAMETERS
-    elif not step.closure and _gradients_changed():
-        found = GRADIENTS
-    if found:
-        _emit(recorder, step.site, (found,))
-    elif (
-        step.known not in _ungrouped.optimizers and len(_ungrouped.optimizers) < OPTIMIZERS_AT_MOST
-    ):
-        _ungrouped.optimizers.append(step.known)
-        held = [
-            p for p in _parameters_of(step.optimizer()) if p.requires_grad and p.is_floating_point()
-        ]
-        _ungrouped.parameters += [Reference(p) for p in some(held)]
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    _ungrouped.gradients = _ungrouped.versions = _ungrouped.values = None
-    if not capturing():
-        _ungrouped.versions = _versions()
-        _ungrouped.values = _some_values() if step.due or recorder.affordable() else None
-
-
-def _versions() -> list[tuple[int, int]]:
-    alive = [ref() for ref in _ungrouped.parameters]
-    return [(memory_of(p), p._version) if p is not None else (0, 0) for p in alive]
-
-
-def _some_values() -> Waiting:
-    import torch
-
-    alive = [ref() for ref in _ungrouped.parameters]
-    with torch.inference_mode():
-        pieces = [None if p is None or not p.is_contiguous() else p.view(-1)[-2:] for p in alive]
-    return Waiting(sums(pieces)[0])
-
-
-def _parameters_changed() -> bool:
-    """Whether the sampled parameters changed since the last step.
-
-    Values are compared if they were read: a program may swap the weights (for averaged ones) and
-    swap them back, which changes memory and versions only.
-    """
-    if _ungrouped.versions is None or capturing():
-        return False
-    if _ungrouped.values is None:
-        return _ungrouped.versions != _versions()
-    _ungrouped.waiting.append((_ungrouped.values, _some_values()))
-    changed = False
-    while _ungrouped.waiting and all(one.ready() for one in _ungrouped.waiting[0]):
-        before, now = _ungrouped.waiting.pop(0)
-        changed |= before.values != now.values
-    return changed
-
-
-def _gradients_changed() -> bool:
-    """Whether gradients changed since the backward by more than one factor each: clipping and
-    scaling are no communication."""
-    before, _ungrouped.gradients = _ungrouped.gradients, None
-    if before is None or capturing():
-        return False
-    gradients = _gradients()
-    exact = all(g is None or g.element_size() >= 4 for g in gradients)  # else half precision
-    return not_just_scaled(before, [_values(g) for g in gradients], 1e-4 if exact else 0.05)
 
 
 def not_just_scaled(
@@ -249,12 +241,3 @@ def _ratios_differ(pairs: list[tuple[float, float]], tolerance: float) -> bool:
         return True
     ratios = [new / old for old, new in pairs if old]
     return bool(ratios) and max(ratios) - min(ratios) > tolerance * max(map(abs, ratios))
-
-
-def _leaving(recorder: Recorder, _: None) -> None:
-    """Look again at the end: libraries may be loaded, or a store used, after the first step."""
-    last = _ungrouped.optimizers[-1] if _ungrouped.optimizers else None
-    if layers := _other_layers(last.reference() if last is not None else None):
-        _emit(
-            recorder, last.step.site if last is not None and last.step is not None else -1, layers
-        )

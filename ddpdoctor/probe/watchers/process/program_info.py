@@ -14,12 +14,10 @@ from typing import Any
 
 from ....events import ProgramSeen, ThreadsSeen
 from ...recording.code_locations import own_files
-from ...recording.patching import around
 from ...recording.recorder import Recorder
+from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.records import Step
-
-LOST = "the program's files and its threads"
 
 THREADS_AT = 3
 """Optimizer step from which threads are counted: those that training needs exist by then."""
@@ -30,31 +28,59 @@ LARGEST_FILE = 4 * 1024 * 1024
 """Bytes; larger files are not read, for that would delay the step."""
 
 
-class _Surroundings:
-    program_emitted = False
-    threads = -1
-    looked = 0.0
-    asked_at = -1
+class ProgramInfo(Watcher):
+    lost = "the program's files and its threads"
 
+    def __init__(self) -> None:
+        self.program_emitted = False
+        self.threads = -1
+        self.looked = 0.0
+        self.asked_at = -1
 
-_state = _Surroundings()
+    def install(self) -> None:
+        import torch
 
+        self.around(
+            torch,
+            "set_num_threads",
+            before=self._threads_set,
+            lost="who chose the number of threads",
+        )
 
-def install() -> None:
-    global _state
-    import torch
+    @on(lifecycle.step_due)
+    def _step_due(self, recorder: Recorder, step: Step) -> None:
+        if self.program_emitted:
+            return
+        self.program_emitted = True
+        recorder.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
 
-    _state = _Surroundings()
-    around(torch, "set_num_threads", before=_threads_set, lost="who chose the number of threads")
-    lifecycle.step_due.subscribe(_step_due, lost=LOST)
-    lifecycle.pulse.subscribe(_pulse, lost=LOST)
+    def _threads_set(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self.asked_at = recorder.site()
 
+    @on(lifecycle.pulse)
+    def _pulse(self, recorder: Recorder, step: Step) -> None:
+        now = time.monotonic()
+        if recorder.step < THREADS_AT or now - self.looked < THREADS_EVERY_S:
+            return
+        self.looked = now
+        import torch
 
-def _step_due(recorder: Recorder, step: Step) -> None:
-    if _state.program_emitted:
-        return
-    _state.program_emitted = True
-    recorder.emit(ProgramSeen(at=time.monotonic(), files=_digests(), versions=_versions()))
+        compute = torch.get_num_threads()
+        if compute == self.threads:
+            return
+        first, self.threads = self.threads < 0, compute
+        recorder.emit(
+            ThreadsSeen(
+                at=now,
+                compute=compute,
+                alive=_alive(),
+                asked="OMP_NUM_THREADS" in os.environ or self.asked_at >= 0 or not first,
+                device=_device(step),
+                site=self.asked_at if self.asked_at >= 0 else step.site,
+                cpus=tuple(sorted(os.sched_getaffinity(0))),
+                set_there=self.asked_at >= 0,
+            )
+        )
 
 
 def _digests() -> dict[str, str]:
@@ -83,35 +109,6 @@ def _versions() -> dict[str, str]:
         if isinstance(version, str) and version and name not in sys.stdlib_module_names:
             found[name] = version[:60]
     return found
-
-
-def _threads_set(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _state.asked_at = recorder.site()
-
-
-def _pulse(recorder: Recorder, step: Step) -> None:
-    now = time.monotonic()
-    if recorder.step < THREADS_AT or now - _state.looked < THREADS_EVERY_S:
-        return
-    _state.looked = now
-    import torch
-
-    compute = torch.get_num_threads()
-    if compute == _state.threads:
-        return
-    first, _state.threads = _state.threads < 0, compute
-    recorder.emit(
-        ThreadsSeen(
-            at=now,
-            compute=compute,
-            alive=_alive(),
-            asked="OMP_NUM_THREADS" in os.environ or _state.asked_at >= 0 or not first,
-            device=_device(step),
-            site=_state.asked_at if _state.asked_at >= 0 else step.site,
-            cpus=tuple(sorted(os.sched_getaffinity(0))),
-            set_there=_state.asked_at >= 0,
-        )
-    )
 
 
 def _alive() -> int:

@@ -12,55 +12,53 @@ import time
 from typing import Any
 
 from ....events import SignalSent
-from ...recording.patching import around
 from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher
 
-LOST = "signals that ranks send"
 MOST_EMITTED = 16
 """Signals to other processes. An unhandled one to this process is the last and always recorded."""
 
 
-class _Signals:
-    emitted = 0
+class SentSignals(Watcher):
+    lost = "signals that ranks send"
 
+    def __init__(self) -> None:
+        self.emitted = 0
 
-_signals = _Signals()
+    def install(self) -> None:
+        self.emitted = 0
+        watched = (
+            (os, "kill", self._kills),
+            (os, "killpg", self._kills_group),
+            (signal, "raise_signal", self._raises),
+        )
+        for owner, name, before in watched:
+            self.around(owner, name, before=before)
+            # Pickle looks a function up in its `__module__`. That of `os.kill` is `posix`, which
+            # still holds the original, so name the module in which the wrapper stands.
+            getattr(owner, name).__module__ = owner.__name__
 
+    def _kills(self, recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        pid, number = args
+        self._emit(recorder, os.getpid() if pid in (0, -os.getpgrp()) else pid, number)
 
-def install() -> None:
-    _signals.emitted = 0
-    watched = (os, "kill", _kills), (os, "killpg", _kills_group), (signal, "raise_signal", _raises)
-    for owner, name, before in watched:
-        around(owner, name, before=before, lost=LOST)
-        # Pickle looks a function up in its `__module__`. That of `os.kill` is `posix`, which still
-        # holds the original, so name the module in which the wrapper stands.
-        getattr(owner, name).__module__ = owner.__name__
+    def _kills_group(self, recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        group, number = args
+        if group in (0, os.getpgrp()):
+            self._emit(recorder, os.getpid(), number)
 
+    def _raises(self, recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        self._emit(recorder, os.getpid(), *args)
 
-def _kills(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-    pid, number = args
-    _emit(recorder, os.getpid() if pid in (0, -os.getpgrp()) else pid, number)
-
-
-def _kills_group(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-    group, number = args
-    if group in (0, os.getpgrp()):
-        _emit(recorder, os.getpid(), number)
-
-
-def _raises(recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-    _emit(recorder, os.getpid(), *args)
-
-
-def _emit(recorder: Recorder, pid: int, number: int) -> None:
-    if pid <= 0 or not number:  # signal 0 only asks whether the process exists
-        return
-    if pid == os.getpid():
-        if signal.getsignal(number) not in (signal.SIG_DFL, None):
-            return  # the program handles it and goes on
-    elif _signals.emitted >= MOST_EMITTED:
-        return
-    else:
-        _signals.emitted += 1
-    sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=recorder.site())
-    recorder.emit(sent, vital=True)
+    def _emit(self, recorder: Recorder, pid: int, number: int) -> None:
+        if pid <= 0 or not number:  # signal 0 only asks whether the process exists
+            return
+        if pid == os.getpid():
+            if signal.getsignal(number) not in (signal.SIG_DFL, None):
+                return  # the program handles it and goes on
+        elif self.emitted >= MOST_EMITTED:
+            return
+        else:
+            self.emitted += 1
+        sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=recorder.site())
+        recorder.emit(sent, vital=True)

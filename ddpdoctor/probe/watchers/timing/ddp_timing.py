@@ -11,10 +11,10 @@ from typing import Any
 from ....events import SyncTimes
 from ...recording import torch_compat
 from ...recording.recorder import Recorder
-from ...training import lifecycle, wrapped_models
+from ...recording.watcher import Watcher, on
+from ...training import lifecycle
 from ...training.records import Step
-
-LOST = "how long gradients take to be averaged"
+from ...training.wrapped_models import WrappedModels
 
 FIRST_STEP = 11
 """DDP times its first ten iterations and some later ones; before, there is nothing to read."""
@@ -23,30 +23,28 @@ EVERY_S = 20.0
 """DDP's figures are averages over the run, so they change slowly."""
 
 
-class _Times:
-    due = 0.0
+class DDPTiming(Watcher):
+    lost = "how long gradients take to be averaged"
 
+    def __init__(self) -> None:
+        self.due = 0.0
 
-_times = _Times()
+    def install(self) -> None:
+        self.due = 0.0
 
-
-def install() -> None:
-    _times.due = 0.0
-    lifecycle.pulse.subscribe(_pulse, lost=LOST)
-
-
-def _pulse(recorder: Recorder, step: Step) -> None:
-    if step.number < FIRST_STEP:
-        return
-    now = time.monotonic()
-    if now < _times.due:
-        return
-    _times.due = now + EVERY_S
-    for model in wrapped_models.live():
-        wrapper = model.ddp()
-        logged = torch_compat.sync_times(wrapper)
-        if logged.get("avg_backward_comm_time", 0) > 0:
-            recorder.emit(_event(now, model.number, logged))
+    @on(lifecycle.pulse)
+    def _pulse(self, recorder: Recorder, step: Step) -> None:
+        if step.number < FIRST_STEP:
+            return
+        now = time.monotonic()
+        if now < self.due:
+            return
+        self.due = now + EVERY_S
+        for model in WrappedModels.current.live():
+            wrapper = model.ddp()
+            logged = torch_compat.sync_times(wrapper)
+            if logged.get("avg_backward_comm_time", 0) > 0:
+                recorder.emit(_event(now, model.number, logged))
 
 
 def _event(now: float, number: int, logged: dict[str, Any]) -> SyncTimes:

@@ -20,12 +20,11 @@ from ...collectives import call_hooks
 from ...recording import torch_compat
 from ...recording.hooks import Subscriptions
 from ...recording.index_sample import halvings
-from ...recording.patching import around
 from ...recording.recorder import Recorder, shielded
-from ...training import lifecycle, wrapped_models
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
+from ...training import lifecycle
 from ...training.records import Backward, Step
-
-LOST = "how long ranks wait for each other"
+from ...training.wrapped_models import WrappedModels
 
 WINDOW = 8
 """Steps summarised in one record (by their median, so that one slow step does not count)."""
@@ -38,7 +37,7 @@ SHORTEST_S = 0.005
 
 
 class _BeforeBatch(NamedTuple):
-    """The state of `_StepTimes` before a batch was loaded."""
+    """The state of `IdleTime` before a batch was loaded."""
 
     segment: int
     spent: list[float]
@@ -46,7 +45,7 @@ class _BeforeBatch(NamedTuple):
     site: int
 
 
-class _StepTimes:
+class IdleTime(Watcher):
     """Seconds since the last step, by segment: each phase, then the time that follows each.
 
     A batch that is not trained on (a validation between two steps) is no phase of the step: its
@@ -62,10 +61,15 @@ class _StepTimes:
         leader: the optimizer whose steps are counted; `followers` steps of others since its last.
         rows: total time, waiting time and own time by segment, of each step in the window.
         delayed_s: see `_delayed`, at the begin of the window.
-        before: state before the last batch, until it is known what the batch is for.
+        previous: state before the last batch, until it is known what the batch is for.
         tried: that batch may be one to evaluate.
         fed: another batch came since the last phase that is to be trained on.
+        handle: of the hook that runs when the backward starts.
+        computed_at: when all gradients of the backward were computed, 0 before: from then on DDP
+            waits for its buckets.
     """
+
+    lost = "how long ranks wait for each other"
 
     def __init__(self) -> None:
         self.thread = get_ident()
@@ -80,8 +84,12 @@ class _StepTimes:
         self.followers = 0
         self.rows: list[list[float]] = []
         self.delayed_s = 0.0
-        self.before: _BeforeBatch | None = None
+        self.previous: _BeforeBatch | None = None
         self.tried = self.fed = False
+        self.handle: Any = None
+        self.computed_at = 0.0
+        self._measuring = Subscriptions()
+        self._training_forward_begins = self._phase_begins(Phase.FORWARD)
 
     def begin_step(self, now: float) -> None:
         """Start to measure the step that follows."""
@@ -89,7 +97,7 @@ class _StepTimes:
         self.since = now
         self.spent = [0.0] * (2 * len(PHASES))
         self.waited = [0.0] * (2 * len(PHASES))
-        self.before, self.fed = None, False
+        self.previous, self.fed = None, False
 
     def add_elapsed(self, now: float) -> None:
         self.spent[self.segment] += now - self.since
@@ -101,7 +109,7 @@ class _StepTimes:
         Args:
             followed: another batch follows it; otherwise a phase of training does.
         """
-        before, self.before = self.before, None
+        before, self.previous = self.previous, None
         if before is None:
             return
         if not self.tried or not (followed or self.fed):
@@ -112,67 +120,154 @@ class _StepTimes:
         self.spent[self.segment] += now_spent - sum(self.spent)
         self.waited[self.segment] += now_waited - sum(self.waited)
 
+    def install(self) -> None:
+        from torch.nn.parallel.distributed import DistributedDataParallel
 
-_times = _StepTimes()
-_measuring = Subscriptions()
-
-
-def install() -> None:
-    from torch.nn.parallel.distributed import DistributedDataParallel
-
-    _times.__init__()  # type: ignore[misc]
-    call_hooks.waited.subscribe(_waited, lost=LOST)
-    _measuring[:] = (
-        lifecycle.backward_begins.subscribe(_backward_begins, lost=LOST, enabled=False),
-        lifecycle.backward_ends.subscribe(_backward_ends, lost=LOST, enabled=False),
-        *(
-            moment.subscribe(callback, lost=LOST, enabled=False)
-            for moment, callback in (
-                (lifecycle.loading_begins, _loading_begins),
-                (lifecycle.loading_ends, _phase_ends),
-                (lifecycle.forward_begins, _forward_begins),
-                (lifecycle.forward_ends, _forward_ends),
-                (lifecycle.backward_begins, _phase_begins(Phase.BACKWARD)),
-                (lifecycle.backward_ends, _phase_ends),
-                (lifecycle.step_begins, _phase_begins(Phase.OPTIMIZER)),
-            )
-        ),
-    )
-    lifecycle.step_ends.subscribe(_step_ends, lost=LOST)
-    around(
-        DistributedDataParallel,
-        "_sync_buffers",
-        before=_sync_buffers_begins,
-        after=_sync_buffers_ends,
-        lost=LOST,
-        only=_times,
-    )
-
-
-def _phase_begins(phase: Phase) -> Callable[[Recorder, Any], None]:
-    """A callback for the moment when the rank enters a phase."""
-    segment = phase - Phase.DATA
-
-    def enters(recorder: Recorder, moment: Any) -> None:
-        if get_ident() == _times.thread:
-            _times.add_elapsed(time.monotonic())
-            _times.attribute_batch(followed=False)
-            _times.fed = False
-            _times.segment = segment
-            _times.sites[segment] = moment.site
-
-    return enters
-
-
-def _loading_begins(recorder: Recorder, loading: Any) -> None:
-    if get_ident() == _times.thread:
-        _times.add_elapsed(time.monotonic())
-        _times.attribute_batch(followed=True)
-        _times.before = _BeforeBatch(
-            _times.segment, _times.spent.copy(), _times.waited.copy(), _times.sites[0]
+        self._measuring[:] = (
+            lifecycle.backward_begins.subscribe(
+                self._backward_begins, lost=self.lost, enabled=False
+            ),
+            lifecycle.backward_ends.subscribe(self._backward_ends, lost=self.lost, enabled=False),
+            *(
+                moment.subscribe(callback, lost=self.lost, enabled=False)
+                for moment, callback in (
+                    (lifecycle.loading_begins, self._loading_begins),
+                    (lifecycle.loading_ends, self._phase_ends),
+                    (lifecycle.forward_begins, self._forward_begins),
+                    (lifecycle.forward_ends, self._forward_ends),
+                    (lifecycle.backward_begins, self._phase_begins(Phase.BACKWARD)),
+                    (lifecycle.backward_ends, self._phase_ends),
+                    (lifecycle.step_begins, self._phase_begins(Phase.OPTIMIZER)),
+                )
+            ),
         )
-        _times.tried = _evaluating()
-        _times.segment, _times.sites[0] = 0, loading.site
+        self.around(
+            DistributedDataParallel,
+            "_sync_buffers",
+            before=self._sync_buffers_begins,
+            after=self._sync_buffers_ends,
+            only=self,
+        )
+
+    def _phase_begins(self, phase: Phase) -> Callable[[Recorder, Any], None]:
+        """A callback for the moment when the rank enters a phase."""
+        segment = phase - Phase.DATA
+
+        def enters(recorder: Recorder, moment: Any) -> None:
+            if get_ident() == self.thread:
+                self.add_elapsed(time.monotonic())
+                self.attribute_batch(followed=False)
+                self.fed = False
+                self.segment = segment
+                self.sites[segment] = moment.site
+
+        return enters
+
+    def _loading_begins(self, recorder: Recorder, loading: Any) -> None:
+        if get_ident() == self.thread:
+            self.add_elapsed(time.monotonic())
+            self.attribute_batch(followed=True)
+            self.previous = _BeforeBatch(
+                self.segment, self.spent.copy(), self.waited.copy(), self.sites[0]
+            )
+            self.tried = _evaluating()
+            self.segment, self.sites[0] = 0, loading.site
+
+    def _forward_begins(self, recorder: Recorder, forward: Any) -> None:
+        if forward.grad_enabled:
+            self._training_forward_begins(recorder, forward)
+        elif get_ident() == self.thread:
+            self.tried = True
+
+    def _forward_ends(self, recorder: Recorder, forward: Any) -> None:
+        if forward.grad_enabled:
+            self._phase_ends(recorder, forward)
+
+    def _phase_ends(self, recorder: Recorder, moment: Any) -> None:
+        if get_ident() == self.thread:
+            self.add_elapsed(time.monotonic())
+            self.segment = self.segment % len(PHASES) + len(PHASES)
+
+    @on(call_hooks.waited)
+    def _waited(self, recorder: Recorder, seconds: float) -> None:
+        if self.looking and get_ident() == self.thread:
+            self.waited[self.segment] += seconds
+
+    def _sync_buffers_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> float:
+        return time.monotonic()
+
+    def _sync_buffers_ends(self, recorder: Recorder, began: Any, result: Any, error: Error) -> None:
+        if began is not None:
+            self._waited(recorder, time.monotonic() - began)
+
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        self.computed_at = 0.0
+        nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
+        if (node := next((n for n in nodes if n is not None), None)) is not None:
+            self.handle = node.register_prehook(shielded("waits", self._backward_runs, self.lost))
+
+    def _backward_runs(self, gradients: Any) -> None:
+        torch_compat.when_computed(shielded("waits", self._gradients_computed, self.lost))
+
+    def _gradients_computed(self) -> None:
+        self.computed_at = time.monotonic()
+
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.remove()
+            if self.computed_at:
+                self._waited(recorder, time.monotonic() - self.computed_at)
+
+    @on(lifecycle.step_ends)
+    def _step_ends(self, recorder: Recorder, step: Step) -> None:
+        optimizer = step.known.number
+        if optimizer != self.leader:
+            self.followers += 1
+            if self.leader >= 0 and self.followers <= WINDOW:
+                return  # several optimizers take turns: only the leader's steps are counted
+            self.leader, self.rows, self.looking = optimizer, [], False
+            self._measuring.disable()
+        self.followers = 0
+        window, place = divmod(step.number + 1, WINDOW)
+        if not self.looking and place:
+            return
+        now = time.monotonic()
+        if self.looking:
+            self.add_elapsed(now)
+            own = [max(0.0, s - w) for s, w in zip(self.spent, self.waited, strict=True)]
+            self.rows.append([sum(self.spent), sum(self.waited), *own])
+            self.begin_step(now)
+        if place == 0:
+            if len(self.rows) == WINDOW:
+                self._emit(recorder, step)
+            usual, self.window_at = (now - self.window_at) / WINDOW, now
+            self.rows = []
+            due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
+            self.looking = due and usual >= SHORTEST_S
+            self._measuring.enable(self.looking)
+            if self.looking:
+                self.thread = get_ident()
+                self.begin_step(now)
+                self.delayed_s = _delayed()
+
+    def _emit(self, recorder: Recorder, step: Step) -> None:
+        wall, waiting, *own = (
+            round(median_high(column), 6) for column in zip(*self.rows, strict=True)
+        )
+        recorder.emit(
+            Pace(
+                at=self.since,
+                optimizer=step.known.number,
+                step=step.number,
+                count=WINDOW,
+                wall_s=wall,
+                waited_s=waiting,
+                own_s=tuple(own),
+                sites=tuple(self.sites),
+                delayed_s=round(max(0.0, _delayed() - self.delayed_s) / WINDOW, 6),
+            )
+        )
 
 
 def _evaluating() -> bool:
@@ -180,133 +275,10 @@ def _evaluating() -> bool:
 
     if not torch.is_grad_enabled():
         return True
-    training = [m.training for model in wrapped_models.live() if (m := model.inner()) is not None]
+    training = [
+        m.training for model in WrappedModels.current.live() if (m := model.inner()) is not None
+    ]
     return bool(training) and not any(training)
-
-
-_training_forward_begins = _phase_begins(Phase.FORWARD)
-
-
-def _forward_begins(recorder: Recorder, forward: Any) -> None:
-    if forward.grad_enabled:
-        _training_forward_begins(recorder, forward)
-    elif get_ident() == _times.thread:
-        _times.tried = True
-
-
-def _forward_ends(recorder: Recorder, forward: Any) -> None:
-    if forward.grad_enabled:
-        _phase_ends(recorder, forward)
-
-
-def _phase_ends(recorder: Recorder, moment: Any) -> None:
-    if get_ident() == _times.thread:
-        _times.add_elapsed(time.monotonic())
-        _times.segment = _times.segment % len(PHASES) + len(PHASES)
-
-
-def _waited(recorder: Recorder, seconds: float) -> None:
-    if _times.looking and get_ident() == _times.thread:
-        _times.waited[_times.segment] += seconds
-
-
-def _sync_buffers_begins(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float:
-    return time.monotonic()
-
-
-def _sync_buffers_ends(
-    recorder: Recorder, began: Any, result: Any, error: BaseException | None
-) -> None:
-    if began is not None:
-        _waited(recorder, time.monotonic() - began)
-
-
-class _FinalWait:
-    """The end of a backward after all gradients are computed, in which DDP waits for its buckets.
-
-    Attributes:
-        handle: of the hook that runs when the backward starts.
-        began: when all gradients were computed, 0 before.
-    """
-
-    handle: Any = None
-    began = 0.0
-
-
-def _backward_begins(recorder: Recorder, backward: Backward) -> None:
-    _FinalWait.began = 0.0
-    nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
-    if (node := next((n for n in nodes if n is not None), None)) is not None:
-        _FinalWait.handle = node.register_prehook(shielded("waits", _backward_runs, LOST))
-
-
-def _backward_runs(gradients: Any) -> None:
-    torch_compat.when_computed(shielded("waits", _gradients_computed, LOST))
-
-
-def _gradients_computed() -> None:
-    _FinalWait.began = time.monotonic()
-
-
-def _backward_ends(recorder: Recorder, backward: Backward) -> None:
-    handle, _FinalWait.handle = _FinalWait.handle, None
-    if handle is not None:
-        handle.remove()
-        if _FinalWait.began:
-            _waited(recorder, time.monotonic() - _FinalWait.began)
-
-
-def _step_ends(recorder: Recorder, step: Step) -> None:
-    optimizer = step.known.number
-    if optimizer != _times.leader:
-        _times.followers += 1
-        if _times.leader >= 0 and _times.followers <= WINDOW:
-            return  # several optimizers take turns: only the leader's steps are counted
-        _times.leader, _times.rows, _times.looking = optimizer, [], False
-        _measuring.disable()
-    _times.followers = 0
-    window, place = divmod(step.number + 1, WINDOW)
-    if not _times.looking and place:
-        return
-    now = time.monotonic()
-    if _times.looking:
-        _times.add_elapsed(now)
-        own = [max(0.0, s - w) for s, w in zip(_times.spent, _times.waited, strict=True)]
-        _times.rows.append([sum(_times.spent), sum(_times.waited), *own])
-        _times.begin_step(now)
-    if place == 0:
-        if len(_times.rows) == WINDOW:
-            _emit(recorder, step)
-        usual, _times.window_at = (now - _times.window_at) / WINDOW, now
-        _times.rows = []
-        due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
-        _times.looking = due and usual >= SHORTEST_S
-        _measuring.enable(_times.looking)
-        if _times.looking:
-            _times.thread = get_ident()
-            _times.begin_step(now)
-            _times.delayed_s = _delayed()
-
-
-def _emit(recorder: Recorder, step: Step) -> None:
-    wall, waiting, *own = (
-        round(median_high(column), 6) for column in zip(*_times.rows, strict=True)
-    )
-    recorder.emit(
-        Pace(
-            at=_times.since,
-            optimizer=step.known.number,
-            step=step.number,
-            count=WINDOW,
-            wall_s=wall,
-            waited_s=waiting,
-            own_s=tuple(own),
-            sites=tuple(_times.sites),
-            delayed_s=round(max(0.0, _delayed() - _times.delayed_s) / WINDOW, 6),
-        )
-    )
 
 
 def _delayed() -> float:

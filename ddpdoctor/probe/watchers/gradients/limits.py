@@ -1,0 +1,147 @@
+"""How much the watchers of gradients look at, how often, and what they count as equal."""
+
+from __future__ import annotations
+
+# edits_after_wrap, manual_edits
+
+LOOKED_AT = 6
+"""Tensors sampled per model: an edit (or a load, or an initialisation) usually reaches all or many
+of them, and each costs a digest."""
+
+FORWARDS_AFTER_WRAP = 4
+"""Forwards before the first step at which they are compared; gradient accumulation has more."""
+
+FRAMES_AT_MOST = 50
+"""Of the stack, against runaway recursion."""
+
+# evaluation
+
+RARELY = 4
+"""A part that is called without gradients counts as evaluated if at least this many forwards with
+gradients came before. One that is called more often belongs to training: it computes targets, say.
+"""
+
+# gradient_sync
+
+PATTERNS_EMITTED = 2000
+"""Patterns recorded per model: programs may alternate between many."""
+
+AGAIN_AT = (9, 99, 999)
+"""Steps at which an unchanged pattern is recorded again, with the times DDP has measured so far:
+the first steps are no measure of speed."""
+
+# hyperparameters
+
+GROUPS_AT_MOST = 16
+
+LISTED_BELOW = 8
+"""Elements of an option that is a sequence (`betas`); longer ones are buffers, not options."""
+
+EXACT_BELOW = 1 << 53
+"""Larger integers become floats: JSON readers may not keep them exact."""
+
+SCALER_CALLS_AT_MOST = 5000
+
+# loss_scaling
+
+NODES_FOLLOWED = 12
+"""Autograd nodes from the loss on that are looked at."""
+
+BACKWARDS_LOOKED_AT = 6
+"""Backwards per line whose loss is looked at; later one in `LOOKED_AT_AGAIN` of all."""
+
+LOOKED_AT_AGAIN = 17  # a prime: lines that take turns are all looked at
+
+GRAPHS_AT_MOST = 8
+"""Different graphs of a loss per line, by their last nodes; a new one is always looked at."""
+
+FOLLOWED_AT_MOST = 100
+"""Forwards under anomaly mode, which records the line of every node and is slow."""
+
+LOSSES_ENOUGH = 32
+"""After this many backwards of known lines in a row batch sizes are no longer noted, until there
+is a new line."""
+
+BATCHES_AT_MOST = 300
+"""Batches recorded: their sizes may differ in every step."""
+
+# manual_edits
+
+SNAPSHOTS_ALWAYS = 64
+"""Steps in which snapshots are taken whatever they cost: most programs do in their first steps all
+that they ever do."""
+
+BUDGET_SHARE, LEAST_SHARE = 0.15, 0.05
+"""Share of the doctor's budget for this module, while the doctor is within its budget and after."""
+
+STEPS_APART, STEPS_OVERDUE, STEPS_OPEN = 100, 400, 16
+"""Steps from one look beyond the budget to the next, at a step that is due and at any other; and
+for how many steps such a look stays open for each optimizer of the model."""
+
+EDITS_EMITTED = 300
+
+EDITS_ON_DEMAND = 20
+"""Edits recorded per model, and those kept in reserve for `look_now`."""
+
+TRACED_AT_MOST = 6
+"""Times that lines are traced to find the one that edits: tracing slows Python down several times.
+After that they are traced only where the next edit is due, if the last two set a rhythm."""
+
+STATE_SEARCHES = 3
+"""Searches of the source of running functions for a line that edits optimizer state, per model."""
+
+# replica_digests
+
+STATES_AT_MOST = 64
+"""Parameters whose optimizer state is digested at a full step: state drifts with its parameters,
+so that a sample is enough."""
+
+ENOUGH_UNCHANGED = 8
+"""Steps in which an unknown communication hook must leave the parameters unchanged before it is
+taken to exchange gradients."""
+
+SKETCHED_AT_MOST = 400_000_000
+
+SKETCHED_AT_EASE = 1_000_000
+"""Elements up to which tensors are sketched at all, and whatever the budget (some milliseconds)."""
+
+# second_reduction
+
+CALLS_LOOKED_AT = 6
+"""Steps per line in which `manual_edits` measures what the call does to the gradients, beyond the
+doctor's budget: without a measured factor the finding proves little."""
+
+REDUCTIONS_EMITTED = 20
+"""Steps per line that are recorded one by one; later ones at powers of two."""
+
+# state_loading
+
+LOADS_EMITTED = 1000
+
+EARLY_LOADS = 50
+"""Loads recorded, and loads remembered that came before any model was wrapped."""
+
+# step_in_backward
+
+INSIDE_FIRST = 8
+"""Backwards recorded one by one; later ones at powers of two."""
+
+# zero_grad
+
+CLEARS_EMITTED = 200
+
+CLEARS_ENOUGH = 4
+"""A program that stopped clearing is recorded after this many steps in a row with cleared gradients
+and as many without. One that mixes them accumulates gradients on purpose, and is dropped."""
+
+READ_UP_TO = 65536
+"""Gradients up to this size are read, to notice one that was zeroed through `.data`: that changes
+neither identity nor version."""
+
+# zero_gradients
+
+ZERO_PARAMETERS = 2000
+"""Larger holdings are not looked at: every gradient is read as a whole."""
+
+ZERO_SAMPLES = 4
+"""Samples that must agree before a gradient counts as always zero (steps 0, 1, 2 and 4)."""

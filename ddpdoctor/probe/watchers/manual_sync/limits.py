@@ -1,0 +1,61 @@
+"""How much the watchers of manual synchronisation look at, and how often."""
+
+from __future__ import annotations
+
+# averaged_gradients
+
+AVERAGE_LOOKS = 4
+"""Steps of an optimizer that are recorded. Lines are traced from the second one on: the first step
+often differs (warm-up, lazy initialisation)."""
+
+AVERAGED_TENSORS = 6
+"""Gradients sampled per optimizer."""
+
+AVERAGED_NODES = 6
+"""Autograd nodes from the loss on that are searched for a division: it is one of the last things
+a training loop does to its loss."""
+
+# exchanges
+
+EXCHANGES_KEPT = 20_000
+"""Exchanges remembered per list: a loop without any step must not fill the memory."""
+
+SITES_KNOWN = 3
+"""Steps in which the line of an exchange is looked up: walking the stack is too slow for all."""
+
+# pending_works
+
+WORK_STEPS = 32
+"""Only the first steps are looked at: works (and their tensors) are kept alive until the step ends,
+which could cost memory in the long run."""
+
+WORKS_AT_MOST = 4096
+"""Works kept at a time."""
+
+# unused_allreduce
+
+COPIES_FIRST = 8
+
+COPIES_LAST = 64
+"""Calls are looked at before each of the first `COPIES_FIRST` steps, then before steps that are
+powers of two up to `COPIES_LAST`: reading every tensor costs as much as the call itself on small
+models."""
+
+# unwrapped
+
+LOOK_AGAIN = 32
+"""Steps after which an optimizer whose parameters are all wrapped is looked at again: parameters
+may be added to it at any time, but few programs do that."""
+
+UNWRAPPED_EMITTED = 5000
+"""Parameters of one optimizer that are listed: bounds the size of the record."""
+
+SMALL_MODEL = 64
+
+UNWRAPPED_FIRST = 64
+"""Optimizers of at most `SMALL_MODEL` parameters are digested at every step of the first
+`UNWRAPPED_FIRST` and then 16 times per doubling of the steps; others at powers of two only."""
+
+CHANGES_AT_MOST = 64
+"""Extra digests because the exchange stopped or resumed, or came between steps: a program that
+exchanges in every other step must not cause one each time."""
