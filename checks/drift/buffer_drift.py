@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.replicas import causes, late_buffers
+from ddpdoctor.analysis.replicas import causes
+from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     Divergence,
@@ -17,6 +18,7 @@ from ddpdoctor.analysis.replicas.replicas import (
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
 from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
+from ddpdoctor.events.pack import unpack
 from ddpdoctor.report.declarations import Condition, Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Rank, Run, plural, some
@@ -102,36 +104,38 @@ class BufferDrift(Check):
         yield from each_model(run, self._judge_late)
 
     def _judge_late(self, run: Run, group: Replicas) -> Iterator[Finding]:
-        late = None if group.left_out else late_buffers.differing(group)
-        if late is None:
+        members = group.members.values()
+        tables = [_late_digests(m) for m in members]
+        common = sorted(set.intersection(*(set(t) for t in tables)))
+        names = sorted(_differ([t[common[-1]] for t in tables])) if common else []
+        if group.left_out or not names:
             return
-        rank, taken = _taken(group)
-        spot = _evaluation(group)
-        saved = None if rank is None or taken is None else rank.location(taken.site)
+        found = [k for k in common if _differ([t[k] for t in tables]) & {*names}]
+        spot, taken = _evaluation(group), _taken(group)
         used = spot is not None or taken is not None
-        wrapped = causes.wrap_line(group)
+        saved = taken[0].location(taken[1].site) if taken else None
         yield self.finding(
             rule=LATE,
             severity=Severity.WARNING if used else Severity.NOTE,
             ranks=tuple(group.members),
-            steps=Steps(late.steps[0], late.steps[-1], len(late.steps), late.looked),
-            subjects=tuple(late.names),
-            location=wrapped,
+            steps=Steps(found[0], found[-1], len(found), len(common)),
+            subjects=tuple(names),
+            location=causes.wrap_line(group),
             label="broadcasts only buffers registered before this line",
-            related=tuple(Related(_used(late.names), s) for s in (spot or saved,) if s),
-            summary=f"{_buffers(late.names)} of {group.any.wrapped.kind}, registered after the "
-            f"wrap, {plural(len(late.names), 'differs', 'differ')} between ranks, first seen at "
-            f"step {late.steps[0]}",
+            related=tuple(Related(_used(names), s) for s in (spot or saved,) if s),
+            summary=f"{_buffers(names)} of {group.any.wrapped.kind}, registered after the "
+            f"wrap, {plural(len(names), 'differs', 'differ')} between ranks, first seen at "
+            f"step {found[0]}",
             cause="each rank created its own (from other random numbers or its own data), and DDP "
             "broadcasts only buffers that were registered at the wrap",
             fix="register them before the wrap, from the same values on every rank (a generator "
             "with the same seed), or send them: `dist.broadcast(buffer, src=0)`",
             fix_kind=FixKind.CHECK,
             evidence={
-                "differ_and_were_added_after_the_wrap": len(late.names),
-                "comparisons_that_differ": f"{len(late.steps)} of {late.looked}",
+                "differ_and_were_added_after_the_wrap": len(names),
+                "comparisons_that_differ": f"{len(found)} of {len(common)}",
             },
-            at=late.at,
+            at=min(m.rank.wall(m.of(LateBuffers, step=found[0])[0].at) for m in members),
         )
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
@@ -198,6 +202,23 @@ class BufferDrift(Check):
             | {"next_forward_repairs": "yes" if group.any.seen.broadcast else "no"},
             at=found.at,
         )
+
+
+Row = dict[tuple[str, tuple[int, ...]], int]
+"""Digests by name and shape: buffers whose length depends on the rank's data cannot be compared."""
+
+
+def _late_digests(member: Member) -> dict[int, Row]:
+    """The buffers that were added after the wrap, by step."""
+    return {
+        e.step: dict(zip(zip(e.names, e.shapes, strict=False), unpack(e.values), strict=False))
+        for e in member.of(LateBuffers)
+    }
+
+
+def _differ(rows: list[Row]) -> set[str]:
+    shared = set.intersection(*(set(row) for row in rows))
+    return {key[0] for key in shared if len({row[key] for row in rows}) > 1}
 
 
 def _buffers(names: list[str]) -> str:
@@ -315,11 +336,13 @@ def _matters(group: Replicas, found: Divergence | None) -> Divergence | None:
 
 def _evaluation(group: Replicas, point: str = "eval") -> Location | None:
     """The line of the first evaluation of the model, or of a `part`."""
-    for member in group.members.values():
-        for event in member.rank.of(Digests):
-            if event.point == point and event.model == member.model and event.site >= 0:
-                return member.rank.location(event.site)
-    return None
+    events = (
+        (m.rank, e)
+        for m in group.members.values()
+        for e in m.rank.of(Digests)
+        if (e.point, e.model) == (point, m.model) and e.site >= 0
+    )
+    return next((rank.location(event.site) for rank, event in events), None)
 
 
 def _saves(group: Replicas) -> dict[int, Location | None]:
@@ -328,9 +351,8 @@ def _saves(group: Replicas) -> dict[int, Location | None]:
     saves: dict[int, Location | None] = {}
     for member in group.members.values():
         files = [e for e in member.rank.of(FileWritten) if not e.path.endswith(_TEXTS)]
-        for event in member.rank.of(StateTaken):
-            trained = event.model == member.model and event.forwards > 0
-            if trained and any(f.step == event.step and f.at >= event.at for f in files):
+        for event in member.of(StateTaken):
+            if event.forwards > 0 and any(f.step == event.step and f.at >= event.at for f in files):
                 saves[event.forwards] = member.rank.location(event.site)
     return saves
 
@@ -338,10 +360,7 @@ def _saves(group: Replicas) -> dict[int, Location | None]:
 _TEXTS = (".json", ".jsonl", ".yaml", ".yml", ".txt", ".csv", ".log")
 
 
-def _taken(group: Replicas) -> tuple[Rank | None, StateTaken | None]:
+def _taken(group: Replicas) -> tuple[Rank, StateTaken] | None:
     """The first checkpoint after training began."""
-    for member in group.members.values():
-        for event in member.rank.of(StateTaken):
-            if event.model == member.model and event.forwards > 0:
-                return member.rank, event
-    return None, None
+    taken = ((m.rank, e) for m in group.members.values() for e in m.of(StateTaken))
+    return next(((rank, event) for rank, event in taken if event.forwards > 0), None)

@@ -10,12 +10,10 @@ from ddpdoctor.analysis.replicas import uncompared
 from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
+from ddpdoctor.analysis.replicas.thresholds import EXAMINED_STEPS, SAME_FACTOR
 from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run
-
-LOOKED_AT = 20
-"""Steps at the begin, or after a reduction, in which gradients are always examined."""
 
 SEVERAL = 0.0
 """The factor that stands for: not all gradients were multiplied by the same number."""
@@ -213,8 +211,7 @@ class DoubleAveraging(Check):
 
 def _scaled(member: Member) -> LossScaled | None:
     """The first division of the loss whose line is known."""
-    mine = (e for e in member.rank.of(LossScaled) if e.model == member.model)
-    return next((e for e in mine if e.expression), None)
+    return next((e for e in member.of(LossScaled) if e.expression), None)
 
 
 def _undecided(run: Run) -> str | None:
@@ -224,7 +221,7 @@ def _undecided(run: Run) -> str | None:
             continue
         size = len(group.any.seen.ranks)
         for member in group.members.values():
-            if any(e.model == member.model for e in member.rank.of(LossScaled)):
+            if member.of(LossScaled):
                 return (
                     f"the loss is divided by {size}, but no line was found that divides by the "
                     "world size"
@@ -236,26 +233,20 @@ def _undecided(run: Run) -> str | None:
 
 def _changes_gradients(member: Member, size: int) -> bool:
     """Whether the program modifies gradients in a way that may be an average over the ranks."""
-    divided = any(e.changed and abs(_manual_factor(e) * size - 1) < 1e-3 for e in _edits(member))
-    return divided or any(e.model == member.model for e in member.rank.of(GradientReduced))
+    divided = any(_divides(e, size) for e in _edits(member))
+    return divided or bool(member.of(GradientReduced))
 
 
 def _edits(member: Member) -> list[Edited]:
     """The recorded modifications of gradients, but for those found by write counters only."""
-    return [
-        e
-        for e in member.rank.of(Edited)
-        if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, "gradients")
-        and not e.counted
-    ]
+    return member.of(Edited, kind="gradients", counted=False)
 
 
 def _divided(member: Member, size: int) -> Edited | None:
     """The first multiplication by exactly one over the world size, at a line that says so; before
     or after what functions of torch (clipping) do."""
     for event in _edits(member):
-        exact = event.changed and abs(_manual_factor(event) * size - 1) < 1e-3
-        if exact and event.divisor and (event.beside or not event.functions):
+        if _divides(event, size) and event.divisor and (event.beside or not event.functions):
             return event
     return None
 
@@ -263,6 +254,11 @@ def _divided(member: Member, size: int) -> Edited | None:
 def _manual_factor(event: Edited) -> float:
     """The factor by which the program itself multiplied the gradients."""
     return event.besides or event.ratio
+
+
+def _divides(event: Edited, size: int) -> bool:
+    """Whether the program multiplied the gradients by exactly one over the world size."""
+    return event.changed and abs(_manual_factor(event) * size - 1) < SAME_FACTOR
 
 
 def _steps(member: Member, size: int) -> list[int]:
@@ -273,7 +269,7 @@ def _steps(member: Member, size: int) -> list[int]:
     return [
         step
         for event, end in zip(edits, ends, strict=True)
-        if event.changed and abs(_manual_factor(event) * size - 1) < 1e-3
+        if _divides(event, size)
         for step in range(event.step, max(end, event.step + 1))
     ]
 
@@ -282,9 +278,8 @@ def _reductions(member: Member) -> list[GradientReduced]:
     """The records of the first line that reduces gradients in more than one step: a single
     reduction may be part of an initialisation."""
     lines: dict[int, list[GradientReduced]] = {}
-    for event in member.rank.of(GradientReduced):
-        if event.model == member.model:
-            lines.setdefault(event.site, []).append(event)
+    for event in member.of(GradientReduced):
+        lines.setdefault(event.site, []).append(event)
     return next((calls for calls in lines.values() if len(calls) > 1), [])
 
 
@@ -297,7 +292,7 @@ def _factors(member: Member, calls: list[GradientReduced]) -> set[float]:
     edits, factors = _edits(member), set()
     steps = [own_step(member, c.step) for c in calls]
     for n, step in enumerate(steps):
-        looked = step < LOOKED_AT or any(0 < step - s < LOOKED_AT for s in steps[:n])
+        looked = step < EXAMINED_STEPS or any(0 < step - s < EXAMINED_STEPS for s in steps[:n])
         if looked or any(e.step == step for e in edits):
             latest = next((e for e in reversed(edits) if e.step <= step), None)
             factors.add(_factor(latest) if latest is not None else 1.0)
@@ -309,7 +304,7 @@ def _factor(event: Edited) -> float:
     if not event.changed or (event.functions and not event.beside):
         return 1.0
     ratio = event.besides if event.functions else event.ratio
-    return float(round(ratio)) if abs(ratio - round(ratio)) < 1e-3 else ratio
+    return float(round(ratio)) if abs(ratio - round(ratio)) < SAME_FACTOR else ratio
 
 
 def _related(member: Member, text: str, site: int) -> tuple[Related, ...]:

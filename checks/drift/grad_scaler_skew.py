@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import uncompared
+from ddpdoctor.analysis.replicas.causes import Cause
 from ddpdoctor.analysis.replicas.group_findings import united
 from ddpdoctor.analysis.replicas.missed_scaler_calls import MissedScalerCalls, missed_call
 from ddpdoctor.analysis.replicas.replicas import (
@@ -172,44 +173,27 @@ class GradScalerSkew(Check):
     def _unequal_scales(
         self, group: Replicas, events: Events, call: int, scales: dict[int, float | None]
     ) -> Finding:
-        own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
-        number, event = _first_at(own, call)
-        stepped = location = group.members[number].rank.location(event.site)
-        ranks: tuple[int, ...] = ()
-        label, fix = "the scale differs between ranks", SAME_SCALER
-        before = {_scale(mine, call - 1) for mine in events.values()}
-        if len(before) == 1 and None not in before:
-            rule, cause = UNEQUAL_UPDATES, UPDATED_DIFFERENTLY.format(call - 1)
-            fix = f"call `update` after every step on every rank; {fix}"
-        else:
-            rule, cause = UNEQUAL_SCALERS, CREATED_DIFFERENTLY
-        if (by_program := _set_by_program(group, events, call)) is not None:
-            rule, (location, ranks) = SCALE_SET, by_program
-            alone = len(ranks) < len(scales)
-            how = f"on {ranks_text(ranks)} only" if alone else "different on each rank"
-            label = "sets the scale " + (
-                "on some ranks only" if alone else "differently on each rank"
-            )
-            cause = f"`{event.kind}.update` is called with a scale {how}"
-            fix = "set the same scale on every rank, or leave it to the scaler"
-        elif (loaded := _loaded(group, own)) is not None:
-            rule, (location, ranks) = LOAD_ON_SOME, loaded
-            label = "loads the scaler's state on some ranks only"
-            cause = f"{ranks_do(ranks, 'load')} the scaler's state, the other ranks do not"
-        elsewhere = stepped is not None and rule in (SCALE_SET, LOAD_ON_SOME)
+        number, event = next((n, e) for n, m in events.items() for e in m if e.call == call)
+        stepped = group.members[number].rank.location(event.site)
+        cause = (
+            _set_by_program(group, events, call)
+            or _loaded(group, events, call)
+            or _updated_differently(events, call, stepped)
+        )
         minority = odd_ones(equal_ranks(scales))
+        elsewhere = stepped is not None and cause.rule in (SCALE_SET, LOAD_ON_SOME)
         return self.finding(
-            rule=rule,
-            ranks=(ranks if len(minority) == len(scales) else ()) or minority,
+            rule=cause.rule,
+            ranks=(cause.ranks if len(minority) == len(scales) else ()) or minority,
             steps=_differing(group, events, event),
             subjects=(event.kind,),
-            location=location,
-            label=label,
+            location=cause.location,
+            label=cause.label,
             related=(Related("the scaler steps here", stepped),) if stepped and elsewhere else (),
             summary=f"the loss scale differs between ranks at scaler step {call}: "
             f"{_scales(scales)}",
-            cause=cause,
-            fix=fix,
+            cause=cause.text,
+            fix=cause.fix,
             evidence={
                 "scaler_step": call,
                 "by_rank": [{"rank": n, "scale": str(v)} for n, v in scales.items()],
@@ -220,8 +204,7 @@ class GradScalerSkew(Check):
     def _unequal_skips(
         self, group: Replicas, events: Events, call: int, skips: dict[int, bool]
     ) -> Finding:
-        own = {n: next((e for e in mine if e.call >= call), None) for n, mine in events.items()}
-        number, event = _first_at(own, call)
+        number, event = next((n, e) for n, m in events.items() for e in m if e.call == call)
         skipping = tuple(n for n, skipped in skips.items() if skipped)
         minority = odd_ones(equal_ranks(skips))
         rule, cause, fix = _infinite_on_some(group, event.step, skipping)
@@ -243,32 +226,56 @@ class GradScalerSkew(Check):
         )
 
 
-def _first_at(own: dict[int, ScalerStep | None], call: int) -> tuple[int, ScalerStep]:
-    """The first rank that has a record of this call, and the record."""
-    return next((n, e) for n, e in own.items() if e is not None and e.call == call)
-
-
 def _scales(scales: Mapping[int, float | None]) -> str:
     """`16 on rank 0, 32 on rank 1`."""
     return ", ".join(f"{v:g} on rank {n}" for n, v in scales.items() if v is not None)
 
 
-def _loaded(
-    group: Replicas, steps: dict[int, ScalerStep | None]
-) -> tuple[Location, tuple[int, ...]] | None:
-    """The line that loads a scaler's state before these steps, and the ranks that run it; None
-    where all do or none."""
+def _set_by_program(group: Replicas, events: Events, call: int) -> Cause | None:
+    """A line sets the scale right before the call, on some ranks or differently."""
+    latest = {n: [e for e in mine if e.call <= call][-1:] for n, mine in events.items()}
+    found = {n: e[0] for n, e in latest.items() if e and e[0].set_site >= 0}
+    spots = (group.members[n].rank.location(e.set_site) for n, e in found.items())
+    spot = next((spot for spot in spots if spot is not None), None)
+    if spot is None:
+        return None
+    kind, alone = next(iter(found.values())).kind, len(found) < len(events)
+    how = f"on {ranks_text(found)} only" if alone else "different on each rank"
+    return Cause(
+        SCALE_SET,
+        text=f"`{kind}.update` is called with a scale {how}",
+        fix="set the same scale on every rank, or leave it to the scaler",
+        label=f"sets the scale {'on some ranks only' if alone else 'differently on each rank'}",
+        location=spot,
+        ranks=tuple(found),
+    )
+
+
+def _loaded(group: Replicas, events: Events, call: int) -> Cause | None:
+    """Some ranks load a scaler's state before the call, the others do not."""
     loads: dict[int, list[int]] = {}
-    for n, step in steps.items():
-        if step is not None:
-            mine = [e for e in group.members[n].rank.of(Loaded) if e.what == "scaler"]
-            loads[n] = [e.site for e in mine if e.at < step.at]
+    for n, mine in events.items():
+        if (step := next((e for e in mine if e.call >= call), None)) is not None:
+            every = (e for e in group.members[n].rank.of(Loaded) if e.what == "scaler")
+            loads[n] = [e.site for e in every if e.at < step.at]
     count = max(map(len, loads.values()))
     some = tuple(n for n, sites in loads.items() if sites and len(sites) == count)
     if not some or len(some) == len(loads):
         return None
     spot = group.members[some[0]].rank.location(loads[some[0]][-1])
-    return None if spot is None else (spot, some)
+    text = f"{ranks_do(some, 'load')} the scaler's state, the other ranks do not"
+    label = "loads the scaler's state on some ranks only"
+    return Cause(LOAD_ON_SOME, text, SAME_SCALER, label, spot, some) if spot else None
+
+
+def _updated_differently(events: Events, call: int, stepped: Location | None) -> Cause:
+    """No line is known: what tells is whether the scales were equal before."""
+    before = {_scale(mine, call - 1) for mine in events.values()}
+    rule, text, fix = UNEQUAL_SCALERS, CREATED_DIFFERENTLY, SAME_SCALER
+    if len(before) == 1 and None not in before:
+        rule, text = UNEQUAL_UPDATES, UPDATED_DIFFERENTLY.format(call - 1)
+        fix = f"call `update` after every step on every rank; {fix}"
+    return Cause(rule, text, fix, "the scale differs between ranks", stepped)
 
 
 def _infinite_on_some(
@@ -288,19 +295,6 @@ def _infinite_on_some(
         return CHANGED_AFTER, cause, fix
     cause += "they were not averaged, or were modified on some ranks after that"
     return UNEQUAL_SKIPS, cause, fix
-
-
-def _set_by_program(
-    group: Replicas, events: Events, call: int
-) -> tuple[Location, tuple[int, ...]] | None:
-    """The line that sets the scale right before a call, and the ranks on which it does."""
-    latest = {n: [e for e in mine if e.call <= call][-1:] for n, mine in events.items()}
-    found = {n: e[0].set_site for n, e in latest.items() if e and e[0].set_site >= 0}
-    for number, site in found.items():
-        spot = group.members[number].rank.location(site)
-        if spot is not None:
-            return spot, tuple(found)
-    return None
 
 
 def _at_one_moment(last: dict[int, ScalerStep], call: int) -> bool:
@@ -323,13 +317,13 @@ def _differing(group: Replicas, events: Events, since: ScalerStep) -> Steps:
     begins = sorted(later.items())
     ends = [min(step, end) for _, step in begins[1:]] + [end]
     spans = [
-        (step, until)
+        range(step, until)
         for (call, step), until in zip(begins, ends, strict=True)
         if step < until and len({_scale(mine, call) for mine in events.values()}) > 1
     ]
     if not spans:
         return Steps(since.step, since.step, 1)
-    return Steps(spans[0][0], spans[-1][1] - 1, sum(until - step for step, until in spans))
+    return Steps(spans[0].start, spans[-1].stop - 1, sum(map(len, spans)))
 
 
 def _all_came(group: Replicas, events: Events, call: int) -> bool:

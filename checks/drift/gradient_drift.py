@@ -119,9 +119,10 @@ class GradientDrift(Check):
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         found = None if group.left_out else divergence(group, "gradients")
-        if found is None or _averages_parameters(group):
+        parameters = divergence(group, "parameters")
+        if found is None or (parameters and state_loading.equal_again(group, parameters)):
             return
-        cause = _cause(group, found)
+        cause = causes.explained(EXPLANATIONS, group, found)
         size, since = _size(group, found, cause)
         yield self.finding(
             **causes.fields(group, found, cause),
@@ -132,52 +133,27 @@ class GradientDrift(Check):
         )
 
 
-def _averages_parameters(group: Replicas) -> bool:
-    """Whether the program averages parameters (local SGD): they differ and are equal again, with
-    nothing loaded in between."""
-    parameters = divergence(group, "parameters")
-    if parameters is None or parameters.healed < 0:
-        return False
-    return not state_loading.reloads(group, "weights", parameters.at)
-
-
-def _cause(group: Replicas, found: Divergence) -> Cause:
-    """The first explanation that applies, the most specific ones first."""
-    if ranks := lacking(group, found):
-        return _cleared(group, found, ranks)
-    if ranks := lacking(group, found, ZERO):
-        return _zeroed(group, found, ranks)
-    cause = manual_edits.edited(group, "gradients", found) or manual_edits.clipped(group)
-    if cause is None:
-        hook = group.any.seen.hook
-        seen = f"the communication hook {hook} computed them" if hook else "DDP averaged them"
-        seen += ", and no manual modification was seen on any rank (not every gradient is examined "
-        seen += "for that in every step)"
-        cause = causes.unknown(group, found, seen)
-    elif len(cause.ranks) < len(group.members) and not cause.everybody:
-        return cause
-    return _of_other_parameters(group, found, cause)
-
-
-def _cleared(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
-    """These ranks step without gradients that the others have and agree on."""
+def _cleared(group: Replicas, found: Divergence) -> Cause | None:
+    """Some ranks step without gradients that the others have and agree on."""
+    if not (ranks := lacking(group, found)):
+        return None
     spot = manual_edits.own_line(group, "gradients", found.first, ranks)
     return Cause(
         CLEARED,
         text=f"{ranks_do(ranks, 'step')} without these gradients: they are set to None after "
         f"backward{', at this line' * (spot is not None)}. The other ranks apply DDP's average",
         fix="set them to None on every rank, or on none",
-        label="sets gradients to None on some ranks only"
-        if spot
-        else "lacks some gradients, on some ranks only",
+        label=f"{'sets gradients to None' if spot else 'lacks some gradients,'} on some ranks only",
         location=spot,
         ranks=ranks,
         evidence={NO_GRADIENT_ON: list(ranks)},
     )
 
 
-def _zeroed(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause:
-    """These ranks step with zeros where the others have gradients and agree on them."""
+def _zeroed(group: Replicas, found: Divergence) -> Cause | None:
+    """Some ranks step with zeros where the others have gradients and agree on them."""
+    if not (ranks := lacking(group, found, ZERO)):
+        return None
     spot = manual_edits.own_line(group, "gradients", found.first, ranks)
     where = "at this line" if spot else "at a line not known (`zero_()`, a product with 0)"
     return Cause(
@@ -186,13 +162,59 @@ def _zeroed(group: Replicas, found: Divergence, ranks: tuple[int, ...]) -> Cause
         f"after backward, {where}. The other ranks apply DDP's average",
         fix="zero them on every rank, or on none: between `backward` and `step`, look for code "
         "under `if rank == ...` or under a condition on the rank's own data",
-        label="zeroes gradients on some ranks only"
-        if spot
-        else "steps with zeros for gradients, on some ranks only",
+        label=f"{'zeroes gradients' if spot else 'steps with zeros for gradients,'} on some ranks "
+        "only",
         location=spot,
         ranks=ranks,
         evidence={ZEROS_ON: list(ranks)},
     )
+
+
+def _edit(group: Replicas, found: Divergence) -> Cause | None:
+    """Any modification of gradients, not the same on all ranks."""
+    return manual_edits.edited(group, "gradients", found) or manual_edits.clipped(group)
+
+
+def _edit_on_some(group: Replicas, found: Divergence) -> Cause | None:
+    cause = _edit(group, found)
+    if cause is None or cause.everybody or len(cause.ranks) == len(group.members):
+        return None
+    return cause
+
+
+def _unequal_parameters(group: Replicas, found: Divergence) -> Cause | None:
+    """The parameters differed before: then so does what is computed from them."""
+    parameters = divergence(group, "parameters")
+    if parameters is None or parameters.first > found.before + 1:
+        return None
+    cause = _edit(group, found) or _unknown(group, found)
+    return replace(
+        cause,
+        rule=UNEQUAL_PARAMETERS,
+        text=f"the parameters differ since step {parameters.first}, and so does what is computed "
+        f"from them; {cause.text}",
+        evidence=cause.evidence | {"parameters_differ_since_step": parameters.first},
+    )
+
+
+def _unknown(group: Replicas, found: Divergence) -> Cause:
+    hook = group.any.seen.hook
+    seen = f"the communication hook {hook} computed them" if hook else "DDP averaged them"
+    seen += ", and no manual modification was seen on any rank (not every gradient is examined "
+    seen += "for that in every step)"
+    return causes.unknown(group, found, seen)
+
+
+EXPLANATIONS: tuple[causes.Explanation, ...] = (
+    _cleared,
+    _zeroed,
+    _edit_on_some,
+    _unequal_parameters,
+    _edit,
+    _unknown,
+)
+"""Why gradients differ, in the order in which they are tried. What all ranks modify comes after
+parameters that differ, since it may be the same modification with different values."""
 
 
 def _size(group: Replicas, found: Divergence, cause: Cause) -> tuple[str, str]:
@@ -207,17 +229,3 @@ def _size(group: Replicas, found: Divergence, cause: Cause) -> tuple[str, str]:
         return "", ""
     size = causes.by_how_much(group, parameters)
     return "", f"; since then the parameters differ{size}" if size else ""
-
-
-def _of_other_parameters(group: Replicas, found: Divergence, cause: Cause) -> Cause:
-    """The cause, unless the parameters differed before: then so does what is computed from them."""
-    parameters = divergence(group, "parameters")
-    if parameters is None or parameters.first > found.before + 1:
-        return cause
-    return replace(
-        cause,
-        rule=UNEQUAL_PARAMETERS,
-        text=f"the parameters differ since step {parameters.first}, and so does what is computed "
-        f"from them; {cause.text}",
-        evidence=cause.evidence | {"parameters_differ_since_step": parameters.first},
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import ClassVar
 
@@ -168,27 +169,23 @@ class HyperparameterSkew(Check):
         )
         options = optimizer_options.options(values)
         reported = {n: tuple(str(t[i].get(o)) for o, i in options) for n, t in values.items()}
-        ranks = odd_ones(equal_ranks(reported))
         option, index = options[0]
-        at = min(m.rank.wall(_time(m, first)) for m in group.members.values())
-        early = () if _plateau(group, first) else optimizer_options.ahead(tables, option, index)
+        early = optimizer_options.ahead(tables, option, index)
+        skew = Skew(group, option, first, odd_ones(equal_ranks(reported)), reported, early)
+        early = () if skew.plateau else early
         short = optimizer_options.omitting(tables, option, index)
-        why = (
-            _from_a_load(group, reported, option, first, at)
-            or _in_different_rounds(group, early, option, first)
-            or _why(group, ranks, option, first)
-        )
+        why = next(cause for explain in EXPLANATIONS if (cause := explain(skew)))
         shown = {n: groups[index].get(option) for n, groups in values.items()}
         seen = ", first seen" if first and not told_at(first - 1) else ""
         yield self.finding(
             rule=why.rule,
-            ranks=why.ranks or ranks,
+            ranks=why.ranks or skew.ranks,
             steps=_extent(group, tables, skewed),
             subjects=tuple(dict.fromkeys(name for name, _ in options)),
             optimizers=(group.any.optimizer,),
             location=why.location,
             label=why.label,
-            related=why.related,
+            related=skew.related(why),
             summary=f"{option} differs between ranks{seen} at step {first}: "
             f"{optimizer_options.spelled(shown)}",
             cause=why.text,
@@ -204,7 +201,7 @@ class HyperparameterSkew(Check):
                 **({LEFT_OUT: list(short)} if short else {}),
             }
             | why.evidence,
-            at=at,
+            at=skew.at,
         )
 
 
@@ -255,171 +252,197 @@ def _extent(
     return Steps(skewed[0], differing[-1], len(differing), len(looks))
 
 
-def _set_line(group: Replicas, ranks: tuple[int, ...], option: str, step: int) -> Location | None:
-    """The line of the program that set an option, on the ranks at fault first."""
-    members = (group.members[number] for number in (*ranks, *group.members))
-    spots = (optimizer_options.set_at(m.rank, m.optimizer, option, step) for m in members)
-    return next((spot for spot in spots if spot is not None), None)
+@dataclass(frozen=True)
+class Skew:
+    """Options that differ at a step.
+
+    Attributes:
+        option: the first that differs.
+        first: the step.
+        ranks: those that differ from most.
+        values: of all options that differ, by rank, as text.
+        early: the ranks that set the same values at earlier steps, where nothing else differs.
+    """
+
+    group: Replicas
+    option: str
+    first: int
+    ranks: tuple[int, ...]
+    values: dict[int, tuple[str, ...]]
+    early: tuple[int, ...]
+
+    @cached_property
+    def at(self) -> float:
+        """When it was first seen, on the run's clock."""
+        return min(m.rank.wall(_time(m, self.first)) for m in self.group.members.values())
+
+    @cached_property
+    def calls(self) -> dict[int, list[SchedulerStep]]:
+        """By rank, calls of the optimizer's schedulers; only those before its first step where the
+        options differ at that step."""
+        found = {}
+        for number, member in self.group.members.items():
+            seen = (e.at for e in member.of(OptimizerSeen))
+            before = inf if self.first else next(seen, inf)
+            calls = member.rank.of(SchedulerStep)
+            of = (-1, member.optimizer)
+            found[number] = [c for c in calls if c.optimizer in of and c.at <= before]
+        return found
+
+    @property
+    def stepping(self) -> list[int]:
+        """The ranks that step a scheduler."""
+        return [n for n, calls in self.calls.items() if calls]
+
+    @property
+    def plateau(self) -> bool:
+        """Whether one of the schedulers decides by a metric (`ReduceLROnPlateau`)."""
+        return any("Plateau" in c.kind for calls in self.calls.values() for c in calls)
+
+    @property
+    def stepped_equally(self) -> bool:
+        """Whether all ranks make the same scheduler calls at the same steps."""
+        return len({tuple((c.kind, c.step, c.call) for c in m) for m in self.calls.values()}) == 1
+
+    @property
+    def set_line(self) -> Location | None:
+        """The line of the program that sets the option, on the ranks at fault first."""
+        ranks = self.ranks if self.stepping else self.early or self.ranks
+        members = (self.group.members[n] for n in (*ranks, *self.group.members))
+        spots = (
+            optimizer_options.set_at(m.rank, m.optimizer, self.option, self.first) for m in members
+        )
+        return next((spot for spot in spots if spot is not None), None)
+
+    def related(self, why: Cause) -> tuple[Related, ...]:
+        """Other lines than that of the cause: of the step, too."""
+        step = self.group.line(Hyperparameters, why.ranks or self.early or self.ranks)
+        if step is None or step == why.location:
+            return why.related
+        return (*why.related, Related("applied here", step))
+
+    def line_of(self, number: int, call: SchedulerStep) -> Location | None:
+        return self.group.members[number].rank.location(call.site)
 
 
-def _scheduled(member: Member, first: int) -> list[SchedulerStep]:
-    """Calls of the optimizer's schedulers; only those before its first step where the options
-    differ at that step (`first` is 0)."""
-    seen = (e.at for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
-    before = inf if first else next(seen, inf)
-    calls = member.rank.of(SchedulerStep)
-    return [c for c in calls if c.optimizer in (-1, member.optimizer) and c.at <= before]
+def _time(member: Member, step: int) -> float:
+    events = member.of(Hyperparameters)
+    return next((e.at for e in events if e.step >= step), events[-1].at if events else 0.0)
 
 
-def _plateau(group: Replicas, first: int) -> bool:
-    """Whether one of the schedulers decides by a metric (`ReduceLROnPlateau`)."""
-    return any("Plateau" in c.kind for m in group.members.values() for c in _scheduled(m, first))
-
-
-def _line_of_some(group: Replicas, first: int) -> tuple[list[int], SchedulerStep, Location] | None:
-    """A line that steps a scheduler on some ranks only, while other lines do on all ranks: these
-    ranks, a call and the line."""
-    lines: dict[int, dict[str, tuple[SchedulerStep, Location]]] = {
-        n: {
-            str(at): (call, at)
-            for call in _scheduled(m, first)
-            if (at := m.rank.location(call.site)) is not None
-        }
-        for n, m in group.members.items()
-    }
-    common = set.intersection(*(set(found) for found in lines.values()))
-    line = min({line for found in lines.values() for line in found} - common, default=None)
-    if line is None or not common:
-        return None
-    on = [n for n, found in lines.items() if line in found]
-    call, at = lines[on[0]][line]
-    return on, call, at
-
-
-def _from_a_load(
-    group: Replicas, reported: dict[int, tuple[str, ...]], option: str, first: int, at: float
-) -> Cause | None:
+def _from_a_load(skew: Skew) -> Cause | None:
     """Only some ranks loaded the state of the optimizer, or of a scheduler, just before."""
     for what in ("optimizer", "scheduler"):
-        some = state_loading.of_some(group, what, at)
-        if some is None or len({reported[n] for n in reported if n not in some.ranks}) != 1:
+        loads = state_loading.Loads(skew.group, what, skew.at)
+        some = loads.on_some
+        if some is None or len({v for n, v in skew.values.items() if n not in some.ranks}) != 1:
             continue
-        member = group.members[some.ranks[0]]
         if what == "optimizer":  # it sets the options at once
-            done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-            follows = all(e.at <= some.event.at for e in done if e.step < first)
+            done = skew.group.members[some.ranks[0]].of(StepDone)
+            follows = all(e.at <= some.event.at for e in done if e.step < skew.first)
         else:
-            follows = option in SCHEDULED and _stepped_equally(group, first)
-        if follows:
-            cause = state_loading.by_some(group, what, some, at)
-            step = _step_line(group, some.ranks)
-            return replace(
-                cause,
-                text=f"{cause.text}; that sets {option}",
-                related=(*cause.related, *_stepped_here(step)),
-            )
+            follows = skew.option in SCHEDULED and skew.stepped_equally
+        if follows and (cause := loads.cause()):
+            return replace(cause, text=f"{cause.text}; that sets {skew.option}")
     return None
 
 
-def _in_different_rounds(
-    group: Replicas, early: tuple[int, ...], option: str, first: int
-) -> Cause | None:
+def _in_different_rounds(skew: Skew) -> Cause | None:
     """All ranks set the same values without a scheduler, only at different steps."""
-    spot = _set_line(group, early, option, first)
-    if not early or spot is None or any(_scheduled(m, first) for m in group.members.values()):
+    if not skew.early or skew.set_line is None or skew.stepping:
         return None
     return Cause(
         OTHER_ROUNDS,
         text="all ranks set the same values in the same order, but take different numbers of steps "
-        f"between two changes: {ranks_do(early, 'get')} to a new value first",
+        f"between two changes: {ranks_do(skew.early, 'get')} to a new value first",
         fix=SAME_ROUNDS,
         label="set to the same values on all ranks, but at different steps",
-        location=spot,
-        related=_stepped_here(_step_line(group, early)),
+        location=skew.set_line,
     )
 
 
-def _stepped_equally(group: Replicas, first: int) -> bool:
-    """Whether all ranks make the same scheduler calls at the same steps."""
-    calls = [_scheduled(m, first) for m in group.members.values()]
-    return len({tuple((c.kind, c.step, c.call) for c in mine) for mine in calls}) == 1
+def _set_per_rank(skew: Skew) -> Cause | None:
+    """A line sets the option, and no scheduler is there to change it."""
+    if skew.set_line is None or (skew.stepping and skew.option in SCHEDULED):
+        return None
+    return Cause(SET_PER_RANK, PER_RANK, SAME_VALUE, SET_HERE, skew.set_line)
 
 
-def _stepped_here(step: Location | None) -> tuple[Related, ...]:
-    return (Related("applied here", step),) if step else ()
+def _scheduler_on_some(skew: Skew) -> Cause | None:
+    """Only some ranks step a scheduler, or step it at one more line."""
+    lines = {
+        n: {str(spot): c for c in calls if (spot := skew.line_of(n, c)) is not None}
+        for n, calls in skew.calls.items()
+    }
+    ranks, also = skew.stepping, ""
+    call = skew.calls[ranks[0]][0] if ranks else None
+    if len(ranks) == len(skew.calls):
+        common = set.intersection(*(set(found) for found in lines.values()))
+        line = min({line for found in lines.values() for line in found} - common, default="")
+        ranks = [n for n, found in lines.items() if line in found] if common else []
+        call, also = lines[ranks[0]][line] if ranks else None, " at this line as well,"
+    if call is None:
+        return None
+    text = f"{call.kind}.step is called{also} on {ranks_text(ranks)} only"
+    fix = SAME_METRIC if skew.plateau else STEP_EVERYWHERE
+    return Cause(SCHEDULER_ON_SOME, text, fix, ONLY_SOME, skew.line_of(ranks[0], call))
 
 
-def _why(group: Replicas, ranks: tuple[int, ...], option: str, first: int) -> Cause:
-    """The first explanation that applies: a line that sets the option for no scheduler to change,
-    a scheduler that only some ranks step, a line that also sets it, a scheduler that decides
-    differently on each rank, options that differ from the start."""
-    members = group.members
-    calls = {n: _scheduled(m, first) for n, m in members.items()}
-    stepping = [n for n, c in calls.items() if c]
-    step = _step_line(group, ranks)
-    related = _stepped_here(step)
-    set_line = _set_line(group, ranks, option, first)
-    if set_line is not None and (not stepping or option not in SCHEDULED):
-        return Cause(SET_PER_RANK, PER_RANK, SAME_VALUE, SET_HERE, set_line, related=related)
-    plateau = _plateau(group, first)
-    everywhere = SAME_METRIC if plateau else STEP_EVERYWHERE
-    if stepping and len(stepping) < len(members):
-        call = calls[stepping[0]][0]
-        text = f"{call.kind}.step is called on {ranks_text(stepping)} only"
-        spot = members[stepping[0]].rank.location(call.site)
-        return Cause(SCHEDULER_ON_SOME, text, everywhere, ONLY_SOME, spot, related=related)
-    if (more := _line_of_some(group, first)) is not None:
-        on, call, spot = more
-        text = f"{call.kind}.step is called at this line as well, on {ranks_text(on)} only"
-        return Cause(SCHEDULER_ON_SOME, text, everywhere, ONLY_SOME, spot, related=related)
-    if set_line is not None and _stepped_equally(group, first) and not plateau:
-        call = calls[stepping[0]][-1]
-        scheduled = members[stepping[0]].rank.location(call.site)
-        also = (Related(f"steps {call.kind}", scheduled),) if scheduled else ()
-        text = f"{option} is also set here, while all ranks step {call.kind} equally"
-        return Cause(SET_BESIDES, text, SAME_VALUE, SET_HERE, set_line, related=(*related, *also))
-    if stepping:
-        call = next((c for c in calls[stepping[0]] if "Plateau" in c.kind), calls[stepping[0]][-1])
-        spot = members[stepping[0]].rank.location(call.site)
-        if plateau:
-            text = "ReduceLROnPlateau gets a different metric on each rank and decides locally"
-            label = "decides from each rank's local metric"
-            return Cause(LOCAL_METRIC, text, SAME_METRIC, label, spot, related=related)
-        text = f"the ranks step {call.kind} at different times, or created it differently"
-        label = "steps on every rank, but not equally"
-        return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, label, spot, related=related)
-    if first == 0 and (made := _made_line(group, ranks)) is not None:
-        text = "the options differ from the first step on: the optimizer was created with them, or "
-        text += "they were set before it stepped"
-        label = "options differ between ranks at the first step"
-        return Cause(UNEQUAL_AT_START, text, SAME_VALUE, label, made, related=related)
+def _set_besides(skew: Skew) -> Cause | None:
+    """A line sets the option while all ranks step a scheduler equally."""
+    if skew.set_line is None or not skew.stepped_equally or skew.plateau or not skew.stepping:
+        return None
+    number = skew.stepping[0]
+    call = skew.calls[number][-1]
+    scheduled = skew.line_of(number, call)
+    text = f"{skew.option} is also set here, while all ranks step {call.kind} equally"
+    related = (Related(f"steps {call.kind}", scheduled),) if scheduled else ()
+    return Cause(SET_BESIDES, text, SAME_VALUE, SET_HERE, skew.set_line, related=related)
+
+
+def _scheduler_decides(skew: Skew) -> Cause | None:
+    """All ranks step a scheduler, which does not do the same on each."""
+    if not skew.stepping:
+        return None
+    calls = skew.calls[skew.stepping[0]]
+    call = next((c for c in calls if "Plateau" in c.kind), calls[-1])
+    spot = skew.line_of(skew.stepping[0], call)
+    if skew.plateau:
+        text = "ReduceLROnPlateau gets a different metric on each rank and decides locally"
+        return Cause(LOCAL_METRIC, text, SAME_METRIC, "decides from each rank's local metric", spot)
+    text = f"the ranks step {call.kind} at different times, or created it differently"
+    label = "steps on every rank, but not equally"
+    return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, label, spot)
+
+
+def _unequal_at_start(skew: Skew) -> Cause | None:
+    made = skew.group.line(OptimizerSeen, skew.ranks)
+    if skew.first or made is None:
+        return None
+    text = "the options differ from the first step on: the optimizer was created with them, or "
+    text += "they were set before it stepped"
+    label = "options differ between ranks at the first step"
+    return Cause(UNEQUAL_AT_START, text, SAME_VALUE, label, made)
+
+
+def _unknown_line(skew: Skew) -> Cause:
+    step = skew.group.line(Hyperparameters, skew.ranks)
     return Cause(UNKNOWN_LINE, PER_RANK, SAME_VALUE, "steps with different options", step)
 
+
+EXPLANATIONS: tuple[Callable[[Skew], Cause | None], ...] = (
+    _from_a_load,
+    _in_different_rounds,
+    _set_per_rank,
+    _scheduler_on_some,
+    _set_besides,
+    _scheduler_decides,
+    _unequal_at_start,
+    _unknown_line,
+)
+"""Why options differ, in the order in which they are tried; the first that answers names the rule,
+the line, the cause and the fix."""
 
 PER_RANK = "the options are set differently on each rank"
 SET_HERE = "set to different values on different ranks"
 ONLY_SOME = state_loading.ONLY_SOME
-
-
-def _made_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
-    for number in (*ranks, *group.members):
-        member = group.members[number]
-        for event in member.rank.of(OptimizerSeen):
-            spot = member.rank.location(event.site) if event.optimizer == member.optimizer else None
-            if spot is not None:
-                return spot
-    return None
-
-
-def _step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
-    for number in (*ranks, *group.members):
-        rank = group.members[number].rank
-        for event in rank.of(Hyperparameters):
-            if event.optimizer == group.members[number].optimizer:
-                return rank.location(event.site)
-    return None
-
-
-def _time(member: Member, step: int) -> float:
-    events = [e for e in member.rank.of(Hyperparameters) if e.optimizer == member.optimizer]
-    return next((e.at for e in events if e.step >= step), events[-1].at if events else 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
 from ddpdoctor.events import BatchSeen, Edited
@@ -62,7 +63,7 @@ class LossScaleMismatch(Check):
         if not all(tables.values()):
             return
         forwards = sorted({f for table in tables.values() for f in table})
-        moments = {f: {n: _at(table, f) for n, table in tables.items()} for f in forwards}
+        moments = {f: {n: table.at(f) for n, table in tables.items()} for f in forwards}
         known: dict[int, dict[int, BatchSeen]] = {
             f: {n: e for n, e in row.items() if e is not None}
             for f, row in moments.items()
@@ -76,7 +77,7 @@ class LossScaleMismatch(Check):
         if not unequal or _rescaled(group, unequal) or _weighted(known.values()):
             return
         sizes = next(iter(unequal.values()))
-        event = next(e for e in group.any.rank.of(BatchSeen) if e.model == group.any.model)
+        event = group.any.of(BatchSeen)[0]
         spelled = ", ".join(f"{size} on rank {n}" for n, size in list(sizes.items())[:4])
         last = max(0, group.any.last_step)
         steps, compared = (sorted({min(f, last) for f in some}) for some in (unequal, known))
@@ -117,22 +118,11 @@ def _weighted(moments: Iterable[dict[int, BatchSeen]]) -> bool:
 
 def _edits(member: Member) -> list[Edited]:
     """The modifications of gradients by anything but torch's own functions."""
-    return [
-        e
-        for e in member.rank.of(Edited)
-        if (e.model, e.optimizer, e.kind) == (member.model, member.optimizer, "gradients")
-        and e.changed
-        and (e.beside or not e.functions)
-        and not e.counted
-    ]
+    edits = member.of(Edited, kind="gradients", changed=True, counted=False)
+    return [e for e in edits if e.beside or not e.functions]
 
 
-def _sums(member: Member) -> dict[int, BatchSeen]:
-    """By forward, the batch from then on; empty where the loss is not always a sum."""
-    mine = [e for e in member.rank.of(BatchSeen) if e.model == member.model]
-    return {} if any(e.reduction != "sum" for e in mine) else {e.forward: e for e in mine}
-
-
-def _at(table: dict[int, BatchSeen], forward: int) -> BatchSeen | None:
-    known = [f for f in table if f <= forward]
-    return table[max(known)] if known else None
+def _sums(member: Member) -> Series[BatchSeen]:
+    """The batches by forward; none where the loss is not always a sum."""
+    sums = series(member.rank, BatchSeen, "forward", model=member.model)
+    return sums if all(e.reduction == "sum" for e in member.of(BatchSeen)) else Series({})

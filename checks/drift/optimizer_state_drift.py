@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import (
@@ -13,6 +12,7 @@ from ddpdoctor.analysis.replicas import (
     state_loading,
     uneven_epochs,
 )
+from ddpdoctor.analysis.replicas.causes import Cause
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
@@ -124,19 +124,12 @@ class OptimizerStateDrift(Check):
         cause = state_loading.loaded(group, "optimizer", first)
         if cause is None and _gradients_differ(group, first):
             return
-        cause = cause or manual_edits.edited_once(group, first, "state")
-        if cause is None:
-            cause = causes.unknown(group, first, "gradients agree, and no state was loaded")
-            if _independent(group, diverged):
-                cause = replace(
-                    cause,
-                    rule=STATE_CHANGED,
-                    text="the ranks step with equal gradients, and no state was loaded: the state "
-                    "was modified (cleared, replaced), or a step was taken that the other ranks "
-                    "did not take",
-                    fix="modify `optimizer.state` on every rank in the same way, or not at all",
-                    label="steps with different state",
-                )
+        cause = (
+            cause
+            or manual_edits.edited_once(group, first, "state")
+            or _state_changed(group, diverged)
+            or causes.unknown(group, first, "gradients agree, and no state was loaded")
+        )
         what = listed([_name(d.kind) for d in diverged])
         tensors = {
             _name(d.kind): f"{counted(len(d.names), 'tensor')}, from step {d.first}"
@@ -197,14 +190,8 @@ class OptimizerStateDrift(Check):
         epoch = uneven.began[rank.rank].epoch
         first = min(taken.values())
         last = max(m.last_step for m in group.members.values())
-        kind, site = next(
-            (
-                (e.kind, e.site)
-                for e in rank.of(OptimizerSeen)
-                if e.optimizer == group.any.optimizer
-            ),
-            ("optimizer", -1),
-        )
+        made = next(iter(group.any.of(OptimizerSeen)), None)
+        kind, spot = (made.kind, rank.location(made.site)) if made else ("optimizer", None)
         every = group.names("parameters")
         loop = rank.location(uneven.began[rank.rank].site)
         yield self.finding(
@@ -212,9 +199,9 @@ class OptimizerStateDrift(Check):
             ranks=tuple(taken),
             steps=Steps(first, last, last - first + 1),
             subjects=tuple(every),
-            location=rank.location(site) or loop,
+            location=spot or loop,
             label="`Join` does not synchronise its state",
-            related=(Related("loops over the batches here", loop),) if site >= 0 and loop else (),
+            related=(Related("loops over the batches here", loop),) if spot and loop else (),
             summary=f"the state of {kind} ({listed(state)}) differs between ranks from epoch "
             f"{epoch} on: steps before it are {_listed(taken)}",
             cause="inside `Join` a rank that has run out of batches takes no steps. At its end the "
@@ -248,18 +235,24 @@ _WHEN = {"eval": "at evaluation", "end": "at the end of the run"}
 
 def _successor(member: Member) -> OptimizerSeen | None:
     """An optimizer of the same parameters that steps from the last step of this one on."""
-    done = [e.at for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
-    same = {
-        e.optimizer
-        for e in member.rank.of(Replica)
-        if (e.model, e.parameters) == (member.model, member.seen.parameters)
-    }
-    later = (
-        e
-        for e in member.rank.of(OptimizerSeen)
-        if e.optimizer in same - {member.optimizer} and e.at >= max(done, default=e.at)
+    last = max((e.at for e in member.of(StepDone)), default=0.0)
+    mine = (member.model, member.seen.parameters)
+    same = {e.optimizer for e in member.rank.of(Replica) if (e.model, e.parameters) == mine}
+    others = (e for e in member.rank.of(OptimizerSeen) if e.optimizer in same)
+    return next((e for e in others if e.optimizer != member.optimizer and e.at >= last), None)
+
+
+def _state_changed(group: Replicas, diverged: list[Divergence]) -> Cause | None:
+    """The state cannot differ because gradients or parameters do: something else changed it."""
+    if not _independent(group, diverged):
+        return None
+    return Cause(
+        STATE_CHANGED,
+        text="the ranks step with equal gradients, and no state was loaded: the state was modified "
+        "(cleared, replaced), or a step was taken that the other ranks did not take",
+        fix="modify `optimizer.state` on every rank in the same way, or not at all",
+        label="steps with different state",
     )
-    return next(later, None)
 
 
 def _independent(group: Replicas, diverged: list[Divergence]) -> bool:
@@ -270,14 +263,11 @@ def _independent(group: Replicas, diverged: list[Divergence]) -> bool:
         return True
     if not keys <= OF_GRADIENTS:
         return False
-    reported = [e for e in group.any.rank.of(Hyperparameters) if e.optimizer == group.any.optimizer]
+    reported = group.any.of(Hyperparameters)
     return bool(reported) and not any(g.get("weight_decay") for e in reported for g in e.groups)
 
 
 def _gradients_differ(group: Replicas, found: Divergence) -> bool:
     """Whether the state differs because gradients did before (`gradient-drift` reports them)."""
-    for kind in ("gradients", "local"):
-        gradients = divergence(group, kind)
-        if gradients is not None and gradients.first < found.first:
-            return True
-    return False
+    gradients = (divergence(group, kind) for kind in ("gradients", "local"))
+    return any(g is not None and g.first < found.first for g in gradients)

@@ -172,36 +172,19 @@ class ParameterDrift(Check):
             yield self.finding(**fields)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
-        if group.left_out:
-            return
-        skipped = skipped_steps.before_a_step(group)
-        steps = None if skipped else divergence(group, "parameters")
-        if not (skipped or steps) and run.outcome() == "completed":  # else one stopped in a step
-            skipped = skipped_steps.in_the_end(group)
-        if skipped is not None:
-            yield self._skipped(group, skipped)
-            return
-        found = steps or divergence(group, "parameters", "eval")
-        if found is not None:
-            again = found.healed >= 0 and not state_loading.reloads(group, "weights", found.at)
-            if again and not _sends_parameters(group):
-                return  # averaged again by the program: local SGD
-            cause = _cause(group, found)
-            mild = cause.rule == manual_edits.INEXACT_RESTORE
-            severity = Severity.WARNING if mild else Severity.ERROR
-            yield self._finding(run, group, found, cause, severity)
-            return
-        later = divergence(group, "parameters", "again")
-        if later is not None and not state_loading.each_its_own(group, later.at):
-            yield self._finding(run, group, later, _cause(group, later))
-            return
-        if group.any.optimizer == UNHELD:
-            return
-        if (last := divergence(group, "parameters", "end")) is not None:
-            cause = _cause(group, last)
-            severity = Severity.ERROR if cause.trained else Severity.NOTE
-            if cause.trained or run.outcome() == "completed":  # else one may have stopped in a step
-                yield self._finding(run, group, last, cause, severity=severity)
+        fault = None if group.left_out else _fault(run, group)
+        if isinstance(fault, Skipped):
+            yield self._skipped(group, fault)
+        elif fault is not None and not _averaged_again(group, fault):
+            cause = causes.explained(EXPLANATIONS, group, fault)
+            severity = Severity.ERROR
+            if cause.rule == manual_edits.INEXACT_RESTORE:
+                severity = Severity.WARNING
+            elif fault.point == "end" and not cause.trained:
+                severity = Severity.NOTE
+            # One of several ranks that did not complete may have stopped in a step.
+            if severity is not Severity.NOTE or run.outcome() == "completed":
+                yield self._finding(run, group, fault, cause, severity)
 
     def _skipped(self, group: Replicas, skipped: Skipped) -> Finding:
         ranks, step, made, taken = skipped.ranks, skipped.step, skipped.backwards, skipped.taken
@@ -246,12 +229,7 @@ class ParameterDrift(Check):
         )
 
     def _finding(
-        self,
-        run: Run,
-        group: Replicas,
-        found: Divergence,
-        cause: Cause,
-        severity: Severity = Severity.ERROR,
+        self, run: Run, group: Replicas, found: Divergence, cause: Cause, severity: Severity
     ) -> Finding:
         unheld = group.any.optimizer == UNHELD
         counted = "synchronised backward" if unheld else "step"
@@ -278,69 +256,96 @@ class ParameterDrift(Check):
         )
 
 
-def _sends_parameters(group: Replicas) -> bool:
-    """Whether the optimizer itself broadcasts parameters in its step, each from the rank that holds
-    its part of the state. If they differ before a step, something else modified them."""
-    return any(e.kind == "ZeroRedundancyOptimizer" for e in _optimizers(group))
+def _fault(run: Run, group: Replicas) -> Skipped | Divergence | None:
+    """The first sign that the copies are not equal: steps that some ranks skip come before what
+    follows from them, and what was seen at a step before what was seen later."""
+    completed = run.outcome() == "completed"  # else a rank may have stopped in a step
+    at_steps = skipped_steps.before_a_step(group) or divergence(group, "parameters")
+    if fault := (
+        at_steps
+        or (skipped_steps.in_the_end(group) if completed else None)
+        or divergence(group, "parameters", "eval")
+    ):
+        return fault
+    again = divergence(group, "parameters", "again")
+    if again is not None and not state_loading.each_its_own(group, again.at):
+        return again
+    return None if group.any.optimizer == UNHELD else divergence(group, "parameters", "end")
 
 
-def _cause(group: Replicas, found: Divergence) -> Cause:
-    """The first explanation that applies: those that name a line come first."""
-    if (cause := state_loading.loaded(group, "weights", found)) is not None:
-        return cause
-    if found.point == "step" and (cause := manual_edits.edited(group, "parameters", found)):
-        return cause
-    if found.point == "step" and (cause := manual_edits.edited_once(group, found)):
-        return cause
-    if found.point == "step" and (cause := manual_edits.before_the_step(group, found)):
-        return cause
-    if group.any.optimizer == UNHELD:
-        return causes.written(group, found)
-    if found.point == "end" and (cause := tensor_writes.after_the_last_step(group)):
-        return cause
-    if (seen := tensor_writes.written(group, found)) is not None:
-        return tensor_writes.cause(seen)
-    gradients_differ = divergence(group, "gradients") is not None
-    if gradients_differ:
-        agree = "differ too"
-    else:
-        compares = compared(group, "gradients")
-        agree = "agree at the steps compared" if compares else "were not compared"
+def _averaged_again(group: Replicas, found: Divergence) -> bool:
+    """Whether the program itself made the copies equal again (local SGD): nothing was loaded, and
+    the optimizer does not broadcast parameters from the ranks that hold its state
+    (`ZeroRedundancyOptimizer`: if they differ before a step, something else modified them)."""
+    if found.point not in ("step", "eval"):
+        return False
+    sends = any(e.kind == "ZeroRedundancyOptimizer" for e in group.any.of(OptimizerSeen))
+    return not sends and state_loading.equal_again(group, found)
+
+
+def _partial_state(group: Replicas, found: Divergence) -> Cause | None:
+    held = divided(group)
+    if not held or not _gradients_agree(group):
+        return None
+    return Cause(
+        PARTIAL_STATE,
+        text=f"each rank holds the optimizer's {held} for its own part of the parameters only. "
+        "The updates of the other parameters have to come from the other ranks, and not all "
+        f"do; gradients {_gradients(group)}",
+        fix="communicate the updates in the optimizer's step (`dist.all_reduce(updates)`), or "
+        "compute all of them on every rank",
+        label="applies updates that differ between ranks",
+        evidence={"gradients": _gradients(group)},
+    )
+
+
+def _local_loss(group: Replicas, found: Divergence) -> Cause | None:
+    """An optimizer that calls a closure repeatedly within a step (LBFGS)."""
+    searches = any(e.backwards > e.count for e in group.any.of(StepDone))
+    closure = any(e.closure for e in group.any.of(OptimizerSeen))
+    if not (searches and closure and _gradients_agree(group)):
+        return None
+    return Cause(
+        LOCAL_LOSS,
+        text="the optimizer's line search uses the loss that the closure returns, and each "
+        f"rank returns the loss of its own batch; gradients {_gradients(group)}",
+        fix="return the same loss on every rank: in the closure, after `loss.backward()`, "
+        "`loss = loss.detach()`, `dist.all_reduce(loss)`, then divide it by the world size",
+        label="decides by each rank's own loss",
+        evidence={"gradients": _gradients(group)},
+    )
+
+
+def _unknown(group: Replicas, found: Divergence) -> Cause:
+    agree, who = _gradients(group), ranks_text(found.minority)
     places = {"step": f"at step {found.first}", "end": AT_THE_END}
-    place = f"first seen {places.get(found.point, AT_EVALUATION)} on {ranks_text(found.minority)}"
-    cause = causes.unknown(group, found, f"gradients {agree}; {place}")
-    if not gradients_differ and (held := divided(group)):
-        cause = replace(
-            cause,
-            rule=PARTIAL_STATE,
-            text=f"each rank holds the optimizer's {held} for its own part of the parameters only. "
-            "The updates of the other parameters have to come from the other ranks, and not all "
-            f"do; gradients {agree}",
-            fix="communicate the updates in the optimizer's step (`dist.all_reduce(updates)`), or "
-            "compute all of them on every rank",
-            label="applies updates that differ between ranks",
-        )
-    elif not gradients_differ and _decides_by_loss(group):
-        cause = replace(
-            cause,
-            rule=LOCAL_LOSS,
-            text="the optimizer's line search uses the loss that the closure returns, and each "
-            f"rank returns the loss of its own batch; gradients {agree}",
-            fix="return the same loss on every rank: in the closure, after `loss.backward()`, "
-            "`loss = loss.detach()`, `dist.all_reduce(loss)`, then divide it by the world size",
-            label="decides by each rank's own loss",
-        )
+    seen = f"first seen {places.get(found.point, AT_EVALUATION)} on {who}"
+    cause = causes.unknown(group, found, f"gradients {agree}; {seen}")
     return replace(cause, evidence={"gradients": agree})
 
 
-def _decides_by_loss(group: Replicas) -> bool:
-    """Whether the optimizer calls a closure repeatedly within a step (LBFGS)."""
-    member = group.any
-    done = (e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer)
-    return any(e.closure for e in _optimizers(group)) and any(e.backwards > e.count for e in done)
+def _gradients_agree(group: Replicas) -> bool:
+    return divergence(group, "gradients") is None
 
 
-def _optimizers(group: Replicas) -> Iterator[OptimizerSeen]:
-    """The optimizer of the copies, as one of the ranks recorded it."""
-    member = group.any
-    return (e for e in member.rank.of(OptimizerSeen) if e.optimizer == member.optimizer)
+def _gradients(group: Replicas) -> str:
+    """What is known of the gradients, after the word `gradients`."""
+    if not _gradients_agree(group):
+        return "differ too"
+    return "agree at the steps compared" if compared(group, "gradients") else "were not compared"
+
+
+EXPLANATIONS: tuple[causes.Explanation, ...] = (
+    state_loading.weights,
+    manual_edits.parameters,
+    manual_edits.parameters_earlier,
+    manual_edits.before_the_step,
+    causes.no_optimizer,
+    tensor_writes.after_the_last_step,
+    tensor_writes.write_on_some,
+    _partial_state,
+    _local_loss,
+    _unknown,
+)
+"""Why parameters differ, in the order in which they are tried: those that name a line come first.
+The first that answers names the rule, the ranks, the line, the cause and the fix."""

@@ -8,13 +8,11 @@ from typing import ClassVar
 from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
+from ddpdoctor.analysis.replicas.thresholds import SEVERAL_STEPS
 from ddpdoctor.events import SyncPattern
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
-
-LEAST_STEPS = 2
-"""One step with several synchronised backwards may be an initialisation."""
 
 EVERY_BACKWARD = "every-micro-batch"
 DIFFERENT_LINES = "backwards-of-different-lines"
@@ -82,7 +80,7 @@ class RedundantSync(Check):
         for member in group.members.values():
             spans = [s for s in patterns(member) if s.pattern.synced > 1 and s.pattern.once]
             steps = sum(s.count for s in spans)
-            if steps < LEAST_STEPS:
+            if steps < SEVERAL_STEPS:
                 continue
             yield self._finding(group, member, spans, steps)
             return

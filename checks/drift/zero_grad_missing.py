@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.replicas.thresholds import SEVERAL_STEPS
 from ddpdoctor.events import Carried, OptimizerSeen, StepDone
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, ranks_do, ranks_text
-
-LEAST_STEPS = 2
-"""A single step with old gradients may be the last one of a run."""
 
 NEVER = "never-cleared"
 NO_LONGER = "no-longer-cleared"
@@ -146,4 +144,4 @@ def _not_cleared(rank: Rank, optimizer: int) -> Carried | None:
     since = reported[cleared:]
     if not since or not all(e.carried for e in since):
         return None
-    return since[0] if _last(rank, optimizer) - since[0].step + 1 >= LEAST_STEPS else None
+    return since[0] if _last(rank, optimizer) - since[0].step + 1 >= SEVERAL_STEPS else None

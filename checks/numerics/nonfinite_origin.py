@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpdoctor.events import NonFinite, ScalerStep, Sketch, Wrapped
@@ -37,6 +38,115 @@ AT_START = "parameter-at-start"
 PARAMETER = "parameter"
 
 _SKIP = "skip the step on all ranks when a value is not finite"
+_OTHERWISE = f"keep such values from the operation (`x.clamp_min(eps)`), and {_SKIP}"
+_CHECK_CONSTANT = (
+    f"check what `{{got}}` gets (`assert torch.isfinite(x).all()` on the way there), and {_SKIP}"
+)
+_LOWER_RATE = "lower the learning rate, clip gradients (`clip_grad_norm_`), or "
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is said of one origin; `_facts` fills the braces in."""
+
+    when: str
+    label: str
+    summary: str
+    cause: str
+    fix: str = _OTHERWISE
+
+
+_IN_LOSS = "the first {value} is in the loss of {ranks} at step {step}"
+_NOT_FINITE = "{kind}s of {ranks} are not finite at step {step}{names}"
+
+ORIGINS = {
+    INPUT: Origin(
+        "an input of the wrapped forward is not finite",
+        "gets {value}",
+        "the first {value} is in the input of {ranks} at step {step}{names}",
+        "{inputs} not finite before the forward{rows}",
+        "clean the sample, or use `x = torch.nan_to_num(x)` if that is what it means",
+    ),
+    AFTER_FORWARD: Origin(
+        "a constant that enters the loss after the model's forward is not finite",
+        "{entered} gets {value} {place}",
+        f"{_IN_LOSS}: a constant of `{{entered}}` has it, after the model's forward{{after}}",
+        "{finite}; after the forward `{entered}` got a constant (it requires no gradient) that was "
+        "not finite",
+        _CHECK_CONSTANT,
+    ),
+    BEFORE_OPERATION: Origin(
+        "an operation of the forward gets a constant that is not finite",
+        "{value} arises here, before {into}",
+        f"{_IN_LOSS}: a constant{{made}} brings it into `{{into}}`{{after}}",
+        "{finite}; `{entered}`{of_module} got a constant (it requires no gradient) that was not "
+        "finite: it {came}arose on the way there",
+    ),
+    DERIVATIVE: Origin(
+        "a derivative that `torch.autograd.grad` takes for the loss is not finite",
+        "{value} in the derivative{of}",
+        f"{_IN_LOSS}: it arises in the derivative{{of}}{{after}}",
+        "inputs, parameters and the forward were finite; of the derivatives that "
+        "`torch.autograd.grad` takes for the loss, {which} was not",
+        "run it under `torch.autograd.detect_anomaly()`, which names the operation, and keep its "
+        "input away from points without a finite derivative",
+    ),
+    UNKNOWN_OPERATION: Origin(
+        "the graph does not show which operation of the loss produced it",
+        "{value} in the loss",
+        f"{_IN_LOSS}{{after}}",
+        "it arose on the way to the loss; the graph does not show by which operation, as sharded "
+        "or checkpointed parts are not unpacked",
+    ),
+    PASSED_ON: Origin(
+        "the loss gets it from an operation that probably only passed it on",
+        "{value} in the loss",
+        f"{_IN_LOSS}: it comes out of `{{operation}}`{{after}}",
+        "{finite}; the graph does not show what `{operation}` got: it may have come from an "
+        "earlier operation",
+        _CHECK_CONSTANT,
+    ),
+    OPERATION: Origin(
+        "an operation produced it from finite input",
+        "{operation} returns {value}",
+        f"{_IN_LOSS}: `{{operation}}` produces it{{after}}",
+        "{finite}; `{operation}` got values for which it is not defined{wrong}",
+    ),
+    GRADIENT: Origin(
+        "gradients of the rank are not finite, while its loss is",
+        "{value} in a gradient",
+        "the first {value} is in the gradients of {ranks} at step {step}{towards}, while the loss "
+        "is finite",
+        "an operation has no finite derivative at its input (sqrt or norm of zero, a masked branch "
+        "that is not finite, the backward of a custom `autograd.Function`); averaging then spread "
+        "it to every rank",
+    ),
+    EARLIER_GRADIENT: Origin(
+        "parameters are not finite after a step with such gradients",
+        "{value} in a parameter",
+        "parameters of {ranks} are not finite after step {before}{names}: the gradients of that "
+        "step were not, while the loss was",
+        "the optimizer's state is not finite either, so a gradient was not; the rank is not known, "
+        "since not all gradients are checked before they are averaged",
+    ),
+    AT_START: Origin(
+        "parameters or buffers are not finite before the first step",
+        "{value} in a {kind}",
+        _NOT_FINITE,
+        "they were not finite before the first step: their initialisation or a checkpoint made "
+        "them so",
+        "initialise every parameter (after `to_empty()` each module needs its "
+        "`reset_parameters()`), or check what was loaded",
+    ),
+    PARAMETER: Origin(
+        "parameters or buffers are not finite after a step",
+        "{value} in a {kind}",
+        _NOT_FINITE,
+        "the step before made them so: by a gradient that was not finite (not all are checked), by "
+        "the optimizer itself, or by an overflow of the dtype",
+        f"{_LOWER_RATE}check what was loaded",
+    ),
+}
 
 
 def _holds_nan(value: object) -> bool:
@@ -89,17 +199,7 @@ class NonfiniteOrigin(Check):
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
         EXPLODED: "parameters grew beyond all bounds before",
-        INPUT: "an input of the wrapped forward is not finite",
-        AFTER_FORWARD: "a constant that enters the loss after the model's forward is not finite",
-        BEFORE_OPERATION: "an operation of the forward gets a constant that is not finite",
-        DERIVATIVE: "a derivative that `torch.autograd.grad` takes for the loss is not finite",
-        UNKNOWN_OPERATION: "the graph does not show which operation of the loss produced it",
-        PASSED_ON: "the loss gets it from an operation that probably only passed it on",
-        OPERATION: "an operation produced it from finite input",
-        GRADIENT: "gradients of the rank are not finite, while its loss is",
-        EARLIER_GRADIENT: "parameters are not finite after a step with such gradients",
-        AT_START: "parameters or buffers are not finite before the first step",
-        PARAMETER: "parameters or buffers are not finite after a step",
+        **{rule: origin.when for rule, origin in ORIGINS.items()},
     }
     effects = (
         Effect(
@@ -133,22 +233,25 @@ class NonfiniteOrigin(Check):
         guilty = {r: e for r, e in now.items() if e.kind in kinds} or now
         rank, event = min(guilty.items(), key=lambda item: item[1].kind == "gradient")
         spot, step = _line(rank, event), event.step - _brought(event)
-        origin, exploded = _origin(event), _exploded(event, rank)
+        rule, exploded = _origin(event), _exploded(event, rank)
+        origin, facts = ORIGINS[rule], _facts(event, rank, guilty, run)
         last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1
         steps = Steps(step, max(step, last), max(step, last) - step + 1)
         if event.spared:
             steps = Steps(step, event.last, event.spared)
         yield self.finding(
-            rule=EXPLODED if exploded else origin,
+            rule=EXPLODED if exploded else rule,
             ranks=tuple(r.rank for r in guilty),
             steps=steps,
             subjects=event.names,
             location=spot,
-            label=_label(origin, event),
+            label=origin.label.format_map(facts),
             related=_related(rank, event, spot),
-            summary=_summary(origin, event, guilty, run),
-            cause=(exploded or _cause(origin, event, rank)) + _no_more_steps(event),
-            fix=_FIXES[EXPLODED] if exploded else _fix(origin, event, rank),
+            summary=origin.summary.format_map(facts),
+            cause=(exploded or origin.cause.format_map(facts)) + _no_more_steps(event),
+            fix=f"{_LOWER_RATE}look for what makes the loss so large"
+            if exploded
+            else _safer(rule, event, rank) or origin.fix.format_map(facts),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "first seen": [_row(r, e) for r, e in firsts.items()],
@@ -241,28 +344,6 @@ def _origin(event: NonFinite) -> str:
     return PARAMETER if event.step else AT_START
 
 
-def _of(event: NonFinite) -> str:
-    return f" of {event.operation}" if event.operation else ""
-
-
-def _label(origin: str, event: NonFinite) -> str:
-    value = _value(event)
-    if origin == INPUT:
-        return f"gets {value}"
-    if origin == DERIVATIVE:
-        return f"{value} in the derivative{_of(event)}"
-    if origin == AFTER_FORWARD:
-        here = event.origin_site >= 0
-        return f"{event.entered} gets {value} " + ("here" if here else "before this line")
-    if origin == BEFORE_OPERATION:
-        return f"{value} arises here, before {event.module or event.entered}"
-    if origin == OPERATION:
-        return f"{event.operation} returns {value}"
-    if event.kind == "loss":
-        return f"{value} in the loss"
-    return f"{value} in a {event.kind}"
-
-
 def _value(event: NonFinite) -> str:
     return {"nan": "NaN", "inf": "infinity"}.get(event.value, "NaN or infinity")
 
@@ -278,133 +359,49 @@ def _related(rank: Rank, event: NonFinite, spot: Location | None) -> tuple[Relat
     return tuple(Related(what, at) for what, at in places if at is not None and at != spot)
 
 
-def _summary(origin: str, event: NonFinite, guilty: dict[Rank, NonFinite], run: Run) -> str:
-    ranks = whom((r.rank for r in guilty), len(run.training_ranks()))
+def _facts(
+    event: NonFinite, rank: Rank, guilty: dict[Rank, NonFinite], run: Run
+) -> dict[str, object]:
+    """What the words of `ORIGINS` are completed with; empty where it is not known."""
     shown = event.names[:2]
     more = event.count - len(shown)  # a record holds the first names only
     names = listed([*shown, f"{more} more"] if more > 0 else shown)
-    of_names = f" ({names})" if names else ""
-    value = _value(event)
-    if origin == INPUT:
-        return f"the first {value} is in the input of {ranks} at step {event.step}{of_names}"
-    if origin == GRADIENT:
-        where = f", from {event.names[0]} towards the input" if event.names else ""
-        return (
-            f"the first {value} is in the gradients of {ranks} at step {event.step}{where}, while "
-            "the loss is finite"
-        )
-    if origin == EARLIER_GRADIENT:
-        return (
-            f"parameters of {ranks} are not finite after step {event.step - 1}{of_names}: the "
-            "gradients of that step were not, while the loss was"
-        )
-    if origin in (PARAMETER, AT_START):
-        return f"{event.kind}s of {ranks} are not finite at step {event.step}{of_names}"
-    return f"the first {value} is in the loss of {ranks} at step {event.step}{_way(origin, event)}"
-
-
-def _way(origin: str, event: NonFinite) -> str:
-    """By what a loss got its value: `: produced by log in norm`."""
+    rows = f"{plural(len(event.rows), 'row')} {listed(event.rows)}"
     after = f" after `{event.module}`" if event.operation and event.module else ""
     if event.operation and event.within:
         after = f" in `{event.within}`"
-    if origin == AFTER_FORWARD:
-        return f": a constant of `{event.entered}` has it, after the model's forward{after}"
-    if origin == BEFORE_OPERATION:
-        source = f", made in `{event.within}`," if event.within else ""
-        return f": a constant{source} brings it into `{event.module or event.entered}`{after}"
-    if origin == DERIVATIVE:
-        return f": it arises in the derivative{_of(event)}{after}"
-    if origin == PASSED_ON:
-        return f": it comes out of `{event.operation}`{after}"
-    if origin == OPERATION:
-        return f": `{event.operation}` produces it{after}"
-    return after
-
-
-def _cause(origin: str, event: NonFinite, rank: Rank) -> str:
-    if origin == INPUT:
-        rows = listed(event.rows)
-        where = f", in {plural(len(event.rows), 'row')} {rows} of the batch" if event.rows else ""
-        verb = "was" if len(event.names) == 1 else "were"
-        return f"{listed(event.names)} {verb} not finite before the forward{where}"
-    if origin == AFTER_FORWARD:
-        finite = " and the model's output" if event.beyond == "finite" else ""
-        return (
-            f"{_finite(rank, finite)}; after the forward `{event.entered}` got a constant (it "
-            "requires no gradient) that was not finite"
-        )
-    if origin == BEFORE_OPERATION:
-        into = f" of {event.module}" if event.module else ""
-        came = "" if rank.of(Wrapped) else "came with the inputs or "
-        return (
-            f"{_finite(rank)}; `{event.entered}`{into} got a constant (it requires no gradient) "
-            f"that was not finite: it {came}arose on the way there"
-        )
-    if origin == DERIVATIVE:
-        what = f"that of `{event.operation}`" if event.operation else "one"
-        return (
-            "inputs, parameters and the forward were finite; of the derivatives that "
-            f"`torch.autograd.grad` takes for the loss, {what} was not"
-        )
-    if origin == UNKNOWN_OPERATION:
-        return (
-            "it arose on the way to the loss; the graph does not show by which operation, as "
-            "sharded or checkpointed parts are not unpacked"
-        )
-    if origin == PASSED_ON:
-        return (
-            f"{_finite(rank)}; the graph does not show what `{event.operation}` got: it may have "
-            "come from an earlier operation"
-        )
-    if origin == OPERATION:
-        wrong = "; its derivative there is finite, so the gradients are finite but wrong"
-        return (
-            f"{_finite(rank)}; `{event.operation}` got values for which it is not defined"
-            f"{wrong if event.spared else ''}"
-        )
-    if origin == GRADIENT:
-        return (
-            "an operation has no finite derivative at its input (sqrt or norm of zero, a masked "
-            "branch that is not finite, the backward of a custom `autograd.Function`); averaging "
-            "then spread it to every rank"
-        )
-    if origin == EARLIER_GRADIENT:
-        return (
-            "the optimizer's state is not finite either, so a gradient was not; the rank is not "
-            "known, since not all gradients are checked before they are averaged"
-        )
-    if origin == AT_START:
-        return (
-            "they were not finite before the first step: their initialisation or a checkpoint made "
-            "them so"
-        )
-    return (
-        "the step before made them so: by a gradient that was not finite (not all are checked), by "
-        "the optimizer itself, or by an overflow of the dtype"
+    # Of the inputs only those of a wrapper are seen.
+    wrapped = bool(rank.of(Wrapped))
+    known = (
+        ["inputs"] * wrapped + ["parameters"] + ["the model's output"] * (event.beyond == "finite")
     )
+    return {
+        "after": after,
+        "before": event.step - 1,
+        "came": "" if wrapped else "came with the inputs or ",
+        "entered": event.entered,
+        "finite": f"{listed(known)} were finite",
+        "got": event.entered or event.operation,
+        "inputs": f"{listed(event.names)} {plural(len(event.names), 'was', 'were')}",
+        "into": event.module or event.entered,
+        "kind": event.kind,
+        "made": f", made in `{event.within}`," if event.within else "",
+        "names": f" ({names})" if names else "",
+        "of": f" of {event.operation}" if event.operation else "",
+        "of_module": f" of {event.module}" if event.module else "",
+        "operation": event.operation,
+        "place": "here" if event.origin_site >= 0 else "before this line",
+        "ranks": whom((r.rank for r in guilty), len(run.training_ranks())),
+        "rows": f", in {rows} of the batch" if event.rows else "",
+        "step": event.step,
+        "towards": f", from {event.names[0]} towards the input" if event.names else "",
+        "value": _value(event),
+        "which": f"that of `{event.operation}`" if event.operation else "one",
+        "wrong": "; its derivative there is finite, so the gradients are finite but wrong"
+        if event.spared
+        else "",
+    }
 
-
-def _finite(rank: Rank, more: str = "") -> str:
-    """What is known to have been finite; of inputs only those of a wrapper are seen."""
-    inputs = "inputs" if rank.of(Wrapped) else ""
-    if more:
-        return f"{inputs and inputs + ', '}parameters{more} were finite"
-    return f"{inputs and inputs + ' and '}parameters were finite"
-
-
-_FIXES = {
-    EXPLODED: "lower the learning rate, clip gradients (`clip_grad_norm_`), or look for what makes "
-    "the loss so large",
-    INPUT: "clean the sample, or use `x = torch.nan_to_num(x)` if that is what it means",
-    DERIVATIVE: "run it under `torch.autograd.detect_anomaly()`, which names the operation, and "
-    "keep its input away from points without a finite derivative",
-    AT_START: "initialise every parameter (after `to_empty()` each module needs its "
-    "`reset_parameters()`), or check what was loaded",
-    PARAMETER: "lower the learning rate, clip gradients (`clip_grad_norm_`), or check what was "
-    "loaded",
-}
-_OTHERWISE = f"keep such values from the operation (`x.clamp_min(eps)`), and {_SKIP}"
 
 _SAFE_DERIVATIVES = {
     "sqrt": "`x.clamp_min(1e-12).sqrt()`: its derivative at 0 is infinite",
@@ -428,20 +425,14 @@ _SAFE_OPERATIONS = {
 """By operation, how to keep it defined, and its derivative finite."""
 
 
-def _fix(origin: str, event: NonFinite, rank: Rank) -> str:
-    if origin == EARLIER_GRADIENT:
+def _safer(rule: str, event: NonFinite, rank: Rank) -> str:
+    """What to do about this operation or these gradients; empty where the rule's own advice is
+    better."""
+    if rule == EARLIER_GRADIENT:
         return _fix_of_gradients(rank)
-    if origin == DERIVATIVE and event.operation in _SAFE_DERIVATIVES:
-        return _SAFE_DERIVATIVES[event.operation]
-    if event.kind == "loss" and origin != DERIVATIVE:
-        if event.operation in _SAFE_OPERATIONS:
-            return _SAFE_OPERATIONS[event.operation]
-        if origin in (AFTER_FORWARD, PASSED_ON):
-            return (
-                f"check what `{event.entered or event.operation}` gets (`assert "
-                f"torch.isfinite(x).all()` on the way there), and {_SKIP}"
-            )
-    return _FIXES.get(origin, _OTHERWISE)
+    if rule == DERIVATIVE:
+        return _SAFE_DERIVATIVES.get(event.operation, "")
+    return _SAFE_OPERATIONS.get(event.operation, "") if event.kind == "loss" else ""
 
 
 def _fix_of_gradients(rank: Rank) -> str:

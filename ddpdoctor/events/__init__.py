@@ -105,6 +105,7 @@ from .process import (
     SignalSent,
     ThreadFailed,
     TorchLoaded,
+    Watched,
 )
 from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker
 from .surroundings import ProgramSeen, ThreadsSeen, TrainsAlone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 from .base import Event, Part
 from .calls import Statement
 
@@ -205,8 +207,17 @@ class RankExiting(Event, frozen=True, tag="rank-exiting"):
         return f"leaving ({self.how}{'' if self.status is None else f', status {self.status}'})"
 
 
-LOADERS_LOST = "what each rank read from its DataLoaders"
-"""What is not observed (`ProbeTrouble.lost`) where the probe cannot follow DataLoaders."""
+class Watched(enum.Enum):
+    """What watchers of the probe observe, where a report depends on it. The values are what they
+    record as lost (`ProbeTrouble.lost`)."""
+
+    OPTIONS = "hyper-parameters and loss scales"
+    EDITS = "edits of gradients and parameters by hand"
+    LOADS = "loads of weights and optimizer states"
+    LOADERS = "what each rank read from its DataLoaders"
+
+
+LOADERS_LOST = Watched.LOADERS.value
 
 
 class ProbeTrouble(Event, frozen=True, tag="probe-trouble"):
@@ -223,9 +234,9 @@ class ProbeTrouble(Event, frozen=True, tag="probe-trouble"):
     disabled: bool = False
 
     @property
-    def loaders(self) -> bool:
-        """Whether it is DataLoaders that are not observed."""
-        return self.lost == LOADERS_LOST
+    def watched(self) -> Watched | None:
+        """What `lost` says, where a report depends on it."""
+        return next((watched for watched in Watched if watched.value == self.lost), None)
 
     def describe(self) -> str:
         return f"doctor: {self.part} failed ({self.error}); not observed: {self.lost or self.part}"

@@ -9,7 +9,7 @@ from recordings import steps
 from replicas import LINE, OTHER, STEP, digests, equal, run_of, sketch
 
 from ddpdoctor.analysis.replicas.replicas import divergence, replicas
-from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone
+from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone, Watched
 from ddpdoctor.events.drift import UNHELD, chosen
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
@@ -396,6 +396,7 @@ def test_what_was_not_observed_may_explain_it(lost):
     rows = [digests("parameters", SAME), digests("parameters", APART)]
     (finding,) = ParameterDrift().examine(run_of({0: [rows[0], trouble], 1: [rows[1]]}))
     assert finding.rule == "unknown-cause"
+    assert trouble.watched is Watched(lost)
 
 
 def test_clipping_does_not_edit_parameters():

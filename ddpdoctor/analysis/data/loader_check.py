@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
-from ...events import LoaderSeen, OptimizerSeen, ProbeTrouble
+from ...events import LoaderSeen, OptimizerSeen, ProbeTrouble, Watched
 from ...report.findings import (
     Check,
     Confidence,
@@ -52,7 +52,8 @@ def no_loader(run: Run) -> str | None:
     """Why nothing is known of loaders, None where something is."""
     if run.any(LoaderSeen):
         return None
-    if any(t.loaders for rank in run.ranks.values() for t in rank.of(ProbeTrouble)):
+    troubles = (t for rank in run.ranks.values() for t in rank.of(ProbeTrouble))
+    if any(t.watched is Watched.LOADERS for t in troubles):
         return "the doctor failed to follow the DataLoaders"
     return "no DataLoader was iterated"
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ...events import OptimizerSeen, ProbeTrouble, StepDone
+from ...events import (
+    Clipped,
+    Edited,
+    Loaded,
+    OptimizerSeen,
+    ProbeTrouble,
+    Sketch,
+    StepDone,
+    Watched,
+)
+from ...events.drift import UNHELD
 from ...report.findings import Condition, Finding, Related, Steps
 from ...run import Location, Run, fold_ranks, listed, ranks_text
-from .distances import distances
+from ..rank_differences import differences_among
 from .replica import Member
 from .replicas import Divergence, Replicas, by_module
+from .thresholds import GROWS, NOISE, ROUNDING
 
 UNKNOWN = "unknown-cause"
 NO_OPTIMIZER = "no-optimizer"
@@ -56,21 +68,33 @@ class Cause:
     trained: Steps | None = None
 
 
+Explanation = Callable[[Replicas, Divergence], Cause | None]
+"""One reason why copies may differ: None where it does not apply."""
+
+
+def explained(explanations: Iterable[Explanation], group: Replicas, found: Divergence) -> Cause:
+    """The cause of the first explanation that applies; the last one always does."""
+    return next(cause for explain in explanations if (cause := explain(group, found)))
+
+
 EXPLAINING = {
-    "hyper-parameters and loss scales": "hyperparameters and loss scales",
-    "edits of gradients and parameters by hand": "manual modifications of gradients and parameters",
-    "loads of weights and optimizer states": "loads of weights and optimizer state",
+    Watched.OPTIONS: "hyperparameters and loss scales",
+    Watched.EDITS: "manual modifications of gradients and parameters",
+    Watched.LOADS: "loads of weights and optimizer state",
 }
-"""What makes copies diverge: the probe's name of it where it could not be watched
-(`ProbeTrouble.lost`), and how a report calls it."""
+"""What makes copies diverge, and how a report calls it."""
+
+
+JUDGED = (Loaded, Edited, Clipped)
+"""What the explanations before `unknown` have judged: these records do not explain it."""
 
 
 def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
     """Nothing that was recorded explains it. `moment` says what is known, as a clause."""
     members = group.members.values()
     nodes = {m.rank.node for m in members}
-    lost = {t.lost for m in members for t in m.rank.of(ProbeTrouble)}
-    blind = sorted(words for name, words in EXPLAINING.items() if name in lost)
+    lost = {t.watched for m in members for t in m.rank.of(ProbeTrouble)}
+    blind = sorted(words for watched, words in EXPLAINING.items() if watched in lost)
     suspects = "; possible causes: code that runs on some ranks only, faulty memory or a faulty "
     suspects += "processor, or nondeterministic kernels"
     if len(nodes) > 1:
@@ -86,11 +110,16 @@ def unknown(group: Replicas, found: Divergence, moment: str) -> Cause:
         suspects += "may be the cause"
         fix = "print on every rank what was not observed, and compare; look for code under "
         fix += "`if rank == ...` that touches the model or its optimizer"
+    before = differences_among([m.rank for m in members], before=found.at)
+    if other := next((d for d in before if d.kind not in JUDGED), None):
+        suspects += f". First other difference between the ranks on record: {other.text}"
     return Cause(UNKNOWN, text=text + suspects, fix=fix, label="applied here")
 
 
-def written(group: Replicas, found: Divergence) -> Cause:
+def no_optimizer(group: Replicas, found: Divergence) -> Cause | None:
     """No optimizer holds the parameters, and yet they change: the program writes them itself."""
+    if group.any.optimizer != UNHELD:
+        return None
     return Cause(
         NO_OPTIMIZER,
         text="no optimizer holds these parameters: the program writes them itself after each "
@@ -106,19 +135,12 @@ def written(group: Replicas, found: Divergence) -> Cause:
 
 def step_line(group: Replicas, ranks: tuple[int, ...]) -> Location | None:
     """The line of the optimizer's step, on one of these ranks if it is known there."""
-    for number in (*ranks, *group.members):
-        member = group.members.get(number)
-        if member is None:
-            continue
-        for done in member.rank.of(StepDone):
-            if done.optimizer == member.optimizer:
-                return member.rank.location(done.site)
-    return None
+    return group.line(StepDone, ranks)
 
 
 def step_time(member: Member, step: int) -> float:
     """When a rank took a step, on its own clock."""
-    done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    done = member.of(StepDone)
     return next((e.at for e in done if e.step >= step), done[-1].at if done else 0.0)
 
 
@@ -232,27 +254,49 @@ def _size(value: float) -> str:
     return f"{value:.2g}" if value > ROUNDING else "below 1e-6"
 
 
-NOISE = 0.2
-"""Two measurements of one distance may differ by this share: `Sketch` estimates each to about ten
-percent."""
-
-
 def _grows(sizes: list[float]) -> str:
     if len(sizes) < 2:
         return "measured once"
     first, last = sizes[0], sizes[-1]
-    if last > 1.5 * first:
-        return "yes"
     if last > (1 + NOISE) * first:
-        return "slowly"
-    if last * 1.5 < first:
-        return "shrinks"
-    return "shrinks slowly" if last * (1 + NOISE) < first else "no"
+        return "yes" if last > GROWS * first else "slowly"
+    if first > (1 + NOISE) * last:
+        return "shrinks" if first > GROWS * last else "shrinks slowly"
+    return "no"
 
 
-ROUNDING = 1e-6
-"""A distance over the norm up to which copies differ by rounding errors only: a few times the
-resolution of float32 (1.2e-7)."""
+def distances(group: Replicas, found: Divergence) -> dict[int, float]:
+    """By step at which copies differ: the largest distance of two copies over their norm, where it
+    was measured."""
+    kind = found.kind
+    steps = set(found.keys) if found.point == "step" else None
+    end = max(m.last_step for m in group.members.values()) + 1
+    sketches: dict[int, dict[int, Sketch]] = {}
+    for number, member in group.members.items():
+        for event in member.of(Sketch, kind=kind):
+            within = event.step >= found.first if steps is None else event.step in steps
+            if within or event.step == end:
+                sketches.setdefault(event.step, {})[number] = event
+    # Ranks that agree have no distance: it takes one rank of two groups.
+    sides = [set(side) for side in found.split]
+    found_distances = {
+        step: _distance(list(seen.values()))
+        for step, seen in sorted(sketches.items())
+        if sum(not side.isdisjoint(seen) for side in sides) > 1
+    }
+    if not found_distances.get(end, 1.0):
+        del found_distances[end]  # made equal after the last step
+    return found_distances
+
+
+def _distance(sketches: list[Sketch]) -> float:
+    first = sketches[0]
+    widest = max(
+        sum((a - b) ** 2 for a, b in zip(first.bins, other.bins, strict=False)) ** 0.5
+        for other in sketches[1:]
+    )
+    norm = max(s.norm for s in sketches)
+    return widest / norm if norm else 0.0
 
 
 def largest_distance(group: Replicas, found: Divergence) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...events import SyncPattern
+from ..rank_differences import series
 from .replica import Member
 
 
@@ -24,12 +25,6 @@ class Span:
 
 def patterns(member: Member) -> Iterator[Span]:
     """The spans of a model and optimizer on one rank, oldest first."""
-    mine = [
-        e
-        for e in member.rank.of(SyncPattern)
-        if (e.model, e.optimizer) == (member.model, member.optimizer)
-    ]
-    for event, after in zip(mine, [*mine, None][1:], strict=True):
-        last = after.step - 1 if after else max(member.last_step, event.step)
-        if last >= event.step:
-            yield Span(event, event.step, last)
+    of = {"model": member.model, "optimizer": member.optimizer}
+    for spans in series(member.rank, SyncPattern, "step", **of).spans(member.last_step):
+        yield Span(*spans)

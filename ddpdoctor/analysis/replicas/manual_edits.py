@@ -79,8 +79,10 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
     everybody = len(changing) == len(group.members)
     if not changing or (everybody and _same(changing)):
         return None
-    if kind == "parameters" and not _since(group, found, changing):
-        return None
+    if kind == "parameters" and not everybody:
+        since = window(group, found)
+        if not any(e.step in since for e in changing.values()):
+            return None  # those on some ranks only came before the copies were last equal
     # The specific explanations come first: each names the line or the call.
     specific = (
         _not_restored(group, kind, seen, changing)
@@ -157,14 +159,6 @@ def _fix(rule: str, moment: _Moment, *, lasting: bool, rounding: bool) -> str:
             "rank 0's"
         )
     return SAME_EVERYWHERE
-
-
-def _since(group: Replicas, found: Divergence, changing: dict[int, Edited]) -> bool:
-    """Whether a modification on some ranks came after the copies were last equal."""
-    if len(changing) == len(group.members):
-        return True
-    steps = window(group, found)
-    return any(e.step in steps for e in changing.values())
 
 
 def _goes_on(member: Member, kind: str, step: int) -> bool:
@@ -266,7 +260,17 @@ def _lines(rank: Rank, event: Edited) -> list[Location]:
     return [spot for site in sites if (spot := rank.location(site)) is not None]
 
 
-def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") -> Cause | None:
+def parameters(group: Replicas, found: Divergence) -> Cause | None:
+    """Modifications of parameters at the step where they first differ."""
+    return edited(group, "parameters", found) if found.point == "step" else None
+
+
+def parameters_earlier(group: Replicas, found: Divergence) -> Cause | None:
+    """Modifications of parameters some steps before it was seen that they differ."""
+    return edited_once(group, found, "parameters") if found.point == "step" else None
+
+
+def edited_once(group: Replicas, found: Divergence, kind: str) -> Cause | None:
     """The ranks that differ from the others, and only they, modified parameters or optimizer state
     some steps before that was seen: not every tensor is compared at every step.
 
@@ -304,8 +308,10 @@ def edited_once(group: Replicas, found: Divergence, kind: str = "parameters") ->
 def before_the_step(group: Replicas, found: Divergence) -> Cause | None:
     """Parameters differ since a step in which some ranks, for the first time, modified gradients
     and the others did not: not all gradients are compared in every step."""
-    parameters = window(group, found)
-    steps = range(max(0, parameters.start - 1), parameters.stop - 1)
+    if found.point != "step":
+        return None
+    moved = window(group, found)
+    steps = range(max(0, moved.start - 1), moved.stop - 1)
     edits = {
         n: [e for e in edits_of(m, "gradients") if e.changed] for n, m in group.members.items()
     }
@@ -313,15 +319,16 @@ def before_the_step(group: Replicas, found: Divergence) -> Cause | None:
         cause = edited(group, "gradients", dataclasses.replace(found, keys=[step]))
         if cause is None or cause.everybody or _all_compared(group, step, found.total):
             continue
+        # Edits of one kind: their lines may not be known.
+        kinds = {
+            n: [(e.step, e.beside, frozenset(e.functions)) for e in mine]
+            for n, mine in edits.items()
+        }
+        now = {how[1:] for n in cause.ranks for how in kinds[n] if how[0] == step}
+        known = {how[1:] for n in cause.ranks for how in kinds[n] if how[0] < steps.start}
+        rest = {how[1:] for n, mine in kinds.items() if n not in cause.ranks for how in mine}
         blamed = set(found.minority) in ({*group.members}, {*cause.ranks})
-        rest = [e for n, mine in edits.items() if n not in cause.ranks for e in mine]
-        now = [e for n in cause.ranks for e in edits[n] if e.step == step]
-        known = [e for n in cause.ranks for e in edits[n] if e.step < steps.start]
-        if (
-            blamed
-            and now
-            and not any(_same_kind(e, other) for e in now for other in (*rest, *known))
-        ):
+        if blamed and now and now.isdisjoint(known | rest):
             return dataclasses.replace(
                 cause,
                 rule=GRADIENT_EDIT,
@@ -335,11 +342,6 @@ def _all_compared(group: Replicas, step: int, count: int) -> bool:
     """Whether all gradients of a step were compared; they were equal then."""
     rows = [by_step(m, "gradients", count).get(step, ({}, 0))[0] for m in group.members.values()]
     return len(set.intersection(*(set(row) for row in rows))) == count
-
-
-def _same_kind(one: Edited, other: Edited) -> bool:
-    """Whether two modifications are of the same kind; the line may not be known."""
-    return (one.beside, set(one.functions)) == (other.beside, set(other.functions))
 
 
 def _beyond_the_common(edits: dict[int, Edited], group: Replicas) -> dict[int, Edited]:
@@ -356,14 +358,9 @@ def _beyond_the_common(edits: dict[int, Edited], group: Replicas) -> dict[int, E
     if own := {n: e for n, e in edits.items() if common and lines[n] - common}:
         return own
     if all(found in (common, set()) for found in lines.values()):
-        more = {n: e for n, e in edits.items() if _own_functions(edits, n)} or more
+        others = {n: {f for m, e in edits.items() if m != n for f in e.functions} for n in edits}
+        more = {n: e for n, e in edits.items() if set(e.changers) - others[n]} or more
     return more or edits
-
-
-def _own_functions(edits: dict[int, Edited], number: int) -> set[str]:
-    """The functions that change the tensors on this rank and are called on no other."""
-    others = (e.functions for n, e in edits.items() if n != number)
-    return set(edits[number].changers).difference(*others)
 
 
 def _different_from_most(edits: dict[int, Edited]) -> tuple[int, ...]:
@@ -395,8 +392,7 @@ def _edit(group: Replicas, number: int, kind: str, first: int) -> Edited | None:
 
 def edits_of(member: Member, kind: str) -> list[Edited]:
     """The records of a kind of tensor: `gradients`, `parameters` or `state`."""
-    of = member.model, member.optimizer, kind
-    return [e for e in member.rank.of(Edited) if (e.model, e.optimizer, e.kind) == of]
+    return member.of(Edited, kind=kind)
 
 
 def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from ...events import Hyperparameters
 from ...events.amp import told_at
 from ...run import Location, Rank, ranks_text, some
+from ..rank_differences import same_value
+from .thresholds import LACKS_AT_MOST, SCHEDULE
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
-
-ROUNDING = 2.0**-23
-"""Relative distance of neighbouring float32 values: a value that was broadcast as float32 counts as
-the same."""
-
-SCHEDULE = 3
-"""Consecutive values that two ranks do not have in common by chance."""
-
-LACKS_AT_MOST = 8
 
 
 def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
@@ -57,7 +49,7 @@ def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tupl
     common = min(len(changes) for changes in series.values())
     first = next(iter(series.values()))[:common]
     same = all(
-        _equal(value, known)
+        same_value(value, known)
         for changes in series.values()
         for (_, value), (_, known) in zip(changes, first, strict=False)
     )
@@ -82,12 +74,12 @@ def _lacks(values: list[Value], whole: list[Value]) -> int | None:
     """How many values of `whole` are missing from `values`, in one place; None where the values
     differ otherwise."""
     pairs = enumerate(zip(values, whole, strict=False))
-    begin = next((n for n, (a, b) in pairs if not _equal(a, b)), None)
+    begin = next((n for n, (a, b) in pairs if not same_value(a, b)), None)
     if begin is None:
         return 0
     for count in range(1, LACKS_AT_MOST + 1):
         rest = list(zip(values[begin:], whole[begin + count :], strict=False))
-        if len(rest) >= SCHEDULE and all(_equal(a, b) for a, b in rest):
+        if len(rest) >= SCHEDULE and all(same_value(a, b) for a, b in rest):
             return count
     return None
 
@@ -108,25 +100,14 @@ def settled(values: dict[int, Groups]) -> dict[int, Groups]:
     first = next(iter(values.values()))
 
     def settle(group: dict[str, Value], known: dict[str, Value]) -> dict[str, Value]:
-        return {o: known[o] if o in known and _equal(v, known[o]) else v for o, v in group.items()}
+        return {
+            o: known[o] if o in known and same_value(v, known[o]) else v for o, v in group.items()
+        }
 
     return {
         n: tuple(settle(group, known) for group, known in zip(groups, first, strict=True))
         for n, groups in values.items()
     }
-
-
-def _equal(one: Value, other: Value) -> bool:
-    """Whether two values, or two sequences written as `a, b`, are equal up to rounding."""
-    if one == other:
-        return True
-    pairs = list(zip(str(one).split(", "), str(other).split(", "), strict=False))
-    try:
-        return str(one).count(", ") == str(other).count(", ") and all(
-            math.isclose(float(a), float(b), rel_tol=ROUNDING) for a, b in pairs
-        )
-    except ValueError:  # words
-        return False
 
 
 def options(values: dict[int, Groups]) -> list[tuple[str, int]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ...events import Replica, StepDone, Wrapped
-from ...run import Rank
+from ...events import Event, Replica, StepDone, Wrapped
+from ...run import Location, Rank
+
+E = TypeVar("E", bound=Event)
 
 
 @dataclass(frozen=True)
@@ -27,5 +30,16 @@ class Member:
     @property
     def last_step(self) -> int:
         """Of the optimizer, -1 where it took none."""
-        steps = (e.step for e in self.rank.of(StepDone) if e.optimizer == self.optimizer)
-        return max(steps, default=-1)
+        return max((e.step for e in self.of(StepDone)), default=-1)
+
+    def of(self, kind: type[E], /, **fields: object) -> list[E]:
+        """The events about this copy: of its model and its optimizer, as far as the event says, and
+        with these values in other fields."""
+        wanted = {"model": self.model, "optimizer": self.optimizer, **fields}
+        named = {n: v for n, v in wanted.items() if n in kind.__struct_fields__}
+        return [e for e in self.rank.of(kind) if all(getattr(e, n) == v for n, v in named.items())]
+
+    def line(self, kind: type[E], /, **fields: object) -> Location | None:
+        """The first known line in such events."""
+        spots = (self.rank.location(getattr(e, "site", -1)) for e in self.of(kind, **fields))
+        return next((spot for spot in spots if spot is not None), None)

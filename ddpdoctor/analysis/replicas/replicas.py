@@ -10,12 +10,12 @@ from math import prod
 
 import msgspec
 
-from ...events import Digests, Loaded, Replica, Wrapped
+from ...events import Digests, Event, Replica, Wrapped
 from ...events.drift import UNHELD, chosen
 from ...events.pack import unpack
 from ...report.findings import Finding
 from ...report.merging import merged
-from ...run import Run, counted, equal_ranks, odd_ones, some
+from ...run import Location, Run, counted, equal_ranks, odd_ones, some
 from . import evaluations
 from .evaluations import Row
 from .group_findings import united
@@ -45,6 +45,14 @@ class Replicas:
     @property
     def any(self) -> Member:
         return next(iter(self.members.values()))
+
+    def line(
+        self, kind: type[Event], ranks: Iterable[int] = (), /, **fields: object
+    ) -> Location | None:
+        """The first known line in events about these copies, those of `ranks` first."""
+        order = [n for n in (*ranks, *self.members) if n in self.members]
+        spots = (self.members[n].line(kind, **fields) for n in dict.fromkeys(order))
+        return next((spot for spot in spots if spot is not None), None)
 
     @property
     def size(self) -> int:
@@ -447,12 +455,3 @@ def _split(rows: dict[int, Row], key: int, count: int, differing: list[int]) -> 
 def by_module(names: Iterable[str]) -> dict[str, int]:
     """How many of the tensors each module owns."""
     return dict(Counter(name.rpartition(".")[0] or "(root)" for name in names))
-
-
-def loads(group: Replicas, what: str) -> dict[int, list[Loaded]]:
-    """By rank, the loads of `what` (a key of `state_loading.THINGS`)."""
-    return {
-        n: found
-        for n, m in group.members.items()
-        if (found := [e for e in m.rank.of(Loaded) if e.model == m.model and e.what == what])
-    }

@@ -8,11 +8,8 @@ from math import prod
 
 from ...events import GroupReady, SteppedInside, Wrapped
 from ...run import Rank, Run
-
-ABSENT = 0
-ENOUGH = 0.5
-"""Elements communicated per element of the model from which on they may be its parameters or
-gradients."""
+from .replicas import ABSENT
+from .thresholds import EXCHANGED
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def stepped(run: Run) -> Iterator[Inside]:
         last = {rank: table[max(table)] for rank, table in reported.items()}
         wrapped = next(w for w in next(iter(reported)).of(Wrapped) if w.model == model)
         size = sum(prod(p.shape) for p in wrapped.parameters if p.trainable)
-        exchanged = any(e.carried >= ENOUGH * size for e in last.values())
+        exchanged = any(e.carried >= EXCHANGED * size for e in last.values())
         if len(reported) > 1 and common and compared == differ and not exchanged:
             yield Inside(wrapped, last, compared, differ)
 

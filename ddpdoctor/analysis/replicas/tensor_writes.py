@@ -3,15 +3,14 @@ torch's write counters (`Tensor._version`), or after the last step from the valu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...events import Edited, Rewritten
 from ...events.pack import unpack
 from ...report.findings import Steps
-from ...run import ranks_do, ranks_text
+from ...run import plural, ranks_do, ranks_text
 from . import manual_edits
 from .causes import SAME_EVERYWHERE, Cause
 from .group_findings import MODIFIED_ON, WRITTEN_ON
+from .replica import Member
 from .replicas import Divergence, Replicas, by_step
 
 WRITE_ON_SOME = "write-on-some-ranks"
@@ -21,34 +20,14 @@ RULES = {
 }
 
 
-@dataclass(frozen=True)
-class Written:
-    """Writes to some of the parameters that differ, more on these ranks than on the others.
-
-    Attributes:
-        since: the writes came after this step had begun,
-        step: and before this one did.
-        times: how many more writes the first of the ranks makes.
-        others: whether the other ranks write to these parameters, too.
-        trained: the steps taken with what was written, None for none.
-    """
-
-    ranks: tuple[int, ...]
-    since: int
-    step: int
-    times: int
-    others: bool
-    trained: Steps | None
-
-
-def written(group: Replicas, found: Divergence) -> Written | None:
-    """The writes since the copies were equal, where those who write more are the ranks that differ
-    from the others, or all of the others; None where they are not."""
+def write_on_some(group: Replicas, found: Divergence) -> Cause | None:
+    """Some ranks wrote to the parameters more often since the copies were equal, and they are those
+    that differ from the others, or all the others are; the line is not known."""
     if found.point not in ("step", "end"):
         return None
     before = found.before if found.point == "step" else _last_equal(group, found.names)
     until = found.first if found.point == "step" else group.any.last_step + 1
-    events = {n: _to(group, n, found.names) for n in group.members}
+    events = {n: _to(m, found.names) for n, m in group.members.items()}
     # Ranks do not look at the same steps: count what surely lies in the window for the ranks to
     # blame, and what may lie in it for the others.
     surely = {
@@ -64,11 +43,28 @@ def written(group: Replicas, found: Divergence) -> Written | None:
     if not ranks or sorted(found.minority) not in (sorted(group.members), [*ranks], [*rest]):
         return None
     mine = [e for n in ranks for e in surely[n]]
-    last, step = group.any.last_step, max(e.step for e in mine)
+    last, since, step = group.any.last_step, min(e.since for e in mine), max(e.step for e in mine)
     trained = Steps(step, last, last - step + 1) if step <= last else None
-    times = sum(e.times for e in surely[ranks[0]]) - least
-    return Written(
-        ranks, min(e.since for e in mine), step, times, any(maybe[n] for n in rest), trained
+    when = f"between the begin of step {since} and the end of the run"
+    if trained:
+        when = f"between steps {since} and {step}"
+    others = any(maybe[n] for n in rest)
+    who = ranks_text(ranks)
+    return Cause(
+        WRITE_ON_SOME,
+        text=f"{ranks_do(ranks, 'write')} to these parameters {when}, outside the optimizer, "
+        f"{'more often than the other ranks' if others else 'the other ranks do not'} (known from "
+        "torch's write counters); the line is not known",
+        fix=f"{SAME_EVERYWHERE}; look for in-place operations on a parameter (`add_`, `copy_`, "
+        f"`mul_`, ...) in code that only {who} {plural(len(ranks), 'runs', 'run')}",
+        label=f"not the only write: some ranks also write to these parameters {when}",
+        ranks=ranks,
+        evidence={
+            WRITTEN_ON: list(ranks),
+            "written_between_steps": f"{since} and {step}",
+            "more_writes_than_on_the_others": sum(e.times for e in surely[ranks[0]]) - least,
+        },
+        trained=trained,
     )
 
 
@@ -85,44 +81,20 @@ def _last_equal(group: Replicas, names: list[str]) -> int:
     return -1
 
 
-def _to(group: Replicas, number: int, names: list[str]) -> list[Rewritten]:
+def _to(member: Member, names: list[str]) -> list[Rewritten]:
     """The writes of a rank to any of these parameters."""
-    member = group.members[number]
     every = member.wrapped.parameters
     return [
         e
-        for e in member.rank.of(Rewritten)
-        if (e.model, e.optimizer) == (member.model, member.optimizer)
-        and any(every[p].name in names for p in unpack(e.parameters) if p < len(every))
+        for e in member.of(Rewritten)
+        if any(every[p].name in names for p in unpack(e.parameters) if p < len(every))
     ]
 
 
-def cause(seen: Written) -> Cause:
-    """The program wrote to the parameters; the line is not known."""
-    when = f"between steps {seen.since} and {seen.step}" if seen.trained else (
-        f"between the begin of step {seen.since} and the end of the run"
-    )  # fmt: skip
-    who = ranks_text(seen.ranks)
-    more = "more often than the other ranks" if seen.others else "the other ranks do not"
-    return Cause(
-        WRITE_ON_SOME,
-        text=f"{ranks_do(seen.ranks, 'write')} to these parameters {when}, outside the optimizer, "
-        f"{more} (known from torch's write counters); the line is not known",
-        fix=f"{SAME_EVERYWHERE}; look for in-place operations on a parameter (`add_`, `copy_`, "
-        f"`mul_`, ...) in code that only {who} {'runs' if len(seen.ranks) == 1 else 'run'}",
-        label=f"not the only write: some ranks also write to these parameters {when}",
-        ranks=seen.ranks,
-        evidence={
-            WRITTEN_ON: list(seen.ranks),
-            "written_between_steps": f"{seen.since} and {seen.step}",
-            "more_writes_than_on_the_others": seen.times,
-        },
-        trained=seen.trained,
-    )
-
-
-def after_the_last_step(group: Replicas) -> Cause | None:
+def after_the_last_step(group: Replicas, found: Divergence) -> Cause | None:
     """Some ranks, or all, changed parameters after the last step."""
+    if found.point != "end":
+        return None
     last: dict[int, Edited] = {}
     for number, member in group.members.items():
         for event in manual_edits.edits_of(member, "parameters"):

@@ -1,0 +1,12 @@
+"""What ranks that should do the same recorded differently, for every kind of event."""
+
+from __future__ import annotations
+
+from .compared import COMPARED, NOT_COMPARED, Compared, Recorded
+from .differences import Difference, differences, differences_among
+from .records import Series, extra_by_line, same_value, series
+
+__all__ = [
+    "COMPARED", "NOT_COMPARED", "Compared", "Difference", "Recorded", "Series", "differences",
+    "differences_among", "extra_by_line", "same_value", "series",
+]  # fmt: skip

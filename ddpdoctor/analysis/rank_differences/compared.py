@@ -1,0 +1,196 @@
+"""What of each event is compared between ranks, and which events are not, and why."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ... import events as e
+from ...events import Event
+
+
+class Recorded(enum.Enum):
+    """How complete the records of an event are (see its docstring): what a missing one means."""
+
+    ALWAYS = "every time, or the first times: a rank without a record did not do it"
+    CHANGES = "when it begins or changes: a record holds until the next one"
+    SAMPLED = "now and then: only moments that all ranks recorded can be compared"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What of one kind of event is compared.
+
+    Fields that are not named are each rank's own: its number, device and process, the content of
+    its data, its times.
+
+    Attributes:
+        what: how a report calls it.
+        fields: those that are equal on ranks that do the same; values are compared without the
+            rank's own number (`state-0.pt`, `cuda:0`), and a field called `...site` as a line.
+        key: those that say which one it is: records with equal keys belong together.
+        moment: the field that counts it within its key (a step, a call): records of one moment
+            belong together. Empty: the first belongs to the first, the second to the second.
+        recorded: how complete the records are.
+        when: the records that are compared; all if None.
+        usual: ranks of a correct program may differ in it, too (the first rank writes the
+            checkpoints, each rank draws its own random numbers).
+    """
+
+    what: str
+    fields: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()
+    moment: str = ""
+    recorded: Recorded = Recorded.ALWAYS
+    when: Callable[[Any], bool] | None = None
+    usual: bool = False
+
+
+ALWAYS, CHANGES, SAMPLED = Recorded
+
+
+def _row(
+    what: str,
+    fields: str = "",
+    key: str = "",
+    moment: str = "",
+    recorded: Recorded = ALWAYS,
+    when: Callable[[Any], bool] | None = None,
+    usual: bool = False,
+) -> Compared:
+    return Compared(what, tuple(fields.split()), tuple(key.split()), moment, recorded, when, usual)
+
+
+COMPARED: dict[type[Event], Compared] = {
+    # The program and the machine.
+    e.RankStarted: _row("start", "argv cwd python script_digest environment world_size spawned"),
+    e.TorchLoaded: _row("torch", "torch cuda nccl threads interop_threads gpus late"),
+    e.ProgramSeen: _row("program", "files versions"),
+    e.ThreadsSeen: _row("compute threads", "compute asked", recorded=CHANGES),
+    e.DeviceUsed: _row("device", "name", "why"),
+    e.DeviceTouched: _row("use of another device", "by site"),
+    e.TrainsAlone: _row("training without a process group", "layers"),
+    # Process groups.
+    e.InitEntered: _row(
+        "init_process_group",
+        "backend init_method rendezvous world_size timeout_s changed site",
+    ),
+    e.GroupReady: _row(
+        "process group",
+        "ranks site",
+        when=lambda group: not group.local_synchronization,
+    ),
+    e.GroupDestroyed: _row("destroy_process_group", "site"),
+    e.ShardedOver: _row("device mesh", "ranks"),
+    # Models.
+    e.Wrapped: _row(
+        "model", "wrapper kind parameters buffers options device site", "model"
+    ),
+    e.Named: _row("variable of the model", "name", "model"),
+    e.CommHook: _row("communication hook", "name site", "model"),
+    e.ParametersChanged: _row("parameters changed after the wrap", "names step site", "model kind"),
+    e.SentBuffers: _row("buffers to broadcast", "buffers", "model", "forward", SAMPLED),
+    e.Unwrapped: _row("parameters without a wrapper", "kind parameters site", "optimizer"),
+    # Forward and backward.
+    e.ModulesSkipped: _row("skipped modules", "names", "model", "backward", CHANGES),
+    e.UnusedParameters: _row("unused parameters", "indices", "model", "backward", CHANGES),
+    e.BatchSeen: _row("batch", "size reduction weight", "model", "forward", CHANGES),
+    e.ForwardInput: _row("inputs", "rows numbers fed training", "model", "forward", SAMPLED),
+    e.LossScaled: _row("division of the loss", "divisor expression site", "model"),
+    e.Bypassed: _row("step around the wrapper", "site", "model optimizer", "count"),
+    e.ReadyTwice: _row("parameter ready twice", "parameter site", "model"),
+    e.StaticGraphBroken: _row("graph that is not static", "site", "model kind"),
+    e.SteppedInside: _row("step inside backward", "first site", "model", "count"),
+    e.NonFinite: _row("NaN or infinity", "kind value step", usual=True),
+    # Synchronisation.
+    e.SyncPattern: _row(
+        "backwards of a step", "synced unsynced reason talked", "model optimizer", "step", CHANGES
+    ),
+    e.KeptBack: _row("gradients that FSDP keeps back", "step applied", "optimizer"),
+    e.GradientReduced: _row("reduced gradients", "op copied", "model", "call", SAMPLED),
+    e.UnwrappedState: _row(
+        "manual synchronisation",
+        "exchanged complete averaged shared late running wrapped",
+        "optimizer",
+        "step",
+        SAMPLED,
+    ),
+    # Optimizers.
+    e.OptimizerSeen: _row("optimizer", "kind models parameters closure site", "optimizer"),
+    e.Replica: _row("copy of the model", "parameters broadcast hook left_out", "model optimizer"),
+    e.StepDone: _row(
+        "optimizer step",
+        "backwards synced",
+        "optimizer",
+        "step",
+        recorded=SAMPLED,
+        when=lambda done: done.count == 1,
+    ),
+    e.Hyperparameters: _row("options", "groups", "optimizer", "step", CHANGES),
+    e.SchedulerStep: _row("scheduler step", "step", "kind optimizer site", "call", SAMPLED),
+    e.ScalerStep: _row("loss scale", "scale", "scaler optimizer", "call", CHANGES),
+    e.Carried: _row("old gradients", "carried", "optimizer", "step", CHANGES),
+    e.Ownership: _row("unheld parameters", "missing held", "model kind", "step", CHANGES),
+    e.ZeroGradients: _row("zero gradients", "indices", "model optimizer", "step", SAMPLED),
+    e.Clipped: _row("clipping", "", "function site", "call", SAMPLED),
+    # State.
+    e.Loaded: _row("load of a state", "step site", "what model"),
+    e.Edited: _row(
+        "modification", "changed ratio functions beside", "model optimizer kind", "step", CHANGES
+    ),
+    e.StateTaken: _row("state_dict", "step", "model site", usual=True),
+    e.FileRead: _row("file read", "site", "path"),
+    e.FileWritten: _row("file written", "site", "path", usual=True),
+    e.FileLocked: _row("file lock", "site", "path", usual=True),
+    # Data.
+    e.LoaderSeen: _row(
+        "data loader",
+        "dataset length sampler batches batch_size drop_last workers iterable distributed replicas "
+        "shuffle seed sampler_drop_last total_size sampler_length own_order by_epoch replacement "
+        "batch_sampler batches_given settings site",
+        "loader",
+    ),
+    e.SamplerRefused: _row("sampler that raises", "error replicas site"),
+    e.EpochBegan: _row(
+        "epoch", "step sampler_epoch batches seed epochs_set joined site", "loader", "epoch"
+    ),
+    e.EpochEnded: _row(
+        "end of an epoch", "batches samples backwards exhausted evaluated", "loader", "epoch"
+    ),
+    # What went wrong.
+    e.ExceptionRaised: _row("exception", "kind message"),
+    e.ExceptionPassed: _row("exception that was caught", "kind message step site", "where"),
+    e.ThreadFailed: _row("exception in a thread", "kind message", "thread"),
+    e.SignalSent: _row("signal", "signal site"),
+    e.RankExiting: _row("exit", "how status site"),
+}  # fmt: skip
+"""By kind of event, what is compared."""
+
+_DIGESTS = "differing tensors are the fault itself: `analysis.replicas` compares them"
+_DATA = "ranks read different data: `analysis.data` compares it"
+_TIME = "times and amounts of memory differ by nature"
+_CALLS = "`analysis.divergence` aligns the collectives of ranks, by group and number"
+_OUTSIDE = "recorded beside the ranks, or of one process by itself"
+_OURS = "of the doctor itself"
+
+NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
+    _DIGESTS: (e.Digests, e.LateBuffers, e.Sketch, e.Averaged, e.Rewritten),
+    _DATA: (e.ContentRead, e.RowsRead, e.IndicesRead),
+    _TIME: (
+        e.Pace, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample, e.MemoryHeld,
+        e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,
+    ),
+    _CALLS: (
+        e.Site, e.Signature, e.CallSite, e.CallBlock, e.CallRun,
+        e.ObjectsGathered, e.FlightLog,
+    ),
+    _OUTSIDE: (
+        e.MonitorStarted, e.ProcessStarted, e.ProcessEnded, e.ProcessState, e.SpawnFailed,
+        e.SpawnEnded, e.ExaminedInside, e.Stopped, e.StallSeen, e.StallOver, e.RankStood,
+        e.DataParallelMade, e.Gathered,
+    ),
+    _OURS: (e.ProbeTrouble, e.NotObserved, e.ProbeCost),
+}  # fmt: skip
+"""Why events are not compared here."""

@@ -1,0 +1,245 @@
+"""Where the records of ranks that should do the same differ, the earliest difference first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from ...events import Event, ExceptionRaised, RankExiting
+from ...events.base import Part
+from ...run import Location, Rank, Run, listed, ranks_text
+from .compared import COMPARED, Recorded
+from .records import same_value
+
+SHOWN = 60
+"""Characters of a value."""
+
+ABSENT = None
+"""Stands for what a rank did not do."""
+
+OWN_VARIABLES = re.compile(
+    r"(environment|changed)\..*"
+    r"(RANK|PROCID|LOCALID|NODEID|TASK|HOSTNAME|NODENAME|VISIBLE_DEVICES|GTIDS|IPADDR|ERROR_FILE)"
+)
+"""Environment variables that launchers set for each process, or each node, by itself."""
+
+Key = tuple[object, ...]
+Records = dict[int, Event]
+"""By moment."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first moment at which ranks recorded different things about one thing.
+
+    Attributes:
+        kind, what: the event, and how a report calls it.
+        key: which one it is (`{"optimizer": 0}`).
+        field: what of it differs, with its place: `groups[0].lr`, `environment.MASTER_PORT`; empty
+            where some ranks did it and others did not.
+        values: by rank; `ABSENT` for ranks that did not do it, or have no such value.
+        moment: the number of the step, call, ...: see `Compared.moment`; else which time it was.
+        at: when it was first recorded, on the run's clock.
+        lines: by rank, the line on record with it.
+    """
+
+    kind: type[Event]
+    what: str
+    key: Mapping[str, object]
+    field: str
+    values: Mapping[int, object]
+    moment: int
+    at: float
+    lines: Mapping[int, Location]
+
+    @property
+    def text(self) -> str:
+        """`options groups[0].lr is 0.1 on ranks 0-2, 0.2 on rank 3 (train.py:22)`, `clipping on
+        rank 0 only (train.py:30)`."""
+        spots = listed(list(dict.fromkeys(map(str, self.lines.values()))))
+        where = f" ({spots})" if spots else ""
+        if not self.field:
+            done = [n for n, value in self.values.items() if value is not ABSENT]
+            return f"{self.what} on {ranks_text(done)} only{where}"
+        by_value: dict[str, list[int]] = {}
+        for number, value in self.values.items():
+            shown = "nothing" if value is ABSENT else str(value)
+            by_value.setdefault(shown[:SHOWN], []).append(number)
+        values = ", ".join(f"{value} on {ranks_text(on)}" for value, on in by_value.items())
+        if self.field.endswith("site"):
+            return f"{self.what} at {values}"
+        return f"{self.what} {self.field} is {values}{where}"
+
+
+def differences(
+    run: Run, ranks: Iterable[int] = (), *, before: float = inf, usual: bool = False
+) -> list[Difference]:
+    """What these ranks recorded differently before a time, the earliest first; of each thing only
+    the first time that it differs.
+
+    Args:
+        ranks: that should do the same; all ranks of the run if left out.
+        before: seconds on the run's clock (`Rank.wall`).
+        usual: include what differs between ranks of a correct program, too.
+    """
+    members = [run.ranks[n] for n in ranks or run.ranks if n in run.ranks]
+    return differences_among(members, before=before, usual=usual)
+
+
+def differences_among(
+    members: Collection[Rank], *, before: float = inf, usual: bool = False
+) -> list[Difference]:
+    """What these ranks recorded differently: see `differences`."""
+    last = {rank.rank: _last(rank) for rank in members}
+    found = [
+        difference
+        for kind, row in COMPARED.items()
+        if usual or not row.usual
+        for difference in _of_kind(members, kind, last, before)
+    ]
+    return sorted(found, key=lambda d: d.at)
+
+
+def _of_kind(
+    members: Collection[Rank], kind: type[Event], last: Mapping[int, float], before: float
+) -> Iterator[Difference]:
+    """What ranks recorded differently in events of one kind."""
+    tables = _by_key(members, kind)
+    for key in dict.fromkeys(key for table in tables.values() for key in table):
+        records = {n: table.get(key, {}) for n, table in tables.items()}
+        yield from _of_one(members, kind, key, records, last, before)
+
+
+def _of_one(
+    members: Collection[Rank],
+    kind: type[Event],
+    key: Key,
+    records: Mapping[int, Records],
+    last: Mapping[int, float],
+    before: float,
+) -> Iterator[Difference]:
+    """The first difference in each field of one thing.
+
+    Args:
+        last: by rank, when it was last seen to go on: it was there until then, and did not do what
+            it has no record of.
+    """
+    row = COMPARED[kind]
+    common = (kind, row.what, dict(zip(row.key, key, strict=True)))
+    different: set[str] = set()
+    held: dict[int, Event] = {}
+    for moment in sorted({m for mine in records.values() for m in mine}):
+        fresh = {r.rank: records[r.rank][moment] for r in members if moment in records[r.rank]}
+        at = min(r.wall(fresh[r.rank].at) for r in members if r.rank in fresh)
+        if at >= before:
+            return
+        held |= fresh
+        now = held if row.recorded is Recorded.CHANGES else fresh
+        there = [r for r in members if r.rank in fresh or last[r.rank] > at]
+        compared = [r for r in there if r.rank in now]
+        absent = [
+            r
+            for r in there
+            if r.rank not in now and (row.recorded is not Recorded.SAMPLED or not records[r.rank])
+        ]
+        if absent:
+            done = {r.rank: r.rank in now or ABSENT for r in (*compared, *absent)}
+            yield Difference(*common, "", done, moment, at, _lines(compared, now))
+            return
+        for field in row.fields:
+            if field not in different and (first := _first(compared, now, field)) is not None:
+                different.add(field)
+                yield Difference(*common, *first, moment, at, _lines(compared, now))
+
+
+def _last(rank: Rank) -> float:
+    """When a rank last recorded anything, on the run's clock. How it failed does not count: it may
+    have been about to do what the others did."""
+    ends = (ExceptionRaised, RankExiting) if rank.exception else ()
+    return max((rank.wall(e.at) for e in rank if not isinstance(e, ends)), default=0.0)
+
+
+def _by_key(members: Collection[Rank], kind: type[Event]) -> dict[int, dict[Key, Records]]:
+    """By rank, its records by what they are about and by moment. Names that only some ranks know
+    are taken without the rank's own number: `state-0.pt` and `state-1.pt` belong together."""
+    row = COMPARED[kind]
+    events = {
+        rank.rank: [
+            (tuple(_value(rank, e, name) for name in row.key), e)
+            for e in rank.of(kind)
+            if row.when is None or row.when(e)
+        ]
+        for rank in members
+    }
+    common = set.intersection(*({key for key, _ in mine} for mine in events.values()))
+    tables: dict[int, dict[Key, Records]] = {}
+    for rank in members:
+        table = tables.setdefault(rank.rank, {})
+        for key, event in events[rank.rank]:
+            mine = table.setdefault(key if key in common else _neutral(rank, key), {})
+            mine.setdefault(getattr(event, row.moment) if row.moment else len(mine), event)
+    return tables
+
+
+def _lines(ranks: Iterable[Rank], now: Mapping[int, Event]) -> dict[int, Location]:
+    """The known lines of records."""
+    spots = ((r.rank, r.location(getattr(now[r.rank], "site", -1))) for r in ranks)
+    return {number: spot for number, spot in spots if spot is not None}
+
+
+def _value(rank: Rank, event: Event, field: str) -> Any:
+    """The value of a field; of a field that holds a line, the line: its number is the rank's."""
+    value = getattr(event, field)
+    return str(rank.location(value) or "") if field.endswith("site") else value
+
+
+def _first(
+    ranks: list[Rank], now: Mapping[int, Event], field: str
+) -> tuple[str, dict[int, object]] | None:
+    """The first part of a field that differs, with its value on every rank."""
+    first, *others = (_value(r, now[r.rank], field) for r in ranks)
+    if all(other == first for other in others):
+        return None  # the usual case, and the fast one
+    leaves = {r.rank: dict(_leaves(field, _value(r, now[r.rank], field))) for r in ranks}
+    for place in dict.fromkeys(place for mine in leaves.values() for place in mine):
+        values = {n: mine.get(place, ABSENT) for n, mine in leaves.items()}
+        unknown = field.endswith("site") and "" in values.values()
+        if not (unknown or OWN_VARIABLES.match(place) or _same(ranks, values)):
+            return place, values
+    return None
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, object]]:
+    """The parts of a value, each with its place in it."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(f"{place}.{name}", inner)
+    elif isinstance(value, tuple) and any(isinstance(v, (Mapping, Part)) for v in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(f"{place}[{index}]", inner)
+    elif isinstance(value, Part):
+        yield place, getattr(value, "look", value)
+    else:
+        yield place, value
+
+
+def _same(ranks: list[Rank], values: Mapping[int, object]) -> bool:
+    """Whether values are equal, or are but for the rank's own number in them."""
+    first, *others = values.values()
+    if all(same_value(first, other) for other in others):
+        return True
+    own = [_neutral(rank, values[rank.rank]) for rank in ranks]
+    return all(value == own[0] for value in own)
+
+
+def _neutral(rank: Rank, value: Any) -> Any:
+    """Text, or texts, with the rank's own numbers taken out."""
+    if isinstance(value, tuple):
+        return tuple(_neutral(rank, inner) for inner in value)
+    if not isinstance(value, str):
+        return value
+    mine = {rank.rank, rank.started.local_rank if rank.started else rank.rank}
+    return re.sub(r"\d+", lambda number: "<rank>" if int(number[0]) in mine else number[0], value)
