@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf
 from typing import ClassVar
 
-from ddpdoctor.analysis.manual_sync import kept_equal, never_synced, unequal_updates
+from ddpdoctor.analysis.manual_sync import classify
 from ddpdoctor.analysis.manual_sync.copies import trained_copies
 from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
 from ddpdoctor.analysis.replicas.causes import Cause
@@ -212,10 +212,7 @@ def _copies(run: Run) -> list[Replicas]:
 def _manually_synced(run: Run) -> Iterator[Replicas]:
     """Copies without a wrapper that apply equal gradients from the first step on."""
     for copies in trained_copies(run):
-        equal = never_synced.steady(copies) and unequal_updates.agree(
-            never_synced.close_looks(copies)
-        )
-        if equal and not kept_equal.kept_equal(copies):
+        if classify.equal_gradients(copies):
             yield Replicas({n: _member(*pair) for n, pair in copies.members.items()})
 
 

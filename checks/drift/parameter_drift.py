@@ -6,14 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ddpdoctor.analysis.manual_sync import (
-    kept_equal,
-    never_synced,
-    optimizer_coverage,
-    other_optimizer,
-    sync_stopped,
-    unequal_updates,
-)
+from ddpdoctor.analysis.manual_sync import classify, optimizer_coverage, rules
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
@@ -45,16 +38,6 @@ AT_THE_END = "at the end of the run"
 
 PARTIAL_STATE = "partial-optimizer-state"
 LOCAL_LOSS = "rank-local-loss"
-
-MANUAL_SYNC = (
-    kept_equal,
-    sync_stopped,
-    never_synced,
-    other_optimizer,
-    unequal_updates,
-    optimizer_coverage,
-)
-"""Each of these modules has `RULES` and `reported(run)`, the fields of findings."""
 
 
 def _with_it(mine: Finding) -> list[object]:
@@ -138,7 +121,8 @@ class ParameterDrift(Check):
         PARTIAL_STATE: "each rank holds part of the optimizer's state, and updates are not sent",
         LOCAL_LOSS: "an optimizer that calls a closure (LBFGS) decides by each rank's own loss",
         **causes.UNKNOWN_RULES,
-        **{rule: text for way in MANUAL_SYNC for rule, text in way.RULES.items()},
+        **rules.RULES,
+        **optimizer_coverage.RULES,
     }
     effects = (
         Effect(("gradient-drift",), rules=(causes.UNEQUAL_PARAMETERS,), when=(_DIFFER,)),
@@ -170,8 +154,7 @@ class ParameterDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run, unheld=True)
-        ways = (kept_equal, never_synced, unequal_updates, optimizer_coverage)
-        if not groups and any(way.compared(run) for way in ways):
+        if not groups and (classify.judged(run) or optimizer_coverage.compared(run)):
             return None
         if not groups:
             return NO_COPIES
@@ -184,9 +167,9 @@ class ParameterDrift(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge, unheld=True)
-        for way in MANUAL_SYNC:
-            for fields in way.reported(run):
-                yield self.finding(**fields)
+        yield from classify.findings(self, run)
+        for fields in optimizer_coverage.reported(run):
+            yield self.finding(**fields)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         fault = None if group.left_out else _fault(run, group)

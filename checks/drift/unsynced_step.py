@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
@@ -27,11 +28,9 @@ from ddpdoctor.analysis.replicas.replicas import (
 from ddpdoctor.events import CommHook, KeptBack, OptimizerSeen, StepDone, SteppedInside, SyncPattern
 from ddpdoctor.report.declarations import Condition, Effect, When, seen, unless
 from ddpdoctor.report.errors import ErrorKind
-from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, counted, some, whom
+from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
+from ddpdoctor.run import Run, counted, some, whom
 
-COMMUNICATION_HOOK = "communication-hook"
-LEFT_OVER_GROUP = "left-over-group"
 STEP_IN_BACKWARD = "step-inside-backward"
 NEVER_REDUCED = "fully-shard-never-reduces"
 INSIDE_FORWARD = "inside-forward"
@@ -100,18 +99,30 @@ REASONS = {
         "communicates nothing",
     ),
 }
-LAST_BATCH = (
+HOOK = Reason(
+    "communication-hook",
+    "the model's communication hook communicates nothing",
+    "the model's communication hook `{hook}` communicated nothing in these backwards: it returned "
+    "each rank's own gradients",
+    "let the hook start a collective for each bucket; if ranks are to continue alone for some "
+    "steps, average the parameters after them (`torch.distributed.algorithms.model_averaging`)",
+    "averages in place of DDP",
+)
+LEFT_OVER = Reason(
+    "left-over-group",
+    "the last, incomplete group of micro-batches is not synchronised",
+    "the left-over group of {left} is never synchronised: the other groups have {full}, and only a "
+    "full group ends with a backward outside `no_sync()`",
     "synchronise on the last batch of the epoch as well: enter `no_sync()` unless "
-    "`(i + 1) % accumulation == 0 or i + 1 == len(loader)`"
+    "`(i + 1) % accumulation == 0 or i + 1 == len(loader)`",
+    "off for all micro-batches of this step",
 )
 TAKE_OUT = (
     "remove this `no_sync()`: it is around the {} backward before the step, the one that has to "
     "synchronise"
 )
-IN_HOOK = (
-    "let the hook start a collective for each bucket; if ranks are to continue alone for some "
-    "steps, average the parameters after them (`torch.distributed.algorithms.model_averaging`)"
-)
+REDUCER_CONFUSED = ("`initialize_buckets` must NOT be called", "still allreduced by DDP reducer")
+"""What torch raises in a later step if DDP was not prepared for a backward that ran."""
 FLAG = "require_backward_grad_sync"
 FLAG_FIXES = {
     "no_sync": f"set `{FLAG} = True` before the forward of the last micro-batch before the step",
@@ -172,9 +183,7 @@ class UnsyncedStep(Check):
     family = "drift"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
-        **{reason.rule: reason.when for reason in REASONS.values()},
-        COMMUNICATION_HOOK: "the model's communication hook communicates nothing",
-        LEFT_OVER_GROUP: "the last, incomplete group of micro-batches is not synchronised",
+        **{reason.rule: reason.when for reason in (*REASONS.values(), HOOK, LEFT_OVER)},
         STEP_IN_BACKWARD: "a hook steps inside backward, before DDP has averaged",
         NEVER_REDUCED: "`fully_shard` never reduces the gradients, and steps apply nothing",
     }
@@ -234,17 +243,13 @@ class UnsyncedStep(Check):
         full = _full_group(member, spans)
         count = sum(s.count for s in spans)
         total = max(s.last for m in group.members.values() for s in patterns(m)) + 1
-        reason = REASONS[pattern.reason]
         steps, in_part = Steps(spans[0].first, spans[-1].last, count), ""
         spot = rank.location(pattern.site)
-        sets_flag = spot is not None and FLAG in spot.source
-        if (hook := _hook(member, pattern)) is not None:
+        hook = _hook(member, pattern)
+        if hook is not None:
             spot = rank.location(hook.site) or spot
-            rule, label, fix = COMMUNICATION_HOOK, "averages in place of DDP", IN_HOOK
-            cause = (
-                f"the model's communication hook `{hook.name.removeprefix('__main__.')}` "
-                "communicated nothing in these backwards: it returned each rank's own gradients"
-            )
+            name = hook.name.removeprefix("__main__.")
+            reason = replace(HOOK, cause=HOOK.cause.format(hook=name))
             if (part := _part(group)) is not None:
                 steps = Steps(
                     min(steps.first, part.first), max(steps.last, part.keys[-1]),
@@ -252,28 +257,34 @@ class UnsyncedStep(Check):
                 )  # fmt: skip
                 names = some(part.names)
                 in_part = f" (in {len(part.keys)} of the others only those of {names})"
-                cause += f"; in other steps it returned different gradients of {names} on each rank"
+                more = f"; in other steps it returned different gradients of {names} on each rank"
+                reason = replace(reason, cause=reason.cause + more)
         elif full:
-            rule = LEFT_OVER_GROUP
-            label, fix = "off for all micro-batches of this step", LAST_BATCH
-            cause = _left_over(pattern.unsynced, full)
+            left = counted(pattern.unsynced, "micro-batch", "micro-batches")
+            reason = replace(LEFT_OVER, cause=LEFT_OVER.cause.format(left=left, full=full))
         else:
-            rule, cause = reason.rule, reason.cause
-            label, fix = _label(pattern, sets_flag), _fix(member, spans, sets_flag)
+            reason = _reason(member, spans, sets_flag=spot is not None and FLAG in spot.source)
+        second = pattern.reason == "second backward"  # it may be over an earlier forward
+        places = [
+            ("last forward before it" if second else "its forward", pattern.forward_site),
+            ("its backward", pattern.backward_site),
+        ]
+        if full:
+            after = _step_site(member, spans[0].first)
+            places.append(("steps with the left-over micro-batches", after))
         yield self.finding(
             ranks=tuple(sorted(bad)),
             steps=steps,
             subjects=(group.any.wrapped.kind,),
             location=spot or rank.location(pattern.backward_site),
-            label=label,
-            related=_related(rank, pattern) + (_stepped(member, spans[0].first) if full else ()),
+            label=reason.label,
+            related=models.related(rank, places),
             summary="optimizer.step applies rank-local gradients on "
             f"{whom(bad, run.world_size)} in {count} of {total} steps{in_part}, first at step "
             f"{steps.first}",
-            cause=cause,
-            fix=fix,
-            fix_kind=FixKind.CHECK,
-            rule=rule,
+            cause=reason.cause,
+            fix=reason.fix,
+            rule=reason.rule,
             evidence={
                 **_backwards(pattern),
                 "collectives_from_backward_to_step": _carried(pattern),
@@ -294,13 +305,12 @@ class UnsyncedStep(Check):
             subjects=(model.wrapped.kind,),
             location=rank.location(event.site) or rank.location(event.backward_site),
             label="steps inside backward, before DDP averages",
-            related=_places(rank, (("the backward", event.backward_site),)),
+            related=models.related(rank, [("the backward", event.backward_site)]),
             summary=f"optimizer.step applies rank-local gradients on {whom(ranks, run.world_size)} "
             f"inside {count} of {event.backwards} backwards of {model.wrapped.kind}",
             cause="a hook steps as soon as a gradient is computed, before DDP averages it: each "
             "rank applies its own",
             fix="step after `loss.backward()`, when DDP has averaged the gradients",
-            fix_kind=FixKind.CHECK,
             evidence={
                 "collectives_from_backward_to_step": "none",
                 "parameters_compared_after": model.compared,
@@ -336,7 +346,6 @@ class UnsyncedStep(Check):
             "the sharded parameters, which the optimizer holds, get none",
             fix="switch it on for the last backward before each step: "
             "`model.set_requires_gradient_sync(i == accumulation - 1)` with `i` from 0",
-            fix_kind=FixKind.CHECK,
             evidence={"steps": steps, "sharded_parameters": event.parameters},
             at=rank.wall(event.at),
         )
@@ -374,45 +383,35 @@ def _part(group: Replicas) -> Divergence | None:
     return None if manual_edits.edited(group, "gradients", found) else found
 
 
-def _label(pattern: SyncPattern, sets_flag: bool) -> str:
-    late = sets_flag and pattern.reason == "forward only"
-    return "set after the forward" if late else REASONS[pattern.reason].label
-
-
-def _fix(member: Member, spans: list[Span], sets_flag: bool) -> str:
-    """The fix for the reason of the first span. A backward under `no_sync` need not be one of
-    several micro-batches: it may be the only one of its step, or always the last one, after
+def _reason(member: Member, spans: list[Span], *, sets_flag: bool) -> Reason:
+    """The reason of the first span, with the fix for it. A backward under `no_sync` need not be one
+    of several micro-batches: it may be the only one of its step, or always the last one, after
     another one at another line."""
     first = spans[0].pattern.reason
+    reason = REASONS[first]
     if sets_flag:
-        return FLAG_FIXES.get(first, REASONS[first].fix)
-    every = [s.pattern for s in patterns(member)]
+        late = first == "forward only"
+        return replace(
+            reason,
+            fix=FLAG_FIXES.get(first, reason.fix),
+            label="set after the forward" if late else reason.label,
+        )
     if any(s.pattern.reason != "no_sync" for s in spans):
-        return REASONS[first].fix
+        return reason
+    every = [s.pattern for s in patterns(member)]
     if all(p.synced + p.unsynced <= 1 for p in every):
-        return TAKE_OUT.format("only")
+        return replace(reason, fix=TAKE_OUT.format("only"))
     separate = (p.synced == p.once == p.unsynced == 1 and p.line != p.backward_site for p in every)
     if len(every) == len(spans) and all(separate):
-        return TAKE_OUT.format("last")
+        return replace(reason, fix=TAKE_OUT.format("last"))
     another = [p.synced == 1 < p.unsynced and p.line == p.backward_site for p in every]
-    return ANOTHER if sum(another) > len(another) / 2 else REASONS["no_sync"].fix
+    return replace(reason, fix=ANOTHER) if sum(another) > len(another) / 2 else reason
 
 
-def _left_over(count: int, full: int) -> str:
-    return (
-        f"the left-over group of {counted(count, 'micro-batch', 'micro-batches')} is never "
-        f"synchronised: the other groups have {full}, and only a full group ends with a backward "
-        "outside `no_sync()`"
-    )
-
-
-def _stepped(member: Member, step: int) -> tuple[Related, ...]:
-    """The line of one step."""
-    for done in member.rank.of(StepDone):
-        if done.optimizer == member.optimizer and done.step - done.count < step <= done.step:
-            spot = member.rank.location(done.site)
-            return (Related("steps with the left-over micro-batches", spot),) if spot else ()
-    return ()
+def _step_site(member: Member, step: int) -> int:
+    """Site of the line of one step; -1 where it is not known."""
+    steps = (e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer)
+    return next((e.site for e in steps if e.step - e.count < step <= e.step), -1)
 
 
 def _backwards(pattern: SyncPattern) -> dict[str, int]:
@@ -447,16 +446,3 @@ def _difference(group: Replicas, differ: Divergence | None) -> dict[str, object]
     if differ is None:
         return {"gradients": "not seen to differ (the same data on all ranks, or not compared)"}
     return causes.evidence(group, differ)
-
-
-def _related(rank: Rank, pattern: SyncPattern) -> tuple[Related, ...]:
-    """The lines of forward and backward. A second backward may be over an earlier forward than the
-    last one."""
-    second = pattern.reason == "second backward"
-    forward = "last forward before it" if second else "its forward"
-    return _places(rank, ((forward, pattern.forward_site), ("its backward", pattern.backward_site)))
-
-
-def _places(rank: Rank, places: Iterable[tuple[str, int]]) -> tuple[Related, ...]:
-    spots: list[tuple[str, Location | None]] = [(t, rank.location(s)) for t, s in places]
-    return tuple(Related(text, spot) for text, spot in spots if spot)

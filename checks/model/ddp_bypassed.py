@@ -16,11 +16,12 @@ from ddpdoctor.events import (
     RankExiting,
     StepDone,
     SyncPattern,
+    Wrapped,
 )
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, counted, plural, title_of
+from ddpdoctor.report.findings import Check, Finding, Severity, Steps
+from ddpdoctor.run import Rank, Run, counted, plural
 
 
 class DdpBypassed(Check):
@@ -81,27 +82,20 @@ class DdpBypassed(Check):
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for model in models.numbers(run):
-            seen = {r: es for r in run.ranks.values() if (es := _events(r, model))}
-            if not seen:
-                continue
-            discarded = any(e.discarded for es in seen.values() for e in es)
-            if discarded and len(seen) < 2:
-                continue  # one process that goes on alone, after the others are done
-            yield self._report(run, model, seen)
+        for seen in models.seen(run, _events):
+            discarded = any(e.discarded for events in seen.records.values() for e in events)
+            if not discarded or len(seen.records) > 1:  # else one process goes on alone
+                yield self._report(seen)
 
-    def _report(self, run: Run, model: int, seen: dict[Rank, list[Bypassed]]) -> Finding:
-        rank, events = next(iter(seen.items()))
+    def _report(self, seen: models.Seen[Bypassed]) -> Finding:
+        rank, wrapped, events = seen.rank, seen.wrapped, seen.records[seen.rank]
         first, last = events[0], _to_its_end(rank, events[-1])
-        wrapped = models.wrap_of(rank, model)
-        assert wrapped is not None
         call = next((e.call_site for e in reversed(events) if e.call_site >= 0), -1)
         spot = rank.location(call) or rank.location(first.site)
-        wrapper, _ = models.names_in_code(rank, wrapped)
-        title = title_of(rank, wrapped)
+        wrapper, title = seen.wrapper, seen.title
         return self.finding(
             rule=_rule(last),
-            ranks=tuple(r.rank for r in seen),
+            ranks=seen.ranks,
             steps=Steps(first.step, last.step, last.count),
             subjects=(title,),
             location=spot,
@@ -109,14 +103,13 @@ class DdpBypassed(Check):
             if call >= 0
             else "backward of a forward that bypasses DDP",
             related=models.related(rank, ((wrapped.here, wrapped.site), ("backward", first.site))),
-            summary=f"{_applied(title, last)}, {models.on_ranks(run, (r.rank for r in seen))}",
+            summary=f"{_applied(title, last)}, {seen.where}",
             cause=_cause(title, last),
             fix="keep the result of `DistributedDataParallel(...)` and call it; give the inner "
             f"model another name: no `{wrapper} = {wrapper}.module`"
             if last.discarded
             else f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the inner model; "
             "call other methods from `forward`",
-            fix_kind=FixKind.CHECK,
             evidence={
                 "steps without synchronisation": last.count,
                 "forwards through the wrapper": last.forwards,
@@ -133,13 +126,10 @@ def _rule(last: Bypassed) -> str:
     return "manual-update" if last.optimizer == UNHELD else "wrapper-bypassed"
 
 
-def _events(rank: Rank, model: int) -> list[Bypassed]:
+def _events(rank: Rank, wrapped: Wrapped) -> list[Bypassed]:
     """Records of steps on gradients that bypassed the wrapper, while the rank was not alone."""
-    wrapped = models.wrap_of(rank, model)
-    if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
-        return []
     until = _left_for_good(rank)
-    return [e for e in rank.of(Bypassed) if e.model == model and e.at < until]
+    return [e for e in rank.of(Bypassed) if e.model == wrapped.model and e.at < until]
 
 
 def _left_for_good(rank: Rank) -> float:

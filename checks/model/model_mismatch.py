@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import ClassVar
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrap_order import WrapOrder, wrap_order
+from ddpdoctor.analysis.models.wrapped_models import Reason
 from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
 from ddpdoctor.report.declarations import Effect, When, seen, several_ranks
 from ddpdoctor.report.errors import ErrorKind
-from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Evidence, Finding, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, listed, ranks_text
 
 REPORTED = 12
 """Rows of the table of differences."""
 
+REASONS = {
+    "different-names": Reason(
+        "the models have parameters of other names",
+        cause="the ranks built the model from different arguments, or took different branches",
+        fix="build the model from the same arguments, and take the same branches, on every rank: "
+        "no layer may depend on the rank or its data",
+    ),
+    "parameter-order": Reason(
+        "the models have the same parameters in another order",
+        cause="the same layers are registered in another order (from a set, a directory listing, a "
+        "hash): {effect}",
+        fix="register layers in the same order on every rank: `for name in sorted(names)`, not "
+        "`for name in set(names)`",
+    ),
+    "different-shapes": Reason(
+        "the same parameters have other shapes",
+        cause="their shapes differ",
+        fix="give the layers the same sizes on every rank: a size counted from data must be "
+        "counted over all of it, or on rank 0 and broadcast, before the model is built",
+    ),
+    "different-dtypes": Reason(
+        "the same parameters have other dtypes",
+        cause="their dtypes differ",
+        fix="convert the model to the same dtype on every rank before the wrap: `model.to(dtype)`",
+    ),
+    "frozen-on-some-ranks": Reason(
+        "the same parameters are frozen on some ranks only",
+        cause="some are frozen on some ranks only",
+        fix="freeze the same parameters on every rank, or on none, before the wrap",
+    ),
+}
 PROPERTIES = {
-    "shape": "their shapes differ",
-    "dtype": "their dtypes differ",
-    "trainable": "some are frozen on some ranks only",
+    "different-shapes": "shape",
+    "different-dtypes": "dtype",
+    "frozen-on-some-ranks": "trainable",
 }
-"""What differs between parameters of equal names, by the attribute of `Tensor`; the first decides.
-"""
-
-PROPERTY_RULES = {
-    "shape": "different-shapes",
-    "dtype": "different-dtypes",
-    "trainable": "frozen-on-some-ranks",
-}
-
-PROPERTY_FIXES = {
-    "shape": "give the layers the same sizes on every rank: a size counted from data must be "
-    "counted over all of it, or on rank 0 and broadcast, before the model is built",
-    "dtype": "convert the model to the same dtype on every rank before the wrap: `model.to(dtype)`",
-    "trainable": "freeze the same parameters on every rank, or on none, before the wrap",
-}
+"""Attributes of `Tensor` that may differ between parameters of equal names; the first decides."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,43 @@ class ParameterList:
 
     def signature(self) -> tuple[object, ...]:
         return tuple(_signature(p) for p in self.parameters)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Lists of a group, those that most ranks have, and the others (at least one)."""
+
+    lists: list[ParameterList]
+    majority: list[ParameterList]
+    others: list[ParameterList]
+
+    @property
+    def here(self) -> ParameterList:
+        return self.majority[0]
+
+    @property
+    def there(self) -> ParameterList:
+        return self.others[0]
+
+    @property
+    def pairs(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """The parameters of two ranks by position."""
+        return list(zip_longest(self.here.parameters, self.there.parameters))
+
+    @property
+    def places(self) -> list[int]:
+        """Positions at which two ranks differ."""
+        return [i for i, (p, q) in enumerate(self.pairs) if _signature(p) != _signature(q)]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The minority, where there is one."""
+        clear = 2 * len(self.majority) > len(self.lists)
+        return tuple(each.rank.rank for each in (self.others if clear else self.lists))
+
+    @property
+    def at(self) -> float:
+        return min(each.rank.wall(each.origin.at) for each in self.lists)
 
 
 class ModelMismatch(Check):
@@ -97,11 +153,7 @@ class ModelMismatch(Check):
         "wrap-order": "the ranks wrap the same models in another order",
         "wrap-loop": "one loop wraps different models, most likely in another order on each rank",
         "different-branches": "different lines made the models: the ranks took other branches",
-        "different-names": "the models have parameters of other names",
-        "parameter-order": "the models have the same parameters in another order",
-        "different-shapes": "the same parameters have other shapes",
-        "different-dtypes": "the same parameters have other dtypes",
-        "frozen-on-some-ranks": "the same parameters are frozen on some ranks only",
+        **models.rules(REASONS),
     }
     requires = (several_ranks, seen(Wrapped, Unwrapped, otherwise=models.NO_DDP))
     effects = (
@@ -129,26 +181,20 @@ class ModelMismatch(Check):
             majority, others = _sides(lists)
             if not others:
                 continue
-            origins = _origins(majority[0], others[0])
+            mismatch = Mismatch(lists, majority, others)
+            origins = _origins(mismatch.here, mismatch.there)
             if origins is None:
-                yield self._report(run, lists, majority, others)
+                yield self._report(mismatch)
             elif not origins.reordered or ranks not in reordered:
                 # Another order of wraps shows again at each later model: it is one fault.
-                yield self._report_origins(lists, majority, others, origins)
+                yield self._report_origins(mismatch, origins)
                 if origins.reordered:
                     reordered.add(ranks)
 
-    def _report_origins(
-        self,
-        lists: list[ParameterList],
-        majority: list[ParameterList],
-        others: list[ParameterList],
-        origins: WrapOrder,
-    ) -> Finding:
+    def _report_origins(self, mismatch: Mismatch, origins: WrapOrder) -> Finding:
         """The finding of models that different lines made."""
-        here, there = majority[0], others[0]
-        clear = 2 * len(majority) > len(lists)
-        who = [ranks_text(ranks) for ranks in ([h.rank.rank for h in majority], [there.rank.rank])]
+        here, there = mismatch.here, mismatch.there
+        who = ranks_text(h.rank.rank for h in mismatch.majority), ranks_text([there.rank.rank])
         what = "their models in another order" if origins.permuted else "different models"
         which = f"model number {here.number + 1}" if here.number else "the first"
         lines = [Related(f"the model of {w}", at) for w, at in zip(who, origins.made, strict=True)]
@@ -158,7 +204,7 @@ class ModelMismatch(Check):
             wrapped = origins.made[1]
         return self.finding(
             rule=origins.rule,
-            ranks=tuple(h.rank.rank for h in (others if clear else lists)),
+            ranks=mismatch.ranks,
             subjects=tuple(dict.fromkeys((here.origin.kind, there.origin.kind))),
             location=wrapped,
             label="not the same model on all ranks",
@@ -168,48 +214,35 @@ class ModelMismatch(Check):
             f"{_in(origins.made[1])} on {who[1]}",
             cause=origins.cause,
             fix=origins.fix,
-            fix_kind=FixKind.CHECK,
-            evidence=_compared(here, there),
-            at=min(h.rank.wall(h.origin.at) for h in lists),
+            evidence=_compared(mismatch),
+            at=mismatch.at,
         )
 
-    def _report(
-        self,
-        run: Run,
-        lists: list[ParameterList],
-        majority: list[ParameterList],
-        others: list[ParameterList],
-    ) -> Finding:
+    def _report(self, mismatch: Mismatch) -> Finding:
         """The finding of one model whose parameters differ between ranks."""
-        here, there = majority[0], others[0]
-        places = _differences(here.parameters, there.parameters)
+        here, there, places = mismatch.here, mismatch.there, mismatch.places
         first = places[0]
-        clear = 2 * len(majority) > len(lists)
-        odd = there if first < len(there.parameters) else here
-        if (frozen := _at(here.parameters, first)) is not None and not frozen.trainable:
-            odd = here
-        rule = _rule(here, there)
-        cause, fix = _cause(here, there, rule)
-        what = _difference(lists, here, there, first)
+        one, other = mismatch.pairs[first]
+        odd = here if other is None or (one is not None and not one.trainable) else there
+        rule, *more = _rules(mismatch)
         kind = here.origin.kind or "the model"
         origin = "wrapped here" if isinstance(odd.origin, Wrapped) else "made here"
         return self.finding(
             rule=rule,
-            ranks=tuple(h.rank.rank for h in (others if clear else lists)),
+            ranks=mismatch.ranks,
             subjects=tuple(
-                dict.fromkeys(p.name for i in places[:REPORTED] if (p := _at(odd.parameters, i)))
+                dict.fromkeys(p.name for i in places[:REPORTED] for p in odd.parameters[i : i + 1])
             ),
             location=_made_at(odd, first),
-            label=f"differs: {what}",
+            label=f"differs: {_difference(mismatch, one, other)}",
             related=models.related(odd.rank, ((origin, odd.origin.site),)),
             summary=f"{kind} differs between ranks: parameter {first} is "
-            f"{_described(_at(here.parameters, first))} on rank {here.rank.rank} and "
-            f"{_described(_at(there.parameters, first))} on rank {there.rank.rank}",
-            cause=cause,
-            fix=fix,
-            fix_kind=FixKind.CHECK,
-            evidence=_compared(here, there),
-            at=min(h.rank.wall(h.origin.at) for h in lists),
+            f"{_described(one)} on rank {here.rank.rank} and {_described(other)} on rank "
+            f"{there.rank.rank}",
+            cause=_cause(here, rule, more),
+            fix=REASONS[rule].fix,
+            evidence=_compared(mismatch),
+            at=mismatch.at,
         )
 
 
@@ -274,17 +307,13 @@ def _origins(here: ParameterList, there: ParameterList) -> WrapOrder | None:
     return found if found and (found.permuted or layers[0] != layers[1]) else None
 
 
-def _compared(here: ParameterList, there: ParameterList) -> Evidence:
-    places = _differences(here.parameters, there.parameters)
-    longest = max(len(here.parameters), len(there.parameters))
+def _compared(mismatch: Mismatch) -> Evidence:
+    places, pairs = mismatch.places, mismatch.pairs
+    ranks = [f"rank {each.rank.rank}" for each in (mismatch.here, mismatch.there)]
     return {
-        "differences": f"{len(places)} of {longest} parameters",
+        "differences": f"{len(places)} of {len(pairs)} parameters",
         "parameters": [
-            {
-                "position": i,
-                f"rank {here.rank.rank}": _described(_at(here.parameters, i)),
-                f"rank {there.rank.rank}": _described(_at(there.parameters, i)),
-            }
+            {"position": i, **dict(zip(ranks, map(_described, pairs[i]), strict=True))}
             for i in places[:REPORTED]
         ],
     }
@@ -296,29 +325,14 @@ def _in(made: Location) -> str:
     return f"in {made.function} ({made})" if named else f"at {made}"
 
 
-def _signature(parameter: Tensor) -> tuple[object, ...]:
+def _signature(parameter: Tensor | None) -> tuple[object, ...]:
+    if parameter is None:
+        return ()
     return parameter.name, parameter.shape, parameter.dtype, parameter.trainable
 
 
-def _at(parameters: Sequence[Tensor], place: int) -> Tensor | None:
-    return parameters[place] if place < len(parameters) else None
-
-
-def _differences(here: Sequence[Tensor], there: Sequence[Tensor]) -> list[int]:
-    """Positions at which two lists differ."""
-
-    def differ(i: int) -> bool:
-        one, other = _at(here, i), _at(there, i)
-        return one is None or other is None or _signature(one) != _signature(other)
-
-    return [i for i in range(max(len(here), len(there))) if differ(i)]
-
-
-def _difference(
-    lists: list[ParameterList], here: ParameterList, there: ParameterList, place: int
-) -> str:
-    """What differs at a position, in a few words."""
-    one, other = _at(here.parameters, place), _at(there.parameters, place)
+def _difference(mismatch: Mismatch, one: Tensor | None, other: Tensor | None) -> str:
+    """What differs at the first position that does, in a few words."""
     if one is None or other is None:
         return "not on every rank"
     if one.name != other.name:
@@ -327,9 +341,10 @@ def _difference(
         return f"shape {_shape(one)} vs {_shape(other)}"
     if one.dtype != other.dtype:
         return f"{one.dtype} vs {other.dtype}"
+    place = mismatch.places[0]
     ranks: dict[bool, list[int]] = {True: [], False: []}
-    for each in lists:
-        if (parameter := _at(each.parameters, place)) is not None:
+    for each in mismatch.lists:
+        for parameter in each.parameters[place : place + 1]:
             ranks[parameter.trainable].append(each.rank.rank)
     return f"frozen on {ranks_text(ranks[False])}, trained on {ranks_text(ranks[True])}"
 
@@ -346,49 +361,32 @@ def _shape(parameter: Tensor) -> str:
     return "x".join(map(str, parameter.shape)) or "scalar"
 
 
-def _rule(here: ParameterList, there: ParameterList) -> str:
-    """The rule by which two lists of one model differ: names come before properties."""
-    names, others = ([p.name for p in each.parameters] for each in (here, there))
-    if set(names) != set(others):
-        return "different-names"
+def _rules(mismatch: Mismatch) -> list[str]:
+    """The rules by which two lists of one model differ: names come before properties, of which
+    several may."""
+    lists = mismatch.here.parameters, mismatch.there.parameters
+    names, others = ([p.name for p in each] for each in lists)
     if names != others:
-        return "parameter-order"
-    return PROPERTY_RULES[_differing_properties(here, there)[0]]
+        return ["parameter-order" if set(names) == set(others) else "different-names"]
+    pairs = list(zip(*lists, strict=True))
+    return [
+        rule
+        for rule, what in PROPERTIES.items()
+        if any(getattr(p, what) != getattr(q, what) for p, q in pairs)
+    ]
 
 
-def _cause(here: ParameterList, there: ParameterList, rule: str) -> tuple[str, str]:
-    """Cause and fix."""
-    if rule == "different-names":
-        return (
-            "the ranks built the model from different arguments, or took different branches",
-            "build the model from the same arguments, and take the same branches, on every rank: "
-            "no layer may depend on the rank or its data",
-        )
-    if rule == "parameter-order":
-        effect = (
-            "DDP broadcasts and reduces by position, so it mixes them"
-            if isinstance(here.origin, Wrapped)
-            else "collectives match by the order of their calls, so gradients that are reduced in "
-            "the order of the parameters are mixed"
-        )
-        return (
-            "the same layers are registered in another order (from a set, a directory listing, a "
-            f"hash): {effect}",
-            "register layers in the same order on every rank: `for name in sorted(names)`, not "
-            "`for name in set(names)`",
-        )
-    differing = _differing_properties(here, there)
-    what = listed([PROPERTIES[name] for name in differing])
-    return (
-        f"the parameters have the same names in the same order, but {what}",
-        PROPERTY_FIXES[differing[0]],
+def _cause(here: ParameterList, rule: str, more: list[str]) -> str:
+    if rule in PROPERTIES:
+        what = listed([REASONS[each].cause for each in (rule, *more)])
+        return f"the parameters have the same names in the same order, but {what}"
+    effect = (
+        "DDP broadcasts and reduces by position, so it mixes them"
+        if isinstance(here.origin, Wrapped)
+        else "collectives match by the order of their calls, so gradients that are reduced in the "
+        "order of the parameters are mixed"
     )
-
-
-def _differing_properties(here: ParameterList, there: ParameterList) -> list[str]:
-    """Which of `PROPERTIES` differ between two lists with equal names."""
-    pairs = list(zip(here.parameters, there.parameters, strict=True))
-    return [n for n in PROPERTIES if any(getattr(p, n) != getattr(q, n) for p, q in pairs)]
+    return REASONS[rule].cause.format(effect=effect)
 
 
 def _made_at(each: ParameterList, place: int) -> Location | None:

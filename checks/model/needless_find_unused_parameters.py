@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import SearchCost, SyncPattern
-from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity
 from ddpdoctor.run import Rank, Run, counted, plural, title_of
 
 ENOUGH = 5
@@ -93,7 +93,6 @@ class NeedlessFindUnusedParameters(Check):
                 else ""
             )
             + ("" if unsynced else STATIC),
-            fix_kind=FixKind.CHECK,
             evidence={
                 "backwards examined": use.examined,
                 "backwards": use.backwards,

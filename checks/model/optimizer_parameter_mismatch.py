@@ -10,9 +10,10 @@ from typing import ClassVar
 import msgspec
 
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrapped_models import Reason
 from ddpdoctor.events import OptimizerSeen, Ownership, StepDone, Wrapped
 from ddpdoctor.report.declarations import seen, unless
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural, some, title_of
 
 MOST = 0.5
@@ -23,6 +24,63 @@ LITTLE = 0.1
 """If the optimizer holds at most this share of a model's numbers, it may hold adapters or a prompt
 on purpose."""
 
+
+BUILD_LAST = "build the optimizer last, from `model.parameters()`"
+ADD_THEM = (
+    "add the other parameters to the optimizer; freeze what should not be trained "
+    "(`requires_grad_(False)`) before the wrap"
+)
+
+REASONS = {
+    "other-model": Reason(
+        "the optimizer holds the parameters of another model",
+        cause="{optimizer} was built from the parameters of {owner}, which another optimizer holds "
+        "too, and holds none of {model}",
+        fix="build it from `{wrapper}.parameters()`",
+    ),
+    "unfrozen-later": Reason(
+        "the parameters were frozen when the optimizer was built",
+        cause="{optimizer} was built while they were frozen. They were unfrozen before {model} was "
+        "wrapped again, but not added to an optimizer",
+        fix="add them to the optimizer when they are unfrozen "
+        "(`optimizer.add_param_group({{'params': unfrozen}})`), or build a new one",
+    ),
+    "earlier-model": Reason(
+        "the optimizer was built for an earlier model of the run",
+        cause="{optimizer} was built for an earlier {model} and still holds its parameters; this "
+        "model was made later, without a new optimizer",
+        fix="build a new optimizer for every model, from its `model.parameters()`",
+    ),
+    "built-before-sharding": Reason(
+        "the optimizer was built before `fully_shard`",
+        cause="{optimizer} was built before `fully_shard`, which replaced the parameters of "
+        "{model} that the optimizer holds",
+        fix=BUILD_LAST + ", after `fully_shard`",
+    ),
+    "stale-parameters": Reason(
+        "the optimizer holds parameters that left the model after it was built",
+        cause="{optimizer} holds parameters that {model} no longer has: the model was copied, or a "
+        "layer re-created, after the optimizer was built",
+        fix=BUILD_LAST,
+    ),
+    "mostly-frozen": Reason(
+        "most parameters that the optimizer holds are frozen",
+        cause="{optimizer} holds {frozen} parameters that are frozen, but not those that are "
+        "trained: it was built before these were added, or before the others were frozen",
+        fix=BUILD_LAST,
+    ),
+    "empty-group": Reason(
+        "a parameter group of the optimizer is empty",
+        cause="{empty} of the parameter groups of {optimizer} {are} empty: no parameter of {model} "
+        "matches what the group selects (by name, say)",
+        fix=ADD_THEM,
+    ),
+    "not-covered": Reason(
+        "the optimizer's parameter groups do not cover the model",
+        cause="the parameter groups of {optimizer} do not cover {model}",
+        fix=ADD_THEM,
+    ),
+}
 
 REPLACED = ("built-before-sharding", "stale-parameters")
 """Rules where the parameters that are held and not trained were those of the model before."""
@@ -75,16 +133,7 @@ class OptimizerParameterMismatch(Check):
     name = "optimizer-parameter-mismatch"
     family = "model"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {
-        "other-model": "the optimizer holds the parameters of another model",
-        "unfrozen-later": "the parameters were frozen when the optimizer was built",
-        "earlier-model": "the optimizer was built for an earlier model of the run",
-        "built-before-sharding": "the optimizer was built before `fully_shard`",
-        "stale-parameters": "the optimizer holds parameters that left the model after it was built",
-        "mostly-frozen": "most parameters that the optimizer holds are frozen",
-        "empty-group": "a parameter group of the optimizer is empty",
-        "not-covered": "the optimizer's parameter groups do not cover the model",
-    }
+    rules: ClassVar[Mapping[str, str]] = models.rules(REASONS)
     requires = (
         unless(models.needs_ddp, Ownership),
         seen(StepDone, otherwise="no optimizer step seen"),
@@ -108,6 +157,7 @@ class OptimizerParameterMismatch(Check):
         begin = before + max(event.begun, event.since if earlier else 0, 0)
         whose = models.wrap_of(rank, event.whose)
         owner = title_of(rank, whose) if whose else ""
+        wrapper = models.names_in_code(rank, wrapped)[0] if wrapped else "model"
         last = max(before + lasted, *(models.steps_of(r, model) for r in seen)) - 1
         spot = rank.location(event.site)
         unfrozen = chosen and _unfrozen(rank, wrapped, event)
@@ -131,9 +181,15 @@ class OptimizerParameterMismatch(Check):
                 ),
             ),
             summary=f"{_summary(event, kind)} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(event, kind, rule, owner),
-            fix=_fix(rule, models.names_in_code(rank, wrapped)[0] if wrapped else "model"),
-            fix_kind=FixKind.CHECK,
+            cause=REASONS[rule].cause.format(
+                optimizer=event.kind,
+                model=kind,
+                owner=owner,
+                frozen=event.frozen,
+                empty=event.empty,
+                are=plural(event.empty, "is", "are"),
+            ),
+            fix=REASONS[rule].fix.format(wrapper=wrapper),
             evidence={
                 "in no optimizer": len(event.missing),
                 "parameters with gradients": event.trained,
@@ -257,47 +313,3 @@ def _summary(event: Ownership, kind: str) -> str:
         f"{plural(count, 'changes', 'change')} in the examined steps: no optimizer holds "
         f"{plural(count, 'it', 'them')},"
     )
-
-
-def _cause(event: Ownership, kind: str, rule: str, owner: str) -> str:
-    empty = (
-        f"{event.empty} of the parameter groups of {event.kind} {plural(event.empty, 'is', 'are')}"
-    )
-    return {
-        "other-model": f"{event.kind} was built from the parameters of {owner}, which another "
-        f"optimizer holds too, and holds none of {kind}",
-        "unfrozen-later": f"{event.kind} was built while they were frozen. They were unfrozen "
-        f"before {kind} was wrapped again, but not added to an optimizer",
-        "earlier-model": f"{event.kind} was built for an earlier {kind} and still holds its "
-        "parameters; this model was made later, without a new optimizer",
-        "built-before-sharding": f"{event.kind} was built before `fully_shard`, which replaced the "
-        f"parameters of {kind} that the optimizer holds",
-        "stale-parameters": f"{event.kind} holds parameters that {kind} no longer has: the model "
-        "was copied, or a layer re-created, after the optimizer was built",
-        "mostly-frozen": f"{event.kind} holds {event.frozen} parameters that are frozen, but not "
-        "those that are trained: it was built before these were added, or before the others were "
-        "frozen",
-        "empty-group": f"{empty} empty: no parameter of {kind} matches what the group selects (by "
-        "name, say)",
-        "not-covered": f"the parameter groups of {event.kind} do not cover {kind}",
-    }[rule]
-
-
-def _fix(rule: str, wrapper: str) -> str:
-    """What to change; `wrapper` is what the program calls the model."""
-    add = (
-        "add the other parameters to the optimizer; freeze what should not be trained "
-        "(`requires_grad_(False)`) before the wrap"
-    )
-    return {
-        "other-model": f"build it from `{wrapper}.parameters()`",
-        "unfrozen-later": "add them to the optimizer when they are unfrozen "
-        "(`optimizer.add_param_group({'params': unfrozen})`), or build a new one",
-        "earlier-model": "build a new optimizer for every model, from its `model.parameters()`",
-        "built-before-sharding": "build the optimizer last, from `model.parameters()`, after "
-        "`fully_shard`",
-        "stale-parameters": "build the optimizer last, from `model.parameters()`",
-        "mostly-frozen": "build the optimizer last, from `model.parameters()`",
-        "empty-group": add,
-        "not-covered": add,
-    }[rule]

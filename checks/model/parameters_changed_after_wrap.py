@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import Loaded, ParametersChanged, Replica, StepDone, Wrapped
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
 from ddpdoctor.report.errors import ErrorKind
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, plural, some, title_of
 
 
@@ -102,38 +103,33 @@ class ParametersChangedAfterWrap(Check):
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        kinds = {(e.model, e.kind) for r in run.ranks.values() for e in r.of(ParametersChanged)}
-        for model, kind in sorted(kinds):
-            seen = {r: e for r in run.ranks.values() if (e := _event(r, model, kind)) is not None}
-            if seen:
-                yield self._report(run, model, kind, seen)
+        kinds = {e.kind for r in run.ranks.values() for e in r.of(ParametersChanged)}
+        for kind in sorted(kinds):
+            for seen in models.seen(run, partial(_events, kind)):
+                yield self._report(kind, seen)
 
-    def _report(
-        self, run: Run, model: int, kind: str, seen: dict[Rank, ParametersChanged]
-    ) -> Finding:
-        rank, event = min(seen.items(), key=lambda item: item[1].at)
-        wrapped = models.wrap_of(rank, model)
+    def _report(self, kind: str, seen: models.Seen[ParametersChanged]) -> Finding:
+        rank, every = min(seen.records.items(), key=lambda item: item[1][0].at)
+        event, wrapped = every[0], models.wrap_of(rank, seen.model)
         assert wrapped is not None
         change = CHANGES[kind]
         wrapper, _ = models.names_in_code(rank, wrapped)
         title = title_of(rank, wrapped)
-        every = _events(rank, model, kind)
         names = tuple(dict.fromkeys(name for e in every for name in e.names))
         spot = rank.location(_assigned(rank, event)) or rank.location(event.site)
         return self.finding(
             rule=kind,
-            ranks=tuple(r.rank for r in seen),
-            steps=_extent(seen),
+            ranks=seen.ranks,
+            steps=_extent({r: events[0] for r, events in seen.records.items()}),
             subjects=names,
             location=spot or rank.location(event.forward_site),
             label=f"{change.done} after the wrap" if spot else "first forward after the change",
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
             summary=f"{some(names)} of {title} {plural(len(names), 'was', 'were')} {change.done} "
-            f"after the wrap {models.on_ranks(run, (r.rank for r in seen))}",
+            f"after the wrap {seen.where}",
             cause=f"DDP registers the parameters of {title} when it is wrapped; it {change.effect}",
             fix="change the model before the wrap, or wrap it again after the change: "
             f"`{wrapper} = DistributedDataParallel({wrapper}.module)`",
-            fix_kind=FixKind.CHECK,
             evidence={
                 "change": kind,
                 "parameters": len(names),
@@ -196,15 +192,7 @@ def _later(rank: Rank, every: list[ParametersChanged]) -> list[int]:
     return found
 
 
-def _event(rank: Rank, model: int, kind: str) -> ParametersChanged | None:
-    """The first change of a kind."""
-    return next(iter(_events(rank, model, kind)), None)
-
-
-def _events(rank: Rank, model: int, kind: str) -> list[ParametersChanged]:
+def _events(kind: str, rank: Rank, wrapped: Wrapped) -> list[ParametersChanged]:
     """The changes of a kind that affect DDP."""
-    wrapped = models.wrap_of(rank, model)
-    if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
-        return []
-    mine = (e for e in rank.of(ParametersChanged) if (e.model, e.kind) == (model, kind))
+    mine = (e for e in rank.of(ParametersChanged) if (e.model, e.kind) == (wrapped.model, kind))
     return [e for e in mine if not (kind in WAITED_FOR and e.find_unused)]

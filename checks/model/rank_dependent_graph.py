@@ -10,7 +10,7 @@ from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.report.declarations import NOT_AVERAGED, WAITING, Effect, When
 from ddpdoctor.report.errors import ErrorKind
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Location, Rank, Run, equal_ranks, plural, ranks_text, some, title_of
 
 
@@ -109,7 +109,6 @@ class RankDependentGraph(Check):
             summary=_summary(run, wrapped, title, event.step, left, without, names),
             cause=_cause(wrapped, title, parts, allowed),
             fix=_fix(parts, idle, allowed, models.names_in_code(rank, wrapped)[0]),
-            fix_kind=FixKind.CHECK,
             evidence={
                 "use": [_row(wrapped, part, left) for part in parts],
                 **({"unused on all ranks": some(idle, 4)} if idle else {}),

@@ -6,20 +6,55 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrapped_models import Reason
 from ddpdoctor.events import ReadyTwice as Record
+from ddpdoctor.events import Wrapped
 from ddpdoctor.report.declarations import WAITING, Condition, Effect
 from ddpdoctor.report.errors import ErrorKind
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, some, title_of
+from ddpdoctor.report.findings import Check, Finding, Severity, Steps
+from ddpdoctor.run import Location, Rank, Run, some
 
-LABELS = {
-    "reentrant-checkpoint": "re-entrant checkpoint",
-    "second-backward": "second backward over one forward",
-    "several-forwards": "several forwards before one backward",
-    "used-outside-forward": "parameter used outside of the wrapper's forward",
-    "used-more-than-once": "parameter used more than once",
+REASONS = {
+    "reentrant-checkpoint": Reason(
+        "the backward ran further backwards inside it",
+        "re-entrant checkpoint",
+        "re-entrant checkpointing runs a separate backward for each checkpointed part, and DDP "
+        "{parts}",
+        "`checkpoint(..., use_reentrant=False)`; or `DDP(..., static_graph=True)` if the graph is "
+        "the same in every step",
+    ),
+    "second-backward": Reason(
+        "the forward already had a backward",
+        "second backward over one forward",
+        "a second backward ran over the same forward before all gradients of the first one had "
+        "arrived",
+        "add the losses and run one backward: `(first + second).backward()`",
+    ),
+    "several-forwards": Reason(
+        "with find_unused_parameters, forwards of one backward use different parameters",
+        "several forwards before one backward",
+        "one backward belongs to several forwards that use different parameters. With "
+        "find_unused_parameters=True each forward searches again, and the last one marks "
+        "parameters that only the others use as unused, hence ready, before their gradients arrive",
+        "remove `find_unused_parameters=True` if the forwards together use every parameter, or let "
+        "one forward of the wrapper return all that the loss needs",
+    ),
+    "used-outside-forward": Reason(
+        "with find_unused_parameters, the loss uses a parameter outside of the wrapper's forward",
+        "parameter used outside of the wrapper's forward",
+        "with find_unused_parameters=True, DDP marks every parameter that the wrapper's output "
+        "does not depend on as unused, hence ready. The loss then used it in another way ({earlier}"
+        "a regulariser on the weights, the inner module)",
+        "remove `find_unused_parameters=True`, or return what the loss needs from the wrapper's "
+        "forward",
+    ),
+    "used-more-than-once": Reason(
+        "none of the other reasons: DDP counts the parameter more than once",
+        "parameter used more than once",
+        "the parameter was used more than once, in a way that DDP counts separately",
+        "use the layer once per forward, or `DDP(..., static_graph=True)`",
+    ),
 }
-"""By rule."""
 
 WATCHED = 3
 """The first forwards of a model, for which the called modules are known."""
@@ -75,15 +110,7 @@ class ReadyTwice(Check):
     name = "ready-twice"
     family = "model"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {
-        "reentrant-checkpoint": "the backward ran further backwards inside it",
-        "second-backward": "the forward already had a backward",
-        "several-forwards": "with find_unused_parameters, forwards of one backward use different "
-        "parameters",
-        "used-outside-forward": "with find_unused_parameters, the loss uses a parameter outside of "
-        "the wrapper's forward",
-        "used-more-than-once": "none of the other reasons: DDP counts the parameter more than once",
-    }
+    rules: ClassVar[Mapping[str, str]] = models.rules(REASONS)
     requires = (models.needs_ddp,)
     effects = (
         Effect(("first-failure",), errors=(ErrorKind.READY_TWICE, ErrorKind.CONNECTION)),
@@ -96,32 +123,31 @@ class ReadyTwice(Check):
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for model in models.numbers(run):
-            seen = {r: e for r in run.ranks.values() for e in r.of(Record)[:1] if e.model == model}
-            if seen:
-                yield self._report(run, model, seen)
+        return map(self._report, models.seen(run, _events))
 
-    def _report(self, run: Run, model: int, seen: dict[Rank, Record]) -> Finding:
-        rank, event = next(iter(seen.items()))
-        wrapped = models.wrap_of(rank, model)
-        assert wrapped is not None
+    def _report(self, seen: models.Seen[Record]) -> Finding:
+        rank, wrapped, event = seen.rank, seen.wrapped, seen.records[seen.rank][0]
         rule = _rule(rank, event)
+        reason = REASONS[rule]
+        parts = "sees a parameter that several parts share once for each part"
+        if event.find_unused:
+            parts = "with find_unused_parameters=True has already marked its parameters as unused"
+        earlier = "an earlier forward of the wrapper, " if event.forwards > 1 else ""
         name = event.parameter or some(event.twice, 1)
         return self.finding(
             rule=rule,
-            ranks=tuple(r.rank for r in seen),
-            steps=Steps.of(e.step for e in seen.values()),
+            ranks=seen.ranks,
+            steps=Steps.of(e.step for events in seen.records.values() for e in events),
             subjects=tuple(dict.fromkeys([*([name] if name else []), *event.twice])),
             location=_spot(rank, event, rule),
-            label=LABELS[rule],
+            label=reason.label,
             related=models.related(
                 rank, (("backward that torch rejected", event.site), (wrapped.here, wrapped.site))
             ),
             summary=f"torch rejects the backward at step {event.step}: {name or 'a parameter'} of "
-            f"{title_of(rank, wrapped)} is marked ready twice",
-            cause=_cause(event, rule),
-            fix=FIXES[rule],
-            fix_kind=FixKind.CHECK,
+            f"{seen.title} is marked ready twice",
+            cause=reason.cause.format(parts=parts, earlier=earlier),
+            fix=reason.fix,
             evidence={
                 "parameter": event.parameter,
                 "ready more than once": list(event.twice[:20]),
@@ -133,6 +159,10 @@ class ReadyTwice(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _events(rank: Rank, wrapped: Wrapped) -> list[Record]:
+    return [e for e in rank.of(Record) if e.model == wrapped.model]
 
 
 def _rule(rank: Rank, event: Record) -> str:
@@ -162,41 +192,3 @@ def _spot(rank: Rank, event: Record, rule: str) -> Location | None:
         "several-forwards": event.forward_site,
     }
     return rank.location(sites.get(rule, -1)) or rank.location(event.site)
-
-
-def _cause(event: Record, rule: str) -> str:
-    return {
-        "reentrant-checkpoint": "re-entrant checkpointing runs a separate backward for each "
-        "checkpointed part, and DDP "
-        + (
-            "with find_unused_parameters=True has already marked its parameters as unused"
-            if event.find_unused
-            else "sees a parameter that several parts share once for each part"
-        ),
-        "second-backward": "a second backward ran over the same forward before all gradients of "
-        "the first one had arrived",
-        "several-forwards": "one backward belongs to several forwards that use different "
-        "parameters. With find_unused_parameters=True each forward searches again, and the last "
-        "one marks parameters that only the others use as unused, hence ready, before their "
-        "gradients arrive",
-        "used-outside-forward": "with find_unused_parameters=True, DDP marks every parameter that "
-        "the wrapper's output does not depend on as unused, hence ready. The loss then used it in "
-        "another way ("
-        + ("an earlier forward of the wrapper, " if event.forwards > 1 else "")
-        + "a regulariser on the weights, the inner module)",
-        "used-more-than-once": "the parameter was used more than once, in a way that DDP counts "
-        "separately",
-    }[rule]
-
-
-FIXES = {
-    "reentrant-checkpoint": "`checkpoint(..., use_reentrant=False)`; or "
-    "`DDP(..., static_graph=True)` if the graph is the same in every step",
-    "second-backward": "add the losses and run one backward: `(first + second).backward()`",
-    "several-forwards": "remove `find_unused_parameters=True` if the forwards together use every "
-    "parameter, or let one forward of the wrapper return all that the loss needs",
-    "used-outside-forward": "remove `find_unused_parameters=True`, or return what the loss needs "
-    "from the wrapper's forward",
-    "used-more-than-once": "use the layer once per forward, or `DDP(..., static_graph=True)`",
-}
-"""By rule."""

@@ -10,8 +10,8 @@ from ddpdoctor.events import StaticGraphBroken as Record
 from ddpdoctor.events import Wrapped
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
 from ddpdoctor.report.errors import ErrorKind
-from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, counted, plural, some, title_of
+from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run, counted, plural, some
 
 NO_SYNC = (
     "`no_sync` does not work with `static_graph=True` at the start of a run: DDP learns its "
@@ -84,16 +84,11 @@ class StaticGraphBroken(Check):
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for model in models.numbers(run):
-            seen = {r: reported for r in run.ranks.values() if (reported := _events(r, model))}
-            if seen:
-                yield self._report(run, model, seen)
+        return map(self._report, models.seen(run, _events))
 
-    def _report(self, run: Run, model: int, seen: dict[Rank, list[Record]]) -> Finding:
-        rank, events = next(iter(seen.items()))
+    def _report(self, seen: models.Seen[Record]) -> Finding:
+        rank, wrapped, events = seen.rank, seen.wrapped, seen.records[seen.rank]
         first, last = events[0], events[-1]
-        wrapped = models.wrap_of(rank, model)
-        assert wrapped is not None
         promised = next((e.promised for e in events if e.promised), ())
         silent = max(e.silent for e in events)
         places = [("a forward under no_sync", last.unsynced_site)]
@@ -111,16 +106,15 @@ class StaticGraphBroken(Check):
                 fix = REENTRANT + fix
         return self.finding(
             rule=rule,
-            ranks=tuple(r.rank for r in seen),
+            ranks=seen.ranks,
             steps=_steps(events, silent),
-            subjects=(title_of(rank, wrapped),),
+            subjects=(seen.title,),
             location=rank.location(wrapped.site),
             label="wrapped with static_graph=True",
             related=(*models.related(rank, places), *_made(rank, wrapped, promised)),
-            summary=_summary(title_of(rank, wrapped), first, silent),
+            summary=_summary(seen.title, first, silent),
             cause=cause,
             fix=fix,
-            fix_kind=FixKind.CHECK,
             evidence={
                 "seen as": [e.kind for e in events],
                 "backwards without communication": silent,
@@ -163,11 +157,8 @@ def _made(rank: Rank, wrapped: Wrapped, promised: Sequence[int]) -> Iterator[Rel
             yield Related("its output is not used in the loss", spot)
 
 
-def _events(rank: Rank, model: int) -> list[Record]:
-    wrapped = models.wrap_of(rank, model)
-    if wrapped is None or len(models.members(rank, wrapped)[1]) < 2:
-        return []
-    return [e for e in rank.of(Record) if e.model == model]
+def _events(rank: Rank, wrapped: Wrapped) -> list[Record]:
+    return [e for e in rank.of(Record) if e.model == wrapped.model]
 
 
 def _summary(kind: str, first: Record, silent: int) -> str:

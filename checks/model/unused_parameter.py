@@ -11,11 +11,11 @@ import msgspec
 
 from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
-from ddpdoctor.analysis.models.wrapped_models import Part, needs_ddp
+from ddpdoctor.analysis.models.wrapped_models import Part, Reason
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When
 from ddpdoctor.report.errors import ErrorKind
-from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.report.findings import Check, Finding, Related, Severity
 from ddpdoctor.run import Rank, Run, plural, some, title_of
 
 
@@ -29,17 +29,62 @@ class Called(enum.Enum):
     UNKNOWN = "not observed"
 
 
-LABELS = {
-    "never-called": "never called",
-    "frozen-after-wrap": "frozen after the wrap",
-    "output-not-in-loss": "called, but its output is not used in the loss",
-    "called-under-no-grad": "called under no_grad only",
-    "one-parameter": "not used in the loss, unlike the rest of its module",
-    "not-in-loss": "gets no gradient",
-    "used-in-some-steps": "used in some steps only",
-    "output-in-some-steps": "called, but its output is not used in the loss in some steps",
+REASONS = {
+    "never-called": Reason(
+        "the forward never called the module",
+        "never called",
+        "the forward never called {part}{more}",
+        "call it, remove it, or freeze it before the wrap: {freeze}; if it is used in some steps "
+        "only: `DDP(..., find_unused_parameters=True)`",
+    ),
+    "frozen-after-wrap": Reason(
+        "the parameters were frozen after the wrap",
+        "frozen after the wrap",
+        "{part} was frozen after the wrap{more}, and DDP still waits for its gradients",
+        "freeze it before the wrap ({freeze}), or wrap again after freezing",
+    ),
+    "output-not-in-loss": Reason(
+        "the module was called, but the loss does not use its output",
+        "called, but its output is not used in the loss",
+        "{part} was called{more}, but no gradient comes back through its output: the loss does not "
+        "use it, or uses it only detached",
+        "use its output in the loss, or remove it; to keep it unused, freeze it before the wrap: "
+        "{freeze}",
+    ),
+    "called-under-no-grad": Reason(
+        "the module was called under `no_grad` only",
+        "called under no_grad only",
+        "{part} was called under `no_grad` only{more}, so no gradient can reach it",
+        "if it should not be trained, freeze it before the wrap: {freeze}; if it should, call it "
+        "outside of `no_grad`",
+    ),
+    "one-parameter": Reason(
+        "the loss does not depend on a parameter whose module it uses",
+        "not used in the loss, unlike the rest of its module",
+        "the loss does not depend on a parameter of {part}{more}: the forward does not use it, or "
+        "its contribution cancels out (a bias, in a loss of derivatives)",
+        "use the parameter in `forward`, remove it (`bias=False`), or freeze it before the wrap",
+    ),
+    "not-in-loss": Reason(
+        "nothing is known but that the parameters get no gradient",
+        "gets no gradient",
+        "{part} was not used in the loss{more}",
+        "use it, remove it, or freeze it before the wrap: {freeze}",
+    ),
+    "used-in-some-steps": Reason(
+        "the parameters get a gradient in other steps",
+        "used in some steps only",
+        "{part} is used in some steps and not in others{more}",
+        "`DDP(..., find_unused_parameters=True)`, or use it with weight zero in the steps that "
+        "skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
+    ),
+    "output-in-some-steps": Reason(
+        "the module was called, and the loss uses its output in other steps",
+        "called, but its output is not used in the loss in some steps",
+        "{part} was called and the forward used its output{more}, but in these steps the loss does "
+        "not depend on it; in others it does",
+    ),
 }
-"""By rule."""
 
 SOME_STEPS = ("used-in-some-steps", "output-in-some-steps")
 """Rules for parameters that get a gradient in other steps."""
@@ -84,18 +129,8 @@ class UnusedParameter(Check):
     name = "unused-parameter"
     family = "model"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = {
-        "never-called": "the forward never called the module",
-        "frozen-after-wrap": "the parameters were frozen after the wrap",
-        "output-not-in-loss": "the module was called, but the loss does not use its output",
-        "called-under-no-grad": "the module was called under `no_grad` only",
-        "one-parameter": "the loss does not depend on a parameter whose module it uses",
-        "not-in-loss": "nothing is known but that the parameters get no gradient",
-        "used-in-some-steps": "the parameters get a gradient in other steps",
-        "output-in-some-steps": "the module was called, and the loss uses its output in other "
-        "steps",
-    }
-    requires = (needs_ddp,)
+    rules: ClassVar[Mapping[str, str]] = models.rules(REASONS)
+    requires = (models.needs_ddp,)
     effects = (
         Effect(("first-failure",), errors=(ErrorKind.REDUCTION_UNFINISHED,), when=(When.IS_ERROR,)),
         # The gradients in the bucket of an unused parameter are never averaged.
@@ -135,7 +170,7 @@ class UnusedParameter(Check):
             ),
             subjects=names,
             location=models.made_at(rank, wrapped, parts[0]),
-            label=LABELS[rule],
+            label=REASONS[rule].label,
             related=_related(rank, wrapped, event, parts[0]),
             summary=f"{some(names)} of {title_of(rank, wrapped)} "
             f"{plural(len(names), 'gets', 'get')} no gradient "
@@ -150,7 +185,6 @@ class UnusedParameter(Check):
                 _freeze(rank, wrapped, parts),
                 models.names_in_code(rank, wrapped)[0],
             ),
-            fix_kind=FixKind.CHECK,
             evidence={
                 "modules": [
                     {
@@ -254,22 +288,7 @@ def _of_parts(parts: list[Part], rule: str) -> str:
     """Why the first of these modules gets no gradient, and that the others have the same reason."""
     part, *others = parts
     more = f" (also {some(p.title for p in others)})" if others else ""
-    return {
-        "never-called": f"the forward never called {part.title}{more}",
-        "output-not-in-loss": f"{part.title} was called{more}, but no gradient comes back through "
-        "its output: the loss does not use it, or uses it only detached",
-        "called-under-no-grad": f"{part.title} was called under `no_grad` only{more}, so no "
-        "gradient can reach it",
-        "used-in-some-steps": f"{part.title} is used in some steps and not in others{more}",
-        "output-in-some-steps": f"{part.title} was called and the forward used its output{more}, "
-        "but in these steps the loss does not depend on it; in others it does",
-        "frozen-after-wrap": f"{part.title} was frozen after the wrap{more}, and DDP still waits "
-        "for its gradients",
-        "one-parameter": f"the loss does not depend on a parameter of {part.title}{more}: the "
-        "forward does not use it, or its contribution cancels out (a bias, in a loss of "
-        "derivatives)",
-        "not-in-loss": f"{part.title} was not used in the loss{more}",
-    }[rule]
+    return REASONS[rule].cause.format(part=part.title, more=more)
 
 
 def _freeze(rank: Rank, wrapped: Wrapped, parts: list[Part]) -> str:
@@ -303,17 +322,4 @@ def _fix(
             f"sum(p.sum() for p in {first}.parameters())`{others}; "
             "`find_unused_parameters=True` does not help if the wrapper's output depends on it"
         )
-    return {
-        "never-called": f"call it, remove it, or freeze it before the wrap: {freeze}; if it is "
-        "used in some steps only: `DDP(..., find_unused_parameters=True)`",
-        "output-not-in-loss": "use its output in the loss, or remove it; to keep it unused, freeze "
-        f"it before the wrap: {freeze}",
-        "called-under-no-grad": f"if it should not be trained, freeze it before the wrap: {freeze};"
-        " if it should, call it outside of `no_grad`",
-        "used-in-some-steps": "`DDP(..., find_unused_parameters=True)`, or use it with weight zero "
-        "in the steps that skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
-        "frozen-after-wrap": f"freeze it before the wrap ({freeze}), or wrap again after freezing",
-        "one-parameter": "use the parameter in `forward`, remove it (`bias=False`), or freeze it "
-        "before the wrap",
-        "not-in-loss": f"use it, remove it, or freeze it before the wrap: {freeze}",
-    }[rule]
+    return REASONS[rule].fix.format(freeze=freeze)

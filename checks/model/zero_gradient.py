@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import StepDone, Wrapped, ZeroGradients
 from ddpdoctor.report.declarations import seen
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
+from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Rank, Run, some, title_of
 
 SAMPLES = 4
@@ -113,7 +113,6 @@ class ZeroGradient(Check):
                 else f"weight decay {event.weight_decay:g} still shrinks it"
             ),
             fix=f"{why.fix}; or freeze it before the wrap",
-            fix_kind=FixKind.CHECK,
             evidence={
                 "steps examined": event.samples,
                 "last of them": event.step,

@@ -8,7 +8,8 @@ from typing import Any
 from ...events import Averaged
 from ...report.findings import Related, Steps
 from ...run import Rank, Run
-from .copies import Copies, trained_copies
+from .copies import Copies, aligned, trained_copies
+from .thresholds import LARGE, NEAR
 
 MANUAL_DIVIDED_LOSS = "divided-loss-manual-sync"
 MANUAL_DIVIDED_TWICE = "divided-gradients-manual-sync"
@@ -17,13 +18,6 @@ RULES = {
     MANUAL_DIVIDED_LOSS: "the loss is divided by the world size, and gradients averaged manually",
     MANUAL_DIVIDED_TWICE: "gradients are averaged manually and divided by the world size again",
 }
-
-NEAR = 1e-3
-"""Relative distance up to which two ratios count as equal."""
-
-LARGE = 0.05
-"""A mean counts if it is at least this share of the largest value it is the mean of: smaller ones
-are dominated by rounding."""
 
 Looks = dict[int, tuple[Rank, Averaged]]
 """By rank, the record of one step."""
@@ -47,8 +41,7 @@ def _looks(copies: Copies) -> list[Looks]:
         number: {e.step: (rank, e) for e in rank.of(Averaged) if e.optimizer == event.optimizer}
         for number, (rank, event) in copies.members.items()
     }
-    common = sorted(set.intersection(*(set(t) for t in tables.values())))
-    return [{n: t[step] for n, t in tables.items()} for step in common]
+    return aligned(tables)
 
 
 def _ratio(seen: Looks) -> float | None:

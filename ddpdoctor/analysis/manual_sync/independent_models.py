@@ -5,72 +5,55 @@ from __future__ import annotations
 
 from math import isclose
 
-import msgspec
-
-from ...events import Hyperparameters, LoaderSeen, Unwrapped, UnwrappedState
-from ...report.findings import Confidence, Finding, Severity
+from ...events import Hyperparameters, LoaderSeen, Unwrapped
 from ...run import Rank
-
-ROUNDING = 1e-6
-"""Relative distance of numbers that count as equal."""
-
-AGAIN = 3
-"""So many models of one line are no longer a generator, a critic and the like."""
+from .copies import Copies, form, same, step_of
+from .thresholds import MODELS_OF_A_LINE, ROUNDING
 
 Options = tuple[dict[str, float | bool | str], ...]
 Trial = tuple[tuple[object, ...], Options]
 """Shapes of the trained parameters, and the options of the first step."""
 
 
-def searched(alike: dict[Rank, Unwrapped]) -> bool:
+def searched(copies: Copies) -> bool:
     """Whether the consecutive models of this line differ in shape between ranks, or are trained
     with different options from the first step on, and no sampler divides the data."""
-    first, *others = (_trials(rank, event) for rank, event in alike.items())
+    first, *others = (_trials(rank, event) for rank, event in copies.members.values())
     differ = any(
         not _same(mine, theirs)
         for trials in others
         for mine, theirs in zip(first, trials, strict=False)
     )
-    return differ and not _divide_data(alike)
+    return differ and not _divide_data(copies)
 
 
-def adapted(alike: dict[Rank, Unwrapped]) -> bool:
+def adapted(copies: Copies) -> bool:
     """Whether the line creates one model after the other next to a wrapped one: copies that are
     adapted for a few steps and dropped (test-time training, inner loops)."""
-    return any(event.wrapped for event in alike.values()) and all(
-        len(_trials(rank, event)) >= AGAIN for rank, event in alike.items()
+    return _beside_wrapped(copies) and all(
+        len(_trials(rank, event)) >= MODELS_OF_A_LINE for rank, event in copies.members.values()
     )
 
 
-def doubted(reported: Finding, alike: dict[Rank, Unwrapped]) -> Finding:
-    """The finding as a suspected note, where the ranks start with different parameters (which
-    torch's default seed does not give them), and nothing else shows that they are to train one
-    model together; otherwise the finding itself."""
-    begins = [_begin(rank, event.optimizer) for rank, event in alike.items()]
-    differ = len({state.parameters for state in begins if state is not None}) > 1
-    given = any(state is None or state.averaged for state in begins)
-    beside = any(event.wrapped for event in alike.values())
-    if not differ or given or beside or _divide_data(alike):
-        return reported
-    return msgspec.structs.replace(
-        reported,
-        severity=Severity.NOTE,
-        confidence=Confidence.SUSPECTED,
-        cause=f"{reported.cause}; the ranks start with different parameters, and no sampler "
-        "divides the data: they may be meant to train independent models",
-        fix=f"{reported.fix}; if each rank is to train its own model (an ensemble), silence this "
-        "with `--ignore model-not-wrapped`",
+def possible(copies: Copies) -> bool:
+    """Whether the ranks start with different parameters (which torch's default seed does not give
+    them), which no rank sent, and nothing else shows that they are to train one model together."""
+    begin = copies.looks[0]
+    return (
+        not (step_of(begin) or same(begin) or any(s.averaged for s in begin.values()))
+        and not _beside_wrapped(copies)
+        and not _divide_data(copies)
     )
 
 
-def _begin(rank: Rank, optimizer: int) -> UnwrappedState | None:
-    states = (s for s in rank.of(UnwrappedState) if s.optimizer == optimizer and not s.step)
-    return next(states, None)
+def _beside_wrapped(copies: Copies) -> bool:
+    return any(event.wrapped for _, event in copies.members.values())
 
 
-def _divide_data(alike: dict[Rank, Unwrapped]) -> bool:
+def _divide_data(copies: Copies) -> bool:
     """Whether a sampler divides the data over the ranks."""
-    return any(e.distributed or e.replicas > 1 for rank in alike for e in rank.of(LoaderSeen))
+    ranks = (rank for rank, _ in copies.members.values())
+    return any(e.distributed or e.replicas > 1 for rank in ranks for e in rank.of(LoaderSeen))
 
 
 def _trials(rank: Rank, event: Unwrapped) -> list[Trial]:
@@ -78,7 +61,7 @@ def _trials(rank: Rank, event: Unwrapped) -> list[Trial]:
     line = rank.location(event.site)
     options = {e.optimizer: e.groups for e in rank.of(Hyperparameters) if not e.step}
     shapes = {
-        e.optimizer: tuple((p.shape, p.dtype) for p in e.parameters)
+        e.optimizer: form(e)
         for e in rank.of(Unwrapped)
         if e.optimizer == event.optimizer or (line and rank.location(e.site) == line)
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...events import Ownership, Replica, StepDone, Wrapped
 from ...events.pack import unpack
-from ...report.findings import FixKind, Related, Severity, Steps
+from ...report.findings import Related, Severity, Steps
 from ...run import Rank, Run, plural, ranks_text, some
 from ..replicas import moving
 from ..replicas.replica import Member
@@ -117,7 +117,6 @@ def _fields(
         "fix": "give the optimizer the same parameters on every rank; or if it is sharded on "
         "purpose, broadcast every parameter after the step from the rank whose optimizer holds it "
         "(`dist.broadcast(p.data, owner)`)",
-        "fix_kind": FixKind.CHECK,
         "evidence": {
             "held_on": list(holders),
             "unchanged_on": list(ranks),

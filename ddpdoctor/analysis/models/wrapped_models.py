@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
 
 from ...events import (
     GroupReady,
@@ -18,9 +20,81 @@ from ...events import (
 from ...events.drift import UNHELD
 from ...events.pack import unpack
 from ...report.findings import Related
-from ...run import Location, Rank, Run, whom
+from ...run import Location, Rank, Run, title_of, whom
 
 NO_DDP = "no model was wrapped in DistributedDataParallel"
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a check found something, and what it says then.
+
+    Attributes:
+        when: says when this reason decides, for the check's page.
+        cause, fix: templates that the check fills in.
+    """
+
+    when: str
+    label: str = ""
+    cause: str = ""
+    fix: str = ""
+
+
+def rules(reasons: Mapping[str, Reason]) -> dict[str, str]:
+    """The `rules` of a check whose findings have these reasons."""
+    return {rule: reason.when for rule, reason in reasons.items()}
+
+
+@dataclass(frozen=True)
+class Seen(Generic[E]):
+    """What ranks recorded of one wrapped model: by rank, of at least one."""
+
+    run: Run
+    model: int
+    records: dict[Rank, list[E]]
+
+    @property
+    def rank(self) -> Rank:
+        """The first of the ranks; its words stand for all of them."""
+        return next(iter(self.records))
+
+    @cached_property
+    def wrapped(self) -> Wrapped:
+        wrapped = wrap_of(self.rank, self.model)
+        assert wrapped is not None
+        return wrapped
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(r.rank for r in self.records)
+
+    @property
+    def where(self) -> str:
+        return on_ranks(self.run, self.ranks)
+
+    @property
+    def title(self) -> str:
+        return title_of(self.rank, self.wrapped)
+
+    @property
+    def wrapper(self) -> str:
+        """The wrapper's name in the program, and `inner` that of the model in it."""
+        return names_in_code(self.rank, self.wrapped)[0]
+
+    @property
+    def inner(self) -> str:
+        return names_in_code(self.rank, self.wrapped)[1]
+
+
+def seen(run: Run, of: Callable[[Rank, Wrapped], list[E]]) -> Iterator[Seen[E]]:
+    """For each model, what ranks recorded of it that share it with others."""
+    for model in numbers(run):
+        each = ((r, w) for r in run.ranks.values() if (w := wrap_of(r, model)) is not None)
+        shared = ((r, of(r, w)) for r, w in each if len(members(r, w)[1]) > 1)
+        if records := {rank: events for rank, events in shared if events}:
+            yield Seen(run, model, records)
 
 
 def needs_ddp(run: Run) -> str | None:
