@@ -150,7 +150,7 @@ def text() -> str:
         lines.append("|---|---|---|---|---|")
         for name in names.split():
             module, _, first = events()[name]
-            readers = read[name][:4] + (["..."] if len(read[name]) > 4 else [])
+            readers = read[name][:8] + (["..."] if len(read[name]) > 8 else [])
             lines.append(
                 f"| [`{name}`]({module}.py) | {first} | {when[name]} | {', '.join(record[name])} "
                 f"| {', '.join(readers)} |"

@@ -217,8 +217,8 @@ class CallRun(Event, frozen=True, tag="call-run"):
     """The calls of a block, `repeat` times, from number `first` of the group on.
 
     Attributes:
-        step: optimizer steps taken at the first call; `every` is the number of further steps per
-            repetition.
+        step: steps of all optimizers together before the first call; `every` is the number of
+            further ones per repetition.
     """
 
     group: int
