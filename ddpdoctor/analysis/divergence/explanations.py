@@ -1,6 +1,6 @@
 """Why the calls of ranks diverge, and who is at fault: one class for each rule, asked in the order
-of `EXPLANATIONS`. The first that answers wins: it chooses the ranks, and `faults` only adds those of
-the same fault in other groups and rounds.
+of `EXPLANATIONS`. The first that answers wins: it chooses the ranks, and `faults` only adds those
+of the same fault in other groups and rounds.
 
 What is certain comes first: arguments that differ, an exception or a thread that was seen; then
 what the loops, the earlier rounds and the branches of the program tell; then the order of the calls
