@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .gradient_versions import memory_of
-
 ENOUGH = 0.5
 """Share of the elements that must have been exchanged to count as a synchronisation: less than one,
 since programs freeze parts or skip parameters without a gradient."""
@@ -54,6 +52,16 @@ class PassedGradients(NamedTuple):
     def every(self) -> bool:
         """Whether all gradients were passed to the default group."""
         return self.group == 0
+
+
+def memory_of(tensor: Any) -> int:
+    """The address of a tensor's storage (of the values, for a sparse one). For a tensor without
+    storage, a negative number of its own."""
+    try:
+        dense = tensor._values() if tensor.is_sparse else tensor
+        return int(dense.untyped_storage().data_ptr())
+    except (RuntimeError, AttributeError):
+        return -id(tensor)
 
 
 def covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:

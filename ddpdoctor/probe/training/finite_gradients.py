@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from ..tensors.digests import finite
+from ..tensors.tensor_watch import spread
 from .tracked_model import Model
 
 FIRST_PARAMETERS = 4
@@ -40,5 +41,5 @@ def sampled_positions(model: Model) -> list[int]:
         n.removesuffix("bias") + "weight" for i in sizes if (n := model.names[i]).endswith("bias")
     }
     alone = [i for i in sizes if model.names[i] not in paired]
-    alone = alone[:: -(-len(alone) // MOST_LOOKED_AT)]
-    return [early, *(i for i in alone if i != early and sizes[i] <= LARGEST)]
+    few = spread(alone, MOST_LOOKED_AT)
+    return [early, *(i for i in few if i != early and sizes[i] <= LARGEST)]

@@ -23,7 +23,7 @@ from ..collectives.call_log import CallLog, Recurring
 from ..recording.hooks import Hook
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import interposed, joins
-from ..tensors.gradient_versions import NO_GRADIENT
+from ..tensors.tensor_watch import NO_TENSOR
 from .records import Backward, Forward, Optimizer, Step
 from .tracked_model import Model
 
@@ -144,7 +144,7 @@ class Plan:
     next: PlannedCall
     averaged: bool = False
     sequence: int = -1
-    before: tuple[int, int] = NO_GRADIENT
+    before: tuple[int, int] = NO_TENSOR
 
     def examined(self) -> bool:
         """Whether a backward of the step that begins may be one that is examined."""

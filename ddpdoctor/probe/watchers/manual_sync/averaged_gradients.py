@@ -23,6 +23,7 @@ from ...source.division import divided_by_world_size, loss_divided
 from ...source.line_tracer import Tracer
 from ...tensors.autograd_nodes import divisor_of
 from ...tensors.digests import digests, some_values
+from ...tensors.tensor_watch import grad_of, spread
 from ...training import lifecycle, records
 from ...training.module_origins import ModuleOrigins
 from ...training.optimizers import Optimizers
@@ -172,7 +173,7 @@ class AveragedGradients(Watcher):
 
 def _sampled_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
     alive = [p for ref in unwrapped.parameters if (p := ref()) is not None and p.grad is not None]
-    return alive[:: max(1, len(alive) // AVERAGED_TENSORS)][:AVERAGED_TENSORS]
+    return spread(alive, AVERAGED_TENSORS)
 
 
 def _compiled() -> bool:
@@ -187,7 +188,6 @@ def _trace(recorder: Recorder, parameter: Any) -> Tracer | None:
     reference = Reference(parameter)
 
     def number() -> int:
-        held = reference()
-        return digests([None if held is None else held.grad])[0]
+        return digests([grad_of(reference())])[0]
 
     return Tracer.start(recorder, "gradients", number)

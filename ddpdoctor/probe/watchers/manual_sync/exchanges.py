@@ -19,8 +19,7 @@ from ...recording.recorder import Recorder
 from ...recording.torch_compat import sequence_number
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
-from ...tensors.collective_payload import ENOUGH, FLAT, Exchange, PassedGradients, covers
-from ...tensors.gradient_versions import memory_of
+from ...tensors.collective_payload import ENOUGH, FLAT, Exchange, PassedGradients, covers, memory_of
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.optimizers import Optimizers

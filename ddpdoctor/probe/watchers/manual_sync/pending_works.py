@@ -16,8 +16,7 @@ from ...collectives.call_log import call_log_of
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...tensors.collective_payload import ENOUGH, Exchange
-from ...tensors.gradient_versions import memory_of
+from ...tensors.collective_payload import ENOUGH, Exchange, memory_of
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.records import Backward, Step
