@@ -58,6 +58,21 @@ def grad_of(parameter: Any) -> Any:
     return None if parameter is None else parameter.grad
 
 
+def state_mark(optimizer: Any, parameter: Any) -> int:
+    """A hash of an optimizer's state of a parameter, without reading values: it changes if a tensor
+    in it is replaced or written to."""
+    state = getattr(optimizer, "state", None)
+    held = None if state is None or parameter is None else state.get(parameter)
+    return hash(
+        tuple(
+            (key, mark(v))
+            if hasattr(v, "_version")
+            else (key, v if isinstance(v, (int, float, str)) else id(v))
+            for key, v in (held or {}).items()
+        )
+    )
+
+
 class TensorWatch:
     """Some tensors that are looked at again.
 
@@ -99,6 +114,10 @@ class TensorWatch:
     ) -> list[int]:
         rows = zip(self.positions, before[column], after[column], strict=True)
         return [position for position, old, new in rows if old != new]
+
+    def now(self, position: int) -> Any:
+        """What is noted first of one tensor, as it is now."""
+        return self._columns[0](self._read([position]))[0]
 
     def noted(self, moment: str, *, column: int = 0) -> dict[int, Any]:
         """What was noted at a moment, by position."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from ...events.model import examined
@@ -183,3 +184,13 @@ class Model:
         """The parameters; None if the model is gone."""
         alive = [ref() for ref in self.parameters]
         return None if any(p is None for p in alive) else alive
+
+
+def parameters(model: Model, positions: Sequence[int]) -> list[Any]:
+    """The parameters at some positions; None for one that is gone."""
+    return [model.parameters[position]() for position in positions]
+
+
+def gradients(model: Model, positions: Sequence[int]) -> list[Any]:
+    """The gradients of the parameters at some positions; None for one that has none."""
+    return [grad_of(parameter) for parameter in parameters(model, positions)]
