@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ....events import Clipped, Edited
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
+from ...recording.torch_compat import compiled
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import state_edit_in_frames
 from ...source.division import divided_by_world_size
@@ -441,9 +442,7 @@ def _trace(
     if traced >= TRACED_AT_MOST and edits.expected.get(kind) != recorder.step:
         return
     inner = model.inner()
-    if inner is None or any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in inner.modules()
-    ):
-        return  # a trace function would make torch.compile recompile
+    if inner is None or compiled(inner.modules()):
+        return
     edits.traced[kind] = traced + 1
     edits.tracer = Tracer.start(recorder, kind, partial(watch.now, position))

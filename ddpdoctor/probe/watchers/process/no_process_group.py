@@ -22,7 +22,7 @@ from ...recording.watcher import Activate, Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.collective_payload import memory_of
 from ...tensors.digests import capturing, sums
-from ...tensors.pending_digests import Waiting
+from ...tensors.pending_digests import Arrivals, Waiting
 from ...tensors.tensor_watch import grad_of, spread, writes
 from ...training import lifecycle
 from ...training.optimizers import Optimizers
@@ -70,7 +70,7 @@ class NoProcessGroup(Watcher):
         self.versions: list[tuple[int, int]] | None = None
         self.values: Waiting | None = None
         self.gradients: list[list[float]] | None = None
-        self.waiting: list[tuple[Waiting, Waiting]] = []
+        self.waiting: Arrivals[None] = Arrivals()
         # Enabled for a rank without a process group, until a means to communicate is found.
         self._following = Subscriptions()
 
@@ -173,12 +173,8 @@ class NoProcessGroup(Watcher):
             return False
         if self.values is None:
             return self.versions != self._versions()
-        self.waiting.append((self.values, self._some_values()))
-        changed = False
-        while self.waiting and all(one.ready() for one in self.waiting[0]):
-            before, now = self.waiting.pop(0)
-            changed |= before.values != now.values
-        return changed
+        self.waiting.add(None, self.values, self._some_values())
+        return any([before != now for _, (before, now) in self.waiting.take()])
 
     def _gradients_changed(self) -> bool:
         """Whether gradients changed since the backward by more than one factor each: clipping and
