@@ -7,12 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-ENOUGH = 0.5
-"""Share of the elements that must have been exchanged to count as a synchronisation: less than one,
-since programs freeze parts or skip parameters without a gradient."""
-
-FLAT = (0.9, 1.1)
-"""Size of a flat buffer relative to its contents: some leave out parameters, some pad."""
+from .limits import ENOUGH_PASSED, FLAT
 
 
 class Exchange(NamedTuple):
@@ -40,7 +35,7 @@ class PassedGradients(NamedTuple):
         other: elements of all other tensors that were passed.
         group: the group that all gradients were passed to, themselves or in flat buffers, if no
             other group got more than single numbers; else -1.
-        most: at least the share `ENOUGH` of the elements was passed.
+        most: at least the share `ENOUGH_PASSED` of the elements was passed.
     """
 
     positions: tuple[int, ...] = ()
@@ -65,10 +60,10 @@ def memory_of(tensor: Any) -> int:
 
 
 def covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
-    """Whether the exchanged tensors are at least `ENOUGH` of some tensors: themselves, copies of
-    equal size, or flat buffers of them all."""
+    """Whether the exchanged tensors are at least `ENOUGH_PASSED` of some tensors: themselves,
+    copies of equal size, or flat buffers of them all."""
     total = sum(t.numel() for t in tensors)
-    if not total or sum(e.elements for e in exchanges) < ENOUGH * total:
+    if not total or sum(e.elements for e in exchanges) < ENOUGH_PASSED * total:
         return False
     memory = {memory_of(t) for t in tensors}
     sizes = Counter(t.numel() for t in tensors)
@@ -83,4 +78,4 @@ def covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
             other += exchange.elements
     if FLAT[0] * total <= other <= FLAT[1] * total:
         elements += other
-    return elements >= ENOUGH * total
+    return elements >= ENOUGH_PASSED * total

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from .digests import numbers
-
-ROWS_AT_MOST = 64
-SECONDS_AT_MOST = 1.0
-"""Rows per event, and how long a row may wait: what waits is lost if the process is killed."""
-
+from .limits import ROW_WAITS_S, ROWS_WAITING
 
 T = TypeVar("T")
 
@@ -65,12 +61,12 @@ class Rows:
 
     def due(self) -> bool:
         """Whether the rows should be written now."""
-        late = time.monotonic() - self._since > SECONDS_AT_MOST
-        return len(self._rows) >= ROWS_AT_MOST or (bool(self._rows) and late)
+        late = time.monotonic() - self._since > ROW_WAITS_S
+        return len(self._rows) >= ROWS_WAITING or (bool(self._rows) and late)
 
     def take(self, *, wait: bool = False) -> list[Row]:
         """The rows that have arrived, see `Arrivals.take`; those that have not are late again only
-        `SECONDS_AT_MOST` from now on."""
+        `ROW_WAITS_S` from now on."""
         self._since = time.monotonic()
         return [row for row, _ in self._rows.take(wait=wait)]
 

@@ -12,6 +12,7 @@ from itertools import compress
 from typing import Any, TypeVar
 
 from .digests import digests
+from .limits import FEW
 
 T = TypeVar("T")
 
@@ -23,10 +24,6 @@ By = Callable[[list[Any]], list[Any]]
 
 NO_TENSOR = (0, -1)
 """The mark of None."""
-
-FEW = 5
-"""Gradients that stand for those of a model: a backward that reaches none of a few spread over it
-does not reach the model."""
 
 
 def spread(every: Sequence[T], most: int = FEW) -> list[T]:

@@ -8,12 +8,8 @@ from typing import Any
 
 from ..tensors.digests import finite
 from ..tensors.tensor_watch import spread
+from .limits import FIRST_PARAMETERS, LARGEST, MOST_LOOKED_AT
 from .tracked_model import Model
-
-FIRST_PARAMETERS = 4
-MOST_LOOKED_AT, LARGEST = 32, 1 << 20
-"""How many parameters are sampled, and how many elements each may have: the gradients are read in
-the backward."""
 
 
 def finite_gradient(gradient: Any) -> bool:

@@ -19,8 +19,9 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
 from ...recording.hooks import Subscriptions
+from ...recording.limits import FIRST_STEPS
 from ...recording.recorder import Recorder
-from ...recording.sampling import FIRST_STEPS, Pace
+from ...recording.sampling import Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...tensors.collective_payload import ENOUGH
+from ...tensors.limits import ENOUGH_PASSED
 from ...tensors.pending_digests import Arrivals, Waiting
 from .exchanges import Exchanges
 
@@ -31,8 +31,8 @@ class WriteBack:
     def called(self, digest: Digest, size: int) -> None:
         """Digest the parameters, if a collective that is about to be made may exchange them.
 
-        This is done once per window, before half of an exchange of that size (`ENOUGH / 2`) has
-        taken place: then some parameters still have their old values, in whatever order the
+        This is done once per window, before half of an exchange of that size (`ENOUGH_PASSED / 2`)
+        has taken place: then some parameters still have their old values, in whatever order the
         program writes them.
 
         Args:
@@ -40,7 +40,7 @@ class WriteBack:
             size: their number of elements.
         """
         window, elements = Exchanges.current.window_elements()
-        if window != self._window and elements >= ENOUGH / 2 * size:
+        if window != self._window and elements >= ENOUGH_PASSED / 2 * size:
             self._window, self._before = window, digest()
 
     def exchanged(self, digest: Digest) -> bool:

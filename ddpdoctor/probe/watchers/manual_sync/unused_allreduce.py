@@ -15,8 +15,9 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...tensors.collective_payload import FLAT, memory_of
+from ...tensors.collective_payload import memory_of
 from ...tensors.digests import readable
+from ...tensors.limits import FLAT
 from .exchanges import Exchanges
 from .limits import COPIES_FIRST, COPIES_LAST
 
