@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdoctor.probe.bootstrap import activation
 from ddpdoctor.probe.recording import recorder
-from ddpdoctor.probe.training import steady_state
+from ddpdoctor.probe.training import limits, steady_state
 from ddpdoctor.storage import call_ring, run_folder
 
 PLACE = pathlib.Path(os.environ["PLACE"])
@@ -91,7 +91,7 @@ def train():
         with torch.no_grad():
             model(x)
         model.train()
-    for _ in range(2 * steady_state.ALIKE):
+    for _ in range(2 * limits.ALIKE):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
@@ -216,7 +216,7 @@ def note(frame, event, argument):
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
-steady_state.FIRST = 0
+steady_state.FAST_PATH_AFTER = 0
 called = set()
 plain = train()
 examined("import everything first")

@@ -16,7 +16,7 @@ from ddpdoctor.events.pack import pack_ascending, unpack, unpack_ascending
 from ddpdoctor.probe.recording import rng_state
 from ddpdoctor.probe.recording.index_sample import halvings, kept
 from ddpdoctor.probe.recording.recorder import Recorder
-from ddpdoctor.probe.tensors import sample_digests
+from ddpdoctor.probe.tensors import limits, sample_digests
 from ddpdoctor.probe.tensors.sample_digests import Fingerprints, begins, digest
 from ddpdoctor.probe.watchers.data import iteration as reading_module
 from ddpdoctor.probe.watchers.data.dataset_entries import settings
@@ -359,7 +359,7 @@ def test_the_size_of_inputs_is_that_of_all_their_parts() -> None:
     tokens = torch.zeros(8, 5)
     assert sample_digests.samples(([tokens, tokens], 1)) == 8
     assert sample_digests.size_of(([tokens, tokens], {"labels": tokens}, tokens, 1)) == 160
-    assert sample_digests.size_of(([image] * sample_digests.LEAVES,)) == 0
+    assert sample_digests.size_of(([image] * limits.LEAVES,)) == 0
 
 
 def test_where_an_input_begins_in_the_batch_that_it_is_a_slice_of() -> None:

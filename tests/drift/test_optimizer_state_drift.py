@@ -11,7 +11,7 @@ from recordings import START, make_run, steps
 from replicas import LINE, OTHER, STEP, digests, equal, replica, run_of
 
 from ddpdoctor.events import Edited, EpochBegan, Hyperparameters, Loaded, OptimizerSeen, Replica
-from ddpdoctor.probe.training import snapshot
+from ddpdoctor.probe.tensors import tensor_watch
 from ddpdoctor.report.diagnose import diagnose
 
 LOAD = Loaded(at=0, what="optimizer", model=0, step=2, site=LINE)
@@ -167,12 +167,12 @@ def test_an_edit_of_the_state_is_seen_without_reading_it(edit):
     optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
     parameter.grad = torch.ones(3)
     optimizer.step()
-    before = snapshot.state_of(optimizer, parameter)
+    before = tensor_watch.state_mark(optimizer, parameter)
     optimizer.state_dict()
-    assert snapshot.state_of(optimizer, parameter) == before
+    assert tensor_watch.state_mark(optimizer, parameter) == before
     kept = dict(optimizer.state[parameter])  # no other may get its address
     edit(optimizer, parameter)
-    assert snapshot.state_of(optimizer, parameter) != before
+    assert tensor_watch.state_mark(optimizer, parameter) != before
     assert kept
 
 
@@ -183,9 +183,9 @@ def test_lists_of_tensors_in_a_state_are_not_spelled_out():
 
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = SimpleNamespace(state={parameter: {"old_dirs": Held([torch.ones(2)]), "n_iter": 1}})
-    before = snapshot.state_of(optimizer, parameter)
+    before = tensor_watch.state_mark(optimizer, parameter)
     optimizer.state[parameter]["n_iter"] = 2
-    assert snapshot.state_of(optimizer, parameter) != before
+    assert tensor_watch.state_mark(optimizer, parameter) != before
 
 
 LEFT_OUT = "its ranks take as many steps as they have inputs (`Join`)"

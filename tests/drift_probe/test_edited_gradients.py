@@ -73,4 +73,4 @@ def test_micro_batches_do_not_use_up_the_looks(monkeypatch):
     model = type("Model", (), {"number": 0, "expected": [], "parameters": []})()
     for _ in range(4):
         ManualEdits.current._backward_ends(None, SimpleNamespace(error=None, models=[model]))
-    assert ManualEdits.current._edits_of(model).moments == 0
+    assert ManualEdits.current.models[model].moments == 0

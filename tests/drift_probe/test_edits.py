@@ -77,19 +77,15 @@ def test_the_line_that_edits_after_it_called_something() -> None:
 def test_a_gradient_that_is_gone_is_followed_before_others_that_changed(
     monkeypatch: pytest.MonkeyPatch, cleared: list[int]
 ) -> None:
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     monkeypatch.setattr(manual_edits, "_clearing_sites", lambda recorder, followed: ())
-    model: Any = SimpleNamespace(number=0)
-    model = type("Model", (), vars(model))()
-    recorder: Any = SimpleNamespace(emit=lambda event: None, step=0)
-    before = manual_edits.TensorSnapshot(
-        [0, 1, 2], [torch.ones(2), torch.ones(2), torch.ones(2)], sampled=True
-    )
-    grads = [torch.zeros(2), torch.zeros(2), None if cleared else torch.zeros(2)]
-    now = manual_edits.TensorSnapshot([0, 1, 2], grads, sampled=True)
-    holding: Any = SimpleNamespace(model=model, optimizer=0)
-    ManualEdits.current._emit(recorder, 0, holding, "gradients", before, now)
-    assert ManualEdits.current._edits_of(model).trace_position["gradients"] == (cleared or [0])[0]
+
+    def clears(parameters: list[Any]) -> None:
+        for n, parameter in enumerate(parameters):
+            parameter.grad = None if n in cleared else torch.zeros(2)
+
+    told_of_gradients(monkeypatch, clears, count=3)
+    (edits,) = ManualEdits.current.models.values()
+    assert edits.trace_position["gradients"] == (cleared or [0])[0]
 
 
 @pytest.mark.parametrize(("left", "site"), [(0.0, 9), (0.5, -1)])
@@ -98,20 +94,15 @@ def test_the_line_that_clears_gradients_once(
 ) -> None:
     """The source is searched once, for gradients that are zero or gone."""
     found = [9]
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     monkeypatch.setattr(gradient_clears, "clearing_line", lambda frame, after: found.pop())
-    model = type("Model", (), {"number": 0})()
-    told: list[Any] = []
     sites = SimpleNamespace(
         user_frame=lambda frame: frame, line=lambda number, code: 3, number=lambda code, line: line
     )
-    recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
-    holding: Any = SimpleNamespace(model=model, optimizer=0)
-    ones, now = (
-        manual_edits.TensorSnapshot([0], [torch.ones(2) * x], sampled=True) for x in (1, left)
-    )
-    for after in (now, ones, now):
-        ManualEdits.current._emit(recorder, 0, holding, "gradients", ones, after)
+
+    def clears(parameters: list[Any]) -> None:
+        parameters[0].grad.mul_(left)
+
+    told = told_of_gradients(monkeypatch, clears, lambda p: None, clears, count=1, sites=sites)
     assert [(e.changed, e.site) for e in told] == [(True, site), (False, -1), (True, site)]
 
 
@@ -138,7 +129,7 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
         step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
         ManualEdits.current._step_begins(recorder, step)
     assert [(e.optimizer, e.ratio) for e in told] == [(0, 0.5), (2, 0.25)]
-    assert ManualEdits.current._edits_of(model).gradients is None
+    assert ManualEdits.current.models[model].gradients is None
 
 
 @pytest.mark.parametrize(
@@ -205,46 +196,46 @@ def test_what_the_program_makes_of_gradients_is_told_apart_from_clipping(
 def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     monkeypatch.setattr(
         manual_edits, "divided_by_world_size", lambda file, line: "size" * (line == 2)
     )
-    model = type("Model", (), {"number": 0})()
     code = compile("", "train.py", "exec")
-    tracer = SimpleNamespace(kind="gradients", stop=lambda: [(code, 1), (code, 2), (code, 3)])
-    ManualEdits.current._edits_of(model).tracer = tracer  # type: ignore[assignment]
-    told: list[Any] = []
+    tracer: Any = SimpleNamespace(kind="gradients", stop=lambda: [(code, 1), (code, 2), (code, 3)])
+
+    def divides(parameters: list[Any]) -> None:
+        divide(parameters)
+        for edits in ManualEdits.current.models.values():
+            edits.tracer = tracer
+
     sites = SimpleNamespace(number=lambda code, line: line)
-    recorder: Any = SimpleNamespace(emit=told.append, step=0, sites=sites)
-    before, now = (
-        manual_edits.TensorSnapshot([0], [torch.ones(2) / n], sampled=True) for n in (1, 2)
-    )
-    holding: Any = SimpleNamespace(model=model, optimizer=0)
-    ManualEdits.current._emit(recorder, 0, holding, "gradients", before, now)
+    told = told_of_gradients(monkeypatch, divides, count=1, sites=sites)
     assert [(e.site, e.more, e.divisor) for e in told] == [(2, (1, 3), "size")]
 
 
-def told_of_gradients(monkeypatch: pytest.MonkeyPatch, writing: Any) -> list[Any]:
-    """What is told of twenty gradients that are written to between a backward and the step."""
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(20)]
-    for parameter in parameters:
-        parameter.grad = torch.ones(2)
-    every = list(range(20))
+def told_of_gradients(
+    monkeypatch: pytest.MonkeyPatch, *writing: Any, count: int = 20, sites: Any = None
+) -> list[Any]:
+    """What is told of gradients that are written to between backwards and steps."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+    every = list(range(count))
     model: Any = SimpleNamespace(
         number=0, expected=every, parameters=[weakref.ref(p) for p in parameters]
     )
     model = type("Model", (), vars(model))()
     told: list[Any] = []
-    recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
-    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
-    ManualEdits.current._backward_ends(
-        recorder, SimpleNamespace(error=None, models=[model], site=-1)
-    )  # type: ignore[arg-type]
-    writing(parameters)
+    recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
-    step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-    ManualEdits.current._step_begins(recorder, step)
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    monkeypatch.setattr(manual_edits, "_trace", lambda *_: None)
+    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
+    for number, writes in enumerate(writing):
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        backward: Any = SimpleNamespace(error=None, models=[model], site=-1)
+        ManualEdits.current._backward_ends(recorder, backward)
+        writes(parameters)
+        step: Any = SimpleNamespace(holdings=[holding], number=number, closure=False)
+        ManualEdits.current._step_begins(recorder, step)
     return told
 
 
@@ -278,9 +269,9 @@ def test_what_is_looked_for_is_told_however_much_was_before(
     """Who clips in every step has had all that is told before the reduction begins."""
     monkeypatch.setattr(ManualEdits, "current", ManualEdits())
     model: Any = object()
-    ManualEdits.current._edits_of(model).count = told
+    ManualEdits.current.models[model].count = told
     ManualEdits.current.look_now(model)
-    assert limits.EDITS_EMITTED - ManualEdits.current._edits_of(model).count == left
+    assert limits.EDITS_EMITTED - ManualEdits.current.models[model].count == left
 
 
 def late(
@@ -320,7 +311,7 @@ def late(
             recorder, SimpleNamespace(error=None, models=[model], site=-1)
         )  # type: ignore[arg-type]
         if (
-            ManualEdits.current._edits_of(model).gradients is not None
+            ManualEdits.current.models[model].gradients is not None
             and number >= limits.SNAPSHOTS_ALWAYS
         ):
             looks.append(number)

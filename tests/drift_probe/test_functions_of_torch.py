@@ -9,7 +9,6 @@ from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Clipped, Edited
-from ddpdoctor.probe.training.snapshot import TensorSnapshot
 from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
@@ -107,11 +106,26 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
     assert [e.changers for e in told] == [changers, {}]
 
 
-def test_what_is_known_of_some_tensors_goes_with_them():
-    whole = TensorSnapshot([0, 1], [torch.ones(1), torch.ones(1)], sampled=True)
-    now = [torch.ones(1), torch.zeros(1)]
-    whole.called([torch.ones(1), torch.ones(1)])
-    whole.returned(now, CLIP, ITS_OWN)
-    part = whole.only({1})
-    assert part.latest == TensorSnapshot([1], now[1:], sampled=True).numbers
-    assert (part.functions, part.changers, part.since) == ({CLIP: None}, {CLIP: ITS_OWN}, [[0.0]])
+def test_each_of_several_optimizers_is_told_of_its_own_gradients(monkeypatch):
+    """Both were divided, one was clipped after that."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    one = {"number": 0, "expected": [0, 1], "parameters": [lambda p=p: p for p in parameters]}
+    model = type("Model", (), one)()
+    told = []
+    recorder = SimpleNamespace(emit=told.append, every=0, step=0)
+    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
+    edits = ManualEdits.current
+    edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))
+    for parameter in parameters:
+        parameter.grad /= 2
+    edits._function_begins()
+    parameters[1].grad /= 4
+    edits._function_ends(recorder, (CLIP, ITS_OWN), None, None)
+    for number in range(2):
+        holding = SimpleNamespace(model=model, optimizer=number, held=frozenset((number,)))
+        edits._step_begins(recorder, SimpleNamespace(holdings=[holding], number=0, closure=False))
+    assert [(e.ratio, e.besides, e.beside) for e in told] == [(0.5, 0.5, True), (0.125, 0.5, True)]
+    assert [e.changers for e in told] == [{CLIP: ITS_OWN}] * 2

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from ddpdoctor.events.drift import full
-from ddpdoctor.probe.recording import sampling
-from ddpdoctor.probe.recording.sampling import LEAST, SHARE, Pace
+from ddpdoctor.probe.recording import limits, sampling
+from ddpdoctor.probe.recording.limits import BUDGET_SHARE, LEAST_SHARE
+from ddpdoctor.probe.recording.sampling import Pace
 
 STEP_NS = 20_000_000  # a budget of 1 % is 200 microseconds
 
@@ -24,7 +25,7 @@ def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
         stride = watched.stride_at(step, 2, 1)
         if stride:
             looked = -(-tensors // stride) * 2
-            cost = sampling.FIXED_NS + int(sampling.TENSOR_NS) * looked
+            cost = limits.FIXED_NS + int(limits.TENSOR_NS) * looked
             watched.spent(cost, looked)
             recorder.own_ns += cost
             spent += cost
@@ -35,8 +36,8 @@ def paced(monkeypatch, *, others_ns, tensors=64, steps=400, step_ns=STEP_NS):
 
 def test_a_rest_of_the_doctor_that_costs_little_leaves_the_full_share(monkeypatch):
     spent, _ = paced(monkeypatch, others_ns=20_000)
-    assert spent <= 1.2 * SHARE * STEP_NS / 100
-    assert spent >= 0.3 * SHARE * STEP_NS / 100
+    assert spent <= 1.2 * BUDGET_SHARE * STEP_NS / 100
+    assert spent >= 0.3 * BUDGET_SHARE * STEP_NS / 100
 
 
 def test_digests_make_room_for_the_rest(monkeypatch):
@@ -44,7 +45,7 @@ def test_digests_make_room_for_the_rest(monkeypatch):
     poor, watched = paced(monkeypatch, others_ns=250_000)
     assert watched.others_ns == pytest.approx(250_000, rel=0.1)
     assert poor < rich / 2
-    assert poor <= 2 * LEAST * STEP_NS / 100
+    assert poor <= 2 * LEAST_SHARE * STEP_NS / 100
     assert poor > 0, "never given up altogether"
 
 
@@ -83,6 +84,6 @@ def test_a_step_that_is_passed_over_is_none_that_would_be_looked_at(monkeypatch,
 
     every = looks(lambda watched, step: True)
     assert looks(lambda watched, step: not watched.skips(step)) == every
-    assert any(full(step) for step in every if step > sampling.FIRST_STEPS)
+    assert any(full(step) for step in every if step > limits.FIRST_STEPS)
     _, watched = paced(monkeypatch, others_ns=others_ns)
     assert not any(watched.skips(step) for step in range(200_000) if full(step))

@@ -1,7 +1,10 @@
 """What was done while the copies were equal did not set them apart."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
+import torch
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import START
@@ -9,7 +12,6 @@ from replicas import LINE, OTHER, digests, equal, run_of
 
 from ddpdoctor.events import Edited, Loaded
 from ddpdoctor.events.drift import chosen
-from ddpdoctor.probe.watchers.gradients import manual_edits
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
 BEFORE, APART = 6, 10
@@ -86,20 +88,19 @@ def test_an_older_load_does_not_stand_for_an_edit_that_is_not_put_back():
 def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     told = []
     monkeypatch.setattr(ManualEdits, "current", ManualEdits())
-    model = type("Model", (), {"number": 0})()
-    followed = ManualEdits.current._edits_of(model)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    model = type("Model", (), {"number": 0, "inner": lambda self: None})()
+    followed = ManualEdits.current.models[model]
     followed.sites["parameters", False] = (LINE, OTHER)
-    recorder = type("Active", (), {"emit": told.append, "step": 3})()
-    holding = type("Holding", (), {"model": model, "optimizer": 0})()
-
-    def taken(number, version):
-        one = manual_edits.TensorSnapshot([0], [], sampled=True)
-        one.numbers, one.versions = [number], [version]
-        return one
-
-    for step, number in ((3, 7), (4, 8)):
-        ManualEdits.current._emit(
-            recorder, step, holding, "parameters", taken(7, 1), taken(number, 2)
-        )
+    recorder = SimpleNamespace(emit=told.append, every=0, step=3)
+    holding = SimpleNamespace(
+        model=model, optimizer=0, positions=[0], parameters=lambda positions: [parameter]
+    )
+    step = SimpleNamespace(holdings=[holding], number=3, optimizer=lambda: None, closure=False)
+    for factor in (1, 2):
+        ManualEdits.current._step_ends(recorder, step)
+        with torch.no_grad():
+            parameter.mul_(factor)
+        ManualEdits.current._step_begins(recorder, step)
     assert [(e.changed, e.site) for e in told] == [(False, LINE), (True, -1)]
     assert followed.trace_position["parameters"] == 0

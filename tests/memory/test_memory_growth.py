@@ -13,7 +13,7 @@ from ddpdoctor.checks.memory.memory_growth import MemoryGrowth
 from recordings import START, make_run, site, steps
 
 from ddpdoctor.events import EpochEnded, Event, LoaderSeen, MemoryHeld, MemorySample
-from ddpdoctor.probe.recording import names_in_frames
+from ddpdoctor.probe.recording import limits, names_in_frames
 from ddpdoctor.report.findings import Finding, Severity
 
 MB = 1 << 20
@@ -237,7 +237,7 @@ def test_what_grows_in_a_module_is_at_hand_through_its_wrapper(deep: bool) -> No
     del task, layers
     sites = Sites(lambda event: None)
     assert key in memory_holders.census(memory_holders.named_objects(sys._getframe(), sites))
-    one = names_in_frames.name_of(key, sys._getframe(), sites, names_in_frames.DEEPEST_NAME)
+    one = names_in_frames.name_of(key, sys._getframe(), sites, limits.DEEPEST_NAME)
     assert one is not None
     assert one.name == f"trainer.first.module{'[1]' if deep else ''}.outputs"
     assert one.owner is Task and trainer.disable is None
@@ -265,7 +265,7 @@ def test_what_grows_under_a_key_is_added_to_under_any() -> None:
         mean += 0.5
     sites = Sites(lambda event: None)
     (key,) = memory_holders.census([sums.kinds["mean"]])
-    one = names_in_frames.name_of(key, sys._getframe(), sites, names_in_frames.DEEPEST_NAME)
+    one = names_in_frames.name_of(key, sys._getframe(), sites, limits.DEEPEST_NAME)
     assert one is not None and one.name == "sums.kinds['mean']"
     assert adds(one) == "self.kinds[kind].append(value)"
     *_, function = memory_holders.adding_line(one, sites)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ddpdoctor.probe.recording.hooks import Hook, Subscriptions
-from ddpdoctor.probe.recording.recorder import TROUBLE_LIMIT, Recorder
+from ddpdoctor.probe.recording.limits import TROUBLE_LIMIT
+from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.storage.run_folder import EventWriter
 

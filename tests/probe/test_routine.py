@@ -30,8 +30,9 @@ from ddpdoctor.probe.recording import hooks
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training import records, steady_state
 from ddpdoctor.probe.training.forwards import Forwards
+from ddpdoctor.probe.training.limits import ALIKE, FAST_PATH_AFTER
 from ddpdoctor.probe.training.module_origins import ModuleOrigins
-from ddpdoctor.probe.training.steady_state import ALIKE, ObservedCall, Stage, SteadyState
+from ddpdoctor.probe.training.steady_state import ObservedCall, Stage, SteadyState
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.report.findings import Report
 from ddpdoctor.storage.run_folder import EventWriter, Lines
@@ -48,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 routine = sys.modules["ddpdoctor.probe.training.steady_state"]
-routine.FIRST = int(sys.argv[1])
+routine.FAST_PATH_AFTER = int(sys.argv[1])
 sys.modules["ddpdoctor.probe.training.lifecycle"].looked_at = lambda forward: forward % 16 == 0
 passed = 0
 
@@ -394,7 +395,7 @@ def test_lines_that_take_turns_do_not() -> None:
 
 
 def test_the_first_steps_are_all_looked_at() -> None:
-    optimizer = SimpleNamespace(steps=steady_state.FIRST - 1)
+    optimizer = SimpleNamespace(steps=FAST_PATH_AFTER - 1)
     assert not steps(SteadyState(), 100, optimizer=optimizer)
 
 

@@ -16,7 +16,7 @@ from ddpdoctor.probe.tensors.tensor_watch import TensorWatch, marks, spread  # n
         (1, [0]),
         (6, [0, 1, 2, 3, 4, 5]),
         (7, [0, 1, 2, 3, 4, 6]),
-        (100, [0, 20, 40, 60, 80, 99]),
+        (100, [0, 19, 39, 59, 79, 99]),
     ],
 )
 def test_a_few_are_spread_over_all(count: int, chosen: list[int]) -> None:

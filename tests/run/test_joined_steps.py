@@ -9,7 +9,8 @@ from recordings import ring_of, site, write_folder
 
 from ddpdoctor.events import Event, NotObserved, OptimizerSeen, StepDone
 from ddpdoctor.probe.recording.recorder import Recorder
-from ddpdoctor.probe.training.optimizers import FIRST_STEPS, JOINED_S, Optimizers
+from ddpdoctor.probe.training.limits import JOINED_S
+from ddpdoctor.probe.training.optimizers import FIRST_STEPS, Optimizers
 from ddpdoctor.probe.training.records import Optimizer, Step
 from ddpdoctor.run import load
 from ddpdoctor.storage.run_folder import EventWriter, Lines

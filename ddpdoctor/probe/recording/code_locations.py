@@ -15,6 +15,7 @@ from functools import cache
 from types import CodeType, FrameType
 
 from ...events import Event, Site
+from .limits import MOST_FILES
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STDLIB = tuple(
@@ -193,10 +194,6 @@ class Sites:
                 )
             )
         return self._by_place[key]
-
-
-MOST_FILES = 300
-"""Files of the program that are searched for a line: they are read from disk, in the run's time."""
 
 
 def own_files() -> list[str]:

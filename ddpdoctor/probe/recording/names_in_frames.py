@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from .code_locations import Sites
 from .frames import variables
+from .limits import MOST_MODULES, MOST_NAMED
 
 
 class NamedObject(NamedTuple):
@@ -56,15 +57,6 @@ def name_of(
     """The first name in `named` for the object whose id is `target`."""
     return next((one for one in named(frame, sites, depth) if id(one.value) == target), None)
 
-
-MOST_NAMED, DEEPEST_NAME = 64, 3
-"""A dictionary with more entries than that is data, and its entries have no names; and how many
-steps from a variable a growing object is searched for: three, as in `trainer.meters["loss"].sum`.
-"""
-
-MOST_MODULES = 256
-"""Submodules of a model that are searched, from the top, for those of the program's classes: the
-search is a walk over the whole model, within a training step."""
 
 _IN_PYTHON = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: set for classes made by a class statement; other objects have no

@@ -19,18 +19,10 @@ from ...events import Event, NotObserved, ProbeCost, ProbeTrouble
 from ...storage.run_folder import EventWriter
 from . import startup_cost
 from .code_locations import Sites
+from .limits import COST_EVERY_S, COST_FIRST_S, TROUBLE_LIMIT
 from .torch_compat import interposed, pause_compiler, resume_compiler, without_modes
 
 T = TypeVar("T")
-
-TROUBLE_LIMIT = 10
-"""Failures after which a hook is switched off: enough that a passing error does not silence it, few
-enough that a broken hook costs nothing in a long run."""
-
-COST_EVERY_S = 5.0
-COST_FIRST_S = 0.25
-"""Seconds between two `ProbeCost`: short at first, since a run may be killed in its first second,
-then doubled each time up to `COST_EVERY_S`."""
 
 
 class Recorder:

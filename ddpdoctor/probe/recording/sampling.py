@@ -6,39 +6,19 @@ from __future__ import annotations
 import time
 
 from ...events.drift import EARLY, full
+from .limits import (
+    BUDGET_SHARE,
+    CHOSEN_ANEW,
+    FIRST_NS,
+    FIRST_STEPS,
+    FIXED_NS,
+    LEAST_SHARE,
+    PER_DOUBLING,
+    SPARSE_AFTER,
+    TENSOR_NS,
+    WIDEST,
+)
 from .recorder import Recorder
-
-SHARE = 0.4
-LEAST = 0.1
-"""Share of the doctor's budget for digests: up to `SHARE` of it, as far as the rest of the doctor
-leaves it; at least `LEAST` of it even if the rest exceeds the budget, or drift would go unseen."""
-
-FIXED_NS = 25_000
-"""Nanoseconds that a sampled step costs in addition to its tensors (measured on CPU)."""
-
-TENSOR_NS = 3_500.0
-"""First estimate of the nanoseconds that one digest costs; then it is measured."""
-
-SPARSE_AFTER = 1000
-"""Steps after which at most every second one is sampled, and half as many after each doubling: the
-record then grows with the logarithm of the run's length."""
-
-FIRST_STEPS = 128
-FIRST_NS = 120_000
-"""The first steps are all sampled, at about this cost each: in a short run one per cent of the time
-buys nothing, and 128 * 0.12 ms is too short to notice."""
-
-PER_DOUBLING = 8
-"""Samples, at least, while the number of steps doubles, whatever the budget: a long run may not
-hide drift for long."""
-
-CHOSEN_ANEW = 16
-"""Steps between two choices of stride and interval, after as many first steps that choose each
-time: a power of two, so that the steps that choose are also sampled at every interval up to it."""
-
-WIDEST = 128
-"""Tensors of a kind per sampled step, at most, after the first steps: bounds the record of models
-with thousands of parameters."""
 
 
 class Pace:
@@ -129,8 +109,8 @@ class Pace:
     def _allowed(self, sharers: int) -> float:
         """Nanoseconds per step that this `Pace` may take."""
         budget = self.step_ns * self.percent / 100
-        left = min(budget * SHARE, budget - self.others_ns)
-        return max(budget * LEAST, left) / max(1, sharers)
+        left = min(budget * BUDGET_SHARE, budget - self.others_ns)
+        return max(budget * LEAST_SHARE, left) / max(1, sharers)
 
     def _full_ns(self, kinds: int) -> float:
         return FIXED_NS + self.tensor_ns * self.tensors * kinds

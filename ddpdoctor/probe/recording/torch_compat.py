@@ -32,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -311,6 +311,12 @@ def compiling() -> bool:
         callback = torch.compiler.is_compiling()
     idle = (None, False)
     return callback not in idle or compiler_in_use.now not in idle
+
+
+def compiled(modules: Iterable[Any]) -> bool:
+    """Whether any of the modules is compiled: a hook on it, or a trace function, would make
+    torch.compile compile it again."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in modules)
 
 
 def when_computed(callback: Callable[[], None]) -> None:

@@ -7,14 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .gradient_versions import memory_of
-
-ENOUGH = 0.5
-"""Share of the elements that must have been exchanged to count as a synchronisation: less than one,
-since programs freeze parts or skip parameters without a gradient."""
-
-FLAT = (0.9, 1.1)
-"""Size of a flat buffer relative to its contents: some leave out parameters, some pad."""
+from .limits import ENOUGH_PASSED, FLAT
 
 
 class Exchange(NamedTuple):
@@ -42,7 +35,7 @@ class PassedGradients(NamedTuple):
         other: elements of all other tensors that were passed.
         group: the group that all gradients were passed to, themselves or in flat buffers, if no
             other group got more than single numbers; else -1.
-        most: at least the share `ENOUGH` of the elements was passed.
+        most: at least the share `ENOUGH_PASSED` of the elements was passed.
     """
 
     positions: tuple[int, ...] = ()
@@ -56,11 +49,21 @@ class PassedGradients(NamedTuple):
         return self.group == 0
 
 
+def memory_of(tensor: Any) -> int:
+    """The address of a tensor's storage (of the values, for a sparse one). For a tensor without
+    storage, a negative number of its own."""
+    try:
+        dense = tensor._values() if tensor.is_sparse else tensor
+        return int(dense.untyped_storage().data_ptr())
+    except (RuntimeError, AttributeError):
+        return -id(tensor)
+
+
 def covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
-    """Whether the exchanged tensors are at least `ENOUGH` of some tensors: themselves, copies of
-    equal size, or flat buffers of them all."""
+    """Whether the exchanged tensors are at least `ENOUGH_PASSED` of some tensors: themselves,
+    copies of equal size, or flat buffers of them all."""
     total = sum(t.numel() for t in tensors)
-    if not total or sum(e.elements for e in exchanges) < ENOUGH * total:
+    if not total or sum(e.elements for e in exchanges) < ENOUGH_PASSED * total:
         return False
     memory = {memory_of(t) for t in tensors}
     sizes = Counter(t.numel() for t in tensors)
@@ -75,4 +78,4 @@ def covers(exchanges: list[Exchange], tensors: Sequence[Any]) -> bool:
             other += exchange.elements
     if FLAT[0] * total <= other <= FLAT[1] * total:
         elements += other
-    return elements >= ENOUGH * total
+    return elements >= ENOUGH_PASSED * total

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..recording.torch_compat import shard
+from .limits import VALUES_SAMPLED
 
 ABSENT = 0
 """The digest of None, and of tensors that cannot be digested."""
 
-SAMPLED = 4
-"""Values read per tensor, to find the factor that it was multiplied by: one would do, but it may be
-zero."""
 
 BINS = 64
 """Numbers in a sketch: few, and yet the distance of two tensors is off by only some ten per
@@ -180,8 +178,8 @@ def digests(tensors: Iterable[Any]) -> list[int]:
 
 
 def some_values(tensors: list[Any]) -> list[float]:
-    """Up to `SAMPLED` values, evenly spread, of each contiguous floating-point tensor on the CPU,
-    in one list; nothing for others."""
+    """Up to `VALUES_SAMPLED` values, evenly spread, of each contiguous floating-point tensor on the
+    CPU, in one list; nothing for others."""
     import torch
 
     values: list[float] = []
@@ -190,7 +188,7 @@ def some_values(tensors: list[Any]) -> list[float]:
             if tensor is None or not readable(tensor) or not tensor.is_floating_point():
                 continue
             if tensor.is_contiguous() and tensor.numel():
-                count = min(tensor.numel(), SAMPLED)
+                count = min(tensor.numel(), VALUES_SAMPLED)
                 values += tensor.as_strided((count,), (tensor.numel() // count,)).tolist()
     return values
 

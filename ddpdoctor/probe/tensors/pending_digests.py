@@ -4,14 +4,37 @@ written together."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .digests import numbers
+from .limits import ROW_WAITS_S, ROWS_WAITING
 
-ROWS_AT_MOST = 64
-SECONDS_AT_MOST = 1.0
-"""Rows per event, and how long a row may wait: what waits is lost if the process is killed."""
+T = TypeVar("T")
+
+
+class Arrivals(Generic[T]):
+    """What is to be recorded or compared once its digests are there, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[T, tuple[Waiting, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, what: T, *digests: Waiting) -> None:
+        self._waiting.append((what, digests))
+
+    def take(self, *, wait: bool = False) -> Iterator[tuple[T, list[list[int]]]]:
+        """Remove and return all up to the first whose digests have not arrived; with `wait`, block
+        until they have."""
+        while self._waiting:
+            what, digests = self._waiting[0]
+            if not all([one.ready(wait=wait) for one in digests]):
+                return
+            del self._waiting[0]
+            yield what, [one.values for one in digests]
 
 
 @dataclass
@@ -28,18 +51,24 @@ class Rows:
     """Rows of one kind that are collected to be written together."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.since = time.monotonic()
+        self._rows: Arrivals[Row] = Arrivals()
+        self._since = time.monotonic()
 
     def add(self, row: Row) -> None:
-        if not self.rows:
-            self.since = time.monotonic()
-        self.rows.append(row)
+        if not self._rows:
+            self._since = time.monotonic()
+        self._rows.add(row, row.waiting)
 
     def due(self) -> bool:
         """Whether the rows should be written now."""
-        late = time.monotonic() - self.since > SECONDS_AT_MOST
-        return len(self.rows) >= ROWS_AT_MOST or (bool(self.rows) and late)
+        late = time.monotonic() - self._since > ROW_WAITS_S
+        return len(self._rows) >= ROWS_WAITING or (bool(self._rows) and late)
+
+    def take(self, *, wait: bool = False) -> list[Row]:
+        """The rows that have arrived, see `Arrivals.take`; those that have not are late again only
+        `ROW_WAITS_S` from now on."""
+        self._since = time.monotonic()
+        return [row for row, _ in self._rows.take(wait=wait)]
 
 
 class Waiting:

@@ -18,37 +18,19 @@ from typing import Any
 from ...events import ContentRead, RowsRead
 from ...events.pack import pack
 from ..recording.recorder import Recorder
-
-PARTS = 3
-"""Parts of a batch (input, label, mask, ...) that are digested."""
-
-SAMPLES = 256
-"""Samples digested per epoch, about."""
-
-BATCHES = 256
-"""The first batches of an epoch, of which samples are digested."""
-
-PER_BATCH = 32
-"""Samples digested per batch of an iterable data set: so few that the batches of every worker are
-among the first `SAMPLES`."""
-
-ROWS = 4096
-"""Rows digested per epoch, of batches that an iterable data set makes itself."""
-
-WINDOW = 64
-WINDOWS = 4
-"""A sample is digested by `WINDOWS` pieces of `WINDOW` bytes, evenly spread: a cache line each."""
-PADDED = 512
-"""Bytes digested of a row of integers: these are tokens, and their padding must be found."""
-
-PIECES = 32
-"""Contiguous pieces digested of a tensor that is not contiguous as a whole."""
-
-DEEPEST = 3
-"""Levels of nested containers in a batch that are searched for tensors."""
-
-LEAVES = 4096
-"""Parts of a model's inputs that are counted; if there are more, their size counts as unknown."""
+from .limits import (
+    BATCH_PARTS,
+    EPOCH_BATCHES,
+    EPOCH_ROWS,
+    EPOCH_SAMPLES,
+    LEAVES,
+    NESTED_AT_MOST,
+    PADDED,
+    PIECES,
+    SAMPLES_PER_BATCH,
+    WINDOW,
+    WINDOWS,
+)
 
 
 class Fingerprints:
@@ -60,14 +42,15 @@ class Fingerprints:
     """
 
     def __init__(self, length: int, batch_size: int | None, iterable: bool) -> None:
-        population = min(length, BATCHES * max(1, batch_size or 1)) if length > 0 else SAMPLES
-        self.halved = 0 if iterable else max(0, (population // SAMPLES).bit_length() - 1)
+        first = EPOCH_BATCHES * max(1, batch_size or 1)
+        population = min(length, first) if length > 0 else EPOCH_SAMPLES
+        self.halved = 0 if iterable else max(0, (population // EPOCH_SAMPLES).bit_length() - 1)
         self.iterable = iterable
         self.indices = array("q")
         self.batches = array("i")
-        self.columns = [array("I") for _ in range(2 * PARTS)]
+        self.columns = [array("I") for _ in range(2 * BATCH_PARTS)]
         self.rows, self.rows_from = array("I"), array("i")
-        self.rows_left = ROWS if iterable else 0
+        self.rows_left = EPOCH_ROWS if iterable else 0
         self.taken = 0
 
     def take(self, number: int, given: Any, batch: Any) -> bool:
@@ -86,15 +69,15 @@ class Fingerprints:
         else:
             size = first_dimension(batch) if self.iterable else len(given)
             parts = list(leaves(batch, size))
-            rows = min(len(given), size or 0, PER_BATCH) if self.iterable else len(given)
+            rows = min(len(given), size or 0, SAMPLES_PER_BATCH) if self.iterable else len(given)
             for row, index in enumerate(given[:rows]):
                 found = key(index)
                 if found is not None and not kept(found, self.halved):
                     continue
                 self._add(number, found, parts, row)
-                if self.iterable and self.taken >= SAMPLES:
+                if self.iterable and self.taken >= EPOCH_SAMPLES:
                     break
-        return number < BATCHES and (not self.iterable or self.taken < SAMPLES)
+        return number < EPOCH_BATCHES and (not self.iterable or self.taken < EPOCH_SAMPLES)
 
     def _add(self, number: int, index: int | None, parts: list[Any], row: int | None) -> None:
         digests = [d for part in parts for d in digest(part, row)]
@@ -104,7 +87,7 @@ class Fingerprints:
         self.batches.append(number)
         if index is not None:
             self.indices.append(index)
-        digests += [0] * (2 * PARTS - len(digests))
+        digests += [0] * (2 * BATCH_PARTS - len(digests))
         for column, value in zip(self.columns, digests, strict=False):
             column.append(value)
 
@@ -125,7 +108,7 @@ class Fingerprints:
             del self.rows[:], self.rows_from[:]
         if not self.batches:
             return
-        pairs = [self.columns[n : n + 2] for n in range(0, 2 * PARTS, 2)]
+        pairs = [self.columns[n : n + 2] for n in range(0, 2 * BATCH_PARTS, 2)]
         used = [c for head, body in pairs for c in ([head] if head == body else [head, body])]
         indices = self.indices if len(self.indices) == len(self.batches) else ()
         recorder.emit(
@@ -213,7 +196,7 @@ def _size(leaf: Any) -> int:
 
 
 def leaves(batch: Any, size: int | None, without: Collection[Any] = ()) -> Iterator[Any]:
-    """The first `PARTS` tensors, arrays or lists in a batch.
+    """The first `BATCH_PARTS` tensors, arrays or lists in a batch.
 
     Args:
         size: only those with so many entries, one per sample; None for any.
@@ -222,15 +205,15 @@ def leaves(batch: Any, size: int | None, without: Collection[Any] = ()) -> Itera
     parts = _walk(batch, size, 0)
     if without:
         parts = (part for part in parts if memory(part) not in without)
-    yield from itertools.islice(parts, PARTS)
+    yield from itertools.islice(parts, BATCH_PARTS)
 
 
-def _walk(value: Any, size: int | None, depth: int, widest: int = 4 * PARTS) -> Iterator[Any]:
+def _walk(value: Any, size: int | None, depth: int, widest: int = 4 * BATCH_PARTS) -> Iterator[Any]:
     shape = getattr(value, "shape", None)
     if shape is not None and hasattr(value, "dtype"):
         if size is None or (len(shape) and shape[0] == size):
             yield value
-    elif depth == DEEPEST:
+    elif depth == NESTED_AT_MOST:
         return
     elif isinstance(value, Mapping):
         for part in value.values():

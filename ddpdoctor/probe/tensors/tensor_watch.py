@@ -7,23 +7,32 @@ to, but no value is read, so that many tensors can be asked. torch does not coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any, TypeVar
 
 from .digests import digests
+from .limits import FEW
 
 T = TypeVar("T")
 
 Read = Callable[[list[int]], list[Any]]
 """The tensors at some positions as they are now, None for what is gone."""
 
+By = Callable[[list[Any]], list[Any]]
+"""What is noted of tensors, in their order: `digests` of the values, `marks`, or the like."""
 
-def spread(every: Sequence[T], most: int) -> list[T]:
-    """At most `most` items of a sequence, spread over it, the last one among them; the same on
-    every rank."""
-    step = max(1, len(every) // (most - 1))
-    chosen = dict.fromkeys([*every[::step][: most - 1], *every[-1:]])
-    return list(chosen)
+NO_TENSOR = (0, -1)
+"""The mark of None."""
+
+
+def spread(every: Sequence[T], most: int = FEW) -> list[T]:
+    """At most `most` items of a sequence, evenly spread over it, the last one among them; the same
+    on every rank."""
+    last = len(every) - 1
+    if last < most:
+        return list(every)
+    return [every[last * number // (most - 1)] for number in range(most)]
 
 
 def writes(tensor: Any) -> int:
@@ -31,10 +40,34 @@ def writes(tensor: Any) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def marks(tensors: Sequence[Any]) -> list[tuple[int, int]]:
-    """Identity and count of writes of each tensor: another mark means that it was written to, or
-    that another tensor has its place."""
-    return [(id(tensor), writes(tensor)) for tensor in tensors]
+def mark(tensor: Any) -> tuple[int, int]:
+    """Identity and count of writes: another mark means that the tensor was written to, or that
+    another one has its place."""
+    return NO_TENSOR if tensor is None else (id(tensor), writes(tensor))
+
+
+def marks(tensors: Iterable[Any]) -> list[tuple[int, int]]:
+    return [mark(tensor) for tensor in tensors]
+
+
+def grad_of(parameter: Any) -> Any:
+    """The gradient of a parameter; None if it has none, or for None."""
+    return None if parameter is None else parameter.grad
+
+
+def state_mark(optimizer: Any, parameter: Any) -> int:
+    """A hash of an optimizer's state of a parameter, without reading values: it changes if a tensor
+    in it is replaced or written to."""
+    state = getattr(optimizer, "state", None)
+    held = None if state is None or parameter is None else state.get(parameter)
+    return hash(
+        tuple(
+            (key, mark(v))
+            if hasattr(v, "_version")
+            else (key, v if isinstance(v, (int, float, str)) else id(v))
+            for key, v in (held or {}).items()
+        )
+    )
 
 
 class TensorWatch:
@@ -42,26 +75,55 @@ class TensorWatch:
 
     Attributes:
         positions: which, for `read`.
-        kept: what `by` gave for them at each moment that was named.
+        kept: what was noted of them at each moment that was named, column by column.
 
     Args:
-        by: what is compared: `digests` of the values, or `marks`.
+        columns: what is noted; `digests` if nothing is given.
     """
 
-    def __init__(
-        self, positions: Sequence[int], read: Read, by: Callable[[list[Any]], list[Any]] = digests
-    ) -> None:
+    def __init__(self, positions: Sequence[int], read: Read, *columns: By) -> None:
         self.positions = list(positions)
-        self._read, self._by = read, by
-        self.kept: dict[str, list[Any]] = {}
+        self._read, self._columns = read, columns or (digests,)
+        self.kept: dict[str, list[list[Any]]] = {}
 
     def keep(self, moment: str) -> None:
         """Note the tensors as they are now."""
-        self.kept[moment] = self._by(self._read(self.positions))
+        tensors = self._read(self.positions)
+        self.kept[moment] = [by(tensors) for by in self._columns]
 
-    def changed(self, since: str, *, until: str = "") -> list[int]:
+    def changed(self, since: str, *, until: str = "", column: int = 0) -> list[int]:
         """Positions of the tensors that differ from what they were: now, or `until` another
         moment."""
-        now = self.kept[until] if until else self._by(self._read(self.positions))
-        pairs = zip(self.positions, self.kept[since], now, strict=True)
-        return [position for position, old, new in pairs if old != new]
+        if until:
+            return self._differing(self.kept[since], self.kept[until], column)
+        now = self._columns[column](self._read(self.positions))
+        return self._differing([self.kept[since][column]], [now])
+
+    def changed_again(self, moment: str) -> list[int]:
+        """Positions of the tensors that differ from what they were at a moment, which is now from
+        here on."""
+        before = self.kept[moment]
+        self.keep(moment)
+        return self._differing(before, self.kept[moment])
+
+    def _differing(
+        self, before: list[list[Any]], after: list[list[Any]], column: int = 0
+    ) -> list[int]:
+        rows = zip(self.positions, before[column], after[column], strict=True)
+        return [position for position, old, new in rows if old != new]
+
+    def now(self, position: int) -> Any:
+        """What is noted first of one tensor, as it is now."""
+        return self._columns[0](self._read([position]))[0]
+
+    def noted(self, moment: str, *, column: int = 0) -> dict[int, Any]:
+        """What was noted at a moment, by position."""
+        return dict(zip(self.positions, self.kept[moment][column], strict=True))
+
+    def only(self, positions: Iterable[int]) -> TensorWatch:
+        """A copy restricted to the tensors at some positions."""
+        chosen = [position in positions for position in self.positions]
+        part = TensorWatch(list(compress(self.positions, chosen)), self._read, *self._columns)
+        for moment, columns in self.kept.items():
+            part.kept[moment] = [list(compress(column, chosen)) for column in columns]
+        return part

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import graph, node_number, saved
 from ..recording.watcher import Args, Kwargs, Watcher
-
-MOST = 64
-"""The latest calls that are remembered: older graphs are freed by then."""
+from .limits import GRAD_CALLS_KEPT
 
 
 class NodeRange(NamedTuple):
@@ -29,7 +27,7 @@ class AutogradGrad(Watcher):
     lost = "nodes that `torch.autograd.grad` created"
 
     def __init__(self) -> None:
-        self._ranges: deque[NodeRange] = deque(maxlen=MOST)
+        self._ranges: deque[NodeRange] = deque(maxlen=GRAD_CALLS_KEPT)
 
     def ends(self, recorder: Recorder, first: int) -> None:
         """After the call: remember the nodes that it created."""

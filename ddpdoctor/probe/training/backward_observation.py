@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..recording.torch_compat import sequence_number
-from ..tensors.gradient_versions import versions
 from .accumulate_grad import FiringWatch
 from .tracked_model import Model
 
@@ -37,7 +36,7 @@ class BackwardObservation:
         wrapper = self.wrapper = None if model.wrapper is None else model.wrapper()
         self.model = model
         self.expected = model.pending > 0 and wrapper is not None
-        self.before = self.after = versions(model.sampled)
+        self.before = self.after = model.gradients()
         self.communicated = self.touched = False
         self.group = None if wrapper is None else wrapper.process_group
         self.sequence = self.sequence_after = sequence_number(self.group)
@@ -50,7 +49,7 @@ class BackwardObservation:
 
     def after_backward(self) -> None:
         """Read again after the backward."""
-        self.after = versions(self.model.sampled)
+        self.after = self.model.gradients()
         self.sequence_after = sequence_number(self.group)
         self.communicated = self.sequence_after != self.sequence
         self.touched = self.after != self.before or bool(self.firing and self.firing.counts)

@@ -11,7 +11,7 @@ from ...storage.call_ring import Phase
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import call_without_modes, sequence_number
 from ..recording.watcher import Args, Error, Kwargs, Watcher
-from ..tensors.gradient_versions import version
+from ..tensors.tensor_watch import grad_of, mark
 from . import lifecycle
 from .backward_observation import BackwardObservation
 from .ddp_collectives import DDPCollectives
@@ -142,7 +142,7 @@ class Backwards(Watcher):
         if averaged:
             self.synced += 1
             backward.synced.add(model.number)
-        if averaged or version(step.sampled()) != step.before:
+        if averaged or mark(grad_of(step.sampled())) != step.before:
             step.next, step.averaged = now.following or step.first, averaged
             model.reached(recorder.step, averaged)
             model.answered()
@@ -200,7 +200,7 @@ def _roots(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
 def _observe_fast(recorder: Recorder, step: Plan, backward: Backward) -> None:
     """Before a backward on the fast path: fire its hook, and read the version of a gradient."""
     lifecycle.backward_begins.fire_fast(recorder, backward)
-    step.before = version(step.sampled())
+    step.before = mark(grad_of(step.sampled()))
 
 
 def _complete(recorder: Recorder, backward: Backward, model: Model) -> None:

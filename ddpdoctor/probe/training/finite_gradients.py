@@ -7,12 +7,9 @@ import math
 from typing import Any
 
 from ..tensors.digests import finite
+from ..tensors.tensor_watch import spread
+from .limits import FIRST_PARAMETERS, LARGEST, MOST_LOOKED_AT
 from .tracked_model import Model
-
-FIRST_PARAMETERS = 4
-MOST_LOOKED_AT, LARGEST = 32, 1 << 20
-"""How many parameters are sampled, and how many elements each may have: the gradients are read in
-the backward."""
 
 
 def finite_gradient(gradient: Any) -> bool:
@@ -40,5 +37,5 @@ def sampled_positions(model: Model) -> list[int]:
         n.removesuffix("bias") + "weight" for i in sizes if (n := model.names[i]).endswith("bias")
     }
     alone = [i for i in sizes if model.names[i] not in paired]
-    alone = alone[:: -(-len(alone) // MOST_LOOKED_AT)]
-    return [early, *(i for i in alone if i != early and sizes[i] <= LARGEST)]
+    few = spread(alone, MOST_LOOKED_AT)
+    return [early, *(i for i in few if i != early and sizes[i] <= LARGEST)]

@@ -7,15 +7,9 @@ loaders.
 from __future__ import annotations
 
 from ..recording.hooks import Hook
+from .limits import PULSE_S, PULSES_PER_PACE, SLOWEST_S
 from .records import Backward, Forward, Loading, Step
 from .tracked_model import Model
-
-PULSES_FIRST = 16
-"""The first steps each have a pulse, so that short runs are seen too."""
-PULSE_S, PULSES_PER_PACE, SLOWEST_S = 0.04, 32, 0.64
-"""Seconds between later pulses, doubled after every 32 of them up to the slowest: what is done in a
-pulse then costs a bounded share of the time."""
-
 
 wrapped: Hook[Model] = Hook("wrapped")
 loading_begins: Hook[Loading] = Hook("loading begins")

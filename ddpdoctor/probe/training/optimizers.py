@@ -15,9 +15,9 @@ from ...events import OptimizerSeen, StepDone
 from ...events.amp import next_told_at, told_at
 from ...storage.call_ring import Phase
 from ..recording import hooks
+from ..recording.limits import FIRST_STEPS
 from ..recording.patching import on_restore
 from ..recording.recorder import Recorder, current, run_hook
-from ..recording.sampling import FIRST_STEPS
 from ..recording.stopwatch import loading
 from ..recording.torch_compat import call_without_modes, own_pre_hooks, pre_hooks_after
 from ..recording.watcher import Args, Kwargs, Watcher, on
@@ -25,6 +25,7 @@ from ..recording.weak_references import WeakIdentityMap
 from . import lifecycle
 from .backwards import Backwards
 from .forwards import Forwards
+from .limits import JOINED_LATER_S, JOINED_S, PULSES_FIRST, STEPS_IN_FULL
 from .records import JoinedSteps, Optimizer, Step
 from .steady_state import FastPath, Stage, steady_state
 from .wrapped_models import WrappedModels
@@ -33,12 +34,6 @@ PART = "optimizer-step"
 _LAST = "ddpdoctor"
 """Key of our hook among the optimizer's own, where torch uses numbers."""
 _OPTIMIZER, _USER = int(Phase.OPTIMIZER), int(Phase.USER)  # plain numbers, see `Stage`
-
-STEPS_IN_FULL = 2000
-JOINED_S, JOINED_LATER_S = 0.25, 1.0
-"""After the first steps of an optimizer (`sampling.FIRST_STEPS`), the steps of `JOINED_S` seconds
-share one record, and after `STEPS_IN_FULL` those of a second: fast loops would fill the record. The
-ring has the number of the last step in any case."""
 
 
 class Optimizers(Watcher):
@@ -284,7 +279,7 @@ class Optimizers(Watcher):
                 lifecycle.closure_ends.fire(recorder, known.step)
             lifecycle.step_ends.fire(recorder, known.step)
             steady_state.learn(recorder, known, known.step.site)
-            if now >= self.pulse_at or recorder.step <= lifecycle.PULSES_FIRST:
+            if now >= self.pulse_at or recorder.step <= PULSES_FIRST:
                 self._fire_pulse(recorder, known.step, now)
         if known.steps == FIRST_STEPS + 1:  # the first steps, all sampled, have a cost of their own
             recorder.emit_cost(anyway=True)

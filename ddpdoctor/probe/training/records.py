@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from .backward_observation import BackwardObservation
-from .tracked_model import Model
+from .tracked_model import Model, parameters
 
 
 class JoinedSteps:
@@ -81,7 +81,7 @@ class OptimizerModel:
 
     def parameters(self, positions: list[int]) -> list[Any]:
         """The parameters at some positions, None for those that are gone."""
-        return [self.model.parameters[p]() for p in positions]
+        return parameters(self.model, positions)
 
 
 @dataclass(slots=True)

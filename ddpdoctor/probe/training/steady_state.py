@@ -23,21 +23,10 @@ from ..collectives.call_log import CallLog, Recurring
 from ..recording.hooks import Hook
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import interposed, joins
-from ..tensors.gradient_versions import NO_GRADIENT
+from ..tensors.tensor_watch import NO_TENSOR
+from .limits import ALIKE, FAST_PATH_AFTER, MOST_ALIKE, MOST_CALLS
 from .records import Backward, Forward, Optimizer, Step
 from .tracked_model import Model
-
-FIRST = 64
-"""The first steps of an optimizer never take the fast path: what changes early (warm-up, freezing)
-is seen in full."""
-
-ALIKE, MOST_ALIKE = 2, 64
-"""Equal steps in a row before the next one takes the fast path; doubled, up to the most, whenever a
-step leaves it: for a program that changes often, leaving costs more than the fast path saves."""
-
-
-MOST_CALLS = 64
-"""Forwards and backwards in a step on the fast path, at most: bounds what is compared and kept."""
 
 
 class Stage:
@@ -144,7 +133,7 @@ class Plan:
     next: PlannedCall
     averaged: bool = False
     sequence: int = -1
-    before: tuple[int, int] = NO_GRADIENT
+    before: tuple[int, int] = NO_TENSOR
 
     def examined(self) -> bool:
         """Whether a backward of the step that begins may be one that is examined."""
@@ -209,7 +198,7 @@ class SteadyState:
         if enough steps in a row were equal."""
         if len(self.history) <= MOST_CALLS:
             self.history.append(ObservedCall(Step, optimizer, site, False))
-        enough = self._repeats + 1 >= self._repeats_needed and optimizer.steps >= FIRST
+        enough = self._repeats + 1 >= self._repeats_needed and optimizer.steps >= FAST_PATH_AFTER
         if enough and recorder.call_log is not None and self.history == self._previous:
             self._expect(recorder.call_log, self.history)
 

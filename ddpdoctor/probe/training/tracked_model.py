@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from ...events.model import examined
 from ..recording.torch_compat import graph
 from ..recording.weak_references import Reference
 from ..source.call_resolver import Found
-from ..tensors import gradient_versions
+from ..tensors.tensor_watch import grad_of, marks, spread
 
 
 class Model:
@@ -62,7 +63,7 @@ class Model:
         self.trainable: list[bool] = []
         self.parameters = [Reference(p) for p in parameters]
         self.expected = expected
-        self.sample = gradient_versions.some(expected)
+        self.sample = spread(expected)
         self.sampled = [self.parameters[position] for position in self.sample]
         self.ignored: frozenset[int] = frozenset()
         self.find_unused = False
@@ -94,8 +95,8 @@ class Model:
         return None if self.wrapper is None else self.wrapper()
 
     def gradients(self) -> list[tuple[int, int]]:
-        """(id, version) of each sampled gradient; (0, -1) if there is none."""
-        return gradient_versions.versions(self.sampled)
+        """The marks of the sampled gradients."""
+        return marks(grad_of(reference()) for reference in self.sampled)
 
     def began(self, site: int, sync: bool, step: int) -> None:
         """A forward with gradients begins.
@@ -183,3 +184,13 @@ class Model:
         """The parameters; None if the model is gone."""
         alive = [ref() for ref in self.parameters]
         return None if any(p is None for p in alive) else alive
+
+
+def parameters(model: Model, positions: Sequence[int]) -> list[Any]:
+    """The parameters at some positions; None for one that is gone."""
+    return [model.parameters[position]() for position in positions]
+
+
+def gradients(model: Model, positions: Sequence[int]) -> list[Any]:
+    """The gradients of the parameters at some positions; None for one that has none."""
+    return [grad_of(parameter) for parameter in parameters(model, positions)]

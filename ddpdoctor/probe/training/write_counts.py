@@ -12,13 +12,8 @@ from ...events import Rewritten
 from ...events.pack import pack
 from ..recording.recorder import Recorder
 from ..tensors.tensor_watch import writes as counted
+from .limits import WRITES_ASKED, WRITES_EMITTED
 from .records import OptimizerModel
-
-PER_STEP = 128
-"""Parameters asked per optimizer step, on average: larger models are asked once in some steps."""
-
-EMITTED_AT_MOST = 300
-"""Events per optimizer and model: a program that writes in every step has shown itself by then."""
 
 
 class WriteCounts:
@@ -79,8 +74,8 @@ def record_writes(
         step: number of the optimizer step that begins.
         last: no step begins, the run ends.
     """
-    since, due = writes.step, 0 if last else len(holding.positions) // PER_STEP
-    if step <= since or step - since < due or writes.emitted >= EMITTED_AT_MOST:
+    since, due = writes.step, 0 if last else len(holding.positions) // WRITES_ASKED
+    if step <= since or step - since < due or writes.emitted >= WRITES_EMITTED:
         return
     parameters = holding.parameters(holding.positions)
     try:

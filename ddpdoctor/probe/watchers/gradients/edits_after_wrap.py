@@ -22,9 +22,8 @@ from ...source.inplace_writes import inplace_statements
 from ...tensors.tensor_watch import TensorWatch, spread
 from ...training import lifecycle
 from ...training.records import Forward, Step
-from ...training.tracked_model import Model
+from ...training.tracked_model import Model, parameters
 from ...training.wrapped_models import WrappedModels
-from ...training.written_gradients import parameters
 from .gradient_sync import GradientSync
 from .limits import FORWARDS_AFTER_WRAP, FRAMES_AT_MOST, LOOKED_AT
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from ....events.drift import AGAIN
 from ...recording import hooks
@@ -18,7 +20,7 @@ from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, guarded, shielded
 from ...recording.torch_compat import compiling
 from ...recording.watcher import Args, Kwargs, Watcher, on
-from ...tensors.pending_digests import Row
+from ...tensors.pending_digests import Arrivals, Row
 from ...training import lifecycle
 from ...training.forwards import Forwards
 from ...training.records import Forward, Step
@@ -44,24 +46,12 @@ class Evaluated:
         self.begun = False
 
 
-class PendingDigests(NamedTuple):
-    """Digests of an evaluation that may still be on their way from the device; the other fields are
-    those of `Digests`."""
-
-    row: Row
-    model: int
-    kind: str
-    point: str
-    step: int
-    site: int
-
-
 class Evaluation(Watcher):
     """Digests what is evaluated.
 
     Attributes:
         evaluated, in_parts: by model, its evaluations as a whole, and those of its parts.
-        pending: digests that are on their way; meanwhile `settling` is enabled.
+        pending: records of digests that are on their way; meanwhile `settling` is enabled.
         handle: of the global forward hook, None while nothing waits for it.
         models: models in evaluation mode whose next forward is recorded; `parts` submodules that
             were put there on their own.
@@ -74,7 +64,7 @@ class Evaluation(Watcher):
     def __init__(self) -> None:
         self.evaluated: defaultdict[int, Evaluated] = defaultdict(Evaluated)
         self.in_parts: defaultdict[int, Evaluated] = defaultdict(Evaluated)
-        self.pending: list[PendingDigests] = []
+        self.pending: Arrivals[Callable[[], None]] = Arrivals()
         self.settling = Subscriptions()
         self.handle: Any = None
         self.models: set[Model] = set()
@@ -154,15 +144,9 @@ class Evaluation(Watcher):
             return
         key, known.times = AGAIN * model.forwards + known.times, known.times + 1
         own = {id(buffer) for buffer in module.buffers()}
-        waiting = replica_digests.digest(
-            recorder, [b if id(b) in own else None for b in replica_digests.buffers(model)]
-        )
-        if waiting is not None:
-            row = Row(key, 1, model.synced_backwards, waiting)
-            self.pending.append(
-                PendingDigests(row, model.number, "buffers", "part", recorder.step, site)
-            )
-        self._emit(recorder)
+        buffers = [b if id(b) in own else None for b in replica_digests.buffers(model)]
+        self._digest(recorder, model, key, buffers, kind="buffers", point="part", site=site)
+        self._emit()
 
     def _model_called(self, recorder: Recorder, model: Model) -> None:
         import torch
@@ -199,28 +183,30 @@ class Evaluation(Watcher):
         if not known.times:
             point, key = "eval", model.forwards
         for kind, tensors in kinds.items():
-            waiting = replica_digests.digest(recorder, tensors)
-            if waiting is not None:
-                row = Row(key, 1, model.synced_backwards, waiting)
-                self.pending.append(
-                    PendingDigests(row, model.number, kind, point, recorder.step, site)
-                )
-        self._emit(recorder)
+            self._digest(recorder, model, key, tensors, kind=kind, point=point, site=site)
+        self._emit()
 
-    def _emit(self, recorder: Recorder, *, wait: bool = False) -> None:
-        pending = self.pending
-        while pending and pending[0].row.waiting.ready(wait=wait):
-            row, model, kind, point, step, site = pending.pop(0)
-            replica_digests.write(recorder, [row], model, -1, kind, point, step, site)
-        self.settling.enable(bool(pending))
+    def _digest(
+        self, recorder: Recorder, model: Model, key: int, tensors: list[Any], **where: Any
+    ) -> None:
+        waiting = replica_digests.digest(recorder, tensors)
+        if waiting is not None:
+            rows, step = [Row(key, 1, model.synced_backwards, waiting)], recorder.step
+            write = partial(replica_digests.write, recorder, rows, model.number, -1, step=step)
+            self.pending.add(partial(write, **where), waiting)
+
+    def _emit(self, *, wait: bool = False) -> None:
+        for write, _ in self.pending.take(wait=wait):
+            write()
+        self.settling.enable(bool(self.pending))
 
     @on(lifecycle.step_begins, during="settling")
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
-        self._emit(recorder)
+        self._emit()
 
     @on(hooks.leaving)
     def _leaving(self, recorder: Recorder, _: None) -> None:
-        self._emit(recorder, wait=True)
+        self._emit(wait=True)
 
     @on(lifecycle.forward_begins, during="forwards")
     def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:

@@ -30,6 +30,11 @@ AGAIN_AT = (9, 99, 999)
 """Steps at which an unchanged pattern is recorded again, with the times DDP has measured so far:
 the first steps are no measure of speed."""
 
+# gradient_edits
+
+ASKED_AT_MOST = 256
+"""Gradients of a model that are asked whether they were written to: bounds the time per step."""
+
 # hyperparameters
 
 GROUPS_AT_MOST = 16

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
+from collections import defaultdict
+from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from ....events import Clipped, Edited
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
+from ...recording.torch_compat import compiled
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import state_edit_in_frames
 from ...source.division import divided_by_world_size
 from ...source.line_tracer import Tracer
 from ...tensors.digests import ABSENT, digests
-from ...tensors.tensor_watch import spread
+from ...tensors.tensor_watch import TensorWatch, spread, state_mark, writes
 from ...training import lifecycle
 from ...training.records import Backward, OptimizerModel, Step
-from ...training.snapshot import TensorSnapshot, ratio, rewritten, state_of
 from ...training.tracked_model import Model
-from ...training.written_gradients import WrittenGradients, gradients
 from .gradient_clears import CLEARED, clearing_site
+from .gradient_edits import BEFORE, NOW, GradientEdits
 from .gradient_sync import GradientSync
 from .limits import (
     BUDGET_SHARE,
@@ -41,19 +46,16 @@ from .limits import (
     TRACED_AT_MOST,
 )
 
-NOT_EDITED: tuple[Any, ...] = (False, 0.0, 0.0, (), (False, False, False), (), {})
-"""What is recorded of an unedited kind; see `_emit`."""
-
 
 class ModelEdits:
-    """Snapshots of one model, and what was recorded of each kind of edit.
+    """What is watched of one model, and what was recorded of each kind of edit.
 
     The kinds are `gradients`, `parameters` and `state`.
 
     Attributes:
         gradients: since the last backward; `parameters` and `states` by optimizer, since its last
             step.
-        emitted: by kind and optimizer, what was recorded last.
+        emitted: by kind and optimizer, what was recorded last, see `_without_step`.
         sites: lines that edit, by kind and whether values changed or were only written anew; one
             that divides by the world size comes first, and is in `divisors` as written.
         searched: searches for a line that edits optimizer state, see `STATE_SEARCHES`.
@@ -72,10 +74,10 @@ class ModelEdits:
     """
 
     def __init__(self) -> None:
-        self.gradients: TensorSnapshot | None = None
-        self.parameters: dict[int, TensorSnapshot] = {}
-        self.states: dict[int, TensorSnapshot] = {}
-        self.emitted: dict[tuple[str, int], tuple[Any, ...]] = {}
+        self.gradients: GradientEdits | None = None
+        self.parameters: dict[int, TensorWatch] = {}
+        self.states: dict[int, TensorWatch] = {}
+        self.emitted: dict[tuple[str, int], Edited] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
         self.searched = 0
@@ -116,7 +118,7 @@ class ManualEdits(Watcher):
     after = (GradientSync,)  # decides whether gradients were synchronised
 
     def __init__(self) -> None:
-        self.models: dict[Model, ModelEdits] = {}
+        self.models: defaultdict[Model, ModelEdits] = defaultdict(ModelEdits)
         self.calls: dict[int, int] = {}
         self.depth = 0
         self.spent_ns = 0
@@ -165,8 +167,9 @@ class ManualEdits(Watcher):
         if self.depth > 1:
             return
         began = time.perf_counter_ns()
-        for model, snapshot in self._gradient_snapshots():
-            snapshot.called(gradients(model, snapshot.positions))
+        for edits in self.models.values():
+            if edits.gradients is not None:
+                edits.gradients.function_begins()
         self.spent_ns += time.perf_counter_ns() - began
 
     def _function_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
@@ -175,27 +178,20 @@ class ManualEdits(Watcher):
             return
         name, site = token
         began = time.perf_counter_ns()
-        for model, snapshot in self._gradient_snapshots():
-            snapshot.returned(gradients(model, snapshot.positions), name, site)
-            tracer = self._edits_of(model).tracer
-            if tracer is not None and tracer.kind == "gradients":
-                tracer.pass_over()
+        for edits in self.models.values():
+            if edits.gradients is None:
+                continue
+            edits.gradients.function_ends(name, site)
+            if edits.tracer is not None and edits.tracer.kind == "gradients":
+                edits.tracer.pass_over()
         self.spent_ns += time.perf_counter_ns() - began
-
-    def _gradient_snapshots(self) -> list[tuple[Model, TensorSnapshot]]:
-        return [(m, f.gradients) for m, f in self.models.items() if f.gradients is not None]
-
-    def _edits_of(self, model: Model) -> ModelEdits:
-        if (found := self.models.get(model)) is None:
-            found = self.models[model] = ModelEdits()
-        return found
 
     def look_now(self, model: Model) -> None:
         """Take snapshots from the next backward on, for as many steps as at the start of the run.
 
         For watchers that have seen something happen to the gradients.
         """
-        edits = self._edits_of(model)
+        edits = self.models[model]
         edits.moments, edits.next_at = 0, 0.0
         edits.count = min(edits.count, EDITS_EMITTED - EDITS_ON_DEMAND)
         self._looking.enable()
@@ -246,7 +242,7 @@ class ManualEdits(Watcher):
         if backward.error is not None:
             return
         for model in backward.models:
-            edits = self._edits_of(model)
+            edits = self.models[model]
             edits.gradients = None
             if not GradientSync.current.averaged(model) or not self._affordable(recorder, edits):
                 continue
@@ -256,60 +252,58 @@ class ManualEdits(Watcher):
                 if edits.whole
                 else spread(model.expected, LOOKED_AT)
             )
-            edits.gradients = TensorSnapshot(positions, gradients(model, positions), sampled=True)
+            edits.gradients = GradientEdits(model, positions)
             edits.backward_site = backward.site
-            edits.gradients.touched = WrittenGradients(model, model.expected)
-            _trace(recorder, edits, "gradients", model)
+            _trace(recorder, edits, "gradients", model, edits.gradients.looked_at)
             self.spent_ns += time.perf_counter_ns() - began
 
     @on(lifecycle.step_begins, during="_looking", enabled=True)
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
         for holding in step.holdings:
-            edits = self._edits_of(holding.model)
+            edits = self.models[holding.model]
             if holding.optimizer not in edits.parameters and edits.gradients is None:
                 continue
             began = time.perf_counter_ns()
             self.emit_parameters(recorder, step.number, holding)
-            if (before := edits.states.pop(holding.optimizer, None)) is not None:
-                after = _state(step, holding, before.positions)
-                if after.numbers != before.numbers:
+            if (state := edits.states.pop(holding.optimizer, None)) is not None:
+                state.keep(NOW)
+                if state.changed(BEFORE, until=NOW):
                     _find_line_of_state_edit(recorder, edits, step)
-                self._emit(recorder, step.number, holding, "state", before, after)
-            snapshot = edits.gradients
-            edits.gradients = None
-            if snapshot is not None:
-                mine = snapshot.only(holding.held)
-                if mine.positions and not step.closure:
-                    now = TensorSnapshot(
-                        mine.positions, gradients(holding.model, mine.positions), sampled=True
-                    )
-                    self._emit(recorder, step.number, holding, "gradients", mine, now)
-                if rest := set(snapshot.positions).difference(mine.positions):
-                    edits.whole, edits.gradients = False, snapshot.only(rest)
+                self._emit(recorder, step.number, holding, "state", state)
+            whole, edits.gradients = edits.gradients, None
+            if whole is not None:
+                mine = whole.only(holding.held)
+                if mine.looked_at.positions and not step.closure:
+                    mine.step_begins()
+                    self._emit(recorder, step.number, holding, "gradients", mine.looked_at, mine)
+                if rest := set(whole.looked_at.positions) - holding.held:
+                    edits.whole, edits.gradients = False, whole.only(rest)
             self.spent_ns += time.perf_counter_ns() - began
 
     def emit_parameters(self, recorder: Recorder, step: int, holding: OptimizerModel) -> None:
         """Compare an optimizer's parameters with their snapshot, before its step or at the end."""
-        before = self._edits_of(holding.model).parameters.pop(holding.optimizer, None)
-        if before is not None:
-            now = TensorSnapshot(
-                before.positions, holding.parameters(before.positions), sampled=False
-            )
-            self._emit(recorder, step, holding, "parameters", before, now)
+        parameters = self.models[holding.model].parameters.pop(holding.optimizer, None)
+        if parameters is not None:
+            parameters.keep(NOW)
+            self._emit(recorder, step, holding, "parameters", parameters)
 
     @on(lifecycle.step_ends, during="_looking", enabled=True)
     def _step_ends(self, recorder: Recorder, step: Step) -> None:
         for holding in step.holdings:
-            edits = self._edits_of(holding.model)
+            edits = self.models[holding.model]
             if not self._affordable(recorder, edits, holding.optimizer):
                 continue
             began = time.perf_counter_ns()
             positions = _positions_to_look_at(recorder, holding.positions)
-            held = holding.parameters(positions)
-            edits.parameters[holding.optimizer] = TensorSnapshot(positions, held, sampled=False)
-            edits.states[holding.optimizer] = _state(step, holding, positions)
-            _trace(recorder, edits, "parameters", holding.model)
-            _trace(recorder, edits, "state", holding.model, step)
+            state_marks = partial(_state_marks, step.optimizer)
+            for kind, watches, columns in (
+                ("parameters", edits.parameters, (digests, _writes)),
+                ("state", edits.states, (state_marks,)),
+            ):
+                watch = TensorWatch(positions, holding.parameters, *columns)
+                watches[holding.optimizer] = watch
+                watch.keep(BEFORE)
+                _trace(recorder, edits, kind, holding.model, watch)
             self.spent_ns += time.perf_counter_ns() - began
         if not recorder.every and all(f.idle(recorder.step) for f in self.models.values()):
             self._looking.disable()
@@ -320,78 +314,85 @@ class ManualEdits(Watcher):
         step: int,
         holding: OptimizerModel,
         kind: str,
-        before: TensorSnapshot,
-        now: TensorSnapshot,
+        watch: TensorWatch,
+        gradients: GradientEdits | None = None,
     ) -> None:
-        """Compare two snapshots and record an edit, unless it equals the last one recorded."""
-        edits = self._edits_of(holding.model)
-        pairs = zip(before.positions, before.numbers, now.numbers, strict=True)
-        differing = [p for p, old, new in pairs if old != new]
-        counted: list[int] = []
-        if before.touched is not None:
-            before.touched.look()
-            counted = sorted(before.touched.besides(before.positions, holding.held))
-        changed = bool(differing or counted)
-        functions = tuple(before.functions) if differing else ()
-        beside = bool(functions) and (
-            before.beside or now.numbers != before.latest or bool(counted)
+        """Record an edit between `BEFORE` and `NOW`, unless it equals the last one recorded."""
+        edits = self.models[holding.model]
+        differing = watch.changed(BEFORE, until=NOW)
+        counted = [] if gradients is None else gradients.counted(holding.held)
+        undone: list[int] = []
+        if kind == "parameters" and not differing:  # written to, and put back
+            undone = watch.changed(BEFORE, until=NOW, column=1)
+        nothing = Edited(
+            at=time.monotonic(),
+            model=holding.model.number,
+            optimizer=holding.optimizer,
+            kind=kind,
+            step=step,
+            changed=False,
         )
-        undone = [] if changed else rewritten(before, now)
-        changers = dict(before.changers) if differing else {}
-        share = ratio(before.values, now.values) if differing and kind == "gradients" else 0.0
-        besides = before.besides(now) if beside and differing else 0.0
-        if edits.tracer is not None and edits.tracer.kind == kind:
-            found = edits.tracer.stop()
-            edits.tracer = None
-            if found and (changed or undone):
-                edits.trace_position.pop(kind, None)
-                divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
-                found.sort(key=lambda at: not divisors[at])  # stable: a dividing line comes first
-                edits.sites[kind, changed] = tuple(recorder.sites.number(*place) for place in found)
-                edits.divisors[kind, changed] = divisors[found[0]]
-        after = dict(zip(now.positions, now.numbers, strict=True))
-        by_hand = undone or counted or (differing if beside or not functions else [])
-        if by_hand and (kind, changed) not in edits.sites:
-            gone = [p for p in by_hand if after.get(p) == ABSENT]
-            edits.trace_position[kind] = (gone or by_hand)[0]
-            edits.expected[kind] = 2 * recorder.step - edits.changed_at.get(kind, recorder.step)
-            edits.changed_at[kind] = recorder.step
-        late = edits.next_at and edits.followed_up < TRACED_AT_MOST
-        if late and kind in edits.trace_position and recorder.step - edits.changed_at[kind] <= 1:
-            edits.followed_up += 1  # edits may come in every step now: trace the next ones
-            edits.look_at(recorder.step + 1)
-        key = (kind, holding.optimizer)
-        sites = edits.sites.get((kind, changed), ()) if changed or undone else ()
-        if kind == "gradients" and differing and not sites:
-            sites = (
-                _clearing_sites(recorder, edits) if {after[p] for p in differing} <= CLEARED else ()
-            )
-        how = (beside, bool(undone), bool(counted))
-        state = (changed, share, besides, sites, how, functions, changers)
-        if edits.emitted.get(key, NOT_EDITED) == state or edits.count >= EDITS_EMITTED:
+        event = replace(
+            nothing,
+            changed=bool(differing or counted),
+            undone=bool(undone),
+            counted=bool(counted),
+        )
+        if gradients is not None and differing:
+            event = gradients.described(event)
+        _end_trace(recorder, edits, event)
+        after = watch.noted(NOW)
+        by_torch = event.functions and not event.beside
+        own = [] if by_torch else sorted(differing, key=lambda p: after[p] != ABSENT)
+        _follow_up(recorder, edits, event, undone or counted or own)
+        sites: tuple[int, ...] = ()
+        if event.changed or event.undone:
+            sites = edits.sites.get((kind, event.changed), ())
+        cleared = gradients is not None and differing and {after[p] for p in differing} <= CLEARED
+        if cleared and not sites:
+            sites = _clearing_sites(recorder, edits)
+        if sites:
+            event = replace(event, site=sites[0], more=sites[1:])
+        key, told = (kind, holding.optimizer), _without_step(event)
+        if edits.emitted.get(key, _without_step(nothing)) == told or edits.count >= EDITS_EMITTED:
             return
         edits.count += 1
-        edits.emitted[key] = state
-        recorder.emit(
-            Edited(
-                at=time.monotonic(),
-                model=holding.model.number,
-                optimizer=holding.optimizer,
-                kind=kind,
-                step=step,
-                changed=changed,
-                ratio=share,
-                site=sites[0] if sites else -1,
-                more=sites[1:],
-                functions=functions,
-                changers=changers,
-                besides=besides,
-                beside=beside,
-                undone=bool(undone),
-                counted=bool(counted),
-                divisor=edits.divisors.get((kind, True), "") if changed else "",
-            )
-        )
+        edits.emitted[key] = told
+        divisor = edits.divisors.get((kind, True), "") if event.changed else ""
+        recorder.emit(replace(event, divisor=divisor))
+
+
+def _without_step(event: Edited) -> Edited:
+    return replace(event, at=0.0, step=0)
+
+
+def _end_trace(recorder: Recorder, edits: ModelEdits, event: Edited) -> None:
+    """Stop tracing lines for a kind of edit, and keep those that were found."""
+    if edits.tracer is None or edits.tracer.kind != event.kind:
+        return
+    found = edits.tracer.stop()
+    edits.tracer = None
+    if not (found and (event.changed or event.undone)):
+        return
+    edits.trace_position.pop(event.kind, None)
+    divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
+    found.sort(key=lambda at: not divisors[at])  # stable: a dividing line comes first
+    key = event.kind, event.changed
+    edits.sites[key] = tuple(recorder.sites.number(*place) for place in found)
+    edits.divisors[key] = divisors[found[0]]
+
+
+def _follow_up(recorder: Recorder, edits: ModelEdits, event: Edited, by_program: list[int]) -> None:
+    """Choose a parameter to trace, of those that the program edited, if the line is not known."""
+    kind = event.kind
+    if by_program and (kind, event.changed) not in edits.sites:
+        edits.trace_position[kind] = by_program[0]
+        edits.expected[kind] = 2 * recorder.step - edits.changed_at.get(kind, recorder.step)
+        edits.changed_at[kind] = recorder.step
+    late = edits.next_at and edits.followed_up < TRACED_AT_MOST
+    if late and kind in edits.trace_position and recorder.step - edits.changed_at[kind] <= 1:
+        edits.followed_up += 1  # edits may come in every step now: trace the next ones
+        edits.look_at(recorder.step + 1)
 
 
 def _positions_to_look_at(recorder: Recorder, positions: list[int]) -> list[int]:
@@ -400,12 +401,13 @@ def _positions_to_look_at(recorder: Recorder, positions: list[int]) -> list[int]
     return list(positions) if asked else spread(positions, LOOKED_AT)
 
 
-def _state(step: Step, holding: OptimizerModel, positions: list[int]) -> TensorSnapshot:
-    """A snapshot of the optimizer's state by identity and version; no tensor is read."""
-    snapshot = TensorSnapshot(positions, [], sampled=True)
-    optimizer = step.optimizer()
-    snapshot.numbers = [state_of(optimizer, p) for p in holding.parameters(positions)]
-    return snapshot
+def _writes(parameters: list[Any]) -> list[int]:
+    return [writes(parameter) for parameter in parameters]
+
+
+def _state_marks(optimizer: weakref.ref[Any], parameters: list[Any]) -> list[int]:
+    held = optimizer()
+    return [state_mark(held, parameter) for parameter in parameters]
 
 
 def _find_line_of_state_edit(recorder: Recorder, edits: ModelEdits, step: Step) -> None:
@@ -430,7 +432,7 @@ def _clearing_sites(recorder: Recorder, edits: ModelEdits) -> tuple[int, ...]:
 
 
 def _trace(
-    recorder: Recorder, edits: ModelEdits, kind: str, model: Model, step: Step | None = None
+    recorder: Recorder, edits: ModelEdits, kind: str, model: Model, watch: TensorWatch
 ) -> None:
     """Trace lines up to the next comparison, if the last one found an edit but no line."""
     position = edits.trace_position.get(kind, -1)
@@ -440,19 +442,7 @@ def _trace(
     if traced >= TRACED_AT_MOST and edits.expected.get(kind) != recorder.step:
         return
     inner = model.inner()
-    if inner is None or any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in inner.modules()
-    ):
-        return  # a trace function would make torch.compile recompile
-    reference = model.parameters[position]
-    optimizer = step.optimizer if step is not None else None
-
-    def number() -> int:
-        parameter = reference()
-        if optimizer is not None:
-            return state_of(optimizer(), parameter)
-        tensor = parameter.grad if parameter is not None and kind == "gradients" else parameter
-        return digests([tensor])[0]
-
+    if inner is None or compiled(inner.modules()):
+        return
     edits.traced[kind] = traced + 1
-    edits.tracer = Tracer.start(recorder, kind, number)
+    edits.tracer = Tracer.start(recorder, kind, partial(watch.now, position))

@@ -19,12 +19,14 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
 from ...recording.hooks import Subscriptions
+from ...recording.limits import FIRST_STEPS
 from ...recording.recorder import Recorder
-from ...recording.sampling import FIRST_STEPS, Pace
+from ...recording.sampling import Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums
 from ...tensors.pending_digests import Row, Rows, Waiting
+from ...tensors.tensor_watch import grad_of
 from ...training import lifecycle, optimizer_models, write_counts
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Forward, OptimizerModel, Step
@@ -347,7 +349,7 @@ def _tensors(holding: OptimizerModel, kind: str, key: int, stride: int) -> list[
     picked = holding.parameters([positions[i] for i in chosen(key, stride, len(positions))])
     if kind == "parameters":
         return picked
-    return [None if p is None else p.grad for p in picked]
+    return [grad_of(p) for p in picked]
 
 
 def buffers(model: Model) -> list[Any]:
@@ -407,11 +409,7 @@ def _flush(recorder: Recorder, watch: Watch, *, soon: bool = False, wait: bool =
     for kind, rows in watch.rows.items():
         if not (soon or rows.due()):
             continue
-        ready = []
-        while rows.rows and rows.rows[0].waiting.ready(wait=wait):
-            ready.append(rows.rows.pop(0))
-        rows.since = time.monotonic()
-        if ready:
+        if ready := rows.take(wait=wait):
             model = watch.holding.model.number
             point = "kept" if kind == "buffers" else "step"
             write(recorder, ready, model, watch.holding.optimizer, kind, point)

@@ -15,7 +15,7 @@ from ...collectives.call_hooks import Call
 from ...recording import hooks
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...tensors.gradient_versions import memory_of
+from ...tensors.collective_payload import memory_of
 from ...training.backwards import Backwards
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels

@@ -17,18 +17,20 @@ from ...recording.torch_compat import shard
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.digests import readable
-from ...tensors.gradient_versions import some, versions
+from ...tensors.tensor_watch import NO_TENSOR, TensorWatch, grad_of, marks, spread
 from ...training import lifecycle
 from ...training.records import Backward, Step
 from .gradient_sync import GradientSync
 from .limits import CLEARS_EMITTED, CLEARS_ENOUGH, READ_UP_TO
+
+LEFT = "left"
 
 
 class WatchedGradients:
     """Some parameters of one optimizer, since its last step.
 
     Attributes:
-        before: identity and version of the gradients as the last step or backward left them.
+        gradients: of these parameters, as the last step or backward left them (`LEFT`).
         filled: a parameter whose gradient was not all zero then; None if none was read.
         cleared: the gradients were cleared since the step.
         touched: a backward added to uncleared gradients; the first one is at `site`.
@@ -39,8 +41,8 @@ class WatchedGradients:
     """
 
     def __init__(self, parameters: list[Any]) -> None:
-        self.parameters = [Reference(p) for p in some(parameters)]
-        self.before: list[tuple[int, int]] = []
+        self.parameters = [Reference(p) for p in spread(parameters)]
+        self.gradients = TensorWatch(range(len(self.parameters)), self._read, marks)
         self.filled: weakref.ref[Any] | None = None
         self.cleared = True
         self.touched = False
@@ -52,25 +54,24 @@ class WatchedGradients:
         self.emitted: bool | None = None
         self.count = 0
 
-    def state(self) -> list[tuple[int, int]]:
-        return versions(self.parameters)
+    def _read(self, positions: list[int]) -> list[Any]:
+        return [grad_of(self.parameters[position]()) for position in positions]
 
-    def keep(self, now: list[tuple[int, int]]) -> None:
-        """Remember the gradients as a step or a backward has left them."""
-        self.before = now
+    def note_values(self) -> None:
+        """After a step or a backward, find a gradient that is not zero."""
         self.filled = next((ref for ref in self.parameters if _any_value(ref)), None)
 
     def note_clear(self) -> None:
         """Before a backward, note whether all gradients were dropped, overwritten or zeroed."""
-        pairs = zip(self.state(), self.before, strict=True)
+        left = self.gradients.noted(LEFT)
         zeroed = self.filled is not None and _any_value(self.filled) is False
-        if zeroed or any(now != then for now, then in pairs if then[1] >= 0):
+        if zeroed or any(left[p] != NO_TENSOR for p in self.gradients.changed(LEFT)):
             self.cleared = True
 
 
 def _any_value(parameter: weakref.ref[Any]) -> bool | None:
     """Whether a gradient has a nonzero value; None if it is too large or on a device."""
-    grad = None if (p := parameter()) is None else shard(p.grad)
+    grad = shard(grad_of(parameter()))
     if grad is None or not readable(grad) or not 0 < grad.numel() <= READ_UP_TO:
         return None
     return bool(grad.detach().count_nonzero())
@@ -97,11 +98,10 @@ class ZeroGrad(Watcher):
         for _, watched in self.watched:
             if watched.cleared or not watched.awake:
                 continue
-            now = watched.state()
-            if now != watched.before:
+            if watched.gradients.changed_again(LEFT):
                 if not watched.touched:
                     watched.touched, watched.site = True, backward.site
-                watched.keep(now)
+                watched.note_values()
 
     @on(lifecycle.step_due)
     def _step_due(self, recorder: Recorder, step: Step) -> None:
@@ -138,9 +138,10 @@ class ZeroGrad(Watcher):
         if watched is None or not watched.parameters or not (watched.awake or step.due):
             return
         watched.awake = True
-        watched.keep(watched.state())
+        watched.gradients.keep(LEFT)
+        watched.note_values()
         watched.touched, watched.site = False, -1
-        watched.cleared = all(version < 0 for _, version in watched.before)
+        watched.cleared = all(left == NO_TENSOR for left in watched.gradients.noted(LEFT).values())
 
     def _record_step(self, recorder: Recorder, step: Step, watched: WatchedGradients) -> None:
         if not (step.number and watched.awake and (watched.touched or watched.cleared)):
@@ -152,7 +153,7 @@ class ZeroGrad(Watcher):
             carried=not watched.cleared,
             site=step.site,
             backward_site=watched.site,
-            parameters=len(watched.before),
+            parameters=len(watched.parameters),
         )
         if event.carried:
             watched.carries += 1

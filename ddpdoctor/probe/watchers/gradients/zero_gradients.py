@@ -13,7 +13,8 @@ from ...recording import hooks
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...tensors.digests import ABSENT, digests, readable
+from ...tensors.digests import ABSENT, readable
+from ...tensors.tensor_watch import TensorWatch, grad_of
 from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import OptimizerModel, Step
@@ -30,7 +31,7 @@ class AlwaysZero:
         changed: positions of `always` whose parameters a step changed.
         emitted: positions on record.
         samples: samples so far.
-        before: digests of parameters before the current step.
+        moved: the parameters at `always`, watched over the current step; None else.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class AlwaysZero:
         self.changed: set[int] = set()
         self.emitted: set[int] = set()
         self.samples = 0
-        self.before: dict[int, int] = {}
+        self.moved: TensorWatch | None = None
 
 
 class ZeroGradientWatch(Watcher):
@@ -67,7 +68,8 @@ class ZeroGradientWatch(Watcher):
             if watched.emitted - watched.always:
                 _emit(recorder, holding, watched, step)
             if rare and watched.always:
-                watched.before = _digests(holding, sorted(watched.always))
+                watched.moved = TensorWatch(sorted(watched.always), holding.parameters)
+                watched.moved.keep("step begins")
                 self._ends.enable()
 
     @on(lifecycle.step_ends, during="_ends")
@@ -75,16 +77,18 @@ class ZeroGradientWatch(Watcher):
         """Note which parameters with zero gradients the step changed."""
         known: dict[OptimizerModel, AlwaysZero] = step.known.notes.get(AlwaysZero, {})
         for holding, watched in known.items():
-            before, watched.before = watched.before, {}
-            after = _digests(holding, list(before))
-            watched.changed |= {
-                p for p, old in before.items() if ABSENT != old != after[p] != ABSENT
-            }
-            if before and watched.samples >= ZERO_SAMPLES:
+            moved, watched.moved = watched.moved, None
+            if moved is None:
+                continue
+            moved.keep("step ends")
+            before, after = moved.noted("step begins"), moved.noted("step ends")
+            changed = moved.changed("step begins", until="step ends")
+            watched.changed.update(p for p in changed if ABSENT not in (before[p], after[p]))
+            if watched.samples >= ZERO_SAMPLES:
                 _emit(recorder, holding, watched, step)
         self._ends.enable(
             any(
-                z.before
+                z.moved is not None
                 for k in Optimizers.current.known()
                 for z in k.notes.get(AlwaysZero, {}).values()
             )
@@ -112,17 +116,13 @@ def _zero_by_position(holding: OptimizerModel, before: set[int] | None) -> dict[
         return {}
     seen = {}
     for position, parameter in zip(positions, holding.parameters(positions), strict=True):
-        gradient = None if parameter is None else parameter.grad
+        gradient = grad_of(parameter)
         if gradient is None:
             continue
         if not readable(gradient):
             return None
         seen[position] = not bool(gradient.any())
     return seen
-
-
-def _digests(holding: OptimizerModel, positions: list[int]) -> dict[int, int]:
-    return dict(zip(positions, digests(holding.parameters(positions)), strict=True))
 
 
 def _emit(recorder: Recorder, holding: OptimizerModel, watched: AlwaysZero, step: Step) -> None:

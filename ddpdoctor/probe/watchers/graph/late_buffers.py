@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import msgspec
+from msgspec.structs import replace
 
 from ....events import LateBuffers, SentBuffers
 from ....events.drift import full
@@ -20,7 +20,7 @@ from ...recording import hooks
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...tensors.digests import capturing, sums
-from ...tensors.pending_digests import Waiting
+from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle, optimizer_models
 from ...training.records import Forward, Step
 from ...training.tracked_model import Model
@@ -32,7 +32,7 @@ class LateBufferWatch(Watcher):
     lost = "buffers that came after the wrap"
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[LateBuffers, Waiting]] = []
+        self.waiting: Arrivals[LateBuffers] = Arrivals()
         self.shapes: WeakKeyDictionary[Model, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
 
     @on(lifecycle.forward_due)
@@ -83,13 +83,12 @@ class LateBufferWatch(Watcher):
                 shapes=tuple(tuple(int(n) for n in buffer.shape) for _, buffer in found),
                 values="",
             )
-            self.waiting.append((state, Waiting(sums([buffer for _, buffer in found])[0])))
+            self.waiting.add(state, Waiting(sums(buffer for _, buffer in found)[0]))
         self._write(recorder)
 
     def _write(self, recorder: Recorder) -> None:
-        while self.waiting and self.waiting[0][1].ready(wait=False):
-            state, values = self.waiting.pop(0)
-            recorder.emit(msgspec.structs.replace(state, values=pack(values.values)))
+        for state, (values,) in self.waiting.take():
+            recorder.emit(replace(state, values=pack(values)))
 
     @on(hooks.leaving)
     def _leaving(self, recorder: Recorder, _: None) -> None:

@@ -17,12 +17,14 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
+from ...recording.torch_compat import compiled
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
 from ...source.division import divided_by_world_size, loss_divided
 from ...source.line_tracer import Tracer
 from ...tensors.autograd_nodes import divisor_of
 from ...tensors.digests import digests, some_values
+from ...tensors.tensor_watch import grad_of, spread
 from ...training import lifecycle, records
 from ...training.module_origins import ModuleOrigins
 from ...training.optimizers import Optimizers
@@ -111,8 +113,9 @@ class AveragedGradients(Watcher):
             self._forget(known.number)
             parameters = _sampled_parameters(unwrapped)
             if parameters and backward.error is None:
-                follow = bool(self.looks.get(known.number)) and not _compiled()
-                tracer = _trace(recorder, parameters[0]) if follow else None
+                follow = self.looks.get(known.number)
+                traced = follow and not compiled(ModuleOrigins.current.living_modules())
+                tracer = _trace(recorder, parameters[0]) if traced else None
                 alone = known.number in self.alone
                 self.local[known.number] = _LocalGradients(parameters, tracer, alone)
 
@@ -172,22 +175,13 @@ class AveragedGradients(Watcher):
 
 def _sampled_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
     alive = [p for ref in unwrapped.parameters if (p := ref()) is not None and p.grad is not None]
-    return alive[:: max(1, len(alive) // AVERAGED_TENSORS)][:AVERAGED_TENSORS]
-
-
-def _compiled() -> bool:
-    """Whether a model is compiled: a trace function would make torch.compile recompile."""
-    return any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None)
-        for m in ModuleOrigins.current.living_modules()
-    )
+    return spread(alive, AVERAGED_TENSORS)
 
 
 def _trace(recorder: Recorder, parameter: Any) -> Tracer | None:
     reference = Reference(parameter)
 
     def number() -> int:
-        held = reference()
-        return digests([None if held is None else held.grad])[0]
+        return digests([grad_of(reference())])[0]
 
     return Tracer.start(recorder, "gradients", number)

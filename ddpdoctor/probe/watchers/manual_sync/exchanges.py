@@ -19,8 +19,8 @@ from ...recording.recorder import Recorder
 from ...recording.torch_compat import sequence_number
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
-from ...tensors.collective_payload import ENOUGH, FLAT, Exchange, PassedGradients, covers
-from ...tensors.gradient_versions import memory_of
+from ...tensors.collective_payload import Exchange, PassedGradients, covers, memory_of
+from ...tensors.limits import ENOUGH_PASSED, FLAT
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.optimizers import Optimizers
@@ -324,7 +324,7 @@ class Exchanges(Watcher):
         )
         group = used.pop() if total and whole and len(used) == 1 else -1
         return PassedGradients(
-            tuple(found), other, group, bool(total) and emitted + flat >= ENOUGH * total
+            tuple(found), other, group, bool(total) and emitted + flat >= ENOUGH_PASSED * total
         )
 
     def gradients_applied(self, parameters: Sequence[Reference]) -> bool:
@@ -378,7 +378,7 @@ class Exchanges(Watcher):
         """Whether enough numbers were exchanged since `numbers_passed()` was `since` to synchronise
         these parameters, in whatever form."""
         new = self.numbers_passed - since
-        return bool(new) and new >= ENOUGH * sum(p.numel() for p in parameters)
+        return bool(new) and new >= ENOUGH_PASSED * sum(p.numel() for p in parameters)
 
     def exchange_site(self) -> int:
         """Site of an exchange during a backward or between backward and step; -1 if the first steps

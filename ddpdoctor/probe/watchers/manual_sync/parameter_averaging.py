@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...tensors.collective_payload import ENOUGH
-from ...tensors.pending_digests import Waiting
+from ...tensors.limits import ENOUGH_PASSED
+from ...tensors.pending_digests import Arrivals, Waiting
 from .exchanges import Exchanges
 
 Digest = Callable[[], "Waiting | None"]
@@ -26,13 +26,13 @@ class WriteBack:
         self.unchanged = 0
         self._window = -1
         self._before: Waiting | None = None
-        self._pairs: list[tuple[Waiting, Waiting]] = []
+        self._pairs: Arrivals[None] = Arrivals()
 
     def called(self, digest: Digest, size: int) -> None:
         """Digest the parameters, if a collective that is about to be made may exchange them.
 
-        This is done once per window, before half of an exchange of that size (`ENOUGH / 2`) has
-        taken place: then some parameters still have their old values, in whatever order the
+        This is done once per window, before half of an exchange of that size (`ENOUGH_PASSED / 2`)
+        has taken place: then some parameters still have their old values, in whatever order the
         program writes them.
 
         Args:
@@ -40,7 +40,7 @@ class WriteBack:
             size: their number of elements.
         """
         window, elements = Exchanges.current.window_elements()
-        if window != self._window and elements >= ENOUGH / 2 * size:
+        if window != self._window and elements >= ENOUGH_PASSED / 2 * size:
             self._window, self._before = window, digest()
 
     def exchanged(self, digest: Digest) -> bool:
@@ -53,13 +53,11 @@ class WriteBack:
             return True
         if (now := digest()) is None:
             return True
-        self._pairs.append((before, now))
+        self._pairs.add(None, before, now)
         return False
 
     def changed(self, *, wait: bool = False) -> bool:
         """Whether any exchange changed the parameters, by the digests that have arrived."""
-        there = [p for p in self._pairs if all([one.ready(wait=wait) for one in p])]
-        self._pairs = [p for p in self._pairs if p not in there]
-        changed = [before.values != now.values for before, now in there]
+        changed = [before != now for _, (before, now) in self._pairs.take(wait=wait)]
         self.unchanged += changed.count(False)
         return any(changed)

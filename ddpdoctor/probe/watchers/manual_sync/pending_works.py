@@ -16,8 +16,8 @@ from ...collectives.call_log import call_log_of
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...tensors.collective_payload import ENOUGH, Exchange
-from ...tensors.gradient_versions import memory_of
+from ...tensors.collective_payload import Exchange, memory_of
+from ...tensors.limits import ENOUGH_PASSED
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.records import Backward, Step
@@ -73,7 +73,7 @@ class PendingWorks(Watcher):
         """Note which pending works carry these gradients, which a step is about to apply."""
         if self.issued:
             held = {memory_of(g) for g in gradients}
-            flat = ENOUGH * sum(g.numel() for g in gradients)
+            flat = ENOUGH_PASSED * sum(g.numel() for g in gradients)
             self.running = [
                 pending
                 for pending in self.issued

@@ -15,9 +15,9 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...tensors.collective_payload import FLAT
+from ...tensors.collective_payload import memory_of
 from ...tensors.digests import readable
-from ...tensors.gradient_versions import memory_of
+from ...tensors.limits import FLAT
 from .exchanges import Exchanges
 from .limits import COPIES_FIRST, COPIES_LAST
 

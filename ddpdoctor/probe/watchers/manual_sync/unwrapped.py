@@ -24,7 +24,7 @@ from ...recording.weak_references import Reference, WeakIdentityMap
 from ...source.call_resolver import assignment_in_frames
 from ...tensors.collective_payload import PassedGradients
 from ...tensors.digests import capturing, sums
-from ...tensors.pending_digests import Waiting
+from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.module_origins import ModuleOrigins
@@ -72,7 +72,7 @@ class UnwrappedParameters:
         self.passed = PassedGradients()
         self.numbers_passed = Exchanges.current.numbers_passed
         self.changes = 0
-        self.waiting: list[tuple[UnwrappedState, Waiting, Waiting]] = []
+        self.waiting: Arrivals[UnwrappedState] = Arrivals()
 
 
 class UnwrappedModels(Watcher):
@@ -270,7 +270,7 @@ def _record_state(
         running_site=running_site,
         last=last,
     )
-    known.waiting.append((state, Waiting(gradients), Waiting(values)))
+    known.waiting.add(state, Waiting(gradients), Waiting(values))
     _write(recorder, known, wait=False)
 
 
@@ -333,16 +333,12 @@ def _exchanged(recorder: Recorder, known: UnwrappedParameters, parameters: list[
 
 
 def _write(recorder: Recorder, known: UnwrappedParameters, *, wait: bool) -> None:
-    while known.waiting:
-        state, gradients, values = known.waiting[0]
-        if not (gradients.ready(wait=wait) and values.ready(wait=wait)):
-            return
-        known.waiting.pop(0)
+    for state, (gradients, values) in known.waiting.take(wait=wait):
         emitted = msgspec.structs.replace(
             state,
-            gradients=_combined(gradients.values),
-            parameters=_combined(values.values),
-            each=state.each and pack([*gradients.values, *values.values]),
+            gradients=_combined(gradients),
+            parameters=_combined(values),
+            each=state.each and pack([*gradients, *values]),
         )
         recorder.emit(emitted, vital=True)
 

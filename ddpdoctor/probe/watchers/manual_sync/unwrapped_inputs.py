@@ -12,7 +12,7 @@ from ...recording import rng_state
 from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, guarded, shielded
 from ...recording.rng_state import Position
-from ...recording.torch_compat import compiling
+from ...recording.torch_compat import compiled, compiling
 from ...recording.watcher import Watcher
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.sample_digests import content
@@ -48,14 +48,9 @@ class UnwrappedInputs(Watcher):
         if optimizer not in self.roots.values():
             _, roots = ModuleOrigins.current.named_roots(parameters)
             parts = [m for root in roots[:1] for m in root.modules()]
-            compiled = compiling() or any(
-                hasattr(m, "_orig_mod")
-                or getattr(m, "_compiled_call_impl", None)
-                or isinstance(m, torch.jit.ScriptModule)
-                for m in parts
-            )
-            if not parts or compiled:
-                return  # a global hook would make torch.compile compile it again
+            scripted = any(isinstance(m, torch.jit.ScriptModule) for m in parts)
+            if not parts or scripted or compiling() or compiled(parts):
+                return
             self.roots[roots[0]] = optimizer
         self.first.pop(optimizer, None)
         self.positions = rng_state.positions()

@@ -15,6 +15,7 @@ from typing import Any
 from ....events import MemoryHeld, MemorySample
 from ...recording import hooks, names_in_frames
 from ...recording.hooks import Subscriptions
+from ...recording.limits import DEEPEST_NAME
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
@@ -201,9 +202,7 @@ class Memory(Watcher):
         }
         if grown:
             key = max(grown, key=lambda k: (now[k].graphs, grown[k] * now[k].entry_bytes))
-            one = names_in_frames.name_of(
-                key, sys._getframe(1), recorder.sites, names_in_frames.DEEPEST_NAME
-            )
+            one = names_in_frames.name_of(key, sys._getframe(1), recorder.sites, DEEPEST_NAME)
             self._emit(recorder, one, now[key], grown[key], steps)
 
     def _look_for_chain(self, recorder: Recorder) -> None:

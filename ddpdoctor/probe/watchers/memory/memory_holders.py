@@ -17,7 +17,8 @@ from types import FrameType
 from typing import Any, TypeGuard
 
 from ...recording.code_locations import Sites
-from ...recording.names_in_frames import DEEPEST_NAME, NamedObject, attributes, named
+from ...recording.limits import DEEPEST_NAME
+from ...recording.names_in_frames import NamedObject, attributes, named
 from ...source.ast_cache import Source, source_of
 
 FEWEST = 16

@@ -20,9 +20,10 @@ from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, write_probe_error
 from ...recording.watcher import Activate, Watcher, on
 from ...recording.weak_references import Reference
+from ...tensors.collective_payload import memory_of
 from ...tensors.digests import capturing, sums
-from ...tensors.gradient_versions import memory_of, some
-from ...tensors.pending_digests import Waiting
+from ...tensors.pending_digests import Arrivals, Waiting
+from ...tensors.tensor_watch import grad_of, spread, writes
 from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Optimizer, Step
@@ -69,7 +70,7 @@ class NoProcessGroup(Watcher):
         self.versions: list[tuple[int, int]] | None = None
         self.values: Waiting | None = None
         self.gradients: list[list[float]] | None = None
-        self.waiting: list[tuple[Waiting, Waiting]] = []
+        self.waiting: Arrivals[None] = Arrivals()
         # Enabled for a rank without a process group, until a means to communicate is found.
         self._following = Subscriptions()
 
@@ -120,7 +121,7 @@ class NoProcessGroup(Watcher):
             self.gradients = [_values(g) for g in self._gradients()]
 
     def _gradients(self) -> list[Any]:
-        return [None if p is None else p.grad for ref in self.parameters for p in (ref(),)]
+        return [grad_of(ref()) for ref in self.parameters]
 
     @on(lifecycle.step_begins, during="_following")
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
@@ -140,7 +141,7 @@ class NoProcessGroup(Watcher):
                 for p in _parameters_of(step.optimizer())
                 if p.requires_grad and p.is_floating_point()
             ]
-            self.parameters += [Reference(p) for p in some(held)]
+            self.parameters += [Reference(p) for p in spread(held)]
 
     @on(lifecycle.step_ends, during="_following")
     def _step_ends(self, recorder: Recorder, step: Step) -> None:
@@ -151,7 +152,7 @@ class NoProcessGroup(Watcher):
 
     def _versions(self) -> list[tuple[int, int]]:
         alive = [ref() for ref in self.parameters]
-        return [(memory_of(p), p._version) if p is not None else (0, 0) for p in alive]
+        return [(memory_of(p), writes(p)) if p is not None else (0, 0) for p in alive]
 
     def _some_values(self) -> Waiting:
         import torch
@@ -172,12 +173,8 @@ class NoProcessGroup(Watcher):
             return False
         if self.values is None:
             return self.versions != self._versions()
-        self.waiting.append((self.values, self._some_values()))
-        changed = False
-        while self.waiting and all(one.ready() for one in self.waiting[0]):
-            before, now = self.waiting.pop(0)
-            changed |= before.values != now.values
-        return changed
+        self.waiting.add(None, self.values, self._some_values())
+        return any([before != now for _, (before, now) in self.waiting.take()])
 
     def _gradients_changed(self) -> bool:
         """Whether gradients changed since the backward by more than one factor each: clipping and

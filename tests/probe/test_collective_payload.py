@@ -1,8 +1,8 @@
-"""Where gradients lie."""
+"""Where tensors lie that are passed to collectives."""
 
 import torch
 
-from ddpdoctor.probe.tensors.gradient_versions import memory_of
+from ddpdoctor.probe.tensors.collective_payload import memory_of
 
 
 def test_views_lie_where_their_base_does() -> None:
