@@ -67,7 +67,10 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         layers: the data set, and beneath it those that it is a `Subset` of.
         batch_sampler: class name of the batch sampler if it is not torch's own.
         epoch_name: the attribute that holds the epoch; `sets_epoch` says that the sampler has
-            `set_epoch`.
+            `set_epoch`. Of an iterable data set, which has no sampler, `shuffle` (False where it is
+            told not to), `by_epoch` and these two are those of the stream itself.
+        epoch_copied: the stream's epoch is a plain number, of which each persistent worker keeps
+            the copy that it was started with.
         settings: digest of the numbers and texts that the data set keeps (paths of files, say), 0
             if not looked at.
         batches_given: a `BatchSampler` was passed to the loader; `batch_size` and `drop_last` are
@@ -109,6 +112,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     batches_given: bool = False
     indexless: bool = False
     holds: bool = False
+    epoch_copied: bool = False
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"
@@ -139,10 +143,14 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
     Attributes:
         batches: `len(loader)` at that moment, -1 where unknown.
         sampler_epoch, seed: of the innermost sampler at that moment; see `LoaderSeen.epoch_name`.
+            The epoch of an iterable data set is the one in this process, whatever workers hold.
         epochs_set: calls of `set_epoch` on it so far.
         joined: inside `torch.distributed.algorithms.Join`.
         random: digests of the states of the random generators of torch, NumPy and Python, 0 if
             unknown; `base_seed` is the seed that the loader passes to its workers.
+        restored: digest of the state that the loader was given before (`load_state_dict` of
+            torchdata's), at the line `restored_site`; 0 if there was none. `restored_over` is one
+            of what the data set held until then.
     """
 
     loader: int
@@ -156,6 +164,9 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
     joined: bool = False
     random: tuple[int, int, int] = (0, 0, 0)
     base_seed: int | None = None
+    restored: int = 0
+    restored_over: int = 0
+    restored_site: int = -1
 
     def describe(self) -> str:
         return f"loader {self.loader}: epoch {self.epoch} began (step {self.step})"

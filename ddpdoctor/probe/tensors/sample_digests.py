@@ -47,6 +47,9 @@ PIECES = 32
 DEEPEST = 3
 """Levels of nested containers in a batch that are searched for tensors."""
 
+STATE = 4096
+"""Entries of a state beyond which it is not digested."""
+
 LEAVES = 4096
 """Parts of a model's inputs that are counted; if there are more, their size counts as unknown."""
 
@@ -391,6 +394,31 @@ def _digest_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
     for n in range(WINDOWS):
         body = zlib.crc32(ctypes.string_at(address + n * step, WINDOW), body)
     return head, body
+
+
+def digest_state(state: Any, *, whole: bool = True) -> int:
+    """A digest of a nested state of numbers, texts and tensors.
+
+    Args:
+        whole: 0 if it is too large or holds what cannot be read; else that part is left out.
+    """
+    value, left, seen = 0, [state], 0
+    while left:
+        part, seen = left.pop(), seen + 1
+        if seen > STATE:
+            return 0 if whole else value or 1
+        if isinstance(part, Mapping):
+            pairs = itertools.islice(part.items(), STATE + 1)
+            left += [entry for pair in pairs for entry in pair]
+        elif isinstance(part, (list, tuple)):
+            left += part[: STATE + 1]
+        elif part is None or type(part) in (bool, int, float, str, bytes):
+            value = zlib.crc32(repr(part).encode(), value)
+        elif any(found := digest(part, None)):
+            value = zlib.crc32(repr(found).encode(), value)
+        elif whole:
+            return 0
+    return value or 1
 
 
 def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:
