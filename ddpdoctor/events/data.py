@@ -48,6 +48,14 @@ class Layer(Part, frozen=True):
     regular: tuple[int, int, int] = (0, 0, 0)
 
 
+class PerProcess(Part, frozen=True):
+    """A line of the program that may give other results in each process: `how` is `hash` (of a
+    text, say) or `set` (its order)."""
+
+    how: str
+    site: int
+
+
 class LoaderSeen(Event, frozen=True, tag="loader"):
     """A DataLoader was iterated for the first time.
 
@@ -77,6 +85,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
             its own.
         indexless: the data set's `__getitem__` never reads its index.
         holds: the data set keeps an array or a list, and not only numbers.
+        per_process: such lines, those of the data set's class first.
     """
 
     loader: int
@@ -113,6 +122,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     indexless: bool = False
     holds: bool = False
     epoch_copied: bool = False
+    per_process: tuple[PerProcess, ...] = ()
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"
@@ -263,6 +273,8 @@ class ContentRead(Event, frozen=True, tag="content"):
         batches: number of the batch that each was in.
         columns: packed digests, parallel to `indices`; two columns per part of the batch (of its
             first bytes, and of bytes from all over it). 0 if a sample lacks that part.
+        numbers: for each column `n` where each sample has one or a few whole numbers in it, as
+            labels and ids are, else `-`.
     """
 
     loader: int
@@ -270,6 +282,7 @@ class ContentRead(Event, frozen=True, tag="content"):
     batches: str
     columns: tuple[str, ...]
     indices: str = ""
+    numbers: str = ""
 
 
 class RowsRead(Event, frozen=True, tag="rows"):

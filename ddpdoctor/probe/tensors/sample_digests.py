@@ -41,6 +41,9 @@ WINDOWS = 4
 PADDED = 512
 """Bytes digested of a row of integers: these are tokens, and their padding must be found."""
 
+FEW = 16
+"""Whole numbers of a sample in one part of a batch up to which they may be labels or ids."""
+
 PIECES = 32
 """Contiguous pieces digested of a tensor that is not contiguous as a whole."""
 
@@ -69,6 +72,7 @@ class Fingerprints:
         self.indices = array("q")
         self.batches = array("i")
         self.columns = [array("I") for _ in range(2 * PARTS)]
+        self.numbers = [True] * PARTS
         self.rows, self.rows_from = array("I"), array("i")
         self.rows_left = ROWS if iterable else 0
         self.taken = 0
@@ -103,6 +107,8 @@ class Fingerprints:
         digests = [d for part in parts for d in digest(part, row)]
         if not any(digests):
             return
+        for n, part in enumerate(parts):
+            self.numbers[n] = self.numbers[n] and _few_numbers(part)
         self.taken += 1
         self.batches.append(number)
         if index is not None:
@@ -129,7 +135,9 @@ class Fingerprints:
         if not self.batches:
             return
         pairs = [self.columns[n : n + 2] for n in range(0, 2 * PARTS, 2)]
-        used = [c for head, body in pairs for c in ([head] if head == body else [head, body])]
+        kinds = ["n" if few else "-" for few in self.numbers]
+        used = [(c, kind) for (head, body), kind in zip(pairs, kinds, strict=True)
+                for c in ([head] if head == body else [head, body]) if any(c)]  # fmt: skip
         indices = self.indices if len(self.indices) == len(self.batches) else ()
         recorder.emit(
             ContentRead(
@@ -137,13 +145,22 @@ class Fingerprints:
                 loader=loader,
                 epoch=epoch,
                 batches=pack(self.batches),
-                columns=tuple(pack(array("i", c.tobytes())) for c in used if any(c)),
+                columns=tuple(pack(array("i", c.tobytes())) for c, _ in used),
                 indices=pack(i & 0x7FFFFFFF for i in indices),
+                numbers="".join(kind for _, kind in used),
             )
         )
         del self.batches[:], self.indices[:]
         for column in self.columns:
             del column[:]
+
+
+def _few_numbers(part: Any) -> bool:
+    """Whether a part of a batch holds one or a few whole numbers for each sample."""
+    if isinstance(part, (list, tuple)):
+        return bool(part) and type(part[0]) is int
+    kind, shape = str(getattr(part, "dtype", "")), getattr(part, "shape", ())
+    return "int" in kind and len(shape) > 0 and math.prod(shape[1:]) <= FEW
 
 
 def _host_bytes(part: Any) -> int:
