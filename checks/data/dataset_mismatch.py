@@ -180,7 +180,12 @@ class DatasetMismatch(LoaderCheck):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         groups: list[list[LoaderFault]] = []
+        labels = list(renumbered(run))
+        # Where all else is equal, that is what differs, whatever the labels are kept in.
+        told = {id(found.division.loader) for found in labels if found.same_samples}
         for fault in self.faults(run):
+            if id(fault.loader) in told:
+                continue
             known = next((g for g in groups if any(_same_fault(fault, o) for o in g)), None)
             if known is None:
                 groups.append([fault])
@@ -188,10 +193,10 @@ class DatasetMismatch(LoaderCheck):
                 known.append(fault)
         for faults in groups:
             yield self._report(run, faults[0], faults[1:])
-        told = {id(fault.loader) for fault in self.faults(run)}
+        faulty = {id(fault.loader) for fault in self.faults(run)} - told
         same: dict[object, Renumbered] = {}
-        for found in renumbered(run):
-            if id(found.division.loader) not in told:
+        for found in labels:
+            if id(found.division.loader) not in faulty:
                 same.setdefault((found.rule, found.cause, found.division.numbers), found)
         yield from (self._of_labels(run, found) for found in same.values())
 

@@ -358,3 +358,10 @@ def test_shards_of_each_rank_have_labels_of_their_own() -> None:
         for e in other
     ]  # fmt: skip
     assert not examine(one, shifted)
+
+
+def test_labels_in_a_tensor_of_the_data_set() -> None:
+    ranks = (by_class, numbered_otherwise)
+    held = [(payload("tensor", n, 7, name="tensors[1]"),) for n in range(2)]
+    (finding,) = examine(*(labelled(r, f, payloads=held[r]) for r, f in enumerate(ranks)))
+    assert finding.rule == "other-labels"

@@ -26,6 +26,7 @@ class Renumbered:
     Attributes:
         compared: samples of the two ranks that differ most; `differ` of them have other numbers.
         values: how many different numbers these samples have on the first rank.
+        same_samples: all else is known to be equal at equal indices.
         cause: the line of the program that may give other numbers in each process; None if none
             was found.
     """
@@ -34,6 +35,7 @@ class Renumbered:
     compared: int
     differ: int
     values: int
+    same_samples: bool
     cause: PerProcess | None
 
     @property
@@ -47,22 +49,23 @@ def renumbered(run: Run) -> Iterator[Renumbered]:
     """The loaders whose samples have other numbers on other ranks, although they are the same
     samples."""
     for division in divided_loaders(run):
-        found = max(_differing(division), default=(0, 0, 0))
-        if found[0]:
-            differ, compared, values = found
+        found = max(_differing(division), default=None)
+        if found is not None:
+            differ, compared, values, same = found
             causes = division.readers[0].seen.per_process
             cause = next(iter(causes), None)
-            yield Renumbered(division, compared, differ, values, cause)
+            yield Renumbered(division, compared, differ, values, same, cause)
 
 
-def _differing(division: Division) -> Iterator[tuple[int, int, int]]:
+def _differing(division: Division) -> Iterator[tuple[int, int, int, bool]]:
     """For ranks and columns with other numbers at equal indices: how many differ, of how many
-    samples, and how many different numbers there are."""
+    samples, how many different numbers there are, and whether all else is known to be equal."""
     hashed = any(p.how == "hash" for p in division.readers[0].seen.per_process)
     labels = [(reader, _labels(reader)) for reader in division.readers]
     # Neighbours suffice: not all of them can agree where the ranks differ.
     for (one, mine), (other, theirs) in pairwise(labels):
-        if not (division.distributed or compare(by_index(one), by_index(other)) is Agreement.SAME):
+        same = compare(by_index(one), by_index(other)) is Agreement.SAME
+        if not (division.distributed or same):
             continue  # equal indices may be other samples
         for column in mine.keys() & theirs.keys():
             a, b = mine[column], theirs[column]
@@ -74,7 +77,7 @@ def _differing(division: Division) -> Iterator[tuple[int, int, int]]:
             at_once = all(a.epoch[i] == b.epoch[i] for i in common)
             stable = a.stable and b.stable
             if (_maps(pairs) and (stable or at_once)) or (hashed and stable):
-                yield differ, len(pairs), len({x for x, _ in pairs})
+                yield differ, len(pairs), len({x for x, _ in pairs}), same
 
 
 class _Labels:
