@@ -52,6 +52,8 @@ class DataOverlap(LoaderCheck):
 
     - an `IterableDataset` that is not sharded by rank or by worker
     - ranks that read the same files
+    - a loader that is continued on all ranks from the state of one rank's loader (torchdata's
+      `StatefulDataLoader`), although each rank made a dataset of its own
     - a custom sampler whose shares overlap
     - parts of one dataset (`Subset`, slices of a list) that each rank selects and that overlap
     - data that should differ between ranks but is the same on some of them
@@ -112,6 +114,15 @@ class DataOverlap(LoaderCheck):
             "all ranks iterate the whole of an iterable dataset",
             "each rank iterates the whole dataset: no sampler applies to {kind}, which is iterable",
             "{shard}",
+        ),
+        "restored-alike": Words(
+            "all ranks continue a stream from the state of one rank's loader",
+            "the loader was given the same state on these ranks: each goes on where the rank "
+            "stopped that saved it, with the part of {kind} that was that rank's",
+            "save the loader's state on every rank, in a file of its own "
+            "(`torch.save(loader.state_dict(), f'loader-{{rank}}.pt')`), and load that one; a "
+            "checkpoint with the state of one rank cannot continue the others",
+            "given the same state on these ranks",
         ),
         "unsharded-workers": Words(
             "the workers of one rank each iterate the whole of its dataset",
@@ -296,8 +307,12 @@ class DataOverlap(LoaderCheck):
 
 
 def _spot(fault: LoaderFault) -> Location | None:
-    """The line that makes the overlapping `Subset`, or else the loader."""
+    """The line that makes the overlapping `Subset` or that gives the loader its state, or else the
+    one that makes the loader."""
     reader = fault.readers[0]
+    if fault.rule == "restored-alike":
+        began = reader.epochs[fault.first_epoch].began
+        return reader.rank.location(began.restored_site) or reader.made_at
     layers = reader.seen.layers if fault.rule == "overlapping-selections" else ()
     return next((at for e in layers if (at := reader.rank.location(e.site))), reader.made_at)
 

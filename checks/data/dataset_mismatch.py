@@ -7,10 +7,12 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.fault import Difference, LoaderFault
+from ddpdoctor.analysis.data.labels import Renumbered, renumbered
 from ddpdoctor.analysis.data.loader_check import (
     SHORTEST,
     LoaderCheck,
     Words,
+    dataset,
     datasets,
     doubt,
     figures,
@@ -38,9 +40,10 @@ class DatasetMismatch(LoaderCheck):
     ## What it finds
     Ranks that share a dataset by index although equal indices are other samples on each rank: a
     `random_split` or another random selection without a common seed, files listed in another order,
-    datasets of different lengths. Also a selection that each rank makes and a sampler shards again.
-    Without a distributed sampler: splits that each rank makes by itself, so that one rank trains on
-    what another one holds out.
+    datasets of different lengths. Also a selection that each rank makes and a sampler shards again,
+    and equal samples that each rank labels with other numbers, as `hash(name)` or the order of a
+    set gives them. Without a distributed sampler: splits that each rank makes by itself, so that
+    one rank trains on what another one holds out.
 
     ## How it knows
     When a loader is first iterated (the first eight that a line makes, then ever fewer), each rank
@@ -49,6 +52,11 @@ class DatasetMismatch(LoaderCheck):
     compared between ranks whose sampler shards the data, or that are seen to read disjoint indices.
     Splits are compared between ranks that train on `Subset`s of one dataset: these must have three
     in ten samples in common, and so must what one rank holds out and another one trains on.
+
+    Whole numbers of samples (labels, ids) are compared by index, among some 256 samples of epochs
+    0, 1, 2, 4, 8 and so on that several ranks read in one of these. They are other numbers for the
+    same classes if equal numbers of one rank are equal numbers of the other one, too. The line that
+    does it is looked up in the source.
 
     The finding is proven if indices, ids (distinct whole numbers, denser than by chance), texts,
     lengths or the order of equal entries differ, or if a fifth of the compared samples have another
@@ -60,10 +68,12 @@ class DatasetMismatch(LoaderCheck):
 
     ## How to fix it
     `random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`; `sorted(...)`
-    around every listing of files; a separate generator with a fixed seed to shuffle lists.
+    around every listing of files; a separate generator with a fixed seed to shuffle lists;
+    `sorted(set(labels))` before classes are numbered.
 
     ## When it stays quiet
     - The datasets are equal.
+    - Labels are drawn at random each time, or for each sample.
     - Each rank reads its own shard without a distributed sampler, even if shards have some samples
       in common.
 
@@ -130,6 +140,27 @@ class DatasetMismatch(LoaderCheck):
             f"{SHORTEST}; if all should hold the same, list it on one rank and send the list to "
             "the others (`dist.broadcast_object_list`)",
         ),
+        "hashed-labels": Words(
+            "the same samples have other labels or ids on other ranks, and the program uses `hash`",
+            "`hash()` of a text differs between processes, so each rank numbers the same names in "
+            "its own way",
+            "number the names by a table that is the same on all ranks: `index = {{name: i for i, "
+            "name in enumerate(sorted(names))}}`; or use a hash that is the same in every process "
+            "(`zlib.crc32(name.encode())`)",
+        ),
+        "labels-from-a-set": Words(
+            "the same samples have other labels or ids on other ranks, and the program numbers the "
+            "elements of a set",
+            "a set of texts is iterated in another order in each process, so each rank numbers the "
+            "same names in its own way",
+            "sort the set before it is numbered: `sorted(set(...))`",
+        ),
+        "other-labels": Words(
+            "the same samples have other labels or ids on other ranks",
+            "each rank numbers the same classes or names in its own way",
+            "make the table of numbers the same on all ranks: from a sorted list of the names, or "
+            "on one rank, sent to the others (`dist.broadcast_object_list`)",
+        ),
         "own-entries": Words(
             "each rank holds other entries, such as random tensors",
             "each rank makes the entries by itself, from random numbers or its own sources",
@@ -149,7 +180,12 @@ class DatasetMismatch(LoaderCheck):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         groups: list[list[LoaderFault]] = []
+        labels = list(renumbered(run))
+        # Where all else is equal, that is what differs, whatever the labels are kept in.
+        told = {id(found.division.loader) for found in labels if found.same_samples}
         for fault in self.faults(run):
+            if id(fault.loader) in told:
+                continue
             known = next((g for g in groups if any(_same_fault(fault, o) for o in g)), None)
             if known is None:
                 groups.append([fault])
@@ -157,6 +193,36 @@ class DatasetMismatch(LoaderCheck):
                 known.append(fault)
         for faults in groups:
             yield self._report(run, faults[0], faults[1:])
+        faulty = {id(fault.loader) for fault in self.faults(run)} - told
+        same: dict[object, Renumbered] = {}
+        for found in labels:
+            if id(found.division.loader) not in faulty:
+                same.setdefault((found.rule, found.cause, found.division.numbers), found)
+        yield from (self._of_labels(run, found) for found in same.values())
+
+    def _of_labels(self, run: Run, found: Renumbered) -> Finding:
+        """The finding that equal samples have other labels on other ranks."""
+        reader, words = found.division.readers[0], self.words[found.rule]
+        ranks = found.division.numbers
+        line = reader.rank.location(found.cause.site) if found.cause else None
+        who = whom(ranks, run.world_size)
+        return self.of_reader(
+            reader,
+            rule=found.rule,
+            ranks=ranks,
+            location=line or reader.made_at,
+            label="differs between processes" if line else "yields other labels on each rank",
+            related=related(reader, sampler=False),
+            summary=f"{who} label the same samples of {dataset(reader)} with other numbers: "
+            f"{found.differ} of {found.compared} compared",
+            cause=words.cause,
+            fix=words.fix.format_map({}),
+            evidence={
+                "samples compared by index": found.compared,
+                "with other numbers": found.differ,
+                "different numbers among them": found.values,
+            },
+        )
 
     def _report(self, run: Run, fault: LoaderFault, others: list[LoaderFault]) -> Finding:
         """The finding; `others` are the same fault in other datasets (parts of a split)."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.data.division import Division
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, figures, related, spelled, use
 from ddpdoctor.analysis.data.loader_faults import sound_divisions
 from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
 from ddpdoctor.analysis.data.parts import selected
 from ddpdoctor.analysis.data.thresholds import SMALL_TAIL
-from ddpdoctor.events import LoaderSeen
+from ddpdoctor.events import LoaderSeen, ProgramSeen
 from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run, plural, some
 
@@ -21,14 +22,16 @@ class SamplerDropsTail(LoaderCheck):
 
     ## What it finds
     Samples that no rank reads in a whole epoch, because the sampler or the loader drops what does
-    not fill a batch or divide by the number of ranks. If a custom sampler leaves out more than
-    that, it is its choice.
+    not fill a batch or divide by the number of ranks; or because a distributed sampler divides the
+    data, and a batch sampler divides each rank's share once more (a warning). If a custom sampler
+    leaves out anything else, it is its choice.
 
     ## How it knows
     Each rank records the indices that its loader delivers (all of them up to 262,144 per line that
     makes the loader, then one in 2, in 4 and so on). In an epoch that all ranks read to its end,
     the indices that no rank read are counted, and compared with how many sampler and loader drop
-    according to their arguments. The finding is proven.
+    according to their arguments. Data is divided twice if every rank delivers one n-th of what its
+    sampler of n ranks yields, in batches of another sampler than torch's. The finding is proven.
 
     ## Why it hurts
     In evaluation, the metric is not that of the whole set. In training without shuffling, the same
@@ -39,6 +42,8 @@ class SamplerDropsTail(LoaderCheck):
     sum totals and counts once after the loop. Removing `drop_last` alone is not enough: the sampler
     would then pad, and yield some samples on two ranks. In training, remove `drop_last` if every
     sample must count; or shuffle, so that each epoch drops other samples.
+    Where data is divided twice, remove one of the two samplers: `Accelerator.prepare` wants a
+    loader without a `DistributedSampler`.
 
     ## When it stays quiet
     - Shuffled training drops less than a tenth of the data per epoch, or other samples in each
@@ -54,11 +59,15 @@ class SamplerDropsTail(LoaderCheck):
         "sampler-drop-last": "the sampler drops what does not divide by the number of ranks",
         "loader-drop-last": "the loader (or its BatchSampler) drops the last, incomplete batch",
         "both-drop-last": "sampler and loader each drop samples",
+        "divided-twice": "a batch sampler divides the shares of a distributed sampler once more",
     }
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for division in sound_divisions(run):
             loader, readers, made = division.loader, division.everyone, division.audits
+            if (twice := _divided_twice(division)) is not None:
+                yield self._twice(division, twice)
+                continue
             by_loader, by_sampler = sum(map(_dropped, readers)), _dropped_by_sampler(readers)
             most = by_loader + by_sampler
             if most:
@@ -66,6 +75,37 @@ class SamplerDropsTail(LoaderCheck):
                 audit = next((a for a in whole if 0 < a.never <= most), None)
                 if audit is not None:
                     yield from self._judge(run, loader, audit, whole, by_loader)
+
+    def _twice(self, division: Division, audit: Audit) -> Finding:
+        """The finding that samples are divided twice, from an epoch that shows it."""
+        reader = division.readers[0]
+        seen, read = reader.seen, len(audit.total) * audit.sampled
+        versions = (e.versions for e in reader.rank.of(ProgramSeen))
+        accelerate = seen.batch_sampler == "BatchSamplerShard" and any(
+            "accelerate" in v for v in versions
+        )
+        return self.of_reader(
+            reader,
+            rule="divided-twice",
+            severity=Severity.WARNING,
+            ranks=division.numbers,
+            location=reader.sampler_at,
+            label=f"its shares are divided once more by {seen.batch_sampler}",
+            related=related(reader, sampler=False),
+            summary=f"no rank reads {audit.length - read} of the {audit.length} samples of "
+            f"{seen.dataset} in an epoch of {use(division.loader)}",
+            cause=f"{seen.sampler} gives each rank one in {seen.replicas} samples, and "
+            f"{seen.batch_sampler} delivers one in {seen.replicas} of these",
+            fix="make the loader without a sampler (`shuffle=True` to shuffle): "
+            "`Accelerator.prepare` divides it"
+            if accelerate
+            else f"divide once: remove {seen.sampler}, or the division in {seen.batch_sampler}",
+            evidence={
+                **figures(audit),
+                "yielded by the sampler of each rank": seen.sampler_length,
+            },
+            at=reader.rank.wall(audit.at),
+        )
 
     def _judge(
         self, run: Run, loader: Loader, audit: Audit, whole: list[Audit], by_loader: int
@@ -103,6 +143,33 @@ class SamplerDropsTail(LoaderCheck):
             evidence={**figures(audit), "never read, for example": spelled(missing)},
             at=reader.rank.wall(audit.epochs[min(audit.epochs)].began.at),
         )
+
+
+def _divided_twice(division: Division) -> Audit | None:
+    """An epoch in which all ranks deliver one n-th of what their samplers of n ranks yield, by the
+    batches of another sampler; None where they do not do so in every whole epoch."""
+    readers, batch = division.readers, division.batch
+    parts = {r.seen.replicas for r in readers}
+    own = all(r.seen.batch_sampler and r.seen.sampler_length > 0 for r in readers)
+    whole = [a for a in division.audits if a.complete and len(a.epochs) == len(readers)]
+    everyone = division.ranks.issuperset(division.loader.readers)
+    if not (division.distributed and own and everyone and whole) or len(parts) > 1:
+        return None
+    (n,) = parts
+    for audit in whole:
+        for epoch in audit.epochs.values():
+            yields = epoch.seen.sampler_length
+            # An incomplete batch that is dropped explains less.
+            if yields - epoch.samples < 2 * batch or abs(n * epoch.samples - yields) > n * batch:
+                return None
+        if n < 2 or audit.shared or len(audit.total) > (1 + SMALL_TAIL) * _known(audit) / n:
+            return None
+    return whole[0]
+
+
+def _known(audit: Audit) -> int:
+    """How many of the dataset's indices were compared."""
+    return len(audit.total) + audit.never
 
 
 def _fix_training(audit: Audit) -> str:

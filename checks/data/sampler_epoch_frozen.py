@@ -8,14 +8,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.data.content import rows
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, related, spelled, steps_from
 from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders, same_order
+from ddpdoctor.analysis.data.streams import examined_epochs, repeated_order
 from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
 from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
 from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, counted, whom
 
 CYCLE = re.compile(r"\bcycle\(")
+
+SHARED = (
+    "let the epoch reach the workers: keep it in shared memory (`self.epoch = torch.zeros(1, "
+    "dtype=torch.long).share_memory_()`, `self.epoch.fill_(epoch)` in `set_epoch`, "
+    "`int(self.epoch)` in `__iter__`), or leave out `persistent_workers=True`"
+)
+"""The fix where each worker has its own copy of the epoch."""
 
 
 class SamplerEpochFrozen(LoaderCheck):
@@ -24,15 +33,18 @@ class SamplerEpochFrozen(LoaderCheck):
     ## What it finds
     A shuffling distributed sampler that yields the same order in one epoch after another, each with
     the same epoch number. Also if one iterator of the loader spans all epochs and only the sampler
-    restarts; custom samplers that use what `set_epoch` stores, or seed their generator with an
-    `epoch`; batches of the first epoch that `itertools.cycle(loader)` repeats forever.
+    restarts; custom samplers and iterable datasets that use what `set_epoch` stores, or seed their
+    generator with an `epoch`; batches of the first epoch that `itertools.cycle(loader)` repeats
+    forever. For iterable datasets also an epoch that is set, but does not reach the copies of the
+    dataset in persistent workers.
 
     ## How it knows
     When an iteration begins, each rank records the sampler's `epoch`, and how often `set_epoch` was
     called; during it, whether torch's sampler restarts with the same number; of the indices
     delivered, the first 16 and a digest of all in order. Training epochs are compared with the one
-    before on the same rank: by the digest, or by their first indices if one was left early. The
-    finding is proven.
+    before on the same rank: by the digest, or by their first indices if one was left early. A
+    stream has no indices: of its epochs 0, 1, 2, 4, 8 and so on, digests of the first samples (some
+    256) are compared, and all of them have to be equal. The finding is proven.
 
     ## Why it hurts
     `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that. The batches
@@ -40,12 +52,14 @@ class SamplerEpochFrozen(LoaderCheck):
 
     ## How to fix it
     `sampler.set_epoch(epoch)` at the start of every epoch, before the loader is iterated. Instead
-    of `cycle(loader)`, iterate the loader anew in every epoch.
+    of `cycle(loader)`, iterate the loader anew in every epoch. Where persistent workers read a
+    stream, its epoch must be in shared memory: `torch.zeros(1, dtype=torch.long).share_memory_()`.
 
     ## When it stays quiet
     - `shuffle=False`, a single epoch, or evaluation.
     - The orders differ although the number does not (samplers that count epochs themselves).
-    - A custom sampler whose order does not depend on the epoch, or that has one or two batches.
+    - A custom sampler or a stream whose order does not depend on the epoch, or that has one or two
+      batches; a stream whose `shuffle` is off.
     - Training restarts with a new model.
     """
 
@@ -56,6 +70,9 @@ class SamplerEpochFrozen(LoaderCheck):
         "set-epoch-not-called": "`set_epoch` is never called on torch's sampler",
         "epoch-number-repeated": "`set_epoch` is called, but epochs repeat the number before",
         "custom-sampler": "a custom sampler shuffles by an epoch number that never changes",
+        "stream-epoch-not-set": "an iterable dataset shuffles by an epoch that never changes",
+        "stream-epoch-not-in-workers": "the epoch of an iterable dataset is set, but persistent "
+        "workers keep their own copy of it",
         "cycled-loader": "`itertools.cycle` repeats the batches of the first epoch",
     }
 
@@ -68,6 +85,9 @@ class SamplerEpochFrozen(LoaderCheck):
         cycled = {r: n for r, reader in loader.readers.items() if (n := _cycled(reader))}
         if cycled:
             yield self._report_cycle(run, loader, cycled)
+            return
+        if loader.first.seen.iterable:
+            yield from self._judge_stream(run, loader)
             return
         frozen = {r: n for r, reader in loader.readers.items() if (n := _repeats(reader))}
         if not frozen:
@@ -120,6 +140,56 @@ class SamplerEpochFrozen(LoaderCheck):
             at=reader.rank.wall(reader.epochs[-1 if _restarts(reader) else 1].began.at),
         )
 
+    def _judge_stream(self, run: Run, loader: Loader) -> Iterator[Finding]:
+        """The finding about an iterable dataset."""
+        frozen = {r: same for r, reader in loader.readers.items() if (same := _alike(reader))}
+        if not frozen:
+            return
+        reader, same = loader.readers[min(frozen)], frozen[min(frozen)]
+        seen, epochs = reader.seen, examined_epochs(reader)
+        numbers = [e.began.sampler_epoch for e in epochs]
+        name = f"`{seen.epoch_name or 'epoch'}`"
+        told = "set_epoch(epoch)" if seen.sets_epoch else f"{seen.epoch_name or 'epoch'} = epoch"
+        told = f"call `{told}` on the dataset at the start of every epoch, before the loader is "
+        told += "iterated"
+        unset = any(old.began.sampler_epoch == new.began.sampler_epoch for old, new in same)
+        rule, label = "stream-epoch-not-set", "shuffles by its epoch, which never changes"
+        why = f"{seen.dataset} shuffles by its {name}, which stays "
+        why += f"{same[0][0].began.sampler_epoch}: "
+        why += "`set_epoch` is not called" if seen.sets_epoch else "nothing sets it in this process"
+        fix = f"{told}; and {SHARED}" if seen.epoch_copied else told
+        if not unset:
+            rule, fix = "stream-epoch-not-in-workers", SHARED
+            label = "its workers never get the new epoch"
+            why = f"{name} is set in this process ({', '.join(map(str, numbers[:6]))}), but each "
+            why += "persistent worker keeps the copy of the dataset that it was started with"
+        always = len(same) + 1 == len(epochs)
+        which = "both epochs" if always and len(epochs) == 2 else f"all {len(epochs)} epochs"
+        what = f"{which} compared have the same order"
+        if not always:
+            what = (
+                f"{len(same)} of {len(epochs)} epochs compared repeat the order of the one before"
+            )
+        yield self.of_reader(
+            reader,
+            rule=rule,
+            ranks=tuple(frozen),
+            steps=steps_from(reader, same[0][1]),
+            location=reader.made_at,
+            label=label,
+            related=related(reader, sampler=False),
+            summary=f"in training on {dataset(reader)}, {what} on {whom(frozen, run.world_size)}",
+            cause=f"{why}, so every shuffle gives the same order",
+            fix=fix,
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "epochs compared": [e.number for e in epochs],
+                "epoch numbers of the dataset": numbers,
+                "samples compared in each": min(len(rows(e)) for pair in same for e in pair),
+            },
+            at=reader.rank.wall(same[0][1].began.at),
+        )
+
     def _report_cycle(self, run: Run, loader: Loader, cycled: dict[int, int]) -> Finding:
         """The finding about `itertools.cycle`; `cycled` are the steps since, by rank."""
         reader = loader.readers[min(cycled)]
@@ -167,6 +237,21 @@ def _cycled(reader: Reader) -> int:
     again = any(e.digest in before for e in inputs if e.at > end)
     count = max(steps.values(), default=0)
     return count if first.batches > 1 and (again or count > sum(others)) else 0
+
+
+def _alike(reader: Reader) -> list[tuple[Epoch, Epoch]]:
+    """Examined epochs of a stream in the order of the examined epoch before, where that is because
+    the epoch that the stream shuffles by did not change, or did so in this process only."""
+    if not reader.seen.by_epoch or reader.seen.shuffle is False:
+        return []
+    return [
+        (old, new)
+        for old, new in itertools.pairwise(examined_epochs(reader))
+        if old.began.sampler_epoch is not None
+        and (old.began.sampler_epoch == new.began.sampler_epoch or reader.seen.epoch_copied)
+        and not _begins_anew(reader.rank, old, new)
+        and repeated_order(old, new)
+    ]
 
 
 def _end(epoch: Epoch) -> float:

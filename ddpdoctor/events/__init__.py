@@ -31,6 +31,7 @@ from .data import (
     Layer,
     LoaderSeen,
     Payload,
+    PerProcess,
     RowsRead,
     SamplerRefused,
     ShardedOver,

@@ -48,6 +48,14 @@ class Layer(Part, frozen=True):
     regular: tuple[int, int, int] = (0, 0, 0)
 
 
+class PerProcess(Part, frozen=True):
+    """A line of the program that may give other results in each process: `how` is `hash` (of a
+    text, say) or `set` (its order)."""
+
+    how: str
+    site: int
+
+
 class LoaderSeen(Event, frozen=True, tag="loader"):
     """A DataLoader was iterated for the first time.
 
@@ -67,13 +75,17 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         layers: the data set, and beneath it those that it is a `Subset` of.
         batch_sampler: class name of the batch sampler if it is not torch's own.
         epoch_name: the attribute that holds the epoch; `sets_epoch` says that the sampler has
-            `set_epoch`.
+            `set_epoch`. Of an iterable data set, which has no sampler, `shuffle` (False where it is
+            told not to), `by_epoch` and these two are those of the stream itself.
+        epoch_copied: the stream's epoch is a plain number, of which each persistent worker keeps
+            the copy that it was started with.
         settings: digest of the numbers and texts that the data set keeps (paths of files, say), 0
             if not looked at.
         batches_given: a `BatchSampler` was passed to the loader; `batch_size` and `drop_last` are
             its own.
         indexless: the data set's `__getitem__` never reads its index.
         holds: the data set keeps an array or a list, and not only numbers.
+        per_process: such lines, those of the data set's class first.
     """
 
     loader: int
@@ -109,6 +121,8 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     batches_given: bool = False
     indexless: bool = False
     holds: bool = False
+    epoch_copied: bool = False
+    per_process: tuple[PerProcess, ...] = ()
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"
@@ -139,10 +153,14 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
     Attributes:
         batches: `len(loader)` at that moment, -1 where unknown.
         sampler_epoch, seed: of the innermost sampler at that moment; see `LoaderSeen.epoch_name`.
+            The epoch of an iterable data set is the one in this process, whatever workers hold.
         epochs_set: calls of `set_epoch` on it so far.
         joined: inside `torch.distributed.algorithms.Join`.
         random: digests of the states of the random generators of torch, NumPy and Python, 0 if
             unknown; `base_seed` is the seed that the loader passes to its workers.
+        restored: digest of the state that the loader was given before (`load_state_dict` of
+            torchdata's), at the line `restored_site`; 0 if there was none. `restored_over` is one
+            of what the data set held until then.
     """
 
     loader: int
@@ -156,6 +174,9 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
     joined: bool = False
     random: tuple[int, int, int] = (0, 0, 0)
     base_seed: int | None = None
+    restored: int = 0
+    restored_over: int = 0
+    restored_site: int = -1
 
     def describe(self) -> str:
         return f"loader {self.loader}: epoch {self.epoch} began (step {self.step})"
@@ -252,6 +273,8 @@ class ContentRead(Event, frozen=True, tag="content"):
         batches: number of the batch that each was in.
         columns: packed digests, parallel to `indices`; two columns per part of the batch (of its
             first bytes, and of bytes from all over it). 0 if a sample lacks that part.
+        numbers: for each column `n` where each sample has one or a few whole numbers in it, as
+            labels and ids are, else `-`.
     """
 
     loader: int
@@ -259,6 +282,7 @@ class ContentRead(Event, frozen=True, tag="content"):
     batches: str
     columns: tuple[str, ...]
     indices: str = ""
+    numbers: str = ""
 
 
 class RowsRead(Event, frozen=True, tag="rows"):

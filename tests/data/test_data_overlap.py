@@ -385,3 +385,21 @@ def test_samples_that_are_dealt_out_several_times_on_purpose(
 ) -> None:
     ranks = [loader(0, [share], length=120, content=1, sampler="Repeated") for share in shares]
     assert bool(examine(*ranks)) is told
+
+
+def restored(state: int, held: int) -> list[Event]:
+    """A stream that was given a state, over a data set that held something else."""
+    began = {"restored": state, "restored_over": held, "restored_site": 1}
+    return stream(COUNTING, began=began)
+
+
+def test_ranks_that_continue_one_ranks_stream() -> None:
+    (finding,) = examine(restored(7, 1), restored(7, 2))
+    assert finding.rule == "restored-alike"
+    assert finding.location is not None and finding.location.line == 10
+    (finding,) = examine(restored(7, 1), restored(7, 1))
+    assert finding.rule == "unsharded-stream", "it was not divided before either"
+    (finding,) = examine(restored(7, 1), restored(8, 2))
+    assert finding.rule == "unsharded-stream"
+    (finding,) = examine(restored(0, 1), restored(0, 2))
+    assert finding.rule == "unsharded-stream"

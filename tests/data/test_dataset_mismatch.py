@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from readers import found, loader, run_of
 from recordings import site
 
 from ddpdoctor.analysis.data.audit_table import audit_table
-from ddpdoctor.events import ContentRead, Event, Layer, Payload
+from ddpdoctor.events import ContentRead, Event, Layer, Payload, PerProcess
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 
@@ -275,3 +277,91 @@ def test_a_batch_that_was_looked_at_first_is_not_the_loop() -> None:
         ranks.append(events)
     (finding,) = examine(*ranks)
     assert [(r.label, r.location.line) for r in finding.related] == [("iterated here", 20)]
+
+
+Labelled = Callable[[int, int], int]
+"""The label of a sample in an epoch."""
+
+
+def labelled(
+    rank: int, label: Labelled, *, kinds: str = "-n", epochs: int = 3, **more: object
+) -> list[Event]:
+    """A rank's share of three epochs of 96 samples, with inputs and labels."""
+    orders = [random.Random(n).sample(range(96), 96)[rank::2] for n in range(epochs)]
+    fields: dict[str, object] = {"distributed": True, "replicas": 2, "sampler_rank": rank,
+                                 "total_size": 96, "shuffle": True, "length": 96}  # fmt: skip
+    events = loader(0, orders, **fields | more)  # type: ignore[arg-type]
+    for epoch, order in enumerate(orders):
+        labels = [label(index, epoch) + 1 for index in order]
+        read = ContentRead(at=0, loader=0, epoch=epoch, indices=pack(order), numbers=kinds,
+                           batches=pack(n // 4 for n in range(len(order))),
+                           columns=(pack(1000 + i for i in order), pack(labels)))  # fmt: skip
+        events.append(read)
+    return events
+
+
+def by_class(index: int, epoch: int = 0) -> int:
+    return index * 7 % 8
+
+
+def numbered_otherwise(index: int, epoch: int = 0) -> int:
+    return (by_class(index) * 3 + 1) % 8
+
+
+def test_classes_that_each_rank_numbers_by_itself() -> None:
+    (finding,) = examine(labelled(0, by_class), labelled(1, numbered_otherwise))
+    assert (finding.rule, finding.ranks) == ("other-labels", (0, 1))
+    assert finding.location is not None and finding.location.line == 11
+    assert not examine(labelled(0, by_class), labelled(1, by_class))
+
+
+@pytest.mark.parametrize(("how", "rule"), [("hash", "hashed-labels"), ("set", "labels-from-a-set")])
+def test_the_line_that_numbers_them(how: str, rule: str) -> None:
+    lines = (PerProcess(how, 4),)
+    ranks = (by_class, numbered_otherwise)
+    (finding,) = examine(*(labelled(r, f, per_process=lines) for r, f in enumerate(ranks)))
+    assert finding.rule == rule
+    assert finding.location is not None and finding.location.line == 21
+
+
+def test_hashes_that_seldom_occur_twice() -> None:
+    ranks = (lambda i, _: i * 31 % 997, lambda i, _: i * 57 % 991)
+    lines = (PerProcess("hash", 4),)
+    (finding,) = examine(*(labelled(r, f, per_process=lines) for r, f in enumerate(ranks)))
+    assert finding.rule == "hashed-labels"
+    assert not examine(*(labelled(r, f) for r, f in enumerate(ranks))), "may be drawn once"
+
+
+def test_numbers_that_differ_rightly() -> None:
+    draw = random.Random(5)
+    pairs: list[tuple[Labelled, Labelled]] = [
+        (lambda _, epoch: epoch, lambda _, epoch: epoch),
+        (lambda i, epoch: (by_class(i) + epoch) % 8, lambda i, epoch: (by_class(i) + epoch) % 8),
+        (lambda _i, _e: 0, lambda _i, _e: 1),
+        (lambda _i, _e: draw.randrange(8), lambda _i, _e: draw.randrange(8)),
+        (lambda i, _: by_class(i) ^ (i == 3), by_class),
+    ]
+    for number, (one, other) in enumerate(pairs):
+        assert not examine(labelled(0, one), labelled(1, other)), number
+    assert not examine(*(labelled(r, f, kinds="--") for r, f in
+                         enumerate((by_class, numbered_otherwise))))  # fmt: skip
+    assert not examine(*(labelled(r, f, epochs=1) for r, f in
+                         enumerate((by_class, numbered_otherwise)))), "no common index"  # fmt: skip
+
+
+def test_shards_of_each_rank_have_labels_of_their_own() -> None:
+    own = {"distributed": False, "replicas": -1, "sampler_rank": -1, "total_size": -1}
+    one, other = labelled(0, by_class, **own), labelled(1, numbered_otherwise, **own)
+    shifted = [
+        msgspec.structs.replace(e, columns=(pack(5000 + n for n in range(48)), e.columns[1]))
+        if isinstance(e, ContentRead) else e
+        for e in other
+    ]  # fmt: skip
+    assert not examine(one, shifted)
+
+
+def test_labels_in_a_tensor_of_the_data_set() -> None:
+    ranks = (by_class, numbered_otherwise)
+    held = [(payload("tensor", n, 7, name="tensors[1]"),) for n in range(2)]
+    (finding,) = examine(*(labelled(r, f, payloads=held[r]) for r, f in enumerate(ranks)))
+    assert finding.rule == "other-labels"

@@ -6,9 +6,9 @@ import pytest
 from ddpdoctor.checks.data.sampler_drops_tail import SamplerDropsTail
 from readers import found, loader, run_of
 
-from ddpdoctor.events import Event, Layer
+from ddpdoctor.events import Event, Layer, ProgramSeen
 from ddpdoctor.events.pack import pack
-from ddpdoctor.report.findings import Finding, Related
+from ddpdoctor.report.findings import Finding, Related, Severity
 
 
 def part(
@@ -126,3 +126,40 @@ def test_an_epoch_that_was_left_early() -> None:
 
 def test_unread_samples_without_drop_last() -> None:
     assert not examine(42, sampler_drop_last=False)
+
+
+def shares(rank: int, *, each: int = 2, yields: int = 48, **more: object) -> list[Event]:
+    """A rank's share of 96 samples, of whose batches of 4 every second one is delivered."""
+    mine = list(range(rank, 96, 2))
+    batches = [mine[n : n + 4] for n in range(0, 48, 4)]
+    read = [i for batch in batches[rank % each :: each] for i in batch]
+    fields: dict[str, object] = {"length": 96, "distributed": True, "replicas": 2, "batch_size": 4,
+                                 "sampler_rank": rank, "total_size": 96, "sampler_site": 1,
+                                 "sampler": "DistributedSampler", "sampler_length": yields,
+                                 "batch_sampler": "BatchSamplerShard"}  # fmt: skip
+    return loader(0, [read, read[::-1]], **fields | more)  # type: ignore[arg-type]
+
+
+def examine_shares(**more: object) -> list[Finding]:
+    versions = more.pop("versions", {})
+    program = ProgramSeen(at=0, files={}, versions=versions)  # type: ignore[arg-type]
+    ranks = ([*shares(rank, **more), program] for rank in range(2))  # type: ignore[arg-type]
+    return found(SamplerDropsTail(), run_of(*ranks))
+
+
+def test_shares_that_are_divided_once_more() -> None:
+    (finding,) = examine_shares()
+    assert (finding.rule, finding.ranks) == ("divided-twice", (0, 1))
+    assert finding.severity is Severity.WARNING
+    assert finding.location is not None and finding.location.line == 10
+    (finding,) = examine_shares(versions={"accelerate": "1.10"})
+    assert "Accelerator.prepare" in finding.fix
+
+
+def test_batch_samplers_that_leave_out_what_they_like() -> None:
+    assert not examine_shares(batch_sampler="")
+    assert not examine_shares(each=1), "everything is read"
+    assert not examine_shares(each=4), "some of its own choice"
+    assert not examine_shares(exhausted=False)
+    assert not examine_shares(yields=96, each=1), "a sampler that tells the length of the data"
+    assert not examine_shares(replicas=-1, distributed=False)

@@ -11,6 +11,7 @@ from readers import found, loader, prologue, run_of
 from recordings import make_run, site
 
 from ddpdoctor.events import (
+    ContentRead,
     EpochBegan,
     EpochEnded,
     Event,
@@ -218,3 +219,59 @@ def test_steps_after_a_cycle_on_other_data() -> None:
     assert not cycled(more=[step(1, 6), other])
     seen = ForwardInput(at=2, model=0, forward=5, site=4, digest=7, numbers=20, rows=4, fed=True)
     assert cycled(more=[step(1, 6), other, seen]), "beside another loader, on inputs of before"
+
+
+def epochs_of_stream(
+    *orders: list[int], numbers: list[int] | None = None, **more: object
+) -> list[Event]:
+    """A stream that shuffles by an epoch; the entries of its orders stand for content."""
+    fields: dict[str, object] = {"iterable": True, "length": -1, "shuffle": None, "content": 1}
+    fields |= {"by_epoch": True, "epoch_name": "epoch", "batch_size": 2, "dataset": "Lines"} | more
+    numbers = numbers or [0] * len(orders)
+    events = loader(0, orders, began={"sampler_epoch": numbers}, **fields)  # type: ignore[arg-type]
+    return [msgspec.structs.replace(e, indices="") if isinstance(e, ContentRead) else e
+            for e in events]  # fmt: skip
+
+
+LINES = [*FIRST, *range(20, 30)]
+SHUFFLED = LINES[::-1]
+
+
+def test_a_stream_whose_epoch_nobody_sets() -> None:
+    (finding,) = examine(epochs_of_stream(LINES, LINES, LINES))
+    assert finding.rule == "stream-epoch-not-set"
+    assert finding.location is not None and finding.location.line == 11
+    assert "share_memory_" not in finding.fix
+    (finding,) = examine(epochs_of_stream(LINES, LINES, epoch_copied=True))
+    assert finding.rule == "stream-epoch-not-set"
+    assert "share_memory_" in finding.fix
+    (finding,) = examine(epochs_of_stream(LINES, LINES, SHUFFLED, sets_epoch=False))
+    assert "`epoch = epoch`" in finding.fix
+    assert "1 of 3 epochs" in finding.summary
+
+
+def test_a_stream_whose_workers_keep_their_copy_of_the_epoch() -> None:
+    numbers = [0, 1, 2]
+    (finding,) = examine(epochs_of_stream(*[LINES] * 3, numbers=numbers, epoch_copied=True))
+    assert finding.rule == "stream-epoch-not-in-workers"
+    assert not examine(epochs_of_stream(LINES, SHUFFLED, numbers=[0, 1], epoch_copied=True))
+    assert not examine(epochs_of_stream(*[LINES] * 3, numbers=numbers)), "it may have one shard"
+
+
+def test_streams_whose_order_is_meant_to_be_the_same() -> None:
+    assert not examine(epochs_of_stream(LINES, LINES, by_epoch=False))
+    assert not examine(epochs_of_stream(LINES, LINES, shuffle=False))
+    assert not examine(epochs_of_stream(LINES[:4], LINES[:4])), "two batches, to overfit"
+    assert not examine(epochs_of_stream([1] * 18, [1] * 18)), "samples that cannot be told apart"
+    assert not examine(epochs_of_stream(LINES, LINES, trains=False))
+    assert not examine(epochs_of_stream(LINES, LINES, numbers=None, content=None))
+
+
+def test_a_stream_that_restarts_with_a_new_model() -> None:
+    old, new = epochs_of_stream(LINES, LINES, epoch_copied=True), []
+    for number, event in enumerate(old):
+        new.append(msgspec.structs.replace(event, at=number))
+        if isinstance(event, EpochEnded) and event.epoch == 0:
+            new.append(Wrapped(at=number + 0.5, model=1, wrapper="DistributedDataParallel",
+                               kind="Net", group=0, site=-1))  # fmt: skip
+    assert not examine(new)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.events import EpochEnded, LoaderSeen, ProbeTrouble
+from ddpdoctor.events import EpochBegan, EpochEnded, LoaderSeen, ProbeTrouble
 from ddpdoctor.probe.recording import hooks, patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
 from ddpdoctor.probe.watchers.data import loaders
@@ -97,3 +97,35 @@ def test_a_data_set_that_cannot_be_looked_into(
     (ended,) = (e for e in events if isinstance(e, EpochEnded))
     assert (seen.length, seen.payloads, ended.samples) == (32, (), 32)
     assert [e.lost for e in events if isinstance(e, ProbeTrouble)] == [loaders.LOST_ENTRIES]
+
+
+def test_the_state_that_an_iteration_continues_from(recorder: Recorder, tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    class Shards(utils.IterableDataset):  # type: ignore[misc,name-defined]
+        def __init__(self, left: list[int]) -> None:
+            self.left = left
+
+        def __iter__(self) -> Iterator[int]:
+            while self.left:
+                yield self.left.pop(0)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"left": list(self.left)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.left = list(state["left"])
+
+    loader = stateful(Shards([1, 2, 3, 4]), batch_size=1)
+    next(iter(loader))
+    state = loader.state_dict()
+    for left in ([5, 6], [7, 8]):
+        loader = stateful(Shards(left), batch_size=1)
+        loader.load_state_dict(state)
+        assert [int(x) for x in loader] == [2, 3, 4]
+        list(loader)
+    recorder.writer.close()
+    events = [e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, EpochBegan)]
+    assert [bool(e.restored) for e in events] == [False, True, False, True, False]
+    assert events[1].restored == events[3].restored
+    assert events[1].restored_over != events[3].restored_over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from ddpdoctor.probe.watchers.data.samplers import (
     loader_seen,
     note_line,
     only_line,
+    orders,
 )
 
 torch = pytest.importorskip("torch")
@@ -207,3 +209,45 @@ def test_the_line_that_names_the_class_of_a_sampler() -> None:
     assert isinstance(site, Site) and site.text.strip() == "sampler = Fixed(photos)"
     assert made == {sampler: (site.id, 0)}
     assert only_line(two_lines.__code__, "Repeating") is None
+
+
+class Stream(data.IterableDataset):  # type: ignore[misc,name-defined]
+    def __init__(self, epoch: Any = 0, **more: Any) -> None:
+        self.epoch = epoch
+        vars(self).update(more)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([int(self.epoch)])
+
+
+class Mapped(data.IterableDataset):  # type: ignore[misc,name-defined]
+    def __init__(self, source: Stream) -> None:
+        self.source = source
+
+    def set_epoch(self, epoch: int) -> None:
+        self.source.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(abs, self.source)
+
+
+def test_the_epoch_of_a_stream() -> None:
+    kept = {"num_workers": 2, "persistent_workers": True}
+    plain, shared = Stream(3), Stream(torch.zeros(1, dtype=torch.long).share_memory_() + 4)
+    for stream, number, copied in ((plain, 3, True), (Mapped(plain), 3, True), (shared, 4, False)):
+        loader = data.DataLoader(stream, **kept)
+        found = seen(loader)
+        assert (found.by_epoch, found.epoch_name, found.sets_epoch) == (True, "epoch", True)
+        assert found.epoch_copied is copied
+        assert epoch_of(orders(loader)) == number
+    assert not seen(data.DataLoader(plain)).epoch_copied
+    assert seen(data.DataLoader(Stream(shuffle=False, shuffle_buffer=0))).shuffle is False
+    assert seen(data.DataLoader(Stream(shuffle=True, shuffle_buffer=0))).shuffle is None
+    assert not seen(data.DataLoader(Mapped([1]))).by_epoch  # type: ignore[arg-type]
+    counter = multiprocessing.get_context("fork").Value("i", 5)
+    assert epoch_of(Stream(counter)) == 5
+    with counter.get_lock():
+        assert epoch_of(Stream(counter)) == 5

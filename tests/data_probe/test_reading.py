@@ -384,3 +384,19 @@ def test_which_loader_delivered_what_a_model_is_given(recorder: Recorder) -> Non
     for reading in readings:
         reading.close(recorder, 0, False)
     assert reading_module.delivered_by(sample_digests.memories(half)) == ()
+
+
+def test_which_parts_of_a_batch_are_labels(recorder: Recorder) -> None:
+    batch = {
+        "input": torch.rand(4, 3), "label": torch.arange(4), "tokens": torch.ones(4, 99).long(),
+    }  # fmt: skip
+    prints = Fingerprints(8, 4, iterable=False)
+    prints.take(0, [5, 6, 7, 4], batch)
+    prints.take(1, [0, 1, 2, 3], batch)
+    prints.write(recorder, 0, 0)
+    prints.take(2, [5, 6, 7, 4], [torch.rand(4, 3), [1, 2, 3, 4], ["a", "b", "c", "d"]])
+    prints.write(recorder, 0, 1)
+    whole, lists = (e for e in recorded(recorder) if isinstance(e, ContentRead))
+    assert len(whole.numbers) == len(whole.columns)
+    assert whole.numbers.rstrip("-") == "-n"
+    assert lists.numbers == "-n-"

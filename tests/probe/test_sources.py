@@ -20,6 +20,7 @@ from ddpdoctor.probe.source import (
     inplace_writes,
     loop_keys,
     passthrough,
+    process_order,
     source_text,
 )
 from ddpdoctor.probe.source.source_text import branch_around
@@ -168,3 +169,28 @@ def test_a_file_that_cannot_be_parsed(tmp_path: Path, text: str) -> None:
     assert not source_text.quoted(str(path), 1)
     assert not division.divided_by_world_size(str(path), 1)
     assert loop_keys.keys(code, 1, None) == ()
+
+
+class Named:
+    def __init__(self, names: list[str]) -> None:
+        self.numbers = {name: i for i, name in enumerate(set(names))}  # a set
+        self.sorted = {name: i for i, name in enumerate(sorted(set(names)))}
+        kinds = set(names)
+        self.kinds = list(kinds)  # a set
+        self.known = sorted(kind for kind in kinds if kind)
+        self.count = len(list(kinds))
+
+    def bucket(self, name: str) -> int:
+        return hash(name) % 8  # a hash
+
+    def __hash__(self) -> int:
+        return hash(1)
+
+
+def test_lines_that_give_other_results_in_each_process() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    found = process_order.places(Named, [])
+    assert {p.file for p in found} == {__file__}
+    told = [(p.how, lines[p.line - 1].partition("  # a ")[2]) for p in found]
+    assert told == [("set", "set"), ("set", "set"), ("hash", "hash")]
+    assert not process_order.places(dict, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ...events import EpochEnded
 from ...report.findings import Table
@@ -13,6 +14,7 @@ from .epoch_audit import Audit, partitioned
 from .loader_check import use
 from .loader_faults import of_check
 from .loaders import Loader, in_order, loaders, same_order
+from .streams import examined_epochs, repeated_order
 from .thresholds import FEWEST_TO_ORDER
 
 COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
@@ -150,5 +152,16 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
         f"{' to '.join(map(str, dict.fromkeys((read[0], read[-1]))))} {whose}" if read else NOTHING,
         NOTHING,
         NOTHING,
-        _order_column(None, left=left),
+        _order_column(_order_of_stream(loader), left=left),
     )
+
+
+def _order_of_stream(loader: Loader) -> str | None:
+    """Whether the examined epochs of a stream repeat the order of the one before on some rank."""
+    pairs = [
+        same
+        for reader in loader.readers.values()
+        for old, new in pairwise(examined_epochs(reader))
+        if (same := repeated_order(old, new)) is not None
+    ]
+    return ("as before" if any(pairs) else "new") if pairs else None

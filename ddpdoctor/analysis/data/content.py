@@ -43,18 +43,19 @@ def rows(epoch: Epoch) -> list[tuple[int, Row]]:
     return [
         (batch, row)
         for read in epoch.content
-        for batch, row in zip(_numbers(read.batches), _rows(read), strict=False)
+        for batch, row in zip(numbers_of(read.batches), _rows(read), strict=False)
     ]
 
 
 def _rows(read: ContentRead) -> Iterator[Row]:
-    return zip(*(_numbers(c) for c in read.columns), strict=False)
+    return zip(*(numbers_of(c) for c in read.columns), strict=False)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers_of(text: str) -> list[int]:
+    """Packed numbers of a record; empty where it is damaged."""
     try:
         return unpack(text)
-    except ValueError:  # a damaged record
+    except ValueError:
         return []
 
 
@@ -64,7 +65,7 @@ def by_index(reader: Reader, number: int | None = None) -> dict[int, Row]:
     epochs = reader.looked
     for epoch in epochs if number is None else epochs[number : number + 1]:
         for read in epoch.content:
-            for index, row in zip(_numbers(read.indices), _rows(read), strict=False):
+            for index, row in zip(numbers_of(read.indices), _rows(read), strict=False):
                 found.setdefault(index, row)
     return found
 
@@ -225,7 +226,7 @@ def _passes(epoch: Epoch, workers: int) -> list[set[int]]:
     found: list[list[int]] = [[] for _ in range(workers)]
     covered: set[int] = set()
     for read in epoch.rows:
-        for batch, row in zip(_numbers(read.batches), _numbers(read.rows), strict=False):
+        for batch, row in zip(numbers_of(read.batches), numbers_of(read.rows), strict=False):
             covered.add(batch)
             found[batch % workers].append(row)
     if not epoch.exhausted or len(covered) < epoch.batches:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from .content import Row, overlap, rows, same_pass
+from .content import Row, distinct, overlap, rows, same_pass
 from .fault import LoaderFault
-from .loaders import Loader, Reader
-from .thresholds import MATERIAL, WHOLE
+from .loaders import Epoch, Loader, Reader
+from .thresholds import MATERIAL, NO_ACCIDENT, OVERFITTED_BATCHES, WHOLE
 
 
 class Sharing(NamedTuple):
@@ -74,6 +74,23 @@ def workers_share(reader: Reader) -> tuple[int, int]:
     return (common, of) if of and common / of >= MATERIAL else (0, 0)
 
 
+def repeated_order(old: Epoch, new: Epoch) -> bool | None:
+    """Whether two epochs of a stream delivered the same samples in the same order, bit for bit;
+    None where too few samples that can be told apart are on record."""
+    before, now = rows(old), rows(new)
+    count = min(len(before), len(now))
+    different = {row for _, row in now[:count]}
+    if len(different) < NO_ACCIDENT or not distinct([row for _, row in now[:count]]):
+        return None
+    return before[:count] == now[:count]
+
+
+def examined_epochs(reader: Reader) -> list[Epoch]:
+    """The training epochs of a stream of which samples are on record."""
+    long = any(e.batches > OVERFITTED_BATCHES for e in reader.epochs)
+    return [e for e in reader.epochs if long and e.content and e.trained]
+
+
 def all_workers_share(readers: list[Reader]) -> bool:
     """Whether on every rank all workers deliver the same rows, each in its own order."""
     return all(r.seen.workers > 1 and same_pass([r], workers=True)[1] for r in readers)
@@ -97,10 +114,13 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
     if not found.ranks:
         return None
     common, of = found.best
+    rule = "repeated-parts" if found.parts else "unsharded-stream"
+    if _restored_alike([r for r in readers if r.rank.rank in found.ranks], number):
+        rule = "restored-alike"
     overlap = any(workers_share(r)[1] for r in readers) or all_workers_share(readers)
     return LoaderFault(
         "data-overlap",
-        "repeated-parts" if found.parts else "unsharded-stream",
+        rule,
         loader,
         tuple(sorted(found.ranks)),
         [r for r in readers if r.rank.rank in found.ranks],
@@ -114,6 +134,14 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
             "workers of one rank overlap too": overlap,
         },
     )
+
+
+def _restored_alike(readers: list[Reader], number: int) -> bool:
+    """Whether the loaders of these ranks were given the same state, over datasets that were other
+    ones on each rank before."""
+    began = [r.epochs[number].began for r in readers]
+    states, held = {e.restored for e in began}, {e.restored_over for e in began}
+    return len(states) == 1 and 0 not in states and len(held) == len(readers)
 
 
 def worker_faults(loader: Loader) -> list[LoaderFault]:

@@ -25,6 +25,21 @@ NO_ACCIDENT = 8
 """Distinct samples or batches that two ranks cannot have in common, or at equal positions, by
 accident."""
 
+FEWEST_LABELS = 16
+"""Samples with an index that both ranks read, so that their labels can be compared."""
+
+FEWEST_KEPT = 8
+"""Samples that a rank read in several epochs with the same label, for labels not to depend on the
+epoch or on the batch."""
+
+LABELS_DIFFER = 0.25
+"""Share of these samples whose label differs: where classes are numbered otherwise, some may have
+their number by chance."""
+
+RENUMBERED = 0.9
+"""Share of the samples whose labels keep to one mapping between two ranks. Not 1: two texts may
+have the same hash on one rank only."""
+
 # --- indices -------------------------------------------------------------------------------------
 
 REPEATS, FEWEST_REPEATS = 24, 11

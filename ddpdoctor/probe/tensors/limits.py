@@ -47,11 +47,17 @@ WINDOWS = 4
 PADDED = 512
 """Bytes digested of a row of integers: these are tokens, and their padding must be found."""
 
+LABEL_NUMBERS = 16
+"""Whole numbers of a sample in one part of a batch up to which they may be labels or ids."""
+
 PIECES = 32
 """Contiguous pieces digested of a tensor that is not contiguous as a whole."""
 
 NESTED_AT_MOST = 3
 """Levels of nested containers in a batch that are searched for tensors."""
+
+STATE_ENTRIES = 4096
+"""Entries of a state beyond which it is not digested."""
 
 LEAVES = 4096
 """Parts of a model's inputs that are counted; if there are more, their size counts as unknown."""

@@ -23,11 +23,13 @@ from .limits import (
     EPOCH_BATCHES,
     EPOCH_ROWS,
     EPOCH_SAMPLES,
+    LABEL_NUMBERS,
     LEAVES,
     NESTED_AT_MOST,
     PADDED,
     PIECES,
     SAMPLES_PER_BATCH,
+    STATE_ENTRIES,
     WINDOW,
     WINDOWS,
 )
@@ -49,6 +51,7 @@ class Fingerprints:
         self.indices = array("q")
         self.batches = array("i")
         self.columns = [array("I") for _ in range(2 * BATCH_PARTS)]
+        self.numbers = [True] * BATCH_PARTS
         self.rows, self.rows_from = array("I"), array("i")
         self.rows_left = EPOCH_ROWS if iterable else 0
         self.taken = 0
@@ -83,6 +86,8 @@ class Fingerprints:
         digests = [d for part in parts for d in digest(part, row)]
         if not any(digests):
             return
+        for n, part in enumerate(parts):
+            self.numbers[n] = self.numbers[n] and _few_numbers(part)
         self.taken += 1
         self.batches.append(number)
         if index is not None:
@@ -109,7 +114,9 @@ class Fingerprints:
         if not self.batches:
             return
         pairs = [self.columns[n : n + 2] for n in range(0, 2 * BATCH_PARTS, 2)]
-        used = [c for head, body in pairs for c in ([head] if head == body else [head, body])]
+        kinds = ["n" if few else "-" for few in self.numbers]
+        used = [(c, kind) for (head, body), kind in zip(pairs, kinds, strict=True)
+                for c in ([head] if head == body else [head, body]) if any(c)]  # fmt: skip
         indices = self.indices if len(self.indices) == len(self.batches) else ()
         recorder.emit(
             ContentRead(
@@ -117,13 +124,22 @@ class Fingerprints:
                 loader=loader,
                 epoch=epoch,
                 batches=pack(self.batches),
-                columns=tuple(pack(array("i", c.tobytes())) for c in used if any(c)),
+                columns=tuple(pack(array("i", c.tobytes())) for c, _ in used),
                 indices=pack(i & 0x7FFFFFFF for i in indices),
+                numbers="".join(kind for _, kind in used),
             )
         )
         del self.batches[:], self.indices[:]
         for column in self.columns:
             del column[:]
+
+
+def _few_numbers(part: Any) -> bool:
+    """Whether a part of a batch holds one or a few whole numbers for each sample."""
+    if isinstance(part, (list, tuple)):
+        return bool(part) and type(part[0]) is int
+    kind, shape = str(getattr(part, "dtype", "")), getattr(part, "shape", ())
+    return "int" in kind and len(shape) > 0 and math.prod(shape[1:]) <= LABEL_NUMBERS
 
 
 def _host_bytes(part: Any) -> int:
@@ -374,6 +390,31 @@ def _digest_memory(address: int, size: int, padded: int = 0) -> tuple[int, int]:
     for n in range(WINDOWS):
         body = zlib.crc32(ctypes.string_at(address + n * step, WINDOW), body)
     return head, body
+
+
+def digest_state(state: Any, *, whole: bool = True) -> int:
+    """A digest of a nested state of numbers, texts and tensors.
+
+    Args:
+        whole: 0 if it is too large or holds what cannot be read; else that part is left out.
+    """
+    value, left, seen = 0, [state], 0
+    while left:
+        part, seen = left.pop(), seen + 1
+        if seen > STATE_ENTRIES:
+            return 0 if whole else value or 1
+        if isinstance(part, Mapping):
+            pairs = itertools.islice(part.items(), STATE_ENTRIES + 1)
+            left += [entry for pair in pairs for entry in pair]
+        elif isinstance(part, (list, tuple)):
+            left += part[: STATE_ENTRIES + 1]
+        elif part is None or type(part) in (bool, int, float, str, bytes):
+            value = zlib.crc32(repr(part).encode(), value)
+        elif any(found := digest(part, None)):
+            value = zlib.crc32(repr(found).encode(), value)
+        elif whole:
+            return 0
+    return value or 1
 
 
 def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:

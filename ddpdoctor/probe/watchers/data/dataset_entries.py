@@ -60,11 +60,11 @@ def ignores_index(dataset: Any) -> bool:
     """Whether `__getitem__` never reads its index."""
     import torch.utils.data as data
 
-    innermost = _innermost(dataset)
-    code = getattr(getattr(type(innermost), "__getitem__", None), "__code__", None)
+    inner = innermost(dataset)
+    code = getattr(getattr(type(inner), "__getitem__", None), "__code__", None)
     if not isinstance(code, CodeType) or code.co_argcount != 2:
         return False
-    if isinstance(innermost, data.IterableDataset) or hasattr(type(innermost), "__getitems__"):
+    if isinstance(inner, data.IterableDataset) or hasattr(type(inner), "__getitems__"):
         return False
     index = code.co_varnames[1]
     named = any(index in _names(i) for i in dis.get_instructions(code))
@@ -73,14 +73,14 @@ def ignores_index(dataset: Any) -> bool:
 
 def holds_entries(dataset: Any) -> bool:
     """Whether the data set keeps an array or list that samples may come from."""
-    values = kept(_innermost(dataset)).values()
+    values = kept(innermost(dataset)).values()
     return any(
         (isinstance(v, (list, tuple, dict)) and len(v) > SHAPE) or bool(getattr(v, "shape", ()))
         for v in values
     )
 
 
-def _innermost(dataset: Any) -> Any:
+def innermost(dataset: Any) -> Any:
     """The data set beneath all `Subset`s."""
     import torch.utils.data as data
 

@@ -15,6 +15,7 @@ from ....events import EpochBegan
 from ....events.process import LOADERS_LOST
 from ...recording import hooks, rng_state
 from ...recording.frames import disguise, unframe, updates_statistics
+from ...recording.import_hooks import when_imported
 from ...recording.index_sample import halvings, kept
 from ...recording.patching import replace
 from ...recording.recorder import Recorder, current, run_hook
@@ -56,6 +57,7 @@ class Loaders(Watcher):
         loaders: numbers of loaders that were iterated.
         made: line that makes a loader or sampler, and how many were made there before.
         epochs_set: calls of `set_epoch`, by sampler.
+        restored: by loader, the state that its next iteration begins with.
         lines: by site, what all loaders made there delivered.
         epochs_begun: by loader number.
         iterations, iterators: running iterations and their iterators, by the iterator's id.
@@ -75,6 +77,7 @@ class Loaders(Watcher):
         self.loaders: WeakIdentityMap[int] = WeakIdentityMap()
         self.made: WeakIdentityMap[tuple[int, int]] = WeakIdentityMap()
         self.epochs_set: WeakIdentityMap[int] = WeakIdentityMap()
+        self.restored: WeakIdentityMap[samplers.Restored] = WeakIdentityMap()
         self.lines: dict[int, LoaderLine] = {}
         self.epochs_begun: dict[int, int] = {}
         # By the id of the iterator: a weak dictionary would cost more than all else per batch.
@@ -105,6 +108,7 @@ class Loaders(Watcher):
         self.around(base, "__init__", before=self._iterating, after=self._iterated)
         self.around(base, "_reset", before=self._resetting)
         self._watch_batches(base)
+        when_imported(samplers.STATEFUL, self._watch_states, lost=self.lost)
         self.around((c10d, dist), "destroy_process_group", before=self._destroying)
         self.around(Join, "__enter__", before=self._joining, lost="`Join`")
         self.around(Join, "__exit__", before=self._joined, lost="`Join`")
@@ -128,6 +132,13 @@ class Loaders(Watcher):
 
     def _making_subset(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         DatasetParts.current.made(args[0], recorder.site())
+
+    def _watch_states(self, module: Any) -> None:
+        self.around(module.StatefulDataLoader, "load_state_dict", before=self._restoring)
+
+    def _restoring(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        state = args[1] if len(args) > 1 else kwargs["state_dict"]
+        self.restored[args[0]] = samplers.restored(args[0].dataset, state, recorder.site())
 
     def _making_sampler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         site = recorder.site()
@@ -250,6 +261,7 @@ class Loaders(Watcher):
         self, recorder: Recorder, iterator: Any, loader: Any, iteration: Iteration, site: int
     ) -> None:
         sampler = innermost(loader)
+        given = self.restored.pop(loader, samplers.Restored())
         seed = getattr(iterator, "_base_seed", None)
         recorder.emit(
             EpochBegan(
@@ -258,13 +270,16 @@ class Loaders(Watcher):
                 epoch=iteration.number,
                 step=recorder.step,
                 site=site,
-                sampler_epoch=samplers.epoch_of(sampler),
+                sampler_epoch=samplers.epoch_of(samplers.orders(loader)),
                 batches=length(loader),
                 seed=integer(getattr(sampler, "seed", None)),
                 epochs_set=self.epochs_set.get(sampler, 0) if weakly_referenceable(sampler) else 0,
                 joined=self.joins > 0,
                 random=rng_state.digests(rng_state.positions()),
                 base_seed=seed if loader.num_workers else None,
+                restored=given.state,
+                restored_over=given.over,
+                restored_site=given.site,
             ),
             vital=True,
         )

@@ -14,12 +14,22 @@ from collections.abc import MutableMapping
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ....events import Layer, LoaderSeen, Payload, SamplerRefused
+from ....events import Layer, LoaderSeen, Payload, PerProcess, SamplerRefused
+from ...recording.code_locations import own_files
 from ...recording.recorder import Recorder
+from ...source import process_order
+from ...tensors.sample_digests import digest_state
 from . import dataset_entries, dataset_parts
 from .dataset_parts import DatasetParts
 
 _SEEDS = ("manual_seed", "seed", "Random", "RandomState", "default_rng")
+
+_FILES = 4
+"""Files of the program that are parsed to find lines that differ between processes, beyond those
+of the data set's class: one of a thousand lines takes some 30 ms."""
+
+_NESTED = 5
+"""Iterable data sets within each other that are searched for the one with an epoch."""
 
 
 class MadeOf(NamedTuple):
@@ -30,6 +40,31 @@ class MadeOf(NamedTuple):
     settings: int = 0
     indexless: bool = False
     holds: bool = False
+    per_process: tuple[PerProcess, ...] = ()
+
+
+STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
+"""The module of the loader that can be stopped and continued."""
+
+
+class Restored(NamedTuple):
+    """The state that a loader continues from.
+
+    Attributes:
+        state: digest of it, 0 if it is not known.
+        over: digest of what the data set held until then.
+        site: the line that gave it.
+    """
+
+    state: int = 0
+    over: int = 0
+    site: int = -1
+
+
+def restored(dataset: Any, state: Any, site: int) -> Restored:
+    """What a loader over this data set is given by `load_state_dict`."""
+    held = digest_state(dataset_entries.kept(dataset), whole=False)
+    return Restored(digest_state(state), held, site)
 
 
 def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
@@ -41,6 +76,19 @@ def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
         dataset_entries.settings(dataset),
         dataset_entries.ignores_index(dataset),
         dataset_entries.holds_entries(dataset),
+        _per_process(recorder, dataset),
+    )
+
+
+def _per_process(recorder: Recorder, dataset: Any) -> tuple[PerProcess, ...]:
+    from torch.utils.data import IterableDataset
+
+    inner = dataset_entries.innermost(dataset)
+    if isinstance(inner, IterableDataset):  # its samples have no indices to compare them by
+        return ()
+    return tuple(
+        PerProcess(how, recorder.sites.place(file, line, ""))
+        for how, file, line in process_order.places(type(inner), own_files()[:_FILES])
     )
 
 
@@ -56,8 +104,10 @@ def loader_seen(
 ) -> LoaderSeen:
     """The event that describes a loader."""
     iterable = loader._dataset_kind == 1
-    shuffle = getattr(sampler, "shuffle", None)
-    epoch_name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
+    ordered = stream_with_epoch(loader.dataset) if iterable else sampler
+    shuffle = _told_to_shuffle(ordered) if iterable else getattr(sampler, "shuffle", None)
+    epoch_name = "" if _in_torchs_order(ordered) else _epoch_name(ordered)
+    copied = iterable and integer(getattr(ordered, epoch_name or "epoch", None)) is not None
     given = loader.batch_size is None and _is_torchs_batches(loader.batch_sampler)
     batches = loader.batch_sampler if given else loader
     return LoaderSeen(
@@ -90,11 +140,13 @@ def loader_seen(
         layers=made_of.layers,
         batch_sampler=_own_batch_sampler(loader),
         epoch_name=epoch_name,
-        sets_epoch=_sets_epoch(type(sampler)),
+        sets_epoch=_sets_epoch(type(ordered)),
         settings=made_of.settings,
         batches_given=given,
         indexless=made_of.indexless,
         holds=made_of.holds,
+        per_process=made_of.per_process,
+        epoch_copied=copied and getattr(loader, "persistent_workers", False) is True,
     )
 
 
@@ -157,10 +209,50 @@ def _in_torchs_order(sampler: Any) -> bool:
     return str(getattr(chooses, "__module__", "")).startswith("torch.utils.data")
 
 
+def orders(loader: Any) -> Any:
+    """What decides on a loader's order: its innermost sampler, or the stream that it iterates."""
+    return stream_with_epoch(loader.dataset) if loader._dataset_kind == 1 else innermost(loader)
+
+
+def stream_with_epoch(dataset: Any) -> Any:
+    """An iterable data set, or the one within it whose order depends on an epoch."""
+    from torch.utils.data import IterableDataset
+
+    stream = dataset
+    for _ in range(_NESTED):
+        if not _in_torchs_order(stream) and _epoch_name(stream):
+            return stream
+        within = getattr(stream, "__dict__", {}).values()
+        stream = next((v for v in within if isinstance(v, IterableDataset)), None)
+        if stream is None:
+            break
+    return dataset
+
+
+def _told_to_shuffle(stream: Any) -> bool | None:
+    """False where all attributes of a stream that speak of shuffling say no, else None."""
+    said = [v for name, v in dataset_entries.kept(stream).items() if "shuffl" in name.lower()]
+    refused = all(v is None or (type(v) in (bool, int) and not v) for v in said)
+    return False if said and refused else None
+
+
 def epoch_of(sampler: Any) -> int | None:
-    """The epoch that a sampler orders by, None if it has none."""
+    """The epoch that a sampler or a stream orders by, None if it has none."""
     name = "" if _in_torchs_order(sampler) else _epoch_name(sampler)
-    return integer(getattr(sampler, name or "epoch", None))
+    return _number(getattr(sampler, name or "epoch", None))
+
+
+def _number(value: Any) -> int | None:
+    """A whole number, also one in shared memory: a tensor, or a `multiprocessing.Value`."""
+    import torch
+
+    if type(value) is torch.Tensor:
+        whole = value.is_cpu and value.numel() == 1 and not value.is_floating_point()
+        return int(value) if whole else None
+    if type(value).__module__.startswith("multiprocessing."):
+        # Not through the lock that a worker may hold.
+        value = getattr(getattr(value, "get_obj", lambda: value)(), "value", None)
+    return integer(value)
 
 
 def _epoch_name(sampler: Any) -> str:
