@@ -34,7 +34,7 @@ QUESTIONS: dict[str, str] = {
         "Wrapped Named CommHook ShardedOver ParametersChanged DataParallelMade Unwrapped"
     ),
     "What happened in a forward?": (
-        "ForwardInput BatchSeen ModulesSkipped SentBuffers Gathered SearchCost"
+        "ForwardInput BatchSeen ModulesSkipped SentBuffers Gathered SearchCost TrainingMode"
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
@@ -82,6 +82,7 @@ WHEN: dict[str, str] = {
     "when it changes": (
         "SyncPattern Hyperparameters ScalerStep Ownership ModulesSkipped ParametersChanged"
         " ThreadsSeen Gathered ProcessState Carried ObjectsGathered UnusedParameters BatchSeen"
+        " TrainingMode"
     ),
     "sampled, the same steps on all ranks": (
         "Digests Sketch LateBuffers ForwardInput ContentRead RowsRead UnwrappedState Averaged Pace"

@@ -55,6 +55,7 @@ from .drift import (
     Rewritten,
     Sketch,
     StateTaken,
+    TrainingMode,
 )
 from .files import FileLocked, FileRead, FileWritten
 from .groups import GroupDestroyed, GroupReady, InitEntered
