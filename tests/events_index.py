@@ -42,7 +42,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
-        " SyncTimes"
+        " SyncTimes EditedBeforeSync"
     ),
     "What did an optimizer step do, and when?": (
         "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScalerStep ZeroGradients"
@@ -96,7 +96,7 @@ WHEN: dict[str, str] = {
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
         " Edited Rewritten NonFinite Bypassed LossScaled GradientReduced SteppedInside KeptBack"
         " StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
-        " NotObserved"
+        " NotObserved EditedBeforeSync"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

@@ -113,6 +113,7 @@ from .surroundings import ProgramSeen, ThreadsSeen, TrainsAlone
 from .sync import (
     BatchSeen,
     Carried,
+    EditedBeforeSync,
     GradientReduced,
     KeptBack,
     LossScaled,
