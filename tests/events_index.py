@@ -34,7 +34,7 @@ QUESTIONS: dict[str, str] = {
         "Wrapped Named CommHook ShardedOver ParametersChanged DataParallelMade Unwrapped"
     ),
     "What happened in a forward?": (
-        "ForwardInput BatchSeen ModulesSkipped SentBuffers Gathered SearchCost"
+        "ForwardInput BatchSeen ModulesSkipped SentBuffers Gathered SearchCost TrainingMode"
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
@@ -42,7 +42,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
-        " SyncTimes"
+        " SyncTimes EditedBeforeSync"
     ),
     "What did an optimizer step do, and when?": (
         "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScalerStep ZeroGradients"
@@ -82,6 +82,7 @@ WHEN: dict[str, str] = {
     "when it changes": (
         "SyncPattern Hyperparameters ScalerStep Ownership ModulesSkipped ParametersChanged"
         " ThreadsSeen Gathered ProcessState Carried ObjectsGathered UnusedParameters BatchSeen"
+        " TrainingMode"
     ),
     "sampled, the same steps on all ranks": (
         "Digests Sketch LateBuffers ForwardInput ContentRead RowsRead UnwrappedState Averaged Pace"
@@ -95,7 +96,7 @@ WHEN: dict[str, str] = {
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
         " Edited Rewritten NonFinite Bypassed LossScaled GradientReduced SteppedInside KeptBack"
         " StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
-        " NotObserved"
+        " NotObserved EditedBeforeSync"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

@@ -56,6 +56,7 @@ from .drift import (
     Rewritten,
     Sketch,
     StateTaken,
+    TrainingMode,
 )
 from .files import FileLocked, FileRead, FileWritten
 from .groups import GroupDestroyed, GroupReady, InitEntered
@@ -113,6 +114,7 @@ from .surroundings import ProgramSeen, ThreadsSeen, TrainsAlone
 from .sync import (
     BatchSeen,
     Carried,
+    EditedBeforeSync,
     GradientReduced,
     KeptBack,
     LossScaled,

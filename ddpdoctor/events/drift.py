@@ -246,6 +246,45 @@ class Clipped(Event, frozen=True, tag="clipped"):
     site: int
 
 
+class TrainingMode(Event, frozen=True, tag="training-mode"):
+    """The modules of a wrapped model that were in evaluation mode in a forward with gradients, of
+    those that behave otherwise in it. Recorded for the first such forward and when the modes
+    change, after the synchronised backward that followed.
+
+    Attributes:
+        backward: synchronised backwards of the model before that one.
+        forwards: forwards of the model with gradients before this one.
+        step: steps of the model's optimizer before it.
+        whole: the wrapped module itself was in evaluation mode.
+        evaluating: class by name of the modules in evaluation mode, `count` in all, of `total`
+            whose behaviour depends on it.
+        unsure: names of those, in either mode, that are not torch's own: their code reads
+            `self.training`, for whatever reason.
+        site: the line that put the first of the changed modules into its mode, -1 if unknown;
+            `forward_site` the line of the forward.
+        last: no later change is recorded.
+    """
+
+    model: int
+    backward: int
+    forwards: int
+    step: int
+    whole: bool
+    evaluating: dict[str, str]
+    count: int
+    total: int
+    unsure: tuple[str, ...] = ()
+    site: int = -1
+    forward_site: int = -1
+    last: bool = False
+
+    def describe(self) -> str:
+        return (
+            f"model {self.model}: {self.count} of {self.total} modules in evaluation mode "
+            f"(step {self.step})"
+        )
+
+
 def full(step: int) -> bool:
     """Whether all tensors are digested at a step (if the budget allows)."""
     if step < 10:

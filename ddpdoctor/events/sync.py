@@ -158,3 +158,27 @@ class KeptBack(Event, frozen=True, tag="kept-back"):
     parameters: int
     applied: bool = False
     site: int = -1
+
+
+class EditedBeforeSync(Event, frozen=True, tag="edited-before-sync"):
+    """A step applies gradients that this rank had changed before they were averaged over the ranks,
+    with a few values of them to tell.
+
+    Attributes:
+        model: -1 for parameters that are in no wrapper.
+        times: changes of this kind since the gradients were cleared.
+        function: of torch, that made the first of them (`clip_grad_norm_`), called at `site`; empty
+            and -1 for a change by the program itself, after the backward at `backward_site`.
+        factor: that all values were multiplied by in this change, 0 if there is no such factor.
+        by_hand: collectives of the program's own averaged them afterwards, not DDP.
+    """
+
+    model: int
+    optimizer: int
+    step: int
+    times: int = 1
+    function: str = ""
+    factor: float = 0.0
+    by_hand: bool = False
+    site: int = -1
+    backward_site: int = -1

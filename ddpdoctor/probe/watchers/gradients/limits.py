@@ -14,6 +14,14 @@ FORWARDS_AFTER_WRAP = 4
 FRAMES_AT_MOST = 50
 """Of the stack, against runaway recursion."""
 
+# edits_before_sync
+
+EARLY_LOOKS = 64
+"""Steps looked at whatever it costs, as gradients are read: most programs do in their first steps
+all that they ever do."""
+
+EARLY_EDITS_EMITTED = 300
+
 # evaluation
 
 RARELY = 4

@@ -41,6 +41,16 @@ RENEWED = 16
 """Times that the first step of a new optimizer starts the growing intervals of a model anew; some
 programs make an optimizer per epoch."""
 
+# training_modes
+
+MODE_CALLS_KEPT = 64
+"""Calls of `train()` and `eval()` that are kept to find the line that set a mode."""
+
+MODES_EMITTED = 300
+"""Records per model; a program may change the mode in every step."""
+
+MODULES_NAMED = 256
+
 # unused_outputs
 
 OUTPUT_FRAMES = 12

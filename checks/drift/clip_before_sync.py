@@ -1,0 +1,155 @@
+"""DDP412."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.events import EditedBeforeSync, SyncPattern, UnwrappedState
+from ddpdoctor.report.declarations import seen, several_ranks
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
+from ddpdoctor.run import Rank, Run, counted, ranks_text, title_of
+
+LEAST_STEPS = 2
+"""A single step may be a trial."""
+
+UNEQUAL = 1.001
+"""Ratio of factors that differ: far more than rounding makes of one and the same factor."""
+
+MICRO_BATCHES = "clipped-micro-batches"
+BY_HAND = "clipped-before-averaging-by-hand"
+SCALED = "scaled-by-local-factors"
+
+CAUSES = {
+    MICRO_BATCHES: "each rank limits the sum of its own micro-batches so far, again and again as "
+    "the next ones are added; clipping and averaging cannot change places",
+    BY_HAND: "each rank limits its own gradients, so that the ranks' shares of the mean depend on "
+    "their norms; clipping and averaging cannot change places",
+    SCALED: "the factor was taken from this rank's own gradients or batch, so that the ranks' "
+    "shares of the mean depend on it",
+}
+FIXES = {
+    MICRO_BATCHES: "clip once per step, after the backward that is not under `no_sync()`, right "
+    "before `{step}`",
+    BY_HAND: "clip after the gradients were averaged, right before `{step}`",
+    SCALED: "scale once per step, after the backward that averages the gradients, right before "
+    "`{step}`",
+}
+Seen = dict[Rank, list[EditedBeforeSync]]
+
+
+class ClipBeforeSync(Check):
+    """Gradients are clipped or scaled before they are averaged over the ranks
+
+    ## What it finds
+    `clip_grad_norm_`, `clip_grad_value_` or a factor of the program's own that changes the
+    gradients of micro-batches under `no_sync()`, or those that the program is yet to average by its
+    own collectives.
+
+    ## How it knows
+    After each backward that does not synchronise, each rank reads a few values of the gradients,
+    and again after calls that clip and before the next backward. They must have changed without
+    being cleared, and have been averaged before the step, by a synchronised backward or by
+    collectives that carried all of them, in two steps or more. That proves the change. Factors of
+    the program's own must differ between ranks. Not every step is examined in long runs.
+
+    ## Why it hurts
+    The step does not have the limit that was asked for: outliers of single micro-batches and ranks
+    decide how much of the others is kept, so the result depends on the number of ranks and of
+    micro-batches.
+
+    ## How to fix it
+    Clip once per step, after the last backward (outside of `no_sync()`) and right before
+    `optimizer.step()`.
+
+    ## When it stays quiet
+    - Clipping after the averaged backward, or after the program's own all-reduce.
+    - Clipping that changes nothing, as the norm is below the limit or only measured.
+    - Gradients that are cleared afterwards, or applied without being averaged (local SGD).
+    - One factor for all gradients that is the same on all ranks.
+    - Gradients on a GPU, as reading them would block it.
+    """
+
+    code = "DDP412"
+    name = "clip-before-sync"
+    family = "drift"
+    severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        MICRO_BATCHES: "gradients are clipped after backwards that DDP does not synchronise",
+        BY_HAND: "gradients are clipped before the program averages them by itself",
+        SCALED: "gradients are scaled before they are averaged, by factors that differ by rank",
+    }
+    requires = (
+        several_ranks,
+        seen(SyncPattern, UnwrappedState, otherwise="no step with gradients of several ranks"),
+    )
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        keys = {(e.model, e.optimizer) for r in run.ranks.values() for e in r.of(EditedBeforeSync)}
+        for key in sorted(keys):
+            events = {
+                rank: mine
+                for rank in run.ranks.values()
+                if (mine := [e for e in rank.of(EditedBeforeSync) if (e.model, e.optimizer) == key])
+            }
+            yield from self._judge(events)
+
+    def _judge(self, every: Seen) -> Iterator[Finding]:
+        clipped = {
+            rank: mine
+            for rank, events in every.items()
+            if len(mine := [e for e in events if e.function]) >= LEAST_STEPS
+        }
+        if clipped:
+            by_hand = next(iter(clipped.values()))[0].by_hand
+            yield self._finding(clipped, BY_HAND if by_hand else MICRO_BATCHES)
+        elif scaled := _by_local_factors(every):
+            yield self._finding(scaled, SCALED)
+
+    def _finding(self, events: Seen, rule: str) -> Finding:
+        rank, (event, *_) = next(iter(events.items()))
+        wrapped = models.wrap_of(rank, event.model)
+        steps = {e.step for mine in events.values() for e in mine}
+        spot = rank.location(event.site)
+        backward = rank.location(event.backward_site)
+        factors = {
+            f"rank {r.rank}": f"{min(known):.2g} to {max(known):.2g}"
+            for r, mine in events.items()
+            if (known := [e.factor for e in mine if e.factor])
+        }
+        what = f"`{event.function}` changes" if event.function else "the program scales"
+        whose = f" of {title_of(rank, wrapped)}" if wrapped else ""
+        return self.finding(
+            rule=rule,
+            ranks=tuple(sorted(r.rank for r in events)),
+            steps=Steps(min(steps), max(steps), len(steps)),
+            subjects=(wrapped.kind,) if wrapped else (),
+            optimizers=(event.optimizer,),
+            location=spot or backward,
+            label="changes gradients that are not averaged yet"
+            if spot
+            else "its gradients are scaled before they are averaged",
+            related=(Related("does not average", backward),) if spot and backward else (),
+            summary=f"{what} the gradients{whose} before they are averaged, on "
+            f"{ranks_text(r.rank for r in events)} in {counted(len(steps), 'step')}",
+            cause=CAUSES[rule],
+            fix=FIXES[rule].format(step="optimizer.step()"),
+            fix_kind=FixKind.CHECK,
+            evidence={"times_per_step": event.times, "factors_by_rank": factors},
+            at=rank.wall(event.at),
+        )
+
+
+def _by_local_factors(every: Seen) -> Seen:
+    """The changes by the program itself in steps in which the factors of the ranks differ; empty
+    if these are too few."""
+    factors: dict[int, set[float]] = {}
+    for events in every.values():
+        for e in events:
+            factors.setdefault(e.step, set()).add(e.factor)
+    differing = {n for n, known in factors.items() if min(known) * UNEQUAL < max(known)}
+    differing -= {n for n, known in factors.items() if 0.0 in known}
+    if len(every) < 2 or len(differing) < LEAST_STEPS:
+        return {}
+    return {rank: [e for e in events if e.step in differing] for rank, events in every.items()}
