@@ -74,6 +74,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
             its own.
         indexless: the data set's `__getitem__` never reads its index.
         holds: the data set keeps an array or a list, and not only numbers.
+        persistent: the workers are kept from one iteration to the next.
     """
 
     loader: int
@@ -109,6 +110,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     batches_given: bool = False
     indexless: bool = False
     holds: bool = False
+    persistent: bool = False
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"
