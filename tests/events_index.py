@@ -63,7 +63,7 @@ QUESTIONS: dict[str, str] = {
         "MemorySample MemoryHeld RankSample NodeSample MemoryLimit DeviceUsed DeviceTouched"
         " DeviceMemory Gathered"
     ),
-    "Where did the time go?": "StepDone Pace SyncTimes SearchCost RankSample",
+    "Where did the time go?": "StepDone TimeLedger Pace SyncTimes SearchCost RankSample",
     "What did the doctor itself miss, and cost?": "ProbeTrouble NotObserved ProbeCost",
 }
 
@@ -90,7 +90,7 @@ WHEN: dict[str, str] = {
     ),
     "sampled in time": (
         "MemorySample RankSample NodeSample MemoryLimit DeviceMemory SyncTimes SearchCost"
-        " ParameterUse ProbeCost"
+        " ParameterUse ProbeCost TimeLedger"
     ),
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.loader_check import no_loader
 from ddpdoctor.analysis.process.thresholds import (
+    FEWEST_EPOCHS,
     FEWEST_STEPS_TIMED,
     LOADING_SHARE,
+    LOST_S,
     MANY_WORKERS,
     NOTICEABLE_S,
     WARM_UP_STEPS,
 )
-from ddpdoctor.events import EpochEnded, LoaderSeen, StepDone
+from ddpdoctor.events import EpochEnded, LoaderSeen, StepDone, TimeLedger
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, counted, ranks_text
+from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
+from ddpdoctor.run.ledger import LOADING, Line, RankTime, ledger_of
 
 NO_WORKERS = "no-workers"
 FEW_WORKERS = "too-few-workers"
 NO_CORES = "no-spare-cores"
+EPOCH_STARTS = "slow-epoch-starts"
 
 
 class DataBound(Check):
@@ -29,13 +34,17 @@ class DataBound(Check):
 
     ## What it finds
     Training in which most steps spend much of their time waiting for the next batch of the
-    DataLoader.
+    DataLoader, or much of the run passes before the first batches of its epochs.
 
     ## How it knows
     Each rank measures the time of every step, and how much of it is spent in the `next` of its
     loaders. The first three steps are left out; at least eight must follow. With workers, as many
     steps as there are workers (at most four) are taken together, since workers deliver in turn.
     Four of five must wait at least 10 ms and two fifths of the median step. The finding is proven.
+
+    Waits in some steps only show in sums: of the time from the end of the start-up to the end of
+    the run, two fifths must have passed in stretches of 50 ms and more in the loader, about one or
+    two in each of at least three epochs, of which the first is left out.
 
     ## Why it hurts
     The devices are idle while data is loaded. With several ranks the slowest loader sets the pace
@@ -49,7 +58,8 @@ class DataBound(Check):
     ## When it stays quiet
     - warm-up, and waits of a few milliseconds
     - waits in evaluation
-    - single slow batches, as at the beginning of an epoch
+    - single slow batches, as at the beginning of an epoch, that take less than two fifths of the
+      run
     - workers that keep up in much of the run and are slowed down in the rest, as by other programs
       on the same cores
     """
@@ -61,6 +71,7 @@ class DataBound(Check):
     rules: ClassVar[Mapping[str, str]] = {
         NO_WORKERS: "batches are loaded in the training process, and there are cores for workers",
         FEW_WORKERS: "workers are too slow, and there are cores for more",
+        EPOCH_STARTS: "the time is lost where epochs begin, as workers are started anew",
         NO_CORES: "loading is too slow, and there are no cores for more workers",
     }
     effects = (Effect(("straggler",), rules=("slow-loading",), when=(When.FEWER_RANKS,)),)
@@ -76,6 +87,7 @@ class DataBound(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         waiting = {r.rank: w for r in run.ranks.values() if (w := _wait(r)) is not None}
         if not waiting:
+            yield from self._epoch_starts(run)
             return
         rank = run.ranks[max(waiting, key=lambda r: waiting[r][0])]
         wait, step = waiting[rank.rank]
@@ -107,6 +119,74 @@ class DataBound(Check):
             },
             at=rank.wall(steps[0].at),
         )
+
+    def _epoch_starts(self, run: Run) -> Iterable[Finding]:
+        """Loaders that take long before the first batches of each epoch."""
+        ledger = ledger_of(run.ranks)
+        slow = {n: s for n in ledger.ranks if (s := _slow_start(run.ranks[n], ledger.ranks[n]))}
+        if not slow:
+            return
+        number = max(slow, key=lambda n: slow[n].lost_s)
+        worst, rank, whole_s = slow[number], run.ranks[number], ledger.ranks[number].training_s
+        loader = worst.loader
+        each = worst.lost_s / worst.epochs
+        anew = loader.workers > 0 and not loader.persistent
+        yield self.finding(
+            rule=EPOCH_STARTS,
+            ranks=tuple(slow),
+            steps=Steps(max(worst.line.first, 0), max(worst.line.last, 0), worst.line.stretches),
+            subjects=(loader.dataset,),
+            location=_line(rank, loader),
+            label=f"{each:.1f} s before the first batches of each epoch",
+            summary=f"{ranks_do(slow, 'wait')} for data at the beginning of each epoch: "
+            f"{worst.lost_s:.1f} of {whole_s:.1f} s ({worst.lost_s / whole_s:.0%})"
+            + (f" on rank {number}, which waits longest" if len(slow) > 1 else ""),
+            cause=f"{counted(loader.workers, 'worker')} start anew in each epoch"
+            if anew
+            else "each iteration over the loader begins with a long wait: the data set or the "
+            "sampler does in each epoch what could be done once",
+            fix="keep the workers from one epoch to the next: `DataLoader(..., "
+            f"num_workers={loader.workers}, persistent_workers=True)`"
+            if anew
+            else "do the work at the beginning of `__iter__` once, in `__init__`",
+            evidence={
+                "seconds before the first batches, by rank": {
+                    r: round(s.lost_s, 1) for r, s in slow.items()
+                },
+                "epochs after the first": worst.epochs,
+                "workers": loader.workers,
+            },
+            at=rank.wall(rank.of(TimeLedger)[0].at),
+        )
+
+
+@dataclass(frozen=True)
+class _SlowStart:
+    """A loader that takes long before the first batches of each epoch.
+
+    Attributes:
+        epochs: those after the first; in these, `lost_s` were spent waiting.
+    """
+
+    loader: LoaderSeen
+    line: Line
+    epochs: int
+    lost_s: float
+
+
+def _slow_start(rank: Rank, time: RankTime) -> _SlowStart | None:
+    loader = _training_loader(rank)
+    if loader is None:
+        return None
+    ended = sum(e.loader == loader.loader and e.backwards > 0 for e in rank.of(EpochEnded))
+    for line in time.lines:
+        if line.account != LOADING or line.site != loader.loop_site or ended < FEWEST_EPOCHS:
+            continue
+        lost_s = line.long_s * (ended - 1) / ended
+        enough = lost_s >= max(LOST_S, LOADING_SHARE * time.training_s)
+        if enough and ended <= line.stretches <= 2 * ended:
+            return _SlowStart(loader, line, ended - 1, lost_s)
+    return None
 
 
 def _cores(run: Run, rank: Rank, workers: int) -> tuple[float, int]:

@@ -4,44 +4,59 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.process.slow_windows import (
+    DELAYED,
+    WAITED,
+    WALL,
+    SlowRank,
+    lags_in,
+    slow_spans,
+    windows_of,
+)
 from ddpdoctor.analysis.process.thresholds import (
     AGREED,
+    FEWEST_STRETCHES,
     FEWEST_WINDOWS,
     LAG_SHARE,
-    LASTING,
-    NOTICEABLE_S,
-    PASSING,
-    PASSING_LEAST,
-    STEADY,
+    LOST_S,
+    PLANNED_SHARE,
 )
-from ddpdoctor.events import LoaderSeen, Pace
+from ddpdoctor.events import LoaderSeen, Pace, TimeLedger
 from ddpdoctor.events.timing import PHASES
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text
+from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
+from ddpdoctor.run.ledger import (
+    CHECKPOINT,
+    EVALUATION,
+    FORWARD,
+    LOADING,
+    OPTIMIZER,
+    OUTSIDE,
+    START,
+    Ledger,
+    Line,
+    ledger_of,
+)
 
 SHOWN_S = 0.001
 """Shorter times are not listed in the evidence."""
 
-WALL, WAITED, DELAYED = map(attrgetter, ("wall_s", "waited_s", "delayed_s"))
-"""Of a rank's step: all of it, what of it the rank waits for others, and what it has no core."""
-
-Window = Mapping[int, Pace]
-"""The records of all ranks for the same steps, by rank."""
+MOST_SHOWN = 7
+"""Accounts listed in the evidence."""
 
 
 class Straggler(Check):
     """The other ranks wait for one slow rank
 
     ## What it finds
-    Ranks that need longer than the others for their own part of a step, while the others wait. The
-    finding names the phase in which the time is lost (loading, forward, backward, optimizer, or the
-    code between them), the step since which it is so, and what it costs.
+    Ranks that need longer than the others for their own part of a step, while the others wait: in
+    every step, or for long in some of them. The finding names the phase in which the time is lost
+    (loading, forward, backward, optimizer, or the code between them), the step since which it is
+    so, and what it costs.
 
     ## How it knows
     Each rank measures its time in every phase, without collectives and without DDP's waits, over
@@ -58,6 +73,13 @@ class Straggler(Check):
     run on. Windows in which the rank was behind, but perhaps only because it had no core, count
     neither way; the finding gives their number. The finding is proven.
 
+    Ranks that are late in some steps only show in sums. Each rank adds up its time by phase and
+    line, and counts stretches of 50 ms and more. Between any two records of these sums, what a rank
+    waits longer in collectives than the one that waits least, it waits for that one. A rank is
+    reported if the others have waited a fifth of the training time for it, and a second at least,
+    and it spent half of that at one line in at least four long stretches that the median rank does
+    not have. In an evaluation or in `torch.save`, less than a third is a note.
+
     ## Why it hurts
     Every step takes as long as on the slowest rank. The steps of the other ranks look equally long,
     with a long backward, but these ranks wait.
@@ -69,7 +91,8 @@ class Straggler(Check):
 
     ## When it stays quiet
     - warm-up and short runs
-    - a rank that is late now and then (evaluation, checkpoints, garbage collection)
+    - a rank that is late now and then (evaluation, checkpoints, garbage collection), if that does
+      not cost a fifth of the run
     - slow steps on changing ranks
     - less than a fifth of a step, or less than 10 ms
     - time in which a rank had no core because of other programs (for the workers of a loader that
@@ -89,28 +112,88 @@ class Straggler(Check):
         "slow-backward": "the time is lost in the backward",
         "slow-optimizer": "the time is lost in the optimizer step",
         "slow-between-phases": "the time is lost in the program's code between the phases",
+        "long-stretches": "the time is lost in some steps only, for long in each of them",
     }
     effects = (Effect(("data-bound",), of=("slow-loading",), when=(When.WITHIN_RANKS,)),)
 
     def unobserved(self, run: Run) -> str | None:
         if any(rank.waits_on_gpu for rank in run.ranks.values()):
             return "ranks wait for each other on the GPU, which the host does not see"
-        if len(_windows(run)) < FEWEST_WINDOWS:
+        if (
+            len(windows_of(run)) < FEWEST_WINDOWS
+            and ledger_of(run.ranks).stretches < FEWEST_WINDOWS
+        ):
             return "too few windows of eight steps (5 ms or longer, of one optimizer, on all ranks)"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        windows = _windows(run)
-        lags = [_lags(window) for window in windows]
-        slow: dict[int, list[_Slow]] = defaultdict(list)
-        for rank, (first, end) in _spans(windows, lags).items():
-            found = _Slow(rank, windows, lags, first, end).as_far_as_known().since_its_phase()
+        windows = windows_of(run)
+        lags = [lags_in(window) for window in windows]
+        slow: dict[int, list[SlowRank]] = defaultdict(list)
+        for rank, (first, end) in slow_spans(windows, lags).items():
+            found = SlowRank(rank, windows, lags, first, end).as_far_as_known().since_its_phase()
             if not _starved(run.ranks[rank], found):
                 slow[found.segment].append(found)
         for segment, ranks in slow.items():
             yield self._report(run, segment, ranks)
+        named = {s.rank for ranks in slow.values() for s in ranks}
+        if not any(rank.waits_on_gpu for rank in run.ranks.values()):
+            yield from self._in_stretches(run, named)
 
-    def _report(self, run: Run, segment: int, slow: list[_Slow]) -> Finding:
+    def _in_stretches(self, run: Run, named: set[int]) -> Iterable[Finding]:
+        """Ranks that are late in some steps only; without those that were `named` already."""
+        ledger = ledger_of(run.ranks)
+        for number in ledger.ranks.keys() - named:
+            lost = ledger.lost_for(number)
+            if lost < max(LOST_S, LAG_SHARE * ledger.training_s):
+                continue
+            line, excess = _longest_line(run, ledger, number)
+            if line is not None and excess >= AGREED * lost:
+                yield self._report_line(run, ledger, line, lost, number)
+
+    def _report_line(
+        self, run: Run, ledger: Ledger, line: Line, lost: float, number: int
+    ) -> Finding:
+        rank = run.ranks[number]
+        others = [r for r in ledger.ranks if r != number]
+        planned = line.account in (EVALUATION, CHECKPOINT)
+        share = lost / ledger.training_s
+        each = line.long_s / line.stretches
+        # The last ones that fit: start-up and loading matter less here than waiting.
+        shown = [a for a in ledger.shown() if a != START][-MOST_SHOWN:]
+        outside = line.account == OUTSIDE
+        where = "after this line" if outside else _IN[line.account]
+        every = round((line.last - line.first) / (line.stretches - 1))
+        often = "in nearly every step" if every < 2 else f"about once in {every} steps"
+        return self.finding(
+            rule="long-stretches",
+            severity=Severity.NOTE if planned and share < PLANNED_SHARE else Severity.WARNING,
+            ranks=(number,),
+            steps=Steps(max(line.first, 0), max(line.last, 0), line.stretches),
+            subjects=(line.account,),
+            location=rank.location(line.site),
+            label=f"rank {number} spends {each * 1e3:.0f} ms {where} {often}",
+            summary=f"{ranks_do(others, 'wait')} {lost:.1f} of {ledger.training_s:.1f} s for rank "
+            f"{number}, which spends {line.long_s:.1f} s "
+            + ("outside of the training step" if outside else _IN[line.account])
+            + f", in {line.stretches} long stretches",
+            cause=f"rank {number} takes {each * 1e3:.0f} ms {often}, "
+            f"{'after' if outside else 'at'} {rank.location(line.site) or 'a line unknown'}; the "
+            "others do not, and wait in their next collective",
+            fix=_LINE_FIXES.get(line.account, _MOVE_WORK),
+            evidence={
+                "seconds": [
+                    {"rank": r.rank, **{a: round(r.accounts[a], 1) for a in shown}}
+                    for r in ledger.ranks.values()
+                ],
+                "long stretches at this line": line.stretches,
+                "seconds in these": round(line.long_s, 2),
+                "seconds lost by each other rank": round(lost, 1),
+            },
+            at=rank.wall(rank.of(TimeLedger)[0].at),
+        )
+
+    def _report(self, run: Run, segment: int, slow: list[SlowRank]) -> Finding:
         worst = max(slow, key=lambda s: s.lag_s)
         rank = run.ranks[worst.rank]
         ranks = tuple(s.rank for s in slow)
@@ -156,124 +239,7 @@ class Straggler(Check):
         )
 
 
-@dataclass(frozen=True)
-class _Slow:
-    """A slow rank and the windows of the run in which it is slow or in doubt.
-
-    Attributes:
-        every: all windows of the run.
-        every_lag: for each of these, the slow ranks and by how many seconds a step they are slower.
-        first, end: the windows `every[first:end]` in which the rank is slow or in doubt.
-    """
-
-    rank: int
-    every: Sequence[Window]
-    every_lag: Sequence[Mapping[int, float]]
-    first: int
-    end: int
-
-    def as_far_as_known(self) -> _Slow:
-        """Extended over neighbouring windows in doubt, up to one in which the rank was not slow."""
-        lags = enumerate(self.every_lag)
-        known = [n for n, lag in lags if self.rank not in lag and not self._doubtful(n)]
-        first = max((n + 1 for n in known if n < self.first), default=0)
-        end = min((n for n in known if n >= self.end), default=len(self.every))
-        return replace(self, first=first, end=end)
-
-    def _doubtful(self, place: int) -> bool:
-        """Whether the rank was behind in a window, but perhaps only because it had no core."""
-        behind = self.rank in _lags(self.every[place], alone=False)
-        return behind and self.rank not in self.every_lag[place]
-
-    @property
-    def places(self) -> list[int]:
-        """Indices of its windows that are not in doubt."""
-        return [n for n in range(self.first, self.end) if not self._doubtful(n)]
-
-    @property
-    def windows(self) -> Sequence[Window]:
-        """Its windows that are not in doubt."""
-        return [self.every[n] for n in self.places]
-
-    @property
-    def slow(self) -> list[int]:
-        """Indices of the windows in which it was slow."""
-        return [n for n in range(self.first, self.end) if self.rank in self.every_lag[n]]
-
-    @property
-    def doubts(self) -> int:
-        """How many of its windows are in doubt."""
-        return self.end - self.first - len(self.places)
-
-    @property
-    def steps(self) -> Steps:
-        """The steps in which it was slow, and how many could be judged."""
-        seen = [w[self.rank] for w in self.windows]
-        slow = sum(self.every[n][self.rank].count for n in self.slow)
-        first, judged = seen[0].step - seen[0].count + 1, sum(e.count for e in seen)
-        whole = not self.doubts and judged == seen[-1].step + 1 - first
-        return Steps(first, seen[-1].step, slow, None if whole else judged)
-
-    @property
-    def lasted(self) -> float:
-        """For about how many steps it was slow, if those between the windows were similar."""
-        steps = self.steps
-        return (steps.last + 1 - steps.first) * len(self.slow) / (self.end - self.first)
-
-    @property
-    def over(self) -> bool:
-        """Whether it became normal again before the end of the run."""
-        return self.end < len(self.every)
-
-    @property
-    def passing(self) -> bool:
-        """Whether it was slow for less than a third of the run."""
-        return len(self.slow) < len(self.every) // LASTING
-
-    @property
-    def lag_s(self) -> float:
-        """By how many seconds a step it is slower than the median rank, not counting the time
-        in which it had no core."""
-        return statistics.median(self.every_lag[n][self.rank] for n in self.slow)
-
-    def median(self, rank: int, seconds: Callable[[Pace], float]) -> float:
-        """The median of what a rank spends on something in a step, seconds."""
-        return statistics.median(seconds(w[rank]) for w in self.windows)
-
-    def usual(self, rank: int, segment: int) -> float:
-        """A rank's median time in a segment of the step, seconds."""
-        return self.median(rank, lambda pace: pace.own_s[segment])
-
-    @property
-    def excess_s(self) -> list[float]:
-        """By segment, how many seconds longer it takes than the median rank."""
-        ranks = self.windows[0]
-        return [
-            self.usual(self.rank, i) - statistics.median_low(self.usual(r, i) for r in ranks)
-            for i in range(len(_PHASES))
-        ]
-
-    def excess_in(self, window: Window, segment: int) -> float:
-        """How many seconds longer it takes than the median rank in a segment of one window."""
-        usual = statistics.median_low(e.own_s[segment] for e in window.values())
-        return window[self.rank].own_s[segment] - usual
-
-    def since_its_phase(self) -> _Slow:
-        """Without the first windows, in which it was slow in other phases, if enough are left."""
-        whole, least = self.excess_s[self.segment], 0.5 * self.excess_s[self.segment]
-        late = [self.excess_in(window, self.segment) >= least for window in self.windows]
-        if whole <= 0 or True not in late or len(late) - late.index(True) < FEWEST_WINDOWS:
-            return self
-        first = self.places[late.index(True)]
-        return replace(self, first=first) if first > self.places[0] else self
-
-    @property
-    def segment(self) -> int:
-        """The segment of the step in which it loses most time; an index of `_PHASES`."""
-        return max(range(len(_PHASES)), key=lambda i: self.excess_s[i])
-
-
-def _starved(rank: Rank, slow: _Slow) -> bool:
+def _starved(rank: Rank, slow: SlowRank) -> bool:
     """Whether a slow rank waits for the workers of its loader while the ranks lack cores: then the
     workers lack cores too, for a time that is not known."""
     if slow.segment != 0:
@@ -285,97 +251,25 @@ def _starved(rank: Rank, slow: _Slow) -> bool:
     )
 
 
-def _windows(run: Run) -> list[Window]:
-    """The windows of steps that all ranks have recorded, in order."""
-    tables = {
-        r.rank: {(e.optimizer, e.step): e for e in r.of(Pace) if _whole(e)}
-        for r in run.ranks.values()
+def _longest_line(run: Run, ledger: Ledger, number: int) -> tuple[Line | None, float]:
+    """The line at which a rank spends most in long stretches beyond the median rank, and how many
+    seconds that is; None for fewer stretches than a check goes by."""
+
+    def place(rank: int, line: Line) -> tuple[str, Location | None]:
+        return line.account, run.ranks[rank].location(line.site)
+
+    spent = {
+        rank: {place(rank, line): line.own_s for line in time.lines}
+        for rank, time in ledger.ranks.items()
     }
-    tables = {rank: table for rank, table in tables.items() if table}
-    if len(tables) < 2:
-        return []
-    common = set.intersection(*(set(table) for table in tables.values()))
-    return [{rank: table[key] for rank, table in tables.items()} for key in sorted(common)]
-
-
-def _whole(pace: Pace) -> bool:
-    """Whether a record has all phases of this version."""
-    return (len(pace.own_s), len(pace.sites)) == (len(_PHASES), len(PHASES))
-
-
-def _lags(window: Window, *, alone: bool = True) -> dict[int, float]:
-    """The slow ranks of a window, and by how many seconds a step they are slower than the median
-    rank, if the others are seen to wait. `alone`: without the time for which they had no core; else
-    the most that it may be."""
-    own = {rank: sum(e.own_s) for rank, e in window.items()}
-    usual = statistics.median_low(own.values())
-    if not alone:
-        usual = statistics.median_low(max(0.0, own[r] - e.delayed_s) for r, e in window.items())
-    held = statistics.median_low(e.delayed_s for e in window.values())
-    slow = {}
-    for rank, e in window.items():
-        lag = own[rank] - usual - (max(0.0, e.delayed_s - held) if alone else 0.0)
-        if lag >= max(NOTICEABLE_S, LAG_SHARE * _wall(e)):
-            slow[rank] = lag
-    quick = window.keys() - slow.keys()
-    waits = {r: [window[o].waited_s for o in quick or window.keys() - {r}] for r in slow}
-    behind = {r: statistics.median(waits[r]) - window[r].waited_s for r in slow}
-    return {r: s for r, s in slow.items() if behind[r] >= AGREED * s}
-
-
-def _wall(pace: Pace) -> float:
-    """How many seconds a step would take if the rank always had a core."""
-    return max(0.0, pace.wall_s - pace.delayed_s)
-
-
-def _since(slow: Sequence[bool]) -> int | None:
-    """The index of the first window since which a rank is slow nearly all the time; None where
-    there is none. `slow`: by window, whether it is slow."""
-    for first in range(len(slow) - max(FEWEST_WINDOWS, len(slow) // LASTING) + 1):
-        if slow[first] and sum(slow[first:]) >= STEADY * (len(slow) - first):
-            return first
-    return None
-
-
-def _spans(
-    windows: Sequence[Window], lags: Sequence[Mapping[int, float]]
-) -> dict[int, tuple[int, int]]:
-    """By slow rank, the index of its first slow window and of the one after its last."""
-    slow = {rank: [rank in lag for lag in lags] for rank in windows[0]}
-    lasting = {r: (first, len(s)) for r, s in slow.items() if (first := _since(s)) is not None}
-    return lasting or _passing(windows, slow)
-
-
-def _passing(
-    windows: Sequence[Window], slow: Mapping[int, Sequence[bool]]
-) -> dict[int, tuple[int, int]]:
-    """Like `_spans`, for ranks that were slow for a while only, and not just during warm-up; empty
-    if ranks were slow at different times. `slow`: by rank and window, whether it was slow."""
-    steps = [next(iter(window.values())) for window in windows]
-    if len({e.optimizer for e in steps}) > 1:
-        return {}
-    whole = steps[-1].step - steps[0].step
-    found = {}
-    for rank, marks in slow.items():
-        first, end = _longest(marks)
-        if end - first >= PASSING_LEAST:
-            lasted = steps[end - 1].step - steps[first].step + steps[first].count
-            if PASSING * lasted >= whole:
-                found[rank] = first, end
-    if not found or max(f for f, _ in found.values()) >= min(e for _, e in found.values()):
-        return {}
-    late = len(windows) // LASTING
-    return {r: (first, end) for r, (first, end) in found.items() if first or end >= late}
-
-
-def _longest(marks: Sequence[bool]) -> tuple[int, int]:
-    """The first index of the longest unbroken run of marks, and the one after its last; (0, 0) if
-    there is none."""
-    best, first = (0, 0), 0
-    for place, marked in enumerate(marks):
-        first = first if marked else place + 1
-        best = max(best, (first, place + 1), key=lambda span: span[1] - span[0])
-    return best
+    longest: tuple[Line | None, float] = (None, 0.0)
+    for line in ledger.ranks[number].lines:
+        if line.account == START or line.stretches < FEWEST_STRETCHES:
+            continue
+        at = place(number, line)
+        excess = line.long_s - statistics.median_low(s.get(at, 0.0) for s in spent.values())
+        longest = max(longest, (line, excess), key=lambda found: found[1])
+    return longest
 
 
 def _related(rank: Rank, pace: Pace, segment: int) -> tuple[Related, ...]:
@@ -392,7 +286,7 @@ def _related(rank: Rank, pace: Pace, segment: int) -> tuple[Related, ...]:
     return (Related(label, place),) if place else ()
 
 
-def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
+def _parts(slow: SlowRank) -> dict[int, dict[str, float]]:
     """By rank, the seconds of a step, of waiting in it, and of each segment, the longest first."""
     ranks = list(slow.windows[0])
     longest = sorted(range(len(_PHASES)), key=lambda i: slow.usual(slow.rank, i), reverse=True)
@@ -409,7 +303,7 @@ def _parts(slow: _Slow) -> dict[int, dict[str, float]]:
     }
 
 
-def _cause(slow: _Slow, segment: int, words: str) -> str:
+def _cause(slow: SlowRank, segment: int, words: str) -> str:
     excess = slow.excess_s
     usual = slow.usual(slow.rank, segment)
     others = "the others" if len(slow.windows[0]) > 2 else "the other"
@@ -428,7 +322,7 @@ def _cause(slow: _Slow, segment: int, words: str) -> str:
     return reported
 
 
-def _when(slow: _Slow) -> str:
+def _when(slow: SlowRank) -> str:
     """Since which step the rank is slow, and until which one if it became normal again."""
     first, last = slow.windows[0][slow.rank], slow.windows[-1][slow.rank]
     since, reported = first.step - first.count + 1, "since the beginning of the run"
@@ -463,6 +357,15 @@ _PHASES = (
 """By segment of the step: a name, and where the time goes. First the phases, then the code after
 each of them."""
 
+_IN = {
+    LOADING: "in loading",
+    FORWARD: "in the forward",
+    OPTIMIZER: "in the optimizer step",
+    EVALUATION: "in an evaluation",
+    CHECKPOINT: "in torch.save",
+}
+"""By account of the ledger, where the time goes."""
+
 _MOVE_WORK = "do this work less often, in a thread, or split it among the ranks"
 _FIXES = {
     "loading": "check what this rank reads and from where (longer samples, a slower disk, fewer "
@@ -471,4 +374,13 @@ _FIXES = {
     "backward": "give all ranks the same work per batch; check for hooks that only this rank has, "
     "and for a busy or throttled device",
     "optimizer": "check what this rank does in the optimizer step that the others do not",
+}
+_LINE_FIXES = {
+    LOADING: _FIXES["loading"],
+    FORWARD: _FIXES["forward"],
+    OPTIMIZER: _FIXES["optimizer"],
+    EVALUATION: "split the evaluation among the ranks (a `DistributedSampler` and an `all_reduce` "
+    "of the sums), or evaluate less often",
+    CHECKPOINT: "save less often, or from a copy in a thread (`torch.distributed.checkpoint."
+    "async_save`)",
 }

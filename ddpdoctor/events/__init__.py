@@ -121,7 +121,7 @@ from .sync import (
     SteppedInside,
     SyncPattern,
 )
-from .timing import CommHook, Pace, SyncTimes
+from .timing import Account, CommHook, Pace, SyncTimes, TimeLedger
 
 SCHEMA = 1
 """Version of the records. Raised when a reader of the old ones would misread the new ones."""

@@ -86,6 +86,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         indexless: the data set's `__getitem__` never reads its index.
         holds: the data set keeps an array or a list, and not only numbers.
         per_process: such lines, those of the data set's class first.
+        persistent: the workers are kept from one iteration to the next.
     """
 
     loader: int
@@ -123,6 +124,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     holds: bool = False
     epoch_copied: bool = False
     per_process: tuple[PerProcess, ...] = ()
+    persistent: bool = False
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Event
+from .base import Event, Part
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """The phases of a step; its other time is counted by the phase that it follows."""
@@ -29,6 +29,56 @@ class Pace(Event, frozen=True, tag="pace"):
     own_s: tuple[float, ...]
     sites: tuple[int, ...] = ()
     delayed_s: float = 0.0
+
+
+EVALUATING = 8
+"""Added to the phase of an `Account`: in an evaluation."""
+SAVING = 8
+"""The phase of an `Account`: in `torch.save`, whatever the phase."""
+
+
+class Account(Part, frozen=True):
+    """Where time went on one rank: one phase, at or after one line.
+
+    Attributes:
+        phase: a `call_ring.Phase`, or that plus `EVALUATING`, or `SAVING`.
+        site: the line of that phase; for the user's code, that of the phase before it.
+        own_s: seconds, without those `waited_s` in collectives and the doctor's own.
+        stretches: how many of them lasted `LONG_S` or more at once, `long_s` in all.
+        first, last: the optimizer steps taken before the first and the last of these.
+    """
+
+    phase: int
+    site: int
+    own_s: float
+    waited_s: float = 0.0
+    stretches: int = 0
+    long_s: float = 0.0
+    first: int = -1
+    last: int = -1
+
+
+LONG_S = 0.05
+"""A shorter stretch of time in one phase is nothing that others would notice waiting for."""
+
+
+class TimeLedger(Event, frozen=True, tag="time-ledger"):
+    """Where all time of a rank went until now; recorded now and then, and at the end.
+
+    The seconds of all accounts and of the doctor add up to `wall_s`.
+
+    Attributes:
+        step: optimizer steps so far, of all optimizers.
+        wall_s: since the process started.
+        doctor_s: in the doctor's own code, but for its start.
+        backwards_timed: waiting inside of backwards was measured since the last record.
+    """
+
+    step: int
+    wall_s: float
+    doctor_s: float
+    accounts: tuple[Account, ...]
+    backwards_timed: bool = False
 
 
 class SyncTimes(Event, frozen=True, tag="sync-times"):

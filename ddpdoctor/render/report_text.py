@@ -224,7 +224,7 @@ def tables(report: Report) -> list[Grid]:
             tuple(clean(c, 40) for c in table.columns),
             tuple(tuple(clean(cell, 80) for cell in row) for row in table.rows[:ROWS_LIMIT]),
             max(len(table.rows) - ROWS_LIMIT, 0),
-            clean(table.title, 100),
+            clean(table.title, 160),
         )
         for table in report.tables
     ]

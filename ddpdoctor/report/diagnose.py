@@ -21,6 +21,7 @@ from ..events import (
 from ..events.process import CLOSE_STEPS
 from ..run import Rank, Run, stopped_in
 from ..run.last_activity import interrupted, whereabouts
+from ..run.ledger import ledger_of
 from ..run.steps import reported_steps
 from .coverage import lost, unobserved
 from .environment import describe
@@ -41,6 +42,7 @@ from .findings import (
     Tool,
 )
 from .merging import each_once
+from .time_tables import time_rows, time_tables
 
 SHORTEST_LATER_S = 2.0
 """Shorter than this the time after the first steps says nothing about a long run."""
@@ -81,6 +83,7 @@ def diagnose(
     findings = _explained(findings, makers, run, others) if findings else []
     findings = _with_totals(run, findings)
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
+    ledger = ledger_of(run.ranks)
     return Report(
         schema_version=FINDINGS_SCHEMA,
         tool=Tool("ddpdoctor", __version__),
@@ -95,7 +98,8 @@ def diagnose(
             lost=tuple(lost(run)),
             unobserved=tuple(unobserved(run)),
         ),
-        tables=tuple(tables),
+        tables=(*tables, *time_tables(ledger)),
+        ledger=time_rows(ledger),
     )
 
 

@@ -353,6 +353,21 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[tuple[str, ...], ...]
 
 
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank's time went: a row of the time ledger.
+
+    Attributes:
+        wall_s: from the start of the process to the last record.
+        accounts: seconds, which add up to `wall_s`.
+        waiting_for: seconds of `waiting`, by the rank that came last.
+    """
+
+    rank: int
+    wall_s: float
+    accounts: dict[str, float]
+    waiting_for: dict[str, float] = {}
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is reported about a run: `findings.json`, and what every format shows."""
 
@@ -364,6 +379,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     overhead: Overhead
     coverage: Coverage
     tables: tuple[Table, ...] = ()
+    ledger: tuple[RankTimes, ...] = ()
 
     def worst(self) -> Severity | None:
         """The worst severity found, or None where nothing was."""

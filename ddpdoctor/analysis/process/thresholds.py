@@ -30,6 +30,9 @@ FEWEST_STEPS_TIMED = 8
 LOADING_SHARE = 0.4
 """Of the median step: with less, better loading would save less than a noisy machine costs."""
 
+FEWEST_EPOCHS = 3
+"""Epochs that have ended, at least, before their beginnings are compared with the rest."""
+
 MANY_WORKERS = 4
 NOTICEABLE_S = 0.010
 """Shorter waits or lags per step are not worth a change, whatever their share."""
@@ -69,6 +72,18 @@ of the run, and for that many windows."""
 
 AGREED = 0.5
 """The share of its lag for which the other ranks must be seen to wait, which confirms it."""
+
+
+FEWEST_STRETCHES = 4
+"""Long stretches in which a rank keeps the others waiting, at least: fewer may be a checkpoint and
+an evaluation."""
+
+LOST_S = 1.0
+"""What the others wait for them in sum, at least."""
+
+PLANNED_SHARE = 1 / 3
+"""The share of the run that an evaluation or a checkpoint on one rank may take before it is more
+than a note: these are known to take time."""
 
 
 # --- launch: threads, and ranks that left --------------------------------------------------------

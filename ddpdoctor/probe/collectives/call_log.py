@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ...events import CALLERS, CallBlock, CallRun, CallSite, Place, Signature
-from ...storage.call_ring import RingWriter, State
+from ...storage.call_ring import State
 from ..recording import threads
 from ..recording.code_locations import USER
 from ..recording.recorder import Recorder
@@ -25,6 +25,7 @@ from ..source.loop_keys import LoopKey, keyed
 from ..source.passthrough import passes_through
 from ..source.statements import enclosing
 from . import stack_server
+from .timed_ring import TimedRing
 
 NEW_GROUPS = -2
 """Number of the pseudo-group that `new_group` calls are numbered in: all ranks must make these in
@@ -108,7 +109,7 @@ class CallLog:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.ring = RingWriter(recorder.directory / f"{recorder.stem}.ring")
+        self.ring = TimedRing(recorder.directory / f"{recorder.stem}.ring", recorder)
         self.signatures: dict[Key, int] = {}
         self._of_models: dict[tuple[str, int], int] = {}
         self._sites: dict[Key, int] = {}
@@ -262,7 +263,7 @@ class CallLog:
 
     def step_ended(self, step: int, now: float) -> None:
         """End the blocks: so many optimizer steps were taken. The caller then enters a phase."""
-        self.ring.step = step
+        self.ring.step_ended(step)
         for group, log in self._groups.items():
             if log.codes:
                 self._fold(group, log)

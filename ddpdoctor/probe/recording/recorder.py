@@ -40,6 +40,7 @@ class Recorder:
         lock: taken to write an event, and to change records that wait to be merged into one.
         before_events: called before an event is written, to write those that still wait.
         after_events: called after an event, to reopen files whose descriptors the program closed.
+        began: when the process started, or as near to it as is known.
         call_log: the `CallLog`, None until the first call; `call_log_failed`: its file could not be
             made.
     """
@@ -68,7 +69,7 @@ class Recorder:
         self.call_log_failed = False
         self._troubles: dict[str, int] = {}
         self._not_observed: set[tuple[str, str]] = set()
-        self._began = startup_cost.before(self.started, self.start_ns)
+        self.began = startup_cost.before(self.started, self.start_ns)
         self._cost_emitted = self.started
         self._cost_every = COST_FIRST_S
         # Re-entrant: a signal handler of the user's may open a file while an event is written.
@@ -136,7 +137,7 @@ class Recorder:
                 ProbeCost(
                     at=now,
                     own_s=(self.own_ns + self.start_ns) / 1e9,
-                    wall_s=now - self._began,
+                    wall_s=now - self.began,
                     start_s=self.start_ns / 1e9,
                     events=self.writer.count,
                     dropped=self.writer.dropped,

@@ -78,6 +78,8 @@ class DDPCollectives(Watcher):
         if not joins(forward.wrapper):
             self.forward_opens(log, forward, now)
         log.ring.enter(Phase.FORWARD, forward.site, now)
+        if not forward.grad_enabled:
+            log.ring.evaluating(True)
 
     def forward_opens(self, log: CallLog, forward: Forward, now: float) -> None:
         """Log a forward that is a collective: DDP will broadcast buffers, or rebuild its buckets in

@@ -13,8 +13,10 @@ from ..collectives.call_log import NEW_GROUPS, call_log_of
 from ..collectives.process_groups import ProcessGroups
 from ..recording import hooks
 from ..recording.recorder import Recorder
-from ..recording.watcher import Args, Error, Kwargs, Watcher
+from ..recording.watcher import Args, Error, Kwargs, Watcher, on
 from . import lifecycle
+from .records import Loading
+from .wrapped_models import evaluating
 
 
 class Phases(Watcher):
@@ -49,6 +51,11 @@ class Phases(Watcher):
         self.around(
             (c10d, dist), "destroy_process_group", before=self._destroys, after=self._destroyed
         )
+
+    @on(lifecycle.loading_begins, lost="which time is spent in evaluations")
+    def _loading_begins(self, recorder: Recorder, loading: Loading) -> None:
+        if log := recorder.call_log or call_log_of(recorder):
+            log.ring.evaluating(evaluating())
 
     def _enters(self, phase: Phase) -> Any:
         def enters(recorder: Recorder, moment: Any) -> None:

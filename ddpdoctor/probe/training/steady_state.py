@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ...storage.call_ring import RingWriter
 from ..collectives.call_log import CallLog, Recurring
+from ..collectives.timed_ring import TimedRing
 from ..recording.hooks import Hook
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import interposed, joins
@@ -127,7 +127,7 @@ class Plan:
     wrapper: weakref.ref[Any]
     sampled: weakref.ref[Any]
     call_log: CallLog
-    ring: RingWriter
+    ring: TimedRing
     syncs: int
     first: PlannedCall
     next: PlannedCall

@@ -236,3 +236,16 @@ def buffer_of(name: str, buffer: Any) -> Tensor:
 def tensor_of(name: str, parameter: Any) -> Tensor:
     """The record of a parameter."""
     return _tensor(name, parameter, bool(parameter.requires_grad), False)
+
+
+def evaluating() -> bool:
+    """Whether the program seems to evaluate now: gradients are off, or every model is in evaluation
+    mode."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return True
+    training = [
+        m.training for model in WrappedModels.current.live() if (m := model.inner()) is not None
+    ]
+    return bool(training) and not any(training)

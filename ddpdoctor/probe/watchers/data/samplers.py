@@ -122,6 +122,7 @@ def loader_seen(
         batch_size=integer(batches.batch_size),
         drop_last=bool(batches.drop_last),
         workers=loader.num_workers,
+        persistent=bool(loader.persistent_workers),
         iterable=iterable,
         distributed=integer(getattr(sampler, "num_replicas", None)) is not None,
         replicas=integer_of(sampler, "num_replicas"),

@@ -17,14 +17,14 @@ from ....events import Pace
 from ....events.timing import PHASES
 from ....storage.call_ring import Phase
 from ...collectives import call_hooks
-from ...recording import torch_compat
 from ...recording.hooks import Subscriptions
 from ...recording.index_sample import halvings
-from ...recording.recorder import Recorder, shielded
-from ...recording.watcher import Args, Error, Kwargs, Watcher, on
+from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
 from ...training import lifecycle
-from ...training.records import Backward, Step
-from ...training.wrapped_models import WrappedModels
+from ...training.records import Step
+from ...training.wrapped_models import evaluating
+from .sync_waits import SyncWaits
 
 WINDOW = 8
 """Steps summarised in one record (by their median, so that one slow step does not count)."""
@@ -64,12 +64,10 @@ class IdleTime(Watcher):
         previous: state before the last batch, until it is known what the batch is for.
         tried: that batch may be one to evaluate.
         fed: another batch came since the last phase that is to be trained on.
-        handle: of the hook that runs when the backward starts.
-        computed_at: when all gradients of the backward were computed, 0 before: from then on DDP
-            waits for its buckets.
     """
 
-    lost = "how long ranks wait for each other"
+    lost = SyncWaits.lost
+    after = (SyncWaits,)
 
     def __init__(self) -> None:
         self.thread = get_ident()
@@ -86,8 +84,6 @@ class IdleTime(Watcher):
         self.delayed_s = 0.0
         self.previous: _BeforeBatch | None = None
         self.tried = self.fed = False
-        self.handle: Any = None
-        self.computed_at = 0.0
         self._measuring = Subscriptions()
         self._training_forward_begins = self._phase_begins(Phase.FORWARD)
 
@@ -121,13 +117,7 @@ class IdleTime(Watcher):
         self.waited[self.segment] += now_waited - sum(self.waited)
 
     def install(self) -> None:
-        from torch.nn.parallel.distributed import DistributedDataParallel
-
         self._measuring[:] = (
-            lifecycle.backward_begins.subscribe(
-                self._backward_begins, lost=self.lost, enabled=False
-            ),
-            lifecycle.backward_ends.subscribe(self._backward_ends, lost=self.lost, enabled=False),
             *(
                 moment.subscribe(callback, lost=self.lost, enabled=False)
                 for moment, callback in (
@@ -140,13 +130,6 @@ class IdleTime(Watcher):
                     (lifecycle.step_begins, self._phase_begins(Phase.OPTIMIZER)),
                 )
             ),
-        )
-        self.around(
-            DistributedDataParallel,
-            "_sync_buffers",
-            before=self._sync_buffers_begins,
-            after=self._sync_buffers_ends,
-            only=self,
         )
 
     def _phase_begins(self, phase: Phase) -> Callable[[Recorder, Any], None]:
@@ -170,7 +153,7 @@ class IdleTime(Watcher):
             self.previous = _BeforeBatch(
                 self.segment, self.spent.copy(), self.waited.copy(), self.sites[0]
             )
-            self.tried = _evaluating()
+            self.tried = evaluating()
             self.segment, self.sites[0] = 0, loading.site
 
     def _forward_begins(self, recorder: Recorder, forward: Any) -> None:
@@ -189,35 +172,10 @@ class IdleTime(Watcher):
             self.segment = self.segment % len(PHASES) + len(PHASES)
 
     @on(call_hooks.waited)
+    @on(SyncWaits.averaged)
     def _waited(self, recorder: Recorder, seconds: float) -> None:
         if self.looking and get_ident() == self.thread:
             self.waited[self.segment] += seconds
-
-    def _sync_buffers_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> float:
-        return time.monotonic()
-
-    def _sync_buffers_ends(self, recorder: Recorder, began: Any, result: Any, error: Error) -> None:
-        if began is not None:
-            self._waited(recorder, time.monotonic() - began)
-
-    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
-        self.computed_at = 0.0
-        nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
-        if (node := next((n for n in nodes if n is not None), None)) is not None:
-            self.handle = node.register_prehook(shielded("waits", self._backward_runs, self.lost))
-
-    def _backward_runs(self, gradients: Any) -> None:
-        torch_compat.when_computed(shielded("waits", self._gradients_computed, self.lost))
-
-    def _gradients_computed(self) -> None:
-        self.computed_at = time.monotonic()
-
-    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            handle.remove()
-            if self.computed_at:
-                self._waited(recorder, time.monotonic() - self.computed_at)
 
     @on(lifecycle.step_ends)
     def _step_ends(self, recorder: Recorder, step: Step) -> None:
@@ -228,6 +186,7 @@ class IdleTime(Watcher):
                 return  # several optimizers take turns: only the leader's steps are counted
             self.leader, self.rows, self.looking = optimizer, [], False
             self._measuring.disable()
+            SyncWaits.current.measure("idle time", False)
         self.followers = 0
         window, place = divmod(step.number + 1, WINDOW)
         if not self.looking and place:
@@ -246,6 +205,7 @@ class IdleTime(Watcher):
             due = window % (1 << halvings(window, WINDOWS_IN_FULL)) == 0
             self.looking = due and usual >= SHORTEST_S
             self._measuring.enable(self.looking)
+            SyncWaits.current.measure("idle time", self.looking)
             if self.looking:
                 self.thread = get_ident()
                 self.begin_step(now)
@@ -268,17 +228,6 @@ class IdleTime(Watcher):
                 delayed_s=round(max(0.0, _delayed() - self.delayed_s) / WINDOW, 6),
             )
         )
-
-
-def _evaluating() -> bool:
-    import torch
-
-    if not torch.is_grad_enabled():
-        return True
-    training = [
-        m.training for model in WrappedModels.current.live() if (m := model.inner()) is not None
-    ]
-    return bool(training) and not any(training)
 
 
 def _delayed() -> float:

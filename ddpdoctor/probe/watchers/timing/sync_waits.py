@@ -1,0 +1,86 @@
+"""How long does a backward of DDP, or a broadcast of buffers, wait for the other ranks?
+
+The time from the moment when all gradients of a backward are computed to its end. Measured only
+while another watcher asks for it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+from ...collectives import call_hooks
+from ...recording import torch_compat
+from ...recording.hooks import Hook, Subscriptions
+from ...recording.recorder import Recorder, shielded
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
+from ...training import lifecycle
+from ...training.records import Backward
+
+
+class SyncWaits(Watcher):
+    """The waits of the backward that is running.
+
+    Attributes:
+        averaged: a backward has ended, of which so many seconds were waiting.
+        looking: some watcher asks for them.
+        handle: of the hook that runs when the backward starts.
+        computed_at: when all gradients of the backward were computed, 0 before: from then on DDP
+            waits for its buckets.
+    """
+
+    lost = "how long ranks wait for each other"
+    averaged: ClassVar[Hook[float]] = Hook("averaged")
+
+    def __init__(self) -> None:
+        self.looking = False
+        self.asked: set[str] = set()
+        self.handle: Any = None
+        self.computed_at = 0.0
+        self._measuring = Subscriptions()
+
+    def install(self) -> None:
+        from torch.nn.parallel.distributed import DistributedDataParallel
+
+        self.around(
+            DistributedDataParallel,
+            "_sync_buffers",
+            before=self._sync_buffers_begins,
+            after=self._sync_buffers_ends,
+            only=self,
+        )
+
+    def measure(self, by: str, on: bool) -> None:
+        """A watcher asks for the waits from now on, or no longer."""
+        (self.asked.add if on else self.asked.discard)(by)
+        if self.looking is not bool(self.asked):
+            self.looking = bool(self.asked)
+            self._measuring.enable(self.looking)
+
+    def _sync_buffers_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> float:
+        return time.monotonic()
+
+    def _sync_buffers_ends(self, recorder: Recorder, began: Any, result: Any, error: Error) -> None:
+        if began is not None:
+            call_hooks.waited.fire(recorder, time.monotonic() - began)
+
+    @on(lifecycle.backward_begins, during="_measuring")
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        self.computed_at = 0.0
+        nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
+        if (node := next((n for n in nodes if n is not None), None)) is not None:
+            self.handle = node.register_prehook(shielded("waits", self._backward_runs, self.lost))
+
+    def _backward_runs(self, gradients: Any) -> None:
+        torch_compat.when_computed(shielded("waits", self._gradients_computed, self.lost))
+
+    def _gradients_computed(self) -> None:
+        self.computed_at = time.monotonic()
+
+    @on(lifecycle.backward_ends, during="_measuring")
+    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.remove()
+            if self.computed_at:
+                self.averaged.fire(recorder, time.monotonic() - self.computed_at)

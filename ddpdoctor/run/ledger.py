@@ -1,0 +1,213 @@
+"""Where the time of every rank went, and for whom the ranks waited.
+
+Ranks that synchronise take equally long for a stretch of steps. Of the time that they wait in
+collectives in it, what the rank that waits least waits, too, is communication; what the others wait
+longer, they wait for that rank, which came last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..events import Account, TimeLedger
+from ..events.timing import EVALUATING, SAVING
+from ..storage.call_ring import Phase
+from .phrases import counted, listed, ranks_text
+from .rank import Rank
+
+START, LOADING, FORWARD, BACKWARD, OPTIMIZER = (
+    "start-up", "loading", "forward", "backward", "optimizer",
+)  # fmt: skip
+OUTSIDE, EVALUATION, CHECKPOINT = "outside", "evaluation", "checkpoint"
+WAITING, COMMUNICATION, DOCTOR = "waiting", "communication", "doctor"
+
+ACCOUNTS = (
+    START, LOADING, FORWARD, BACKWARD, OPTIMIZER, OUTSIDE, EVALUATION, CHECKPOINT, WAITING,
+    COMMUNICATION, DOCTOR,
+)  # fmt: skip
+"""The accounts, in the order in which they are shown."""
+
+LOSSES = (LOADING, COMMUNICATION, DOCTOR)
+"""Accounts in which a rank does not train, but for waiting for others."""
+
+SHOWN_SHARE = 0.01
+"""Accounts that are a smaller share of the time on every rank are shown together."""
+
+SAID = 0.1
+"""Losses of less than that many ranks are not worth a word."""
+
+MOST_SAID = 2
+
+_PHASES = {
+    Phase.START: START,
+    Phase.INIT: START,
+    Phase.DATA: LOADING,
+    Phase.FORWARD: FORWARD,
+    Phase.BACKWARD: BACKWARD,
+    Phase.OPTIMIZER: OPTIMIZER,
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """The time that a rank spent in one account at, or after, one line.
+
+    Attributes:
+        stretches: how many of those that lasted `LONG_S` or more, `long_s` in all; the `first` and
+            the `last` of these came after so many optimizer steps.
+    """
+
+    account: str
+    site: int
+    own_s: float
+    stretches: int
+    long_s: float
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where one rank's time went.
+
+    Attributes:
+        wall_s: from the start of the process to the last record; the accounts add up to it.
+        waited_for: seconds of `waiting`, by the rank that came last.
+    """
+
+    rank: int
+    wall_s: float
+    accounts: Mapping[str, float]
+    waited_for: Mapping[int, float]
+    lines: tuple[Line, ...]
+
+    @property
+    def training_s(self) -> float:
+        """Without the start-up."""
+        return self.wall_s - self.accounts.get(START, 0.0)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The time of all ranks that recorded it.
+
+    Attributes:
+        stretches: the ranges of steps in which ranks were compared.
+    """
+
+    ranks: Mapping[int, RankTime] = field(default_factory=dict)
+    stretches: int = 0
+
+    @property
+    def training_s(self) -> float:
+        """Of the rank that trained longest."""
+        return max((r.training_s for r in self.ranks.values()), default=0.0)
+
+    def lost_for(self, rank: int) -> float:
+        """For how many seconds the other ranks waited for one, on average."""
+        waited = [r.waited_for.get(rank, 0.0) for r in self.ranks.values() if r.rank != rank]
+        return sum(waited) / len(waited) if waited else 0.0
+
+    def shown(self) -> list[str]:
+        """The accounts that are a visible share of the time on some rank."""
+        ranks = self.ranks.values()
+        return [a for a in ACCOUNTS if any(r.accounts[a] >= SHOWN_SHARE * r.wall_s for r in ranks)]
+
+    def efficiency(self) -> str:
+        """`4 ranks did the work of 2.9: lost 0.7 waiting for rank 2 and 0.4 to loading`."""
+        whole = self.training_s
+        if len(self.ranks) < 2 or whole <= 0:
+            return ""
+        lost: dict[str, float] = {}
+        for rank in self.ranks:
+            waited = sum(r.waited_for.get(rank, 0.0) for r in self.ranks.values())
+            lost[f"waiting for {ranks_text([rank])}"] = waited / whole
+        for name in LOSSES:
+            spent = sum(r.accounts.get(name, 0.0) for r in self.ranks.values())
+            lost[f"to {'the doctor' if name == DOCTOR else name}"] = spent / whole
+        work = sum(r.training_s for r in self.ranks.values()) / whole - sum(lost.values())
+        worst = sorted(((s, what) for what, s in lost.items() if s >= SAID), reverse=True)[
+            :MOST_SAID
+        ]
+        said = listed([f"{s:.1f} {what}" for s, what in worst])
+        return f"{counted(len(self.ranks), 'rank')} did the work of {max(work, 0.0):.1f}" + (
+            f": lost {said}" if said else ""
+        )
+
+
+def ledger_of(ranks: Mapping[int, Rank]) -> Ledger:
+    """The ledger of a run; without ranks that have not recorded their time."""
+    every = {n: rank.of(TimeLedger) for n, rank in ranks.items()}
+    every = {n: records for n, records in every.items() if records}
+    waited: dict[int, dict[int, float]] = {n: defaultdict(float) for n in every}
+    stretches = 0
+    for stretch in _stretches(every) if len(every) > 1 else ():
+        stretches += 1
+        last = min(stretch, key=lambda n: stretch[n])
+        for n, seconds in stretch.items():
+            if (longer := round(seconds - stretch[last], 6)) > 0:
+                waited[n][last] += longer
+    return Ledger({n: _rank_time(n, r[-1], waited[n]) for n, r in every.items()}, stretches)
+
+
+def _stretches(every: Mapping[int, list[TimeLedger]]) -> Iterator[dict[int, float]]:
+    """By rank, the seconds waited in collectives between two records that all ranks made after
+    equally many steps; last what follows the last of these."""
+    # The first record of a step was made when it ended, another one at the end of the run.
+    by_step = {n: {e.step: e for e in reversed(records)} for n, records in every.items()}
+    before = dict.fromkeys(every, 0.0)
+    for step in sorted(set.intersection(*(set(t) for t in by_step.values()))):
+        now = {n: _waited(table[step]) for n, table in by_step.items()}
+        yield {n: now[n] - before[n] for n in now}
+        before = now
+    yield {n: _waited(records[-1]) - before[n] for n, records in every.items()}
+
+
+def _waited(record: TimeLedger) -> float:
+    """Seconds waited in collectives, without the start-up."""
+    return sum(a.waited_s for a in record.accounts if not _starting(a))
+
+
+def _starting(account: Account) -> bool:
+    known = account.phase in (Phase.START, Phase.INIT)
+    return known or (account.phase == Phase.USER and account.site < 0)
+
+
+def _rank_time(number: int, record: TimeLedger, waited_for: Mapping[int, float]) -> RankTime:
+    accounts = dict.fromkeys(ACCOUNTS, 0.0)
+    lines = []
+    loops = {a.site for a in record.accounts if a.phase == Phase.DATA}
+    wraps = any(a.phase == Phase.FORWARD for a in record.accounts)
+    for account in record.accounts:
+        name = _name(account)
+        if name == OUTSIDE and not wraps and account.site in loops:
+            name = FORWARD  # no wrapper whose forward would be seen
+        accounts[name] += account.own_s + (account.waited_s if name == START else 0.0)
+        lines.append(
+            Line(
+                name,
+                account.site,
+                account.own_s,
+                account.stretches,
+                account.long_s,
+                account.first,
+                account.last,
+            )
+        )
+    accounts[WAITING] = sum(waited_for.values())
+    accounts[COMMUNICATION] = _waited(record) - accounts[WAITING]
+    accounts[DOCTOR] = record.doctor_s
+    return RankTime(number, record.wall_s, accounts, dict(waited_for), tuple(lines))
+
+
+def _name(account: Account) -> str:
+    """The account to which a phase belongs."""
+    if _starting(account):
+        return START
+    if account.phase == SAVING:
+        return CHECKPOINT
+    if account.phase & EVALUATING:
+        return EVALUATION
+    return _PHASES.get(Phase(account.phase), OUTSIDE)

@@ -1,0 +1,94 @@
+"""The time ledger: accounts that add up, and for whom ranks wait."""
+
+from __future__ import annotations
+
+import pytest
+from ledgers import LedgerOf
+from recordings import make_run
+
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.run.ledger import ACCOUNTS, ledger_of
+
+ROUNDS = 8
+
+
+def two_ranks(*, late: float = 0.5, also: float = 0.0):  # type: ignore[no-untyped-def]
+    """Rank 0 is late once in each of eight stretches; rank 1, in the same ones, too."""
+    ranks = [LedgerOf(), LedgerOf()]
+    for n in range(1, ROUNDS + 1):
+        ranks[0].steps(8 * n, forward=0.1, outside=late, waits=also + 0.01)
+        ranks[1].steps(8 * n, forward=0.1, outside=also, waits=late + 0.01)
+    return make_run({r: one.events for r, one in enumerate(ranks)})
+
+
+def test_accounts_add_up_to_the_wall_time() -> None:
+    one = LedgerOf(start_s=3.0)
+    one.steps(
+        8, loading=1, forward=2, backward=4, optimizer=0.5, outside=0.25, evaluation=5,
+        checkpoint=6, leaving=0.125, waits=7, doctor=0.0625,
+    )  # fmt: skip
+    time = ledger_of(make_run({0: one.events}).ranks).ranks[0]
+    assert set(time.accounts) == set(ACCOUNTS)
+    assert sum(time.accounts.values()) == pytest.approx(time.wall_s)
+    assert time.accounts["outside"] == 0.375
+    assert (time.accounts["evaluation"], time.accounts["checkpoint"]) == (5, 6)
+    assert time.accounts["start-up"] == 3
+
+
+def test_what_all_ranks_wait_is_communication_and_the_rest_is_for_the_last_one() -> None:
+    ledger = ledger_of(two_ranks().ranks)
+    assert ledger.ranks[1].waited_for == {0: pytest.approx(ROUNDS * 0.5)}
+    assert ledger.ranks[0].waited_for == {}
+    for rank in ledger.ranks.values():
+        assert rank.accounts["communication"] == pytest.approx(ROUNDS * 0.01)
+        assert sum(rank.accounts.values()) == pytest.approx(rank.wall_s)
+    assert ledger.lost_for(0) == pytest.approx(4.0)
+
+
+def test_ranks_that_are_late_in_turn_within_a_stretch_wait_for_no_one() -> None:
+    ledger = ledger_of(two_ranks(also=0.5).ranks)
+    assert not any(rank.waited_for for rank in ledger.ranks.values())
+
+
+def test_the_work_of_fewer_ranks() -> None:
+    words = ledger_of(two_ranks().ranks).efficiency()
+    assert words == "2 ranks did the work of 1.1: lost 0.8 waiting for rank 0"
+
+
+def test_a_rank_without_records_is_left_out() -> None:
+    ranks = two_ranks().ranks
+    ledger = ledger_of(make_run({0: list(ranks[0]), 1: []}).ranks)
+    assert list(ledger.ranks) == [0]
+    assert ledger.efficiency() == ""
+
+
+def test_a_rank_whose_records_end_early() -> None:
+    """It was killed: what it had recorded counts, and the accounts of the others add up."""
+    ranks = [LedgerOf(), LedgerOf()]
+    ranks[0].steps(8, outside=0.5).steps(16, outside=0.5)
+    ranks[1].steps(8, waits=0.5)
+    ledger = ledger_of(make_run({r: one.events for r, one in enumerate(ranks)}).ranks)
+    assert ledger.ranks[1].waited_for == {0: 0.5}
+    assert sum(ledger.ranks[1].accounts.values()) == pytest.approx(ledger.ranks[1].wall_s)
+
+
+def test_what_the_report_says() -> None:
+    ranks = [LedgerOf(), LedgerOf()]
+    ranks[0].steps(8, outside=7.0)
+    ranks[1].steps(8, outside=1.0, waits=6.0)
+    report = diagnose(make_run({r: one.events for r, one in enumerate(ranks)}), [])
+    assert [row.rank for row in report.ledger] == [0, 1]
+    assert report.ledger[1].waiting_for == {"0": 6.0}
+    assert sum(report.ledger[1].accounts.values()) == pytest.approx(report.ledger[1].wall_s)
+    (table,) = report.tables
+    assert table.columns == ("rank", "all", "start-up", "outside", "waiting", "other")
+    assert table.rows == (
+        ("0", "8.0", "1.0", "7.0", "0.0", "0.0"),
+        ("1", "8.0", "1.0", "1.0", "6.0", "0.0"),
+    )
+    assert "lost 0.9 waiting for rank 0" in table.title
+
+
+def test_a_short_run_has_rows_and_no_table() -> None:
+    report = diagnose(make_run({0: LedgerOf().steps(8, forward=1.0).events}), [])
+    assert report.ledger and not report.tables
