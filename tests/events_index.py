@@ -45,7 +45,8 @@ QUESTIONS: dict[str, str] = {
         " SyncTimes"
     ),
     "What did an optimizer step do, and when?": (
-        "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScalerStep ZeroGradients"
+        "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScheduleEnded ScalerStep"
+        " ZeroGradients"
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
         "Replica Digests Sketch LateBuffers UnwrappedState"
@@ -72,6 +73,7 @@ WHEN: dict[str, str] = {
     "once": (
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
+        " ScheduleEnded"
     ),
     "every time": (
         "CallRun InitEntered GroupReady GroupDestroyed ProcessStarted ProcessEnded RankExiting"
