@@ -56,6 +56,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What did a loader deliver to a rank?": (
         "LoaderSeen EpochBegan IndicesRead EpochEnded ContentRead RowsRead ForwardInput"
+        " ComparedValue SaveDecided"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -97,7 +98,7 @@ WHEN: dict[str, str] = {
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
         " Edited Rewritten NonFinite Bypassed LossScaled GradientReduced SteppedInside KeptBack"
         " StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
-        " NotObserved"
+        " NotObserved ComparedValue SaveDecided"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

@@ -23,6 +23,7 @@ from .calls import (
 )
 from .codec import decode, encode
 from .data import (
+    ComparedValue,
     ContentRead,
     EpochBegan,
     EpochEnded,
@@ -33,6 +34,7 @@ from .data import (
     Payload,
     RowsRead,
     SamplerRefused,
+    SaveDecided,
     ShardedOver,
     WorkerRandom,
 )

@@ -56,6 +56,7 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     Attributes:
         call: zero-based number of the call at this line.
         optimizer: the one whose options it sets; -1 if that has not stepped yet.
+        metric: what `ReduceLROnPlateau` is given, None if it is no finite number on the CPU.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     call: int
     site: int
     optimizer: int = -1
+    metric: float | None = None
 
 
 class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
