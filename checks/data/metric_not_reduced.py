@@ -90,7 +90,7 @@ class MetricNotReduced(Check):
             call, values = next(iter(unequal.items()))
             event = next(iter(by_rank.values()))[call]
             yield self._finding(
-                SCHEDULED, run, loader, tuple(by_rank), line, values, "the metric",
+                SCHEDULED, run, loader, tuple(by_rank), line, values, event.kind,
                 label="steps with each rank's own metric",
                 use=f"{event.kind}.step is given a metric that differs between ranks",
                 why="each rank computes the value from its own share of the data, and its schedule "
@@ -111,7 +111,7 @@ class MetricNotReduced(Check):
                     continue
                 loader, values, unequal, of = found
                 yield self._finding(
-                    SAVED, run, loader, (rank.rank,), place, values, f"`{event.name}`",
+                    SAVED, run, loader, (rank.rank,), place, values, event.name,
                     label=f"compares {ranks_text([rank.rank])}'s own `{event.name}`",
                     use=f"{ranks_do([rank.rank], 'save')} a file by `{event.name}`, which differs "
                     "between ranks",
@@ -129,7 +129,7 @@ class MetricNotReduced(Check):
         ranks: tuple[int, ...],
         line: Location,
         values: Mapping[int, float | None],
-        what: str,
+        subject: str,
         *,
         label: str,
         use: str,
@@ -141,7 +141,7 @@ class MetricNotReduced(Check):
         return self.finding(
             rule=rule,
             ranks=ranks,
-            subjects=(what.strip("`"),),
+            subjects=(subject,),
             location=line,
             label=label,
             related=tuple(
@@ -191,7 +191,7 @@ def _metrics(run: Run) -> dict[Location, dict[int, dict[int, SchedulerStep]]]:
 
 def _unreduced(
     run: Run, rank: Rank, event: SaveDecided, evaluations: list[Loader]
-) -> tuple[Loader, dict[int, float], int, int] | None:
+) -> tuple[Loader, dict[int, float | None], int, int] | None:
     """The evaluation that the number comes from, its values on all ranks when they first differ,
     how often they do, and of how many times; None if it is not known to differ by the share."""
     place = rank.location(event.compared)
@@ -209,13 +209,20 @@ def _unreduced(
             tables[number] = {e.step: e.value for e in mine}
         if len(tables) < len(loader.readers) or rank.rank not in tables:
             continue
-        common = sorted(set.intersection(*(set(t) for t in tables.values())))
-        rows = [{n: t[step] for n, t in tables.items()} for step in common]
+        steps = sorted({step for t in tables.values() for step in t})
+        rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
+        rows = [row for row in rows if None not in row.values()]
         unequal = [row for row in rows if _differ(row)]
-        if len(unequal) < FEWEST or _reduced(rank, common):
+        if len(unequal) < FEWEST or _reduced(rank, steps):
             continue
         return loader, unequal[0], len(unequal), len(rows)
     return None
+
+
+def _at(table: Mapping[int, float], step: int) -> float | None:
+    """The value at a step, of which only changes are on record; None before the first."""
+    known = [s for s in table if s <= step]
+    return table[max(known)] if known else None
 
 
 def _reduced(rank: Rank, steps: list[int]) -> bool:

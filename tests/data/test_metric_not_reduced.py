@@ -76,6 +76,11 @@ def test_a_file_is_saved_by_the_metric_of_one_rank():
     assert [r.location.line for r in finding.related] == [25, 32]
 
 
+def test_a_metric_that_stays_the_same_on_one_rank():
+    (finding,) = judged(run_of([[0.9, 0.8, 0.85], [0.7]]))
+    assert finding.evidence["evaluations_in_which_they_differ"] == "3 of 3"
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -86,7 +91,7 @@ def test_a_file_is_saved_by_the_metric_of_one_rank():
         {"saving": False},
         {"grad": True},  # no evaluation
         {"values": [[0.9, 0.8], [0.7, 0.8]]},  # differed once
-        {"values": [[0.9, 0.8], [0.7]]},  # kept by one rank
+        {"values": [[0.9, 0.8], []]},  # known to one rank
         {"more": exchange("reduce", 4)},  # rank 0 has the sum
         {"more": exchange("all_gather_object", 8)},
     ],
