@@ -45,7 +45,8 @@ QUESTIONS: dict[str, str] = {
         " SyncTimes EditedBeforeSync"
     ),
     "What did an optimizer step do, and when?": (
-        "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScalerStep ZeroGradients"
+        "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScheduleEnded ScalerStep"
+        " ZeroGradients"
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
         "Replica Digests Sketch LateBuffers UnwrappedState"
@@ -55,6 +56,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What did a loader deliver to a rank?": (
         "LoaderSeen EpochBegan IndicesRead EpochEnded ContentRead RowsRead ForwardInput"
+        " ComparedValue SaveDecided"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -72,6 +74,7 @@ WHEN: dict[str, str] = {
     "once": (
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
+        " ScheduleEnded"
     ),
     "every time": (
         "CallRun InitEntered GroupReady GroupDestroyed ProcessStarted ProcessEnded RankExiting"
@@ -96,7 +99,7 @@ WHEN: dict[str, str] = {
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
         " Edited Rewritten NonFinite Bypassed LossScaled GradientReduced SteppedInside KeptBack"
         " StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
-        " NotObserved EditedBeforeSync"
+        " NotObserved EditedBeforeSync ComparedValue SaveDecided"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

@@ -129,6 +129,7 @@ class HyperparameterSkew(Check):
         Effect(("parameter-drift",), when=(When.SAME_OPTIMIZER, _LATER)),
         Effect(("buffer-drift",), when=(_LATER,)),
         Effect(("optimizer-state-drift",), when=(_LATER, state_loading.OTHER_LOADS)),
+        Effect(("metric-not-reduced",), of=(LOCAL_METRIC,), when=(When.SAME_LINE,)),
     )
 
     def unobserved(self, run: Run) -> str | None:

@@ -6,7 +6,7 @@ edited, the codec knows every class that exists. `INDEX.md` lists the events by 
 
 from __future__ import annotations
 
-from .amp import Hyperparameters, ScalerStep, SchedulerStep
+from .amp import Hyperparameters, ScalerStep, ScheduleEnded, SchedulerStep
 from .base import Event, Part, Site
 from .calls import (
     CALLERS,
@@ -23,6 +23,7 @@ from .calls import (
 )
 from .codec import decode, encode
 from .data import (
+    ComparedValue,
     ContentRead,
     EpochBegan,
     EpochEnded,
@@ -34,6 +35,7 @@ from .data import (
     PerProcess,
     RowsRead,
     SamplerRefused,
+    SaveDecided,
     ShardedOver,
     WorkerRandom,
 )

@@ -56,6 +56,7 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     Attributes:
         call: zero-based number of the call at this line.
         optimizer: the one whose options it sets; -1 if that has not stepped yet.
+        metric: what `ReduceLROnPlateau` is given, None if it is no finite number on the CPU.
     """
 
     kind: str
@@ -63,6 +64,41 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     call: int
     site: int
     optimizer: int = -1
+    metric: float | None = None
+
+
+class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
+    """What became of a learning-rate schedule that was planned for a number of steps. Recorded at
+    the end of the rank.
+
+    Attributes:
+        planned: steps of the scheduler after which the schedule ends, or turns around.
+        calls: of `step` by the program; `counted` is the scheduler's own count, which differs where
+            its state was loaded or set.
+        optimizer: the one whose rate it sets, -1 if that never stepped; `steps` are its steps by
+            the last call.
+        rate: of its first parameter group after the last call, -1 if unknown.
+        may_stop: a loop around the call can be left early (`break`, `return`), or has no known
+            number of rounds.
+        lengths: what `len(loader)` returned to the program before the scheduler was made, for any
+            loader.
+        site: the line that made it; `step_site` the line that steps it.
+    """
+
+    kind: str
+    planned: int
+    calls: int
+    counted: int
+    optimizer: int
+    steps: int
+    site: int
+    step_site: int
+    rate: float = -1.0
+    may_stop: bool = False
+    lengths: tuple[int, ...] = ()
+
+    def describe(self) -> str:
+        return f"{self.kind}: planned for {self.planned} steps, took {self.calls}"
 
 
 def told_at(step: int) -> bool:

@@ -302,6 +302,38 @@ class RowsRead(Event, frozen=True, tag="rows"):
     rows: str
 
 
+class ComparedValue(Event, frozen=True, tag="compared-value"):
+    """A number that a running function compares by `<` and the like had changed when an iteration
+    over a loader began.
+
+    Attributes:
+        name: as written in the program; `site` is the line that compares it.
+        loader: the one that was iterated before, so that the number changed in that iteration or
+            after it.
+    """
+
+    name: str
+    value: float
+    loader: int
+    step: int
+    site: int
+
+
+class SaveDecided(Event, frozen=True, tag="save-decided"):
+    """A file is saved under an `if` that compares a number.
+
+    Attributes:
+        name, value: of the number, as it is then; `compared` is the line that compares it.
+        site: the line that saves.
+    """
+
+    name: str
+    value: float
+    step: int
+    compared: int
+    site: int
+
+
 class ForwardInput(Event, frozen=True, tag="forward-input"):
     """The inputs of a forward of a wrapped model, at selected forwards, the same ones on every
     rank.

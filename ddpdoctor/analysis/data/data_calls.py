@@ -16,6 +16,7 @@ GATHERS = {name for name, o in OPERATIONS.items() if o.gathers and not o.several
 SUMS = {name for name, o in OPERATIONS.items() if o.reduces and not o.several}
 SPREADS = {name for name, o in OPERATIONS.items() if o.spreads}
 MEETS = {name for name, o in OPERATIONS.items() if o.meets}
+EXCHANGES = {name for name, o in OPERATIONS.items() if not o.spreads and not o.meets}
 UNKNOWN = 1 << 40
 """Entries of an object that could not be counted: more than any result needs."""
 
@@ -54,6 +55,14 @@ def gathered(rank: Rank, step: int) -> Gathered | None:
     most = max(found, key=lambda place: found[place])
     lines = {s.id: s.line for s in rank.of(CallSite)}
     return Gathered(found.total(), lines.get(most, -1))
+
+
+def values_exchanged(rank: Rank, step: int) -> bool:
+    """Whether the program reduced or gathered values after `step` optimizer steps and before the
+    next."""
+    ops = {s.id for s in rank.of(Signature) if s.op in EXCHANGES and not s.op.startswith("DDP")}
+    blocks = {b.id for b in rank.of(CallBlock) if not ops.isdisjoint(b.codes[::2])}
+    return any(run.block in blocks and _times(run, step) for run in rank.of(CallRun))
 
 
 def _times(run: CallRun, step: int) -> int:

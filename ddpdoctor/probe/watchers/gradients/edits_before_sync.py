@@ -21,10 +21,10 @@ from ...tensors.tensor_watch import spread
 from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Optimizer, Step
-from ...training.snapshot import Values, ratio
 from ...training.tracked_model import Model
 from ..manual_sync.exchanges import Exchanges
 from ..manual_sync.unwrapped import UnwrappedParameters
+from .gradient_edits import Values, ratio
 from .limits import EARLY_EDITS_EMITTED, EARLY_LOOKS, LOOKED_AT
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")

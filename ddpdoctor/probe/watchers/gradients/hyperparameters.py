@@ -192,11 +192,20 @@ class HyperparameterWatch(Watcher):
                     call=call,
                     site=site,
                     optimizer=-1 if known is None else known.number,
+                    metric=_metric(args, kwargs),
                 )
             )
 
     def _scheduler_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.scheduler_depth -= 1
+
+
+def _metric(args: Args, kwargs: Kwargs) -> float | None:
+    """What a call of `ReduceLROnPlateau.step` is given, None for other schedulers."""
+    if not hasattr(args[0], "mode_worse"):
+        return None
+    number = _number(args[1] if len(args) > 1 else kwargs.get("metrics"))
+    return float(number) if isinstance(number, (int, float)) else None
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

@@ -118,6 +118,13 @@ SKETCHED_AT_MOST = 400_000_000
 SKETCHED_AT_EASE = 1_000_000
 """Elements up to which tensors are sketched at all, and whatever the budget (some milliseconds)."""
 
+# schedules
+
+SCHEDULES_AT_MOST, LENGTHS_AT_MOST = 64, 64
+
+LOOPS_SEARCHED = 50
+"""Frames of the stack whose loops are looked at, against runaway recursion."""
+
 # second_reduction
 
 CALLS_LOOKED_AT = 6

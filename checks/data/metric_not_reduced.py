@@ -1,0 +1,244 @@
+"""DDP512."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+from ddpdoctor.analysis.data import data_calls
+from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
+from ddpdoctor.events import ComparedValue, SaveDecided, SchedulerStep
+from ddpdoctor.report.declarations import several_records
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
+
+SAVED = "decides-what-is-saved"
+SCHEDULED = "decides-the-schedule"
+
+ROUNDING = 1e-6
+"""Relative difference up to which values count as equal."""
+
+FEWEST = 2
+"""Evaluations in which the values must differ: once may be an accident of the first one."""
+
+
+class MetricNotReduced(Check):
+    """A metric of one rank's share of the data decides, without being reduced over the ranks
+
+    ## What it finds
+    An evaluation in which each rank takes its share of the data, and whose result differs between
+    ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`), or
+    what `ReduceLROnPlateau.step` is given.
+
+    ## How it knows
+    When an iteration over a loader begins, each rank reads the numbers that its running functions
+    compare by `<` and the like, and records those that changed. When a file is saved it records the
+    number that the `if` around it compares with the best one so far, and what `ReduceLROnPlateau`
+    is given. A number is reported if it changes with evaluations only, over a loader that is
+    divided between ranks, and differs between ranks at least twice, while the rank that saves took
+    part in no reduction or gathering of values after the same optimizer step.
+
+    ## Why it hurts
+    The best checkpoint is chosen by a part of the validation data, or the schedule follows noise:
+    on several ranks the model that is kept is another one than on a single rank.
+
+    ## How to fix it
+    Reduce the sums, not the averages, before the value is used, on every rank:
+    `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`.
+
+    ## When it stays quiet
+    - Metrics that are equal on all ranks: reduced, gathered, or sent from one rank.
+    - Metrics that are reduced to the rank that uses them.
+    - Evaluations of all the data on each rank, or on one rank only.
+    - Numbers that also change with training, such as a training loss, and those that are compared
+      with a limit and not with the best one so far.
+    - Metrics that are only printed.
+    """
+
+    code = "DDP512"
+    name = "metric-not-reduced"
+    family = "data"
+    severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        SAVED: "a file is saved or not by a metric that differs between ranks",
+        SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
+    }
+    requires = (several_records,)
+
+    def unobserved(self, run: Run) -> str | None:
+        if (why := super().unobserved(run)) is not None:
+            return why
+        if not _evaluations(run):
+            return "no evaluation was divided between ranks"
+        if not run.any(SaveDecided) and not _metrics(run):
+            return "no metric was seen to decide about a file or a schedule"
+        return None
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        evaluations = _evaluations(run)
+        if evaluations:
+            yield from self._schedules(run, evaluations[0])
+            yield from self._saves(run, evaluations)
+
+    def _schedules(self, run: Run, loader: Loader) -> Iterator[Finding]:
+        for line, by_rank in _metrics(run).items():
+            common = set.intersection(*(set(calls) for calls in by_rank.values()))
+            calls = {c: {n: m[c].metric for n, m in by_rank.items()} for c in sorted(common)}
+            unequal = {c: values for c, values in calls.items() if _differ(values)}
+            if set(by_rank) != set(loader.readers) or len(unequal) < FEWEST:
+                continue
+            call, values = next(iter(unequal.items()))
+            event = next(iter(by_rank.values()))[call]
+            yield self._finding(
+                SCHEDULED, run, loader, tuple(by_rank), line, values, event.kind,
+                label="steps with each rank's own metric",
+                use=f"{event.kind}.step is given a metric that differs between ranks",
+                why="each rank computes the value from its own share of the data, and its schedule "
+                "follows that",
+                unequal=f"{len(unequal)} of {len(calls)}",
+            )  # fmt: skip
+
+    def _saves(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
+        reported: set[object] = set()
+        for rank in run.ranks.values():
+            for event in rank.of(SaveDecided):
+                place = rank.location(event.compared)
+                key = place, event.name
+                if place is None or key in reported:
+                    continue
+                reported.add(key)
+                if (found := _unreduced(run, rank, event, evaluations)) is None:
+                    continue
+                loader, values, unequal, of = found
+                yield self._finding(
+                    SAVED, run, loader, (rank.rank,), place, values, event.name,
+                    label=f"compares {ranks_text([rank.rank])}'s own `{event.name}`",
+                    use=f"{ranks_do([rank.rank], 'save')} a file by `{event.name}`, which differs "
+                    "between ranks",
+                    why=f"`{event.name}` comes from each rank's share of the data, and "
+                    f"{ranks_text([rank.rank])} decides by its own, not reduced over the ranks",
+                    unequal=f"{unequal} of {of}",
+                    saves=rank.location(event.site),
+                )  # fmt: skip
+
+    def _finding(
+        self,
+        rule: str,
+        run: Run,
+        loader: Loader,
+        ranks: tuple[int, ...],
+        line: Location,
+        values: Mapping[int, float | None],
+        subject: str,
+        *,
+        label: str,
+        use: str,
+        why: str,
+        unequal: str,
+        saves: Location | None = None,
+    ) -> Finding:
+        at = loader.first.loop_at if rule == SAVED else None
+        return self.finding(
+            rule=rule,
+            ranks=ranks,
+            subjects=(subject,),
+            location=line,
+            label=label,
+            related=tuple(
+                Related(text, spot)
+                for text, spot in (("evaluates one rank's share", at), ("saves here", saves))
+                if spot is not None
+            ),
+            summary=f"{use}: {_spelled(values)}",
+            cause=why,
+            fix="sum what it is made of over the ranks first, on every rank: "
+            "`dist.all_reduce(totals)` with the sum and the number of samples",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "values": {f"rank {n}": value for n, value in values.items()},
+                "evaluations_in_which_they_differ": unequal,
+            },
+        )
+
+
+def _evaluations(run: Run) -> list[Loader]:
+    """The loaders that are only evaluated, on several ranks, each of which takes its share."""
+    found = []
+    for loader in loaders(run):
+        readers = loader.readers.values()
+        shares = {r.seen.sampler_rank for r in readers if r.seen.replicas > 1}
+        if not loader.trains and len(shares) == len(readers) > 1 and all(map(_evaluates, readers)):
+            found.append(loader)
+    return found
+
+
+def _evaluates(reader: Reader) -> bool:
+    """Whether it is read under `no_grad`, or its batches go through a model without gradients."""
+    ends = (epoch.ended for epoch in reader.epochs)
+    return any(e.evaluated or not e.grad_enabled for e in ends if e is not None)
+
+
+def _metrics(run: Run) -> dict[Location, dict[int, dict[int, SchedulerStep]]]:
+    """What schedulers are given, by line, rank and number of the call there."""
+    found: dict[Location, dict[int, dict[int, SchedulerStep]]] = {}
+    for number, rank in run.ranks.items():
+        for event in rank.of(SchedulerStep):
+            line = rank.location(event.site)
+            if event.metric is not None and line is not None:
+                found.setdefault(line, {}).setdefault(number, {})[event.call] = event
+    return found
+
+
+def _unreduced(
+    run: Run, rank: Rank, event: SaveDecided, evaluations: list[Loader]
+) -> tuple[Loader, dict[int, float | None], int, int] | None:
+    """The evaluation that the number comes from, its values on all ranks when they first differ,
+    how often they do, and of how many times; None if it is not known to differ by the share."""
+    place = rank.location(event.compared)
+    for loader in evaluations:
+        tables: dict[int, dict[int, float]] = {}
+        for number, reader in loader.readers.items():
+            mine = [
+                e
+                for e in reader.rank.of(ComparedValue)
+                if e.name == event.name and reader.rank.location(e.site) == place
+            ]
+            theirs = {ep.seen.loader for ep in reader.epochs}
+            if not mine or any(e.loader not in theirs for e in mine):
+                break
+            tables[number] = {e.step: e.value for e in mine}
+        if len(tables) < len(loader.readers) or rank.rank not in tables:
+            continue
+        steps = sorted({step for t in tables.values() for step in t})
+        rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
+        rows = [row for row in rows if None not in row.values()]
+        unequal = [row for row in rows if _differ(row)]
+        if len(unequal) < FEWEST or _reduced(rank, steps):
+            continue
+        return loader, unequal[0], len(unequal), len(rows)
+    return None
+
+
+def _at(table: Mapping[int, float], step: int) -> float | None:
+    """The value at a step, of which only changes are on record; None before the first."""
+    known = [s for s in table if s <= step]
+    return table[max(known)] if known else None
+
+
+def _reduced(rank: Rank, steps: list[int]) -> bool:
+    """Whether the rank took part in a reduction or gathering of its own after one of these steps
+    and before the next."""
+    return any(data_calls.values_exchanged(rank, step) for step in steps)
+
+
+def _differ(values: Mapping[int, float | None]) -> bool:
+    known = [v for v in values.values() if v is not None]
+    return max(known) - min(known) > ROUNDING * max(map(abs, known)) if known else False
+
+
+def _spelled(values: Mapping[int, float | None]) -> str:
+    shown = [
+        f"{value:.6g} on rank {n}" for n, value in list(values.items())[:4] if value is not None
+    ]
+    more = len(values) - len(shown)
+    return ", ".join(shown) + (f" and {counted(more, 'more rank')}" if more else "")

@@ -1,0 +1,286 @@
+"""DDP413."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NamedTuple
+
+from ddpdoctor.analysis.data.loaders import loaders
+from ddpdoctor.events import ScheduleEnded, StepDone
+from ddpdoctor.report.declarations import seen
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
+from ddpdoctor.run import Rank, Run, counted
+
+FEWEST_CALLS = 4
+"""Shorter runs are tries of the code, and small numbers are equal by chance."""
+
+EXACTLY = 0.1
+"""By how much a ratio of two numbers of steps may differ from the whole number it is taken for:
+rounding up in every epoch makes it inexact."""
+
+UNDIVIDED = "counts-undivided-batches"
+MICRO_BATCHES = "counts-micro-batches"
+DIVIDED_TWICE = "divided-twice"
+TOO_OFTEN = "stepped-too-often"
+
+
+class Epochs(NamedTuple):
+    """What one rank trained on: complete epochs of a loader that is divided between ranks.
+
+    Attributes:
+        number: of the epochs; `batches` of this rank in each; `ranks` that share the data.
+        undivided: the fewest and the most batches that all of the data would give one process.
+    """
+
+    number: int
+    batches: int
+    ranks: int
+    undivided: tuple[int, int]
+
+
+class Pace(NamedTuple):
+    """The backwards of an optimizer: in its usual step (`micro`), and in all steps."""
+
+    micro: int
+    backwards: int
+
+
+class Mismatch(NamedTuple):
+    """How a plan and a run differ: by `factor`, which `what` explains."""
+
+    rule: str
+    factor: int
+    cause: str
+    fix: str
+
+
+class ScheduleLengthMismatch(Check):
+    """A learning-rate schedule was planned for another number of steps than the run took
+
+    ## What it finds
+    A scheduler with a planned length (`OneCycleLR`, `CosineAnnealingLR`, a falling `LinearLR`,
+    `PolynomialLR`, or a `SequentialLR` that ends in one of them) whose run ended after another
+    number of steps, by a factor that is the number of ranks or of micro-batches per step.
+
+    ## How it knows
+    Each rank records the planned length, the calls of `step`, and the line that made the scheduler.
+    At the end of a run that completed, the length is compared with four counts: the calls, the
+    optimizer's steps, the batches this rank was given, and those that the whole data set would give
+    one process. It is reported only if one of these numbers explains the plan and another the run.
+
+    ## Why it hurts
+    A schedule that is too long never comes down: the run ends at a high learning rate. One that is
+    too short leaves the rest of the run at the lowest rate, or raises it again.
+
+    ## How to fix it
+    Plan for the optimizer steps of one rank: `epochs * len(loader)` with the loader that has the
+    distributed sampler, divided by the number of micro-batches per step; call `scheduler.step()`
+    once per `optimizer.step()`.
+
+    ## When it stays quiet
+    - Runs that failed, were stopped or left a training epoch early.
+    - A plan that is too long where a loop around the step has a `break` or `return`: the run may
+      have been meant to go on.
+    - A plan that is too long by the number of ranks in a program that asked for the length of the
+      divided loader before it made the scheduler.
+    - Schedulers whose state was loaded, and those stepped once per epoch.
+    - Cosine schedules of whole epochs that the run repeats, and warm-ups (a rising `LinearLR`).
+    - `LambdaLR` and others that do not say their length.
+    """
+
+    code = "DDP413"
+    name = "schedule-length-mismatch"
+    family = "drift"
+    severity = Severity.WARNING
+    rules: ClassVar[Mapping[str, str]] = {
+        TOO_OFTEN: "the schedule is as long as the run, but is stepped several times per step",
+        UNDIVIDED: "the plan counts the batches of the whole data set, not those of one rank",
+        MICRO_BATCHES: "the plan counts batches, the scheduler is stepped once per optimizer step",
+        DIVIDED_TWICE: "the plan counts the batches of one rank, divided by the ranks again",
+    }
+    requires = (
+        seen(ScheduleEnded, otherwise="no scheduler with a planned number of steps was stepped"),
+    )
+
+    def unobserved(self, run: Run) -> str | None:
+        if (why := super().unobserved(run)) is not None:
+            return why
+        return None if run.outcome() == "completed" else "the run did not end by itself"
+
+    def examine(self, run: Run) -> Iterable[Finding]:
+        if run.outcome() != "completed":
+            return
+        found: dict[object, list[tuple[Rank, ScheduleEnded, Mismatch]]] = {}
+        for rank in run.ranks.values():
+            for event in rank.of(ScheduleEnded):
+                if (mismatch := _mismatch(run, rank, event)) is not None:
+                    key = rank.location(event.site), event.kind, event.planned, mismatch
+                    found.setdefault(key, []).append((rank, event, mismatch))
+        for same in found.values():
+            yield self._finding(same)
+
+    def _finding(self, same: list[tuple[Rank, ScheduleEnded, Mismatch]]) -> Finding:
+        rank, event, mismatch = same[0]
+        stepped = rank.location(event.step_site)
+        ends = "ends" if event.calls > event.planned else "would end"
+        return self.finding(
+            rule=mismatch.rule,
+            ranks=tuple(r.rank for r, _, _ in same),
+            subjects=(event.kind,),
+            optimizers=(event.optimizer,),
+            location=rank.location(event.site) or stepped,
+            label=f"{ends} after {counted(event.planned, 'step')}",
+            related=(Related(f"called {counted(event.calls, 'time')}", stepped),)
+            if stepped
+            else (),
+            summary=f"{event.kind} is planned for {counted(event.planned, 'step')} and takes "
+            f"{event.calls}, {_about(event, mismatch.factor)}a factor of {mismatch.factor}",
+            cause=mismatch.cause,
+            fix=mismatch.fix,
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "planned_steps": event.planned,
+                "scheduler_steps": event.calls,
+                "optimizer_steps": event.steps,
+                **({"learning_rate_at_the_end": event.rate} if event.rate >= 0 else {}),
+            },
+            at=rank.wall(event.at),
+        )
+
+
+def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:
+    """How the plan and the run differ; None if they do not, or if it is not known why."""
+    if event.calls != event.counted or min(event.calls, event.planned) < FEWEST_CALLS:
+        return None
+    if not event.steps or event.calls < event.steps * (1 - EXACTLY):
+        return None  # stepped once per epoch, or now and then
+    pace = _pace(rank, event.optimizer)
+    if event.calls > event.steps * (1 + EXACTLY):
+        return _too_often(run, event, pace)
+    micro = pace.micro
+    epochs = _epochs(run, rank)
+    if epochs is None or event.calls not in _steps(epochs.number, epochs.batches, micro):
+        return None
+    if event.planned > event.calls:
+        return None if event.may_stop else _too_long(event, epochs, micro)
+    return _too_short(event, epochs, micro)
+
+
+def _too_often(run: Run, event: ScheduleEnded, pace: Pace) -> Mismatch | None:
+    if abs(event.planned - event.steps) > max(1, EXACTLY * event.steps):
+        return None
+    after = f"after {event.planned} of {event.calls} calls " + (
+        "the rate stays at 0" if event.rate == 0.0 else "the schedule is over"
+    )
+    if pace.micro > 1 and abs(event.calls - pace.backwards) <= 1:
+        return Mismatch(
+            TOO_OFTEN,
+            pace.micro,
+            f"the plan counts optimizer steps, of which there is one per {pace.micro} backwards, "
+            f"but the scheduler steps after each backward; {after}",
+            "call `scheduler.step()` once after each `optimizer.step()`",
+        )
+    if _close(event.calls / event.planned, run.world_size):
+        return Mismatch(
+            TOO_OFTEN,
+            run.world_size,
+            "the plan counts optimizer steps, but the scheduler steps once for each of the "
+            f"{run.world_size} ranks in every one; {after}",
+            f"plan for {event.calls} steps, or step the scheduler once per optimizer step",
+        )
+    return None
+
+
+def _too_long(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | None:
+    ended = f"the run ended after {event.calls} of {event.planned} steps, before the rate came down"
+    if micro > 1 and event.planned == epochs.number * epochs.batches:
+        return Mismatch(
+            MICRO_BATCHES,
+            micro,
+            "the plan counts every batch, but the optimizer and the scheduler step once per "
+            f"{micro} batches; {ended}",
+            f"divide the planned number by the {micro} batches of a step",
+        )
+    if epochs.batches in event.lengths and epochs.batches not in epochs.undivided:
+        return None
+    low, high = epochs.undivided
+    for each in sorted({1, micro}):
+        factor = epochs.ranks * micro // each
+        fewest, most = (_steps(epochs.number, n, each) for n in (low, high))
+        if fewest.start <= event.planned < most.stop and _close(
+            event.planned / event.calls, factor
+        ):
+            return Mismatch(
+                UNDIVIDED,
+                factor,
+                f"the plan counts the batches of the whole data set, of which each of the "
+                f"{epochs.ranks} ranks takes its share"
+                + f", and the optimizer steps once per {micro} batches" * (micro > each)
+                + f"; {ended}",
+                "plan with the length of the loader that has the distributed sampler: "
+                f"`epochs * len(loader){f' // {micro}' if micro > 1 else ''}`",
+            )
+    return None
+
+
+def _too_short(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | None:
+    factor = epochs.ranks
+    if not _close(event.calls / event.planned, factor):
+        return None
+    if event.planned not in _steps(epochs.number, epochs.batches, micro * factor):
+        return None
+    whole = event.planned * micro % epochs.batches == 0
+    # A rate of 0 for the rest of the run is nobody's wish; a schedule of whole epochs may be.
+    if event.rate != 0.0 and (whole or "Cosine" not in event.kind):
+        return None
+    stays = "the rate stays at 0" if event.rate == 0.0 else "the rate rises again"
+    return Mismatch(
+        DIVIDED_TWICE,
+        factor,
+        f"the plan divides the batches of one rank by the {factor} ranks once more; after "
+        f"{event.planned} of {event.calls} steps {stays}",
+        "plan with `epochs * len(loader)`: the length of a loader with a distributed sampler is "
+        "that of one rank already",
+    )
+
+
+def _pace(rank: Rank, optimizer: int) -> Pace:
+    usual: Counter[int] = Counter()
+    backwards = 0
+    for event in rank.of(StepDone):
+        if event.optimizer == optimizer:
+            usual[round(event.backwards / event.count)] += event.count
+            backwards += event.backwards
+    return Pace(max(1, usual.most_common(1)[0][0]) if usual else 1, backwards)
+
+
+def _epochs(run: Run, rank: Rank) -> Epochs | None:
+    """The epochs of the only loader that this rank trained on; None where they were not all
+    complete, or are not known."""
+    mine = [each.readers[rank.rank] for each in loaders(run) if rank.rank in each.readers]
+    training = [reader for reader in mine if reader.trains]
+    if len(training) != 1:
+        return None
+    seen, epochs = training[0].seen, training[0].epochs
+    size = seen.batch_size or 0
+    if seen.replicas < 2 or min(seen.length, seen.batches, size) < 1:
+        return None
+    if not all(epoch.exhausted for epoch in epochs):
+        return None
+    undivided = seen.length // size, -(-seen.length // size)
+    return Epochs(epochs[-1].number + 1, seen.batches, seen.replicas, undivided)
+
+
+def _steps(epochs: int, batches: int, per_step: int) -> range:
+    """The numbers of steps that some epochs may take, however each one rounds."""
+    return range(epochs * (batches // per_step), epochs * -(-batches // per_step) + 1)
+
+
+def _about(event: ScheduleEnded, factor: int) -> str:
+    fewer, more = sorted((event.planned, event.calls))
+    return "" if more == factor * fewer else "about "
+
+
+def _close(ratio: float, whole: int) -> bool:
+    return whole > 1 and abs(ratio / whole - 1) <= EXACTLY

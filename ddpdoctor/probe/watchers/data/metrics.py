@@ -1,0 +1,153 @@
+"""Which numbers does the program compare, when do they change, and do they decide what is saved?
+
+The numbers that running functions compare are read when an iteration over a loader begins. So it is
+known whether one changes with an evaluation or with training, and what it is on every rank.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from collections.abc import Iterator
+from math import isfinite
+from types import FrameType
+from typing import Any
+
+from ....events import ComparedValue, SaveDecided
+from ...recording.code_locations import USER
+from ...recording.frames import variables
+from ...recording.recorder import Recorder
+from ...recording.watcher import Args, Error, Kwargs, Watcher
+from ...source import comparisons
+from .loaders import Loaders
+
+FRAMES_AT_MOST = 12
+VALUES_AT_MOST = 400
+"""Frames whose comparisons are looked at, and values recorded."""
+
+ITERATIONS_LOOKED_AT = 200
+"""Iterations over loaders at whose begin values are read."""
+
+SAVES_AT_MOST = 8
+"""Saves by one line at which they are read."""
+
+
+class ComparedValues(Watcher):
+    """
+    Attributes:
+        last: the loader that was iterated last, -1 for none; `iterations` over any so far.
+        values: by function and expression, the value recorded last.
+        recorded: values recorded so far.
+        deciding: by line through which a file is saved, how many more times the numbers that decide
+            about it are read, and the expressions for them.
+    """
+
+    lost = "which metrics decide what is saved"
+    after = (Loaders,)
+
+    def __init__(self) -> None:
+        self.last = -1
+        self.iterations = 0
+        self.values: dict[tuple[str, int, str], float] = {}
+        self.recorded = 0
+        self.deciding: dict[tuple[str, int, int], list[Any]] = {}
+
+    def install(self) -> None:
+        import torch
+        import torch.serialization
+        from torch.utils.data import dataloader
+
+        base = dataloader._BaseDataLoaderIter
+        self.around(base, "__init__", before=self._loader, after=self._begun)
+        self.around(base, "_reset", before=self._loader_again, after=self._begun)
+        self.around((torch.serialization, torch), "save", before=self._saving)
+
+    def _loader(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        self._read(recorder)
+        return args[1] if len(args) > 1 else kwargs.get("loader")
+
+    def _loader_again(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
+        return None if first else self._loader(recorder, args, kwargs)
+
+    def _begun(self, recorder: Recorder, loader: Any, result: Any, error: Error) -> None:
+        if loader is not None and error is None:
+            number = Loaders.current.loaders.get(loader)
+            self.last = -1 if number is None else number
+            self.iterations += 1
+
+    def _read(self, recorder: Recorder) -> None:
+        """Record the compared numbers that changed since the last iteration began."""
+        if self.iterations > ITERATIONS_LOOKED_AT:
+            return
+        for frame in _frames(recorder):
+            nodes = comparisons.compared(frame.f_code)
+            if not nodes:
+                continue
+            found = variables(frame)
+            for node in nodes:
+                number = _number(comparisons.value_of(node, found, frame.f_globals))
+                name = frame.f_code.co_filename, frame.f_code.co_firstlineno, ast.unparse(node)
+                if number is None or self.values.get(name) == number:
+                    continue
+                self.values[name] = number
+                if self.last >= 0 and self.recorded < VALUES_AT_MOST:
+                    self.recorded += 1
+                    recorder.emit(
+                        ComparedValue(
+                            at=time.monotonic(),
+                            name=name[2],
+                            value=number,
+                            loader=self.last,
+                            step=recorder.step,
+                            site=recorder.sites.number(frame.f_code, node.lineno),
+                        )
+                    )
+
+    def _saving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        for frame in _frames(recorder):
+            code, line = frame.f_code, frame.f_lineno
+            place = code.co_filename, code.co_firstlineno, line
+            if place not in self.deciding:
+                self.deciding[place] = [SAVES_AT_MOST, comparisons.deciding(code, line)]
+            left, nodes = self.deciding[place]
+            if not nodes or not left:
+                continue
+            self.deciding[place][0] -= 1
+            found = variables(frame)
+            for node in nodes:
+                number = _number(comparisons.value_of(node, found, frame.f_globals))
+                if number is not None:
+                    recorder.emit(
+                        SaveDecided(
+                            at=time.monotonic(),
+                            name=ast.unparse(node),
+                            value=number,
+                            step=recorder.step,
+                            compared=recorder.sites.number(code, node.lineno),
+                            site=recorder.site(),
+                        )
+                    )
+
+
+def _frames(recorder: Recorder) -> Iterator[FrameType]:
+    """The frames of the user's code that are running, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    given = 0
+    while frame is not None and given < FRAMES_AT_MOST:
+        if recorder.sites.kind(frame.f_code) is USER:
+            given += 1
+            yield frame
+        frame = frame.f_back
+
+
+def _number(value: Any) -> float | None:
+    """A finite number that is not an integer by type, as metrics are, or one in a CPU tensor."""
+    if type(value) is not float and getattr(value, "numel", None) is not None:
+        if value.numel() != 1 or not value.is_cpu or not value.is_floating_point():
+            return None
+        value = float(value.detach())
+    elif type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        value = value.item()
+    return value if type(value) is float and isfinite(value) else None

@@ -1,0 +1,176 @@
+"""How many steps was a learning-rate schedule planned for, and how many did it take?
+
+Only schedules that end, or turn around, after a number of steps that they are given.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from ....events import ScheduleEnded
+from ...recording import hooks
+from ...recording.code_locations import OWN, USER
+from ...recording.recorder import Recorder
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
+from ...recording.weak_references import WeakIdentityMap
+from ...source import statements
+from ...training.optimizers import Optimizers
+from .limits import LENGTHS_AT_MOST, LOOPS_SEARCHED, SCHEDULES_AT_MOST
+
+
+def _falling(scheduler: Any) -> int:
+    """A rate that rises (`LinearLR` by default) is a warm-up, which may be of any length."""
+    return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else 0
+
+
+def _sequence(scheduler: Any) -> int:
+    last = PLANS.get(type(scheduler._schedulers[-1]).__name__)
+    end = last(scheduler._schedulers[-1]) if last is not None else 0
+    return int(scheduler._milestones[-1]) + end if end else 0
+
+
+PLANS: Mapping[str, Callable[[Any], int]] = {
+    "OneCycleLR": lambda scheduler: int(scheduler.total_steps),
+    "CosineAnnealingLR": lambda scheduler: int(scheduler.T_max),
+    "LinearLR": _falling,
+    "PolynomialLR": lambda scheduler: int(scheduler.total_iters),
+    "SequentialLR": _sequence,
+}
+"""The number of steps that a scheduler was planned for, by its class; 0 if it has no such number.
+"""
+
+
+class Schedule:
+    """One scheduler that the program steps.
+
+    Attributes:
+        made: the line that made it; `lengths` as in `ScheduleEnded`.
+        calls: of `step` by the program; `counted` the scheduler's own count.
+    """
+
+    def __init__(self, kind: str, made: int, lengths: tuple[int, ...]) -> None:
+        self.kind, self.made, self.lengths = kind, made, lengths
+        self.calls = self.counted = self.planned = 0
+        self.step_site = self.optimizer = -1
+        self.steps = 0
+        self.rate = -1.0
+        self.may_stop = False
+
+
+class ScheduleLengths(Watcher):
+    """
+    Attributes:
+        known: by scheduler.
+        depth: nesting of `step`, as `SequentialLR` steps others.
+        lengths: what `len(loader)` returned to the program so far.
+    """
+
+    lost = "the lengths of learning-rate schedules"
+
+    def __init__(self) -> None:
+        self.known: WeakIdentityMap[Schedule] = WeakIdentityMap()
+        self.schedules: list[Schedule] = []
+        self.depth = 0
+        self.lengths: dict[int, None] = {}
+
+    def install(self) -> None:
+        from torch.optim import lr_scheduler
+        from torch.utils.data import DataLoader
+
+        for name in PLANS:
+            kind = getattr(lr_scheduler, name)
+            self.around(kind, "__init__", before=self._making, after=self._made)
+        for kind in {k for n in PLANS for k in getattr(lr_scheduler, n).__mro__}:
+            if "step" in vars(kind):
+                self.around(kind, "step", before=self._stepping, after=self._stepped)
+        self.around(DataLoader, "__len__", before=self._asked, after=self._answered)
+
+    def _asked(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and recorder.sites.kind(frame.f_code) is OWN:
+            if frame.f_code.co_name in ("__iter__", "__next__"):  # the loop over the loader
+                return False
+            frame = frame.f_back
+        return frame is not None and recorder.sites.kind(frame.f_code) is USER
+
+    def _answered(self, recorder: Recorder, token: bool, result: Any, error: Error) -> None:
+        if token and error is None and len(self.lengths) < LENGTHS_AT_MOST:
+            self.lengths[int(result)] = None
+
+    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        return args[0]
+
+    def _made(self, recorder: Recorder, scheduler: Any, result: Any, error: Error) -> None:
+        if scheduler is None or error is not None or len(self.schedules) >= SCHEDULES_AT_MOST:
+            return
+        kind = type(scheduler).__name__
+        self.known[scheduler] = Schedule(kind, recorder.site(), tuple(self.lengths))
+
+    def _stepping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        self.depth += 1
+        made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
+        return args[0] if self.depth == 1 and made else None
+
+    def _stepped(self, recorder: Recorder, scheduler: Any, result: Any, error: Error) -> None:
+        self.depth -= 1
+        schedule = self.known.get(scheduler) if scheduler is not None else None
+        if schedule is None or error is not None:
+            return
+        schedule.calls += 1
+        schedule.counted = scheduler.last_epoch
+        if schedule.calls == 1:
+            self._first(recorder, schedule, scheduler)
+        known = Optimizers.current.known_optimizer(scheduler.optimizer)
+        if known is not None:
+            schedule.optimizer, schedule.steps = known.number, known.steps
+        group = scheduler.optimizer.param_groups[0]
+        schedule.rate = group["lr"] if type(group["lr"]) is float else -1.0
+
+    def _first(self, recorder: Recorder, schedule: Schedule, scheduler: Any) -> None:
+        plan = next(
+            (PLANS[k.__name__] for k in type(scheduler).__mro__ if k.__name__ in PLANS), None
+        )
+        schedule.planned = plan(scheduler) if plan is not None else 0
+        schedule.step_site = recorder.site()
+        if schedule.planned > 0:
+            schedule.may_stop = _may_stop(recorder)
+            self.schedules.append(schedule)
+
+    @on(hooks.leaving)
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        for schedule in self.schedules:
+            recorder.emit(
+                ScheduleEnded(
+                    at=time.monotonic(),
+                    kind=schedule.kind,
+                    planned=schedule.planned,
+                    calls=schedule.calls,
+                    counted=schedule.counted,
+                    optimizer=schedule.optimizer,
+                    steps=schedule.steps,
+                    rate=schedule.rate,
+                    may_stop=schedule.may_stop,
+                    lengths=schedule.lengths,
+                    site=schedule.made,
+                    step_site=schedule.step_site,
+                )
+            )
+        self.schedules.clear()
+
+
+def _may_stop(recorder: Recorder) -> bool:
+    """Whether a loop around the current line can end before its last round."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(LOOPS_SEARCHED):
+        if frame is None:
+            break
+        if recorder.sites.kind(frame.f_code) is USER:
+            around = statements.enclosing(frame.f_code.co_filename, frame.f_lineno)
+            if any(s.broken or (s.kind == "while" and "<" not in s.test) for s in around):
+                return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,182 @@
+"""DDP512 on literal events."""
+
+import pytest
+from ddpdoctor.checks.data.metric_not_reduced import MetricNotReduced
+from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
+from readers import loader, prologue
+from recordings import make_run, site
+
+from ddpdoctor.events import (
+    CallBlock,
+    CallRun,
+    ComparedValue,
+    SaveDecided,
+    SchedulerStep,
+    Signature,
+)
+from ddpdoctor.probe.source import comparisons
+
+COMPARE, SAVE, VALIDATE, STEP = 11, 12, 13, 14
+LINES = [
+    site(COMPARE, "train.py", 30, "if loss < best:"),
+    site(SAVE, "train.py", 32, "torch.save(model.state_dict(), path)"),
+    site(VALIDATE, "train.py", 25, "for x, y in held_out:"),
+    site(STEP, "train.py", 33, "scheduler.step(loss)"),
+]
+TRAIN, HELD_OUT = 0, 1
+OTHER_VALUES = [[0.9, 0.8, 0.85], [0.7, 0.75, 0.6]]
+
+
+def value(step, number, *, after=HELD_OUT):
+    return ComparedValue(at=0, name="loss", value=number, loader=after, step=step, site=COMPARE)
+
+
+def saved(step, number):
+    return SaveDecided(at=0, name="loss", value=number, step=step, compared=COMPARE, site=SAVE)
+
+
+def exchange(op, step):
+    return [
+        Signature(at=0, id=1, op=op, dtype="float32", shape=(1,), numel=1),
+        CallBlock(at=0, id=1, codes=(1, 0)),
+        CallRun(at=0, group=0, first=0, block=1, repeat=1, step=step, every=0),
+    ]
+
+
+def run_of(values=OTHER_VALUES, *, more=(), after=HELD_OUT, shared=True, saving=True, grad=False):
+    """Two ranks that evaluate after each epoch of 4 steps.
+
+    Args:
+        values: of the metric, by rank.
+        more: events of rank 0.
+        after: the loader with which the metric changes; shared: each rank evaluates its share.
+    """
+
+    def events(rank):
+        share = {"replicas": 2, "sampler_rank": rank, "distributed": True} if shared else {}
+        train = loader(TRAIN, [[rank, 2 + rank]] * 3, replicas=2, sampler_rank=rank)
+        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, loop_site=VALIDATE,
+                          ends={"grad_enabled": grad}, **share)  # fmt: skip
+        mine = [value(4 * n + 4, v, after=after) for n, v in enumerate(values[rank])]
+        decided = [saved(4, values[0][0])] if rank == 0 and saving else []
+        return [*prologue(2), *LINES, *train, *held_out, *mine, *decided,
+                *(more if rank == 0 else ())]  # fmt: skip
+
+    return make_run({n: events(n) for n in range(2)})
+
+
+def judged(run):
+    return list(MetricNotReduced().examine(run))
+
+
+def test_a_file_is_saved_by_the_metric_of_one_rank():
+    (finding,) = judged(run_of())
+    assert (finding.rule, finding.ranks) == ("decides-what-is-saved", (0,))
+    assert finding.location.line == 30
+    assert [r.location.line for r in finding.related] == [25, 32]
+
+
+def test_a_metric_that_stays_the_same_on_one_rank():
+    (finding,) = judged(run_of([[0.9, 0.8, 0.85], [0.7]]))
+    assert finding.evidence["evaluations_in_which_they_differ"] == "3 of 3"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"values": [OTHER_VALUES[0]] * 2},  # reduced
+        {"values": [OTHER_VALUES[0], [v + 1e-9 for v in OTHER_VALUES[0]]]},
+        {"after": TRAIN},  # a training loss
+        {"shared": False},  # each rank evaluates all
+        {"saving": False},
+        {"grad": True},  # no evaluation
+        {"values": [[0.9, 0.8], [0.7, 0.8]]},  # differed once
+        {"values": [[0.9, 0.8], []]},  # known to one rank
+        {"more": exchange("reduce", 4)},  # rank 0 has the sum
+        {"more": exchange("all_gather_object", 8)},
+    ],
+)
+def test_metrics_that_are_no_fault(run):
+    assert judged(run_of(**run)) == []
+
+
+@pytest.mark.parametrize("op", ["barrier", "broadcast", "DDP forward"])
+def test_calls_that_reduce_nothing(op):
+    assert len(judged(run_of(more=exchange(op, 4)))) == 1
+
+
+def scheduled(values, **fields):
+    def events(rank):
+        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, replicas=2,
+                          sampler_rank=rank, ends={"evaluated": 1})  # fmt: skip
+        steps = [
+            SchedulerStep(at=0, kind="ReduceLROnPlateau", step=4 * n, call=n, site=STEP, metric=v)
+            for n, v in enumerate(values[rank])
+        ]
+        return [*prologue(2), *LINES, *held_out, *steps]
+
+    return make_run({n: events(n) for n in range(2)})
+
+
+def test_a_schedule_that_follows_the_metric_of_each_rank():
+    (finding,) = judged(scheduled(OTHER_VALUES))
+    assert (finding.rule, finding.ranks) == ("decides-the-schedule", (0, 1))
+    assert finding.location.line == 33
+
+
+@pytest.mark.parametrize("values", [[OTHER_VALUES[0]] * 2, [[None], [None]], [[0.9], [0.7]]])
+def test_schedules_that_are_no_fault(values):
+    assert judged(scheduled(values)) == []
+
+
+def test_what_it_needs():
+    check = MetricNotReduced()
+    assert check.unobserved(run_of(shared=False))
+    assert check.unobserved(run_of(saving=False))
+    assert check.unobserved(run_of()) is None
+    assert any("metric-not-reduced" in effect.checks for effect in HyperparameterSkew.effects)
+
+
+SOURCES = {
+    "plain": "if acc > best:\n    best = acc\n    save()",
+    "guarded": "if rank == 0 and acc.item() > self.best:\n    self.best = acc.item()\n    save()",
+    "named": "better = acc < best\nbest = min(best, acc)\nif better:\n    save()",
+    "first": "if best is None or acc >= best:\n    save()\n    best = float(acc)",
+    "nested": "if acc > best:\n    best = acc\n    if rank == 0:\n        save()",
+    "a limit": "if acc > 600:\n    save()",
+    "another limit": "if acc > best:\n    save()",
+    "the next time": "if acc > best:\n    save()\n    best = acc + 600",
+    "elsewhere": "if acc > best:\n    best = acc\nsave()",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_decides_about_a_line(tmp_path, name):
+    file = tmp_path / "loop.py"
+    lines = SOURCES[name].splitlines()
+    file.write_text("def run():\n" + "".join(f"    {line}\n" for line in lines))
+    (code,) = [
+        c for c in compile(file.read_text(), file, "exec").co_consts if hasattr(c, "co_name")
+    ]
+    line = next(n for n, text in enumerate(lines, 2) if "save" in text)
+    found = [getattr(node, "id", "") for node in comparisons.deciding(code, line)]
+    known = ("plain", "guarded", "named", "first", "nested")
+    assert found == (["acc"] if name in known else [])
+
+
+def test_values_are_read_without_running_code():
+    class Trainer:
+        def __init__(self):
+            self.best = 0.5
+
+        @property
+        def loss(self):
+            raise AssertionError
+
+    def read(text):
+        node = compile(text, "x", "eval", 1024).body
+        return comparisons.value_of(node, {"self": Trainer(), "metrics": {"acc": 2.0}}, {"g": 3.0})
+
+    assert [read(t) for t in ("self.best", "metrics['acc']", "g", "self.loss", "metrics['x']")] == [
+        0.5, 2.0, 3.0, None, None,
+    ]  # fmt: skip

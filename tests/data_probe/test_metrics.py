@@ -1,0 +1,57 @@
+"""Which compared numbers are recorded, and which of them decide what is saved."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ddpdoctor.events import ComparedValue, SaveDecided, decode
+from ddpdoctor.probe.recording import patching, recorder
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.probe.watchers.data.loaders import Loaders
+from ddpdoctor.probe.watchers.data.metrics import SAVES_AT_MOST, ComparedValues
+from ddpdoctor.storage.run_folder import EventWriter
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    writer = EventWriter(tmp_path / "rank-0.jsonl")
+    recorder.current.recorder = Recorder(writer, tmp_path, "rank-0", {})
+    Loaders.begin()
+    ComparedValues.begin()
+
+    def events(*kinds):
+        patching.restore()
+        writer.close()
+        lines = (tmp_path / "rank-0.jsonl").read_bytes().splitlines()
+        return [e for e in map(decode, lines) if isinstance(e, kinds)]
+
+    yield events
+    patching.restore()
+    recorder.current.recorder = None
+
+
+def run(path, metrics):
+    train, held_out = DataLoader(range(4)), DataLoader(range(2))
+    best = -1.0
+    for given in metrics:
+        list(train)
+        list(held_out)
+        metric = given
+        if metric > best:
+            best = metric
+            torch.save({}, path)
+    list(train)
+
+
+def test_numbers_that_change_with_an_evaluation(recorded, tmp_path):
+    run(tmp_path / "best.pt", [0.5, torch.tensor(0.25), 0.75])
+    values = [e for e in recorded(ComparedValue, SaveDecided) if e.name == "metric"]
+    saved = [e.value for e in values if isinstance(e, SaveDecided)]
+    assert saved == [0.5, 0.75]
+    changed = [(e.value, e.loader) for e in values if isinstance(e, ComparedValue)]
+    assert changed == [(0.5, 1), (0.25, 1), (0.75, 1)]
+
+
+def test_a_line_that_saves_often(recorded, tmp_path):
+    run(tmp_path / "best.pt", [n / 10 for n in range(20)])
+    assert len(recorded(SaveDecided)) == SAVES_AT_MOST

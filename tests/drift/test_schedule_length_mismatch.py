@@ -1,0 +1,203 @@
+"""DDP413 on literal events."""
+
+import pytest
+import torch
+from ddpdoctor.checks.drift.schedule_length_mismatch import ScheduleLengthMismatch
+from readers import loader, prologue
+from recordings import make_run, site
+
+from ddpdoctor.events import ScheduleEnded, StepDone, decode
+from ddpdoctor.probe.recording import patching, recorder
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.probe.training.optimizers import Optimizers
+from ddpdoctor.probe.watchers.gradients.schedules import ScheduleLengths
+from ddpdoctor.storage.run_folder import EventWriter
+
+MADE, STEPPED = 11, 12
+LINES = [
+    site(MADE, "train.py", 15, "scheduler = CosineAnnealingLR(optimizer, total)"),
+    site(STEPPED, "train.py", 30, "scheduler.step()"),
+]
+
+
+def schedule(planned, calls, *, steps=None, kind="CosineAnnealingLR", counted=None, **fields):
+    return ScheduleEnded(
+        at=0,
+        kind=kind,
+        planned=planned,
+        calls=calls,
+        counted=calls if counted is None else counted,
+        optimizer=0,
+        steps=calls if steps is None else steps,
+        site=MADE,
+        step_site=STEPPED,
+        **{"rate": 0.05, **fields},
+    )
+
+
+def run_of(event, *, micro=1, epochs=3, length=80, exhausted=True, world=2, divided=True, **more):
+    """Each rank takes 40 of 80 samples in each epoch, in 10 batches of 4 (of 20 for one process).
+
+    Args:
+        micro: backwards per step.
+        more: of `make_run`.
+    """
+    share = length // world if divided else length
+    batches = -(-share // 4)
+    sharing = {"replicas": world, "distributed": True} if divided else {}
+
+    def events(rank):
+        indices = list(range(rank, length, world)) if divided else list(range(length))
+        given = loader(0, [indices] * epochs, length=length, trains=False, batches=batches,
+                       exhausted=exhausted, ends={"backwards": batches}, **sharing)  # fmt: skip
+        steps = [
+            StepDone(at=0, optimizer=0, step=n, site=4, wall_s=0.1, backwards=micro)
+            for n in range(event.steps)
+        ]
+        return [*prologue(world), *LINES, *given, *steps, event]
+
+    return make_run({n: events(n) for n in range(world)}, **more)
+
+
+def judged(event, **fields):
+    return list(ScheduleLengthMismatch().examine(run_of(event, **fields)))
+
+
+def test_a_plan_of_the_whole_data_set():
+    (finding,) = judged(schedule(60, 30))
+    assert finding.rule == "counts-undivided-batches"
+    assert finding.ranks == (0, 1)
+    assert (finding.location.line, finding.related[0].location.line) == (15, 30)
+
+
+def test_rounding_in_each_epoch():
+    # 83 samples: 21 batches for one process, 11 for each of two ranks
+    (finding,) = judged(schedule(63, 33), length=83)
+    assert "about a factor of 2" in finding.summary
+
+
+def test_a_plan_of_the_micro_batches():
+    (finding,) = judged(schedule(30, 15, may_stop=False), micro=2)
+    assert finding.rule == "counts-micro-batches"
+
+
+def test_a_plan_of_all_micro_batches_of_the_whole_data_set():
+    (finding,) = judged(schedule(60, 15), micro=2)
+    assert finding.rule == "counts-undivided-batches"
+    assert "a factor of 4" in finding.summary
+
+
+@pytest.mark.parametrize("micro", [2, 4])
+def test_stepped_after_each_backward(micro):
+    steps = 32 // micro
+    (finding,) = judged(schedule(steps, 32, steps=steps), micro=micro)
+    assert finding.rule == "stepped-too-often"
+    assert "optimizer.step" in finding.fix
+
+
+def test_stepped_once_for_each_rank():
+    (finding,) = judged(schedule(30, 60, steps=30))
+    assert (finding.rule, "for each of the 2 ranks" in finding.cause) == ("stepped-too-often", True)
+
+
+def test_divided_by_the_ranks_twice():
+    (finding,) = judged(schedule(15, 30, kind="PolynomialLR", rate=0.0))
+    assert finding.rule == "divided-twice"
+    (finding,) = judged(schedule(15, 30))
+    assert "rises again" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        (schedule(30, 30), {}),  # as planned
+        (schedule(60, 60), {"epochs": 6}),
+        (schedule(15, 15), {"micro": 2}),
+        (schedule(60, 30, may_stop=True), {}),  # it may have stopped early
+        (schedule(30, 15, may_stop=True), {"micro": 2}),
+        (schedule(60, 30), {"exhausted": False}),
+        (schedule(60, 30), {"ended": {1: 1}}),  # failed
+        (schedule(60, 30), {"ended": {0: -2}}),  # killed
+        (schedule(60, 30, counted=90), {}),  # resumed
+        (schedule(60, 30, lengths=(10,)), {}),  # it knew the length of its share
+        (schedule(90, 30), {}),  # another factor
+        (schedule(6, 3, steps=30), {}),  # once per epoch
+        (schedule(20, 40), {"epochs": 4}),  # a cosine of two epochs, repeated
+        (schedule(15, 30, kind="LinearLR"), {}),  # down to a rate that is kept
+        (schedule(60, 30), {"divided": False}),
+        (schedule(2, 1), {"epochs": 1, "length": 8}),  # too few steps to tell
+    ],
+)
+def test_plans_that_are_no_fault(event, fields):
+    assert judged(event, **fields) == []
+
+
+def test_what_is_not_judged():
+    check = ScheduleLengthMismatch()
+    assert check.unobserved(make_run({n: prologue(2) for n in range(2)}))
+    assert check.unobserved(run_of(schedule(60, 30), ended={1: 1}))
+    assert check.unobserved(run_of(schedule(60, 30))) is None
+
+
+@pytest.fixture
+def schedules(tmp_path):
+    writer = EventWriter(tmp_path / "rank-0.jsonl")
+    recorder.current.recorder = mine = Recorder(writer, tmp_path, "rank-0", {})
+    Optimizers.begin()
+    ScheduleLengths.begin()
+
+    def ended():
+        ScheduleLengths.current._leaving(mine, None)
+        patching.restore()
+        writer.close()
+        lines = (tmp_path / "rank-0.jsonl").read_bytes().splitlines()
+        return [e for e in map(decode, lines) if isinstance(e, ScheduleEnded)]
+
+    yield ended
+    patching.restore()
+    recorder.current.recorder = None
+
+
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def test_what_is_recorded_of_a_schedule(schedules):
+    rates, sgd = torch.optim.lr_scheduler, optimizer()
+    data = torch.utils.data.DataLoader(range(6), batch_size=2)
+    length = len(data)
+    falling = rates.LinearLR(sgd, 1.0, 0.0, total_iters=4)
+    rising = rates.LinearLR(sgd, total_iters=4)
+    parts = [rates.LinearLR(sgd, total_iters=2), rates.CosineAnnealingLR(sgd, T_max=5)]
+    warm = rates.SequentialLR(sgd, parts, milestones=[2])
+    for _ in range(3):
+        sgd.step()
+        for each in (falling, rising, warm):
+            each.step()
+    first, second = schedules()
+    assert (first.kind, first.planned, first.calls, first.counted) == ("LinearLR", 4, 3, 3)
+    assert (second.kind, second.planned, second.calls) == ("SequentialLR", 7, 3)
+    assert first.lengths == (length,)
+    assert (first.may_stop, first.steps) == (False, 3)
+
+
+def test_a_loop_that_may_be_left(schedules):
+    sgd = optimizer()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=4)
+    for n in range(9):
+        sgd.step()
+        cosine.step()
+        if n == 2:
+            break
+    (event,) = schedules()
+    assert event.may_stop
+
+
+def test_a_schedule_that_goes_on_from_a_loaded_state(schedules):
+    sgd = optimizer()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=9)
+    cosine.load_state_dict({**cosine.state_dict(), "last_epoch": 5})
+    sgd.step()
+    cosine.step()
+    (event,) = schedules()
+    assert (event.calls, event.counted) == (1, 6)
