@@ -141,6 +141,7 @@ class ModelMismatch(Check):
     on none, before the wrap.
 
     ## When it stays quiet
+    - Each rank's optimizer holds other parameters of the same model: a sharded optimizer.
     - Only parameters in `_ddp_params_and_buffers_to_ignore` differ.
     - The models belong to different groups (pipeline stages, experts).
     """
@@ -276,7 +277,15 @@ def _synced_manually(run: Run) -> Iterator[list[ParameterList]]:
                     ParameterList(rank, event, event.parameters)
                 )
                 reported[event.optimizer] += 1
-    yield from (lists for lists in found.values() if len(lists) > 1)
+    yield from (lists for lists in found.values() if len(lists) > 1 and not _shared_out(lists))
+
+
+def _shared_out(lists: list[ParameterList]) -> bool:
+    """Whether each rank's optimizer holds other parameters of one model: the program shares out its
+    optimizer (ZeRO), and the lists tell nothing of the models."""
+    names = [{p.name for p in each.parameters} for each in lists]
+    kinds = {(each.origin.kind, str(each.rank.location(each.origin.site))) for each in lists}
+    return len(kinds) == 1 and sum(map(len, names)) == len(set().union(*names))
 
 
 def _sides(lists: list[ParameterList]) -> tuple[list[ParameterList], list[ParameterList]]:

@@ -28,6 +28,16 @@ def found(run: Run) -> list[Finding]:
     return list(CollectiveShapeMismatch().examine(run))
 
 
+def test_names_in_another_order(tmp_path: Path) -> None:
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    for rank, tape in made.items():
+        for name in ("weight", "bias") if rank else ("bias", "weight"):
+            tape.call(line=9, key=name, numel=64 if name == "weight" else 8)
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "arguments"
+    assert "sort the keys" in finding.fix
+
+
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [

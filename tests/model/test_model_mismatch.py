@@ -101,6 +101,9 @@ def test_gradients_that_are_reduced_by_hand():
     assert codes(make_run({0: grown, 1: grown}), CHECK) == [], "a group was added on every rank"
     other = [*by_hand(("head",), "gradients"), *by_hand(("head", "neck"), "gradients")]
     assert codes(make_run({0: grown, 1: other}), CHECK) == ["DDP309 error"]
+    shares = (("body",), ("head",))
+    zero = make_run({r: by_hand(share, "gradients") for r, share in enumerate(shares)})
+    assert codes(zero, CHECK) == [], "each rank's optimizer holds a share of the parameters"
 
 
 MAKERS = {"actor": 60, "critic": 61, "judge": 62}

@@ -139,15 +139,18 @@ class Arguments(CallExplanation):
             f"{ranks_text(side)}: {made.signature.text}"
             for side, made in divergence.sides(suspect.ranks)
         )
+        # Whoever pads the tensors of two names, which the ranks take in turn, adds unlike ones.
+        keys = {made.key for made in divergence.calls.values()}
+        mixed = len(keys) > 1 and "" not in keys
         return self.blame(
             suspect,
             label=f"a different {one} on {WHO} than on the other ranks"
             if suspect.rest
             else f"different {names} on {WHO}",
             summary=f"{op} is called with different {names}: {calls}",
-            cause=f"the ranks pass different {names} to the same {op} (call {divergence.index} of "
-            f"{divergence.key}); gloo does not check this",
-            fix="; ".join(self._fixes[name] for name in differs),
+            cause=f"{_OTHER_NAMES if mixed else 'the ranks'} pass different {names} to the same "
+            f"{op} (call {divergence.index} of {divergence.key}); gloo does not check this",
+            fix=_SAME_ORDER if mixed else "; ".join(self._fixes[name] for name in differs),
             subjects=(op,),
         )
 
@@ -434,6 +437,8 @@ def members(ranks: tuple[int, ...]) -> str:
     """The ranks of a group that is created."""
     return str(list(ranks)) if ranks else "all ranks"
 
+
+_OTHER_NAMES = "the ranks loop over the same names in a different order, and so they"
 
 _SAME_ORDER = "call the collectives in the same order on every rank (sort the keys looped over)"
 
