@@ -324,12 +324,18 @@ def test_the_line_that_numbers_them(how: str, rule: str) -> None:
     assert finding.location is not None and finding.location.line == 21
 
 
-def test_hashes_that_seldom_occur_twice() -> None:
-    ranks = (lambda i, _: i * 31 % 997, lambda i, _: i * 57 % 991)
+def test_numbers_that_seldom_occur_twice() -> None:
+    ranks = (lambda i, _: i // 2 * 31 % 997, lambda i, _: i // 2 * 57 % 991)
+    (finding,) = examine(*(labelled(r, f) for r, f in enumerate(ranks)))
+    assert finding.rule == "other-labels"
+
+
+def test_numbers_that_each_rank_draws_once_for_each_sample() -> None:
+    draws = [random.Random(rank) for rank in range(2)]
+    drawn = [[draw.randrange(60) for _ in range(96)] for draw in draws]
     lines = (PerProcess("hash", 4),)
-    (finding,) = examine(*(labelled(r, f, per_process=lines) for r, f in enumerate(ranks)))
-    assert finding.rule == "hashed-labels"
-    assert not examine(*(labelled(r, f) for r, f in enumerate(ranks))), "may be drawn once"
+    assert not examine(*(labelled(r, lambda i, _, mine=mine: mine[i], per_process=lines)
+                         for r, mine in enumerate(drawn)))  # type: ignore[misc]  # fmt: skip
 
 
 def test_numbers_that_differ_rightly() -> None:

@@ -60,7 +60,6 @@ def renumbered(run: Run) -> Iterator[Renumbered]:
 def _differing(division: Division) -> Iterator[tuple[int, int, int, bool]]:
     """For ranks and columns with other numbers at equal indices: how many differ, of how many
     samples, how many different numbers there are, and whether all else is known to be equal."""
-    hashed = any(p.how == "hash" for p in division.readers[0].seen.per_process)
     labels = [(reader, _labels(reader)) for reader in division.readers]
     # Neighbours suffice: not all of them can agree where the ranks differ.
     for (one, mine), (other, theirs) in pairwise(labels):
@@ -75,8 +74,7 @@ def _differing(division: Division) -> Iterator[tuple[int, int, int, bool]]:
             if len(pairs) < FEWEST_LABELS or differ < LABELS_DIFFER * len(pairs):
                 continue
             at_once = all(a.epoch[i] == b.epoch[i] for i in common)
-            stable = a.stable and b.stable
-            if (_maps(pairs) and (stable or at_once)) or (hashed and stable):
+            if _maps(pairs) and (at_once or (a.stable and b.stable)):
                 yield differ, len(pairs), len({x for x, _ in pairs}), same
 
 
@@ -127,7 +125,11 @@ def _maps(pairs: list[tuple[int, int]]) -> bool:
     for x, y in pairs:
         forth[x][y] += 1
         back[y][x] += 1
-    if min(len(forth), len(back)) < 2 or 2 * max(len(forth), len(back)) > len(pairs):
+    if min(len(forth), len(back)) < 2:
         return False
-    kept = (sum(max(c.values()) for c in side.values()) for side in (forth, back))
-    return min(kept) >= RENUMBERED * len(pairs)
+    for side in (forth, back):
+        again = len(pairs) - len(side)
+        kept = sum(max(c.values()) - 1 for c in side.values())
+        if again < FEWEST_KEPT or kept < RENUMBERED * again:
+            return False
+    return True

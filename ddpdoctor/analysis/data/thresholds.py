@@ -29,16 +29,17 @@ FEWEST_LABELS = 16
 """Samples with an index that both ranks read, so that their labels can be compared."""
 
 FEWEST_KEPT = 8
-"""Samples that a rank read in several epochs with the same label, for labels not to depend on the
-epoch or on the batch."""
+"""Times that a sample has its label again in another epoch, for labels not to depend on the epoch
+or on the batch; times that a label occurs again, for a mapping between two ranks to be none by
+chance."""
 
 LABELS_DIFFER = 0.25
 """Share of these samples whose label differs: where classes are numbered otherwise, some may have
 their number by chance."""
 
 RENUMBERED = 0.9
-"""Share of the samples whose labels keep to one mapping between two ranks. Not 1: two texts may
-have the same hash on one rank only."""
+"""Share of the labels that occur again with which two ranks keep to one mapping. Not 1: two texts
+may have the same hash on one rank only."""
 
 # --- indices -------------------------------------------------------------------------------------
 
