@@ -55,8 +55,7 @@ class Line:
     """The time that a rank spent in one account at, or after, one line.
 
     Attributes:
-        stretches: how many of those that lasted `LONG_S` or more, `long_s` in all; the `first` and
-            the `last` of these came after so many optimizer steps.
+        stretches, long_s, first, last: as of `Account`.
     """
 
     account: str
