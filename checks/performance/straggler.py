@@ -74,11 +74,12 @@ class Straggler(Check):
     neither way; the finding gives their number. The finding is proven.
 
     Ranks that are late in some steps only show in sums. Each rank adds up its time by phase and
-    line, and counts stretches of 50 ms and more. Between any two records of these sums, what a rank
-    waits longer in collectives than the one that waits least, it waits for that one. A rank is
-    reported if the others have waited a fifth of the training time for it, and a second at least,
-    and it spent half of that at one line in at least four long stretches that the median rank does
-    not have. In an evaluation or in `torch.save`, less than a third is a note.
+    line, and counts the steps with stretches of 50 ms and more. What a rank waits longer in
+    collectives than the one that waits least, between any two records of these sums, it waits for
+    that one. A rank is reported if the others have waited a fifth of the training time for it, and
+    a second at least, and it spent half of that at one line, in long stretches after at least four
+    steps, that the median rank does not have. In an evaluation or in `torch.save`, less than a
+    third is a note.
 
     ## Why it hurts
     Every step takes as long as on the slowest rank. The steps of the other ranks look equally long,
@@ -176,7 +177,7 @@ class Straggler(Check):
             summary=f"{ranks_do(others, 'wait')} {lost:.1f} of {ledger.training_s:.1f} s for rank "
             f"{number}, which spends {line.long_s:.1f} s "
             + ("outside of the training step" if outside else _IN[line.account])
-            + f", in {line.stretches} long stretches",
+            + f", in {counted(line.stretches, 'long stretch', 'long stretches')}",
             cause=f"rank {number} takes {each * 1e3:.0f} ms {often}, "
             f"{'after' if outside else 'at'} {rank.location(line.site) or 'a line unknown'}; the "
             "others do not, and wait in their next collective",

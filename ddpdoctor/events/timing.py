@@ -44,7 +44,9 @@ class Account(Part, frozen=True):
         phase: a `call_ring.Phase`, or that plus `EVALUATING`, or `SAVING`.
         site: the line of that phase; for the user's code, that of the phase before it.
         own_s: seconds, without those `waited_s` in collectives and the doctor's own.
-        stretches: how many of them lasted `LONG_S` or more at once, `long_s` in all.
+        long_s: of these, in stretches of `LONG_S` or more at once.
+        stretches: how often there were such, all between two optimizer steps counted once (the
+            batches of an evaluation, say).
         first, last: the optimizer steps taken before the first and the last of these.
     """
 

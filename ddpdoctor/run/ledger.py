@@ -55,8 +55,7 @@ class Line:
     """The time that a rank spent in one account at, or after, one line.
 
     Attributes:
-        stretches: how many of those that lasted `LONG_S` or more, `long_s` in all; the `first` and
-            the `last` of these came after so many optimizer steps.
+        stretches, long_s, first, last: as of `Account`.
     """
 
     account: str
@@ -199,6 +198,10 @@ def _rank_time(number: int, record: TimeLedger, waited_for: Mapping[int, float])
     accounts[WAITING] = sum(waited_for.values())
     accounts[COMMUNICATION] = _waited(record) - accounts[WAITING]
     accounts[DOCTOR] = record.doctor_s
+    for name, seconds in accounts.items():
+        if seconds < 0:  # the doctor's time is taken out of the account that was open at its end
+            accounts[name] = 0.0
+            accounts[DOCTOR] += seconds
     return RankTime(number, record.wall_s, accounts, dict(waited_for), tuple(lines))
 
 

@@ -135,6 +135,17 @@ def test_long_stretches_are_counted_with_their_steps(ring: TimedRing, clock: Clo
     assert found.long_s == pytest.approx(1.5)
 
 
+def test_long_stretches_between_two_steps_are_one(ring: TimedRing, clock: Clock) -> None:
+    for step in range(3):
+        for _ in range(4):
+            after(clock, 0.01, ring.phase, Phase.USER, LINE)
+            after(clock, 0.5, ring.phase, Phase.DATA, LINE)
+        ring.step_ended(step + 1)
+    found = accounts(ring)[Phase.USER, LINE]
+    assert (found.stretches, found.first, found.last) == (3, 0, 2)
+    assert found.long_s == pytest.approx(6.0)
+
+
 def test_another_thread_is_not_timed(ring: TimedRing, clock: Clock) -> None:
     ring.phase(Phase.FORWARD, LINE)
     clock.now += 1

@@ -35,6 +35,13 @@ def test_accounts_add_up_to_the_wall_time() -> None:
     assert time.accounts["start-up"] == 3
 
 
+def test_no_account_is_negative() -> None:
+    one = LedgerOf().steps(8, forward=1.0, optimizer=-0.25, doctor=0.5)
+    time = ledger_of(make_run({0: one.events}).ranks).ranks[0]
+    assert (time.accounts["optimizer"], time.accounts["doctor"]) == (0.0, 0.25)
+    assert sum(time.accounts.values()) == pytest.approx(time.wall_s)
+
+
 def test_what_all_ranks_wait_is_communication_and_the_rest_is_for_the_last_one() -> None:
     ledger = ledger_of(two_ranks().ranks)
     assert ledger.ranks[1].waited_for == {0: pytest.approx(ROUNDS * 0.5)}

@@ -129,8 +129,8 @@ class TimedRing(RingWriter):
         )
 
     def _add_long(self, account: int, seconds: float) -> None:
-        known = self.long.setdefault(account, [0, 0.0, self.step, self.step])
-        known[0] += 1
+        known = self.long.setdefault(account, [0, 0.0, self.step, -1])
+        known[0] += known[3] != self.step
         known[1] += seconds
         known[3] = self.step
 
