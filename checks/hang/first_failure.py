@@ -10,6 +10,7 @@ from typing import ClassVar
 from ddpdoctor.analysis.divergence.faults import NEVER_CREATED
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
+    PORT_IN_USE,
     Failure,
     at_teardown,
     cut,
@@ -346,8 +347,8 @@ def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failur
 
 def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -> str:
     message = first.message
-    if "address already in use" in message.lower():
-        return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
+    if PORT_IN_USE.search(message):
+        return _port_fix(run, first, ranks)
     if "inLengthPerRank" in message:
         return (
             "make output splits match what the other ranks send: exchange the sizes first with "
@@ -384,6 +385,24 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -
     return (
         f"{read}, then look for what differs on {named}: code that runs only there, its data "
         "shard, its paths, its environment"
+    )
+
+
+def _port_fix(run: Run, first: Failure, ranks: tuple[int, ...]) -> str:
+    """What to do about a port that is taken: that of the process group, or one of the program's
+    own."""
+    if first.while_joining:
+        if first.rank.started is not None and first.rank.started.spawned:
+            return (
+                "choose a free port once, in the process that starts the ranks, and give all of "
+                "them the same one as MASTER_PORT"
+            )
+        return "start with `--standalone`, or with `--rdzv-endpoint=localhost:0`"
+    if len(ranks) == run.world_size:
+        return "use another port here, or end the process that has it"
+    return (
+        "only one process on a machine can have the port: if every rank runs this line, run it on "
+        "one of them (`if rank == 0:`), or use another port on each (`port + rank`)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
@@ -32,7 +33,8 @@ class RankMissing(Check):
     Ranks that wait in a collective longer than the stall time for a rank that is somewhere else: in
     a loop, a sleep, a lock, a download, the `backward` of a custom function, or stopped by a
     signal; if a rank sent that signal, the line that did so is named. Also named are a thread of
-    that rank that failed before, and a `with` block that it waits to enter while others wait
+    that rank that failed before, an exception that ended its program while a thread keeps the
+    process, and a `with` block that it waits to enter while others wait
     inside.
 
     ## How it knows
@@ -50,7 +52,9 @@ class RankMissing(Check):
 
     ## How to fix it
     Look at the line where the missing rank is. If it is right and only slow (saving, evaluating,
-    preparing data), raise `timeout=` of `init_process_group`, or let all ranks do it.
+    preparing data), raise `timeout=` of `init_process_group`, or let all ranks do it. A longer
+    timeout does not help if the rank will never come: its program has ended, or it waits in
+    `input()`.
 
     ## When it stays quiet
     - A pause shorter than the stall time.
@@ -65,6 +69,8 @@ class RankMissing(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "lock": "the rank waits to enter a `with` block in which the others wait for it",
         "failed-thread": "a thread of the rank failed before",
+        "ended": "the program of the rank has ended, and Python waits for its threads",
+        "input": "the rank waits for a person to type something",
         "stopped": "a signal or a debugger stopped the rank",
         "busy": "the rank computes",
         "idle": "the rank waits and uses no CPU time",
@@ -136,9 +142,29 @@ class RankMissing(Check):
 def _rule(stand: RankSnapshot) -> str:
     if stand.stopped:
         return "stopped"
+    if stand.stood is not None and stand.stood.joins_threads:
+        return "ended"
+    if _asks(stand):
+        return "input"
     if stand.stood is None or stand.cpu is None:
         return "unobserved"
     return "busy" if stand.busy else "idle"
+
+
+_TYPED = re.compile(r"\b(?:input|getpass)\(|\bstdin\b|\bbreakpoint\(|\bset_trace\(")
+_PROMPTS = ("getpass.py", "pdb.py", "bdb.py", "cmd.py")
+"""Modules of Python that read what a person types."""
+
+
+def _asks(stand: RankSnapshot) -> bool:
+    """Whether a rank waits, without computing, for what a person types."""
+    stood = stand.stood
+    if stood is None or stand.busy or not stood.frames:
+        return False
+    inner = stood.frames[0]
+    if inner.user:
+        return bool(_TYPED.search(inner.text))
+    return inner.file.endswith(_PROMPTS)
 
 
 def _label(stand: RankSnapshot, ranks: tuple[int, ...]) -> str:
@@ -160,6 +186,15 @@ def _fix(stand: RankSnapshot, waiting: RankSnapshot, why: Overdue, sender: Rank 
             else "find out who stopped it"
         )
         return f"continue it with `kill -CONT {stand.stood.pid}`{node}, and {find_out}"
+    if (rule := _rule(stand)) == "ended":
+        failed = failed_threads.program_error(stand)
+        join = "join these threads before exit, or create them with `daemon=True`"
+        return f"correct the exception; {join}" if failed else join
+    if rule == "input":
+        return (
+            "take the value from the command line or the environment: ranks have no terminal of "
+            "their own"
+        )
     op = waiting.made.signature.op if waiting.made else ""
     own = op == "monitored_barrier"  # it has a timeout of its own, not that of the group
     entered = waiting.rank.first(InitEntered)
@@ -180,6 +215,16 @@ def _cause(stand: RankSnapshot, why: Overdue, sender: Rank | None) -> str:
             who = "the program" if sender is stand.rank else ranks_text([sender.rank])
             return f"its process is stopped by a signal that {who} sent"
         return "its process is stopped by a signal (`kill -STOP`, Ctrl-Z)"
+    rule = _rule(stand)
+    if rule == "ended" and stand.stood is not None:
+        threads = ", ".join(sorted(stand.stood.threads))
+        failed = failed_threads.program_error(stand)
+        return (
+            f"the program on that rank has ended{f' with {failed}' if failed else ''}, and Python "
+            f"waits for its non-daemon threads{f': {threads}' if threads else ''}"
+        )
+    if rule == "input":
+        return "it waits there for what a person types"
     what = "it computes there" if stand.busy else "it waits there and uses no CPU time"
     if stand.stood is None:
         what = "what it does there was not seen"

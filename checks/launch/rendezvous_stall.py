@@ -29,9 +29,10 @@ class RendezvousStall(Check):
     busy before it, have exited, or do not exist (`world_size` is too large). The finding says which
     ranks arrived, which did not, and where these are.
 
-    Also ranks that have all arrived but do not connect: at a `tcp://` address where nobody listens
-    (under torchrun), or because a store still holds addresses of earlier ranks, after a restart or
-    after the program has destroyed its process group and creates it again.
+    Also ranks that have all arrived but do not connect: each at an address of its own, at a
+    `tcp://` address where nobody listens (under torchrun), or because a store still holds
+    addresses of earlier ranks, after a restart or after the program has destroyed its process group
+    and creates it again.
 
     ## How it knows
     Each rank records when it enters `init_process_group` and when it has its group. The finding is
@@ -46,6 +47,7 @@ class RendezvousStall(Check):
       processes and will not be restarted
     - if all ranks of a single node look for a store at an address of this machine that none of them
       opens
+    - if the ranks of a single node wait at different ports
 
     A proven finding stops the run, unless `--on-hang report` or a short `timeout=` is set. Else it
     is suspected. If the program starts its ranks itself, only those are known that called
@@ -71,6 +73,7 @@ class RendezvousStall(Check):
         "stale-store-after-restart": "torchrun's store still holds addresses of the last attempt",
         "stale-store-of-destroyed-group": "the store still holds addresses of a destroyed group",
         "no-store-at-address": "under torchrun, no rank opens a store at the given address",
+        "different-addresses": "ranks wait at different addresses for each other",
         "address-unreachable": "all ranks wait at an address, but do not connect",
         "world-larger-than-launched": "the world size is above the number of launched processes",
         "processes-not-seen": "fewer processes were seen than the world size says",
@@ -87,7 +90,8 @@ class RendezvousStall(Check):
         ),
         Effect(
             ("first-failure",),
-            of=("no-store-at-address", "address-unreachable", "world-larger-than-launched",
+            of=("no-store-at-address", "different-addresses", "address-unreachable",
+                "world-larger-than-launched",
                 "processes-not-seen", "rank-exited-before", "rank-not-arrived"),
             when=(When.OTHER_RANKS,),
         ),
@@ -109,6 +113,8 @@ class RendezvousStall(Check):
         stalled, gave_up = run.stall is not None, [r for r in waiting if _gave_up(r)]
         if absent and (stalled or gave_up):
             yield self._report(run, waiting, absent, world)
+        elif len(waiting) == len(run.ranks) and (stalled or gave_up) and _places(waiting):
+            yield self._at_different_addresses(run, waiting)
         elif stalled and len(waiting) == len(run.ranks):
             yield self._nobody_answers(run, waiting)
 
@@ -138,6 +144,32 @@ class RendezvousStall(Check):
                 "in_init_process_group": address["waiting"],
                 "rendezvous": address["rendezvous"],
             },
+        )
+
+    def _at_different_addresses(self, run: Run, waiting: list[Rank]) -> Finding:
+        """The finding that ranks wait for each other at addresses of their own."""
+        places = _places(waiting)
+        first = waiting[0]
+        chosen = _chosen_at(first)
+        entered = first.latest(InitEntered)
+        here = first.location(entered.site) if entered else None
+        one_node = len({r.node for r in waiting}) == 1
+        stuck = one_node and _no_short_timeout(run, waiting)
+        listed = "; ".join(f"{ranks_do(ranks, 'wait')} at {p}" for p, ranks in places.items())
+        return self._of_rule(
+            "different-addresses",
+            waiting,
+            {"listed": listed},
+            confidence=Confidence.PROVEN if one_node else Confidence.SUSPECTED,
+            location=chosen or here,
+            related=(Related("waits here", here),) if chosen and here else (),
+            evidence={
+                "waiting": ranks_text(r.rank for r in waiting),
+                "rendezvous": [
+                    {"ranks": fold_ranks(ranks), "address": p} for p, ranks in places.items()
+                ],
+            },
+            deadlocked=stuck,
         )
 
     def _nobody_answers(self, run: Run, waiting: list[Rank]) -> Finding:
@@ -300,6 +332,14 @@ _WORDS: Mapping[str, tuple[str, str, str, str]] = {
         "store is at MASTER_ADDR and MASTER_PORT",
         "omit `init_method=`, or pass `env://`: torchrun has set the address",
     ),
+    "different-addresses": (
+        "each rank has its own address",
+        "ranks wait in init_process_group at different addresses: {listed}",
+        "each rank waits for the others at its own address; the address and port of the store must "
+        "be the same on all ranks",
+        "choose the address once, before the ranks are started, and pass it to all of them (as an "
+        "argument, or in the environment of the parent process)",
+    ),
     "address-unreachable": (
         "rendezvous at {place}",
         _NOT_CONNECTED,
@@ -345,6 +385,32 @@ def _at_address(waiting: list[Rank]) -> dict[str, object]:
         "waiting": ranks_text(r.rank for r in waiting),
         "rendezvous": entered.rendezvous if entered else "",
     }
+
+
+def _places(waiting: list[Rank]) -> dict[str, list[int]]:
+    """The addresses at which ranks wait, and which do, where these cannot be one: other ports or
+    files. Empty where they may be one: a machine may have several names."""
+    places: dict[str, list[int]] = {}
+    for rank in waiting:
+        entered = rank.latest(InitEntered)
+        places.setdefault(entered.rendezvous if entered else "", []).append(rank.rank)
+    stores = {p if p.startswith("file://") else _port(p) for p in places}
+    return places if len(stores) > 1 and "" not in stores else {}
+
+
+def _port(place: str) -> str:
+    """The port of `host:port` or `tcp://host:port`; empty where it names none."""
+    port = place.rpartition(":")[2]
+    return port if port.isdigit() else ""
+
+
+def _chosen_at(rank: Rank) -> Location | None:
+    """The line of the program that set the port, or else the address."""
+    entered = rank.latest(InitEntered)
+    sites = entered.set_at if entered else {}
+    return next(
+        (rank.location(sites[n]) for n in ("MASTER_PORT", "MASTER_ADDR") if n in sites), None
+    )
 
 
 def _launched(run: Run, waiting: list[Rank]) -> int | None:

@@ -468,3 +468,31 @@ def test_the_words_in_which_the_ranks_differ_are_not_cut_off() -> None:
     run = make_run({0: [], 1: [], **ranks}, ended={0: -15, 1: -15, 2: 1, 3: 1})
     (finding,) = found(run)
     assert finding.rule == "exception"
+
+
+def joining(spawned: int = 0) -> list[Event]:
+    return [
+        started(0, 2, spawned=spawned),
+        InitEntered(at=START + 1, backend="gloo", init_method="", rank=0, world_size=2, env_rank=0,
+                    env_world_size=2, env_local_rank=0, timeout_s=-1, site=1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "kind", "fix"),
+    [
+        (joining(), "torch.distributed.DistNetworkError", "--standalone"),
+        (joining(spawned=2), "torch.distributed.DistNetworkError", "MASTER_PORT"),
+        (joining(), "OSError", "port + rank"),  # of a server of its own
+        (
+            [started(0, 2)],
+            "torch.distributed.DistNetworkError",
+            "port + rank",
+        ),  # a store of its own
+    ],
+)
+def test_whose_port_is_in_use(before: list[Event], kind: str, fix: str) -> None:
+    failed = raised(5, kind, "[Errno 98] Address already in use")
+    (finding,) = found(make_run({0: [*before, *failed], 1: []}, ended={0: 1, 1: None}))
+    assert fix in finding.fix
+    assert ("MASTER_PORT" in finding.fix) is (fix == "MASTER_PORT")

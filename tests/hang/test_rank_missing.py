@@ -227,3 +227,44 @@ def test_in_its_own_code_within_the_backward_in_which_the_other_waits(
     if missing:
         assert missing[0].location is not None
         assert missing[0].location.line == 33
+
+
+@pytest.mark.parametrize(
+    ("frames", "cpu", "rule"),
+    [
+        ((("train.py", "main", True, 'name = input("name? ")'),), 0.0, "input"),
+        ((("getpass.py", "getpass", False, ""), ("train.py", "main", True, "login()")), 0.0,
+         "input"),
+        ((("train.py", "main", True, 'name = input("name? ")'),), 0.9, "busy"),
+        ((("train.py", "main", True, "model(batch.model_input())"),), 0.0, "idle"),
+        ((("train.py", "read", True, "queue.get()"), ("train.py", "main", True, "input(x)")), 0.0,
+         "idle"),
+    ],
+)  # fmt: skip
+def test_no_longer_timeout_for_a_rank_that_waits_for_a_person(
+    tmp_path: Path, frames: tuple[tuple[str, str, bool, str], ...], cpu: float, rule: str
+) -> None:
+    stack = tuple(
+        StackFrame(file=f"{CWD}/{file}", line=33, function=function, user=user, text=text)
+        for file, function, user, text in frames
+    )
+    seen = [stood(1, 33, "", frames=stack, cpu=cpu), stall(START + 50, START + 5)]
+    run = run_of(tmp_path, waiting(), nodes={0: seen}, ended={0: -15, 1: -15, 2: -15})
+    (finding,) = found(run)
+    assert finding.rule == rule
+    assert ("timeout=" in finding.fix) is (rule != "input")
+
+
+def test_the_exception_of_a_program_that_ended_while_a_thread_goes_on(tmp_path: Path) -> None:
+    made = waiting()
+    frames = (Frame(file=f"{CWD}/train.py", line=20, function="main", user=True),)
+    made[1].events.append(
+        ExceptionRaised(at=START + 3, kind="IndexError", message="index 7", frames=frames)
+    )
+    ends = StackFrame(file="/usr/lib/python3.11/threading.py", line=1, function="_shutdown")
+    seen = [stood(1, 0, "", frames=(ends,), threads=("writer",)), stall(START + 50, START + 5)]
+    run = run_of(tmp_path, made, nodes={0: seen}, ended={0: -15, 1: -15, 2: -15})
+    (finding,) = found(run)
+    assert finding.rule == "ended"
+    assert "timeout=" not in finding.fix
+    assert all(part in finding.cause for part in ("IndexError: index 7", "train.py:20", "writer"))

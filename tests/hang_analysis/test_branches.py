@@ -306,7 +306,15 @@ def test_a_call_is_to_be_made_without_the_part_on_the_rank(text: str, told: str)
 def test_the_rest_of_the_condition_is_to_be_the_same_on_all() -> None:
     head = Statement(line=7, text="if step % n == 0 and is_main():")
     told = unbranched(head, "call barrier")
-    assert "under `if step % n == 0:`" in told and told.endswith("without `is_main()`")
+    assert "under `if step % n == 0:`" in told and told.endswith("under `is_main()`")
+
+
+@pytest.mark.parametrize("rest", ["writer is not None", "writer.due()", "flags[0]"])
+def test_a_condition_that_does_not_hold_or_raises_on_other_ranks_is_not_kept(rest: str) -> None:
+    head = Statement(line=7, text=f"if rank == 0 and {rest}:")
+    assert unbranched(head, "call barrier") == (
+        f"call barrier on every rank: move it out of `if rank == 0 and {rest}:`"
+    )
 
 
 @pytest.mark.parametrize("matched", [True, False])

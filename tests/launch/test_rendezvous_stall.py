@@ -183,6 +183,34 @@ def test_what_torch_raises_when_nobody_listened_follows() -> None:
     assert [f.code for f in report.findings] == ["DDP102"]
 
 
+@pytest.mark.parametrize(
+    ("places", "apart"),
+    [
+        (("127.0.0.1:4001", "127.0.0.1:4002"), True),
+        (("tcp://10.0.0.1:4001", "tcp://10.0.0.1:4002"), True),
+        (("file:///tmp/a-17", "file:///tmp/a-18"), True),
+        (("127.0.0.1:4001", "localhost:4001"), False),  # two names of one machine
+        (("127.0.0.1:4001", "127.0.0.1:4001"), False),
+        (("127.0.0.1:4001", "HashStore of process 7"), False),
+    ],
+)
+def test_each_rank_waits_at_an_address_of_its_own(places: tuple[str, str], apart: bool) -> None:
+    run = make_run({r: entered(r, meets_at=places[r]) for r in (0, 1)},
+                   nodes={0: seen()}, ended={0: -15, 1: -15}, stopped="interrupt")  # fmt: skip
+    (finding,) = found(run)
+    assert (finding.rule == "different-addresses") is apart
+    assert not apart or (finding.confidence is Confidence.PROVEN and finding.deadlocked)
+    assert not apart or all(place in finding.summary for place in places)
+
+
+def test_torch_gave_up_at_addresses_of_their_own() -> None:
+    gave_up = ExceptionRaised(at=START + 60, kind="torch.distributed.DistNetworkError",
+                              message="The client socket has timed out")  # fmt: skip
+    run = make_run({r: [*entered(r, meets_at=f"10.0.0.1:{4000 + r}"), gave_up] for r in (0, 1)})
+    (finding,) = found(run)
+    assert (finding.rule, finding.deadlocked) == ("different-addresses", False)
+
+
 def test_all_are_there_and_nobody_listens() -> None:
     told = TOLD
     at = "tcp://127.0.0.1:29715"

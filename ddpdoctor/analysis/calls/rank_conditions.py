@@ -45,6 +45,22 @@ def part_on_rank(head: Statement) -> tuple[str, str] | None:
     return (ranked[0], f" {'or' if past else 'and'} ".join(rest)) if len(ranked) == 1 else None
 
 
+def is_plain(condition: str) -> bool:
+    """Whether a condition can hold on every rank: it only computes with names and numbers.
+
+    One that looks into an object may raise on ranks that do not have it (`writer.due`), and a test
+    for None does not hold there (`writer is not None`).
+    """
+    try:
+        tree = ast.parse(condition, mode="eval")
+    except (SyntaxError, ValueError):
+        return False
+    return not any(
+        isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Is, ast.IsNot, ast.In))
+        for node in ast.walk(tree)
+    )
+
+
 def _written(code: str, value: ast.expr) -> str:
     text = ast.get_source_segment(code, value) or ""
     loose = isinstance(value, (ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord, lines
-from ..calls.rank_conditions import on_rank, part_on_rank, unquoted
+from ..calls.rank_conditions import is_plain, on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SIZE = re.compile(
@@ -41,10 +41,14 @@ def unbranched(head: Statement, what: str) -> str:
     Args:
         what: `call all_reduce`.
     """
-    if found := part_on_rank(head):
+    if (found := part_on_rank(head)) and is_plain(found[1]):
         part, rest = found
-        where_to = f"{'past' if head.kind == 'past' else 'under'} `if {rest}:`"
-        return f"{what} on every rank: put it {where_to}, without `{part}`"
+        if head.kind == "past":
+            return f"{what} on every rank: put it past `if {rest}:`, without `{part}`"
+        return (
+            f"{what} on every rank: put this call alone under `if {rest}:`, and leave the rest of "
+            f"the block under `{part}`"
+        )
     out_of = f"before `{head.text}`" if head.kind == "past" else f"out of `{head.label}`"
     shared = ""
     if head.kind in ("if", "elif", "past") and not on_rank((head,)):

@@ -1,9 +1,10 @@
-"""A thread of a rank that failed: it may be what the rank waits for."""
+"""Exceptions that ended a thread of a rank, or its program while a thread keeps the process."""
 
 from __future__ import annotations
 
 from ...events import ThreadFailed
 from ...report.findings import Related
+from .failures import Failure, lost_peer
 from .snapshot import RankSnapshot, Snapshot
 
 FIX = (
@@ -39,3 +40,13 @@ def failed_thread_line(thread: ThreadFailed | None, stand: RankSnapshot) -> tupl
         return ()
     spot = stand.rank.location_of(frames[-1].file, frames[-1].line)
     return (Related(f"thread {thread.thread} of rank {stand.rank.rank} failed here", spot),)
+
+
+def program_error(stand: RankSnapshot) -> str:
+    """`IndexError: list index out of range (train.py:12)`, for the exception that ended the program
+    of a rank whose process goes on; empty for none."""
+    raised = stand.rank.exception
+    if raised is None or raised.caught or lost_peer(raised):
+        return ""
+    failed = Failure(stand.rank, stand.rank.wall(raised.at), "exception", raised)
+    return f"{failed.text} ({failed.location})" if failed.location else failed.text

@@ -35,6 +35,7 @@ TIMED_OUT = re.compile(
     r"|The client socket has timed out|Timed out initializing process group",
     re.IGNORECASE,
 )
+PORT_IN_USE = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
 EXIT_RAISED = "a `SystemExit`, perhaps raised by a signal handler"
 _TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
 
@@ -49,9 +50,7 @@ TRANSLATIONS = (
      "barrier"),
     (r"finished reduction in the prior iteration", "some parameters got no gradient in the step "
      "before"),
-    (r"[Aa]ddress already in use|EADDRINUSE", "another process listens on that port: set "
-     "MASTER_PORT to a different number, or let torchrun choose one (`--standalone`, "
-     "`--rdzv-endpoint=localhost:0`)"),
+    (PORT_IN_USE.pattern, "another process on this machine has that port"),
     (r"invalid device ordinal", "there are fewer GPUs than ranks on this node, or the global rank "
      "was used as a device index"),
     (r"Default process group has not been initialized", "a collective was called before "
@@ -96,6 +95,15 @@ class Failure:
             if named:
                 return Location(shorten(named[1], self.rank.cwd), int(named[2]))
         return self.rank.location(self.site)
+
+    @property
+    def while_joining(self) -> bool:
+        """Whether torch raised it in `init_process_group`."""
+        entered = self.rank.latest(InitEntered)
+        if self.exception is None or entered is None or entered.at > self.exception.at:
+            return False
+        formed = any(entered.at <= e.at for e in self.rank.of(GroupReady))
+        return not formed and self.exception.kind.startswith(_TORCHS)
 
     @property
     def received(self) -> Location | None:
