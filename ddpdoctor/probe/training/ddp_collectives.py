@@ -45,25 +45,7 @@ class DDPCollectives(Watcher):
     def install(self) -> None:
         from torch.nn.parallel.distributed import DistributedDataParallel
 
-        self.around(
-            DistributedDataParallel,
-            "__init__",
-            before=self._wrapping,
-            after=self._settled,
-        )
-
-    def _wrapping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
-        log = call_log_of(recorder)
-        if log is None or not ProcessGroups.current.exist():
-            return None
-        number = ProcessGroups.current.number_of(kwargs.get("process_group"))
-        return log.collective(number, "DDP()", log.here()) if number >= 0 else None
-
-    def _settled(self, recorder: Recorder, number: Any, result: Any, error: Error) -> None:
-        if error is None:
-            mark(number, State.DONE)
-        else:
-            failed(number, error)
+        self.around(DistributedDataParallel, "__init__", before=_wrapping, after=_settled)
 
     @on(lifecycle.wrapped)
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
@@ -190,6 +172,21 @@ class DDPCollectives(Watcher):
             now = time.monotonic()
             log.step_ended(recorder.step, now)
             log.ring.enter(Phase.USER, step.site, now)
+
+
+def _wrapping(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+    log = call_log_of(recorder)
+    if log is None or not ProcessGroups.current.exist():
+        return None
+    number = ProcessGroups.current.number_of(kwargs.get("process_group"))
+    return log.collective(number, "DDP()", log.here()) if number >= 0 else None
+
+
+def _settled(recorder: Recorder, number: Any, result: Any, error: Error) -> None:
+    if error is None:
+        mark(number, State.DONE)
+    else:
+        failed(number, error)
 
 
 def _rebuilds(forward: Forward) -> bool:

@@ -50,18 +50,14 @@ class DataParallelWrappers(Watcher):
         self.looked = 0.0
 
     def install(self) -> None:
-        wrapper = self._wrapper()
-        self.around(wrapper, "__init__", before=self._making, after=self._made)
+        wrapper = _wrapper()
+        self.around(wrapper, "__init__", before=_making, after=self._made)
         self.around(wrapper, "forward", before=self._forward)
         self.around(wrapper, "gather", before=self._gathering, after=self._gathered)
 
-    def _wrapper(self) -> Any:
-        # By name: torch.nn.parallel re-exports a function that hides the module of the same name.
-        return importlib.import_module("torch.nn.parallel.data_parallel").DataParallel
-
     def activate_with(self, activate: Activate) -> None:
         """Let the wrapper's constructor make this process a rank, the only one."""
-        wrapper = self._wrapper()
+        wrapper = _wrapper()
         watched = vars(wrapper)["__init__"]
 
         def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,9 +73,6 @@ class DataParallelWrappers(Watcher):
                 raise
 
         replace(wrapper, "__init__", disguise(__init__, watched))
-
-    def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
-        return weakref.ref(args[0]), recorder.site()
 
     def _made(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None or error is not None:
@@ -169,6 +162,15 @@ class DataParallelWrappers(Watcher):
                 peak_bytes=tuple(int(s.get("allocated_bytes.all.peak", 0)) for s in stats),
             )
         )
+
+
+def _wrapper() -> Any:
+    # By name: torch.nn.parallel re-exports a function that hides the module of the same name.
+    return importlib.import_module("torch.nn.parallel.data_parallel").DataParallel
+
+
+def _making(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+    return weakref.ref(args[0]), recorder.site()
 
 
 def _tensors(value: Any, name: str) -> Iterator[GatheredTensor]:

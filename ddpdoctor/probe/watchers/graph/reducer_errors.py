@@ -52,29 +52,10 @@ class ReducerErrors(Watcher):
         self.around(
             DistributedDataParallel,
             "register_comm_hook",
-            after=self._comm_hook_registered,
-            before=self._registering_comm_hook,
+            before=_registering_comm_hook,
+            after=_comm_hook_registered,
             lost=HOOKS,
         )
-
-    def _registering_comm_hook(
-        self, recorder: Recorder, args: Args, kwargs: Kwargs
-    ) -> CommHook | None:
-        model = WrappedModels.current.of_wrapper(args[0])
-        hook = args[2] if len(args) > 2 else kwargs.get("hook")
-        while isinstance(hook, partial):
-            hook = hook.func
-        if model is None or hook is None:
-            return None
-        kind = hook if hasattr(hook, "__qualname__") else type(hook)
-        name = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}"
-        return CommHook(at=time.monotonic(), model=model.number, name=name, site=recorder.site())
-
-    def _comm_hook_registered(
-        self, recorder: Recorder, hook: Any, result: Any, error: Error
-    ) -> None:
-        if hook is not None and error is None:
-            recorder.emit(hook)
 
     @on(lifecycle.wrapped)
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
@@ -141,6 +122,23 @@ class ReducerErrors(Watcher):
             ),
             vital=True,
         )
+
+
+def _registering_comm_hook(recorder: Recorder, args: Args, kwargs: Kwargs) -> CommHook | None:
+    model = WrappedModels.current.of_wrapper(args[0])
+    hook = args[2] if len(args) > 2 else kwargs.get("hook")
+    while isinstance(hook, partial):
+        hook = hook.func
+    if model is None or hook is None:
+        return None
+    kind = hook if hasattr(hook, "__qualname__") else type(hook)
+    name = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__}"
+    return CommHook(at=time.monotonic(), model=model.number, name=name, site=recorder.site())
+
+
+def _comm_hook_registered(recorder: Recorder, hook: Any, result: Any, error: Error) -> None:
+    if hook is not None and error is None:
+        recorder.emit(hook)
 
 
 def _emit_twice(recorder: Recorder, backward: Backward, text: str) -> None:
