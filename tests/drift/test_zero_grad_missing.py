@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from ddpdoctor.checks.drift.zero_grad_missing import ZeroGradMissing
+from firing import alone
 from recordings import make_run, site, steps
 
 from ddpdoctor.events import Carried
@@ -87,11 +88,10 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
     """What is told of an optimizer whose gradients are cleared before some steps."""
     import torch
 
-    from ddpdoctor.probe.recording.hooks import Subscriptions
+    from ddpdoctor.probe.training import lifecycle
     from ddpdoctor.probe.watchers.gradients.zero_grad import ZeroGrad
 
-    monkeypatch.setattr(ZeroGrad.current, "watched", [])
-    monkeypatch.setattr(ZeroGrad.current, "subscriptions", Subscriptions())
+    alone(monkeypatch, ZeroGrad)
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     told, known = [], SimpleNamespace(notes={}, number=0)
@@ -103,14 +103,14 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
         )  # fmt: skip
         if clears(number):
             optimizer.zero_grad()
-        ZeroGrad.current._backward_begins(recorder, backward)
+        lifecycle.backward_begins.fire(recorder, backward)
         (parameter * parameter).sum().backward()
-        ZeroGrad.current._backward_ends(recorder, backward)
-        ZeroGrad.current._step_begins(recorder, step)
+        lifecycle.backward_ends.fire(recorder, backward)
+        lifecycle.step_begins.fire(recorder, step)
         if step.due:
-            ZeroGrad.current._step_due(recorder, step)
+            lifecycle.step_due.fire(recorder, step)
         optimizer.step()
-        ZeroGrad.current._step_ends(recorder, step)
+        lifecycle.step_ends.fire(recorder, step)
     return [(e.step, e.carried) for e in told]
 
 

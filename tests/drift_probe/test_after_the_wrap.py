@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from firing import alone
 
 from ddpdoctor.probe.source.inplace_writes import inplace_statements
+from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.probe.training.wrapped_models import WrappedModels
 from ddpdoctor.probe.watchers.gradients.edits_after_wrap import EditsAfterWrap
 
@@ -91,21 +93,20 @@ def steps_after(
     recorder: Any = SimpleNamespace(emit=told.append, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0)
     step: Any = SimpleNamespace(holdings=[holding], number=0)
-    monkeypatch.setattr(EditsAfterWrap.current, "_unstepped", {})
+    alone(monkeypatch, EditsAfterWrap)
     monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
-    EditsAfterWrap.current._wrapped(recorder, model)
+    lifecycle.wrapped.fire(recorder, model)
     edit(parameters[2])
     forward: Any = SimpleNamespace(model=model)
-    EditsAfterWrap.current._forward_begins(recorder, forward)
+    lifecycle.forward_begins.fire(recorder, forward)
     if between is not None:
         before = parameters[1].detach().clone()
         between(parameters[1])
-        EditsAfterWrap.current._forward_begins(recorder, forward)
+        lifecycle.forward_begins.fire(recorder, forward)
         parameters[1].data.copy_(before)
-    EditsAfterWrap.current._step_begins(recorder, step)
+    lifecycle.step_begins.fire(recorder, step)
     edit(parameters[2])
-    EditsAfterWrap.current._step_begins(recorder, step)
-    assert not EditsAfterWrap.current._unstepped
+    lifecycle.step_begins.fire(recorder, step)
     return told
 
 

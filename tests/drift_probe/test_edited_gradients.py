@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from firing import alone
 from replicas import LINE, digests, run_of
 
 from ddpdoctor.events import Edited
+from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
@@ -68,9 +70,9 @@ def test_other_edits_are_not(mine, others, gradients):
 
 
 def test_micro_batches_do_not_use_up_the_looks(monkeypatch):
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     monkeypatch.setattr(GradientSync.current, "averaged", lambda model: False)
     model = type("Model", (), {"number": 0, "expected": [], "parameters": []})()
     for _ in range(4):
-        ManualEdits.current._backward_ends(None, SimpleNamespace(error=None, models=[model]))
+        lifecycle.backward_ends.fire(None, SimpleNamespace(error=None, models=[model]))
     assert ManualEdits.current.models[model].moments == 0

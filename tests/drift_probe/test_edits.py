@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from firing import alone
 
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.probe.source.call_resolver import state_edit_in_frames
 from ddpdoctor.probe.source.line_tracer import Tracer
+from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.probe.watchers.gradients import gradient_clears, limits, manual_edits
 from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
@@ -34,14 +36,14 @@ def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tup
         positions=list(range(40)),
         parameters=lambda positions: [parameters[p] for p in positions],
     )
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     for number in range(steps):
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False
         )
-        ManualEdits.current._step_begins(recorder, step)
+        lifecycle.step_begins.fire(recorder, step)
         recorder.step = number + 1
-        ManualEdits.current._step_ends(recorder, step)
+        lifecycle.step_ends.fire(recorder, step)
         parameters[3].data.fill_(number)
     return [(e.step, e.changed) for e in told]
 
@@ -117,17 +119,15 @@ def test_gradients_that_several_optimizers_apply(monkeypatch: pytest.MonkeyPatch
     model = type("Model", (), vars(model))()
     told: list[Any] = []
     recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
-    ManualEdits.current._backward_ends(
-        recorder, SimpleNamespace(error=None, models=[model], site=-1)
-    )  # type: ignore[arg-type]
+    lifecycle.backward_ends.fire(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
     parameters[0].grad.mul_(0.5)
     parameters[2].grad.mul_(0.25)
     for optimizer, positions in enumerate(({0}, {1}, {2})):
         holding = SimpleNamespace(model=model, optimizer=optimizer, held=frozenset(positions))
         step: Any = SimpleNamespace(holdings=[holding], number=0, closure=False)
-        ManualEdits.current._step_begins(recorder, step)
+        lifecycle.step_begins.fire(recorder, step)
     assert [(e.optimizer, e.ratio) for e in told] == [(0, 0.5), (2, 0.25)]
     assert ManualEdits.current.models[model].gradients is None
 
@@ -225,17 +225,17 @@ def told_of_gradients(
     told: list[Any] = []
     recorder: Any = SimpleNamespace(emit=told.append, every=0, step=0, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0, held=frozenset(every))
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     monkeypatch.setattr(manual_edits, "_trace", lambda *_: None)
     monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
     for number, writes in enumerate(writing):
         for parameter in parameters:
             parameter.grad = torch.ones(2)
         backward: Any = SimpleNamespace(error=None, models=[model], site=-1)
-        ManualEdits.current._backward_ends(recorder, backward)
+        lifecycle.backward_ends.fire(recorder, backward)
         writes(parameters)
         step: Any = SimpleNamespace(holdings=[holding], number=number, closure=False)
-        ManualEdits.current._step_begins(recorder, step)
+        lifecycle.step_begins.fire(recorder, step)
     return told
 
 
@@ -267,7 +267,7 @@ def test_what_is_looked_for_is_told_however_much_was_before(
     monkeypatch: pytest.MonkeyPatch, told: int, left: int
 ) -> None:
     """Who clips in every step has had all that is told before the reduction begins."""
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     model: Any = object()
     ManualEdits.current.models[model].count = told
     ManualEdits.current.look_now(model)
@@ -298,18 +298,13 @@ def late(
         model=model, optimizer=0, held=frozenset(range(3)), positions=[0, 1, 2],
         parameters=lambda positions: [parameters[p] for p in positions],
     )  # fmt: skip
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
-    monkeypatch.setattr(
-        ManualEdits.current, "_looking", SimpleNamespace(enable=lambda: None, disable=lambda: None)
-    )
     looks = []
     for number in range(steps):
         for parameter in parameters:
             parameter.grad = torch.ones(2)
-        ManualEdits.current._backward_ends(
-            recorder, SimpleNamespace(error=None, models=[model], site=-1)
-        )  # type: ignore[arg-type]
+        lifecycle.backward_ends.fire(recorder, SimpleNamespace(error=None, models=[model], site=-1))  # type: ignore[arg-type]
         if (
             ManualEdits.current.models[model].gradients is not None
             and number >= limits.SNAPSHOTS_ALWAYS
@@ -320,11 +315,11 @@ def late(
         step: Any = SimpleNamespace(
             holdings=[holding], number=number, optimizer=lambda: None, closure=False, began=0.0
         )
-        ManualEdits.current._step_begins(recorder, step)
+        lifecycle.step_begins.fire(recorder, step)
         if told_at(number):
-            ManualEdits.current._step_due(recorder, step)
+            lifecycle.step_due.fire(recorder, step)
         recorder.step += 1
-        ManualEdits.current._step_ends(recorder, step)
+        lifecycle.step_ends.fire(recorder, step)
     return told, looks
 
 

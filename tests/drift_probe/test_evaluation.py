@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from firing import alone
 
 from ddpdoctor.events import Digests
+from ddpdoctor.probe.recording import hooks
 from ddpdoctor.probe.tensors.pending_digests import Waiting
+from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.probe.watchers.gradients import replica_digests
 from ddpdoctor.probe.watchers.gradients.evaluation import Evaluation
 
@@ -31,15 +34,15 @@ def test_digests_that_are_late_belong_to_the_evaluation(leaves, monkeypatch):
     )
     monkeypatch.setattr(replica_digests, "Waiting", Busy)
     monkeypatch.setattr(replica_digests, "buffers", lambda model: [])
-    Evaluation.current.evaluated.clear()
+    alone(monkeypatch, Evaluation)
     Evaluation.current._record_evaluation(recorder, model, site=3)
     assert not told, "nothing waits for the device"
     recorder.step = 9
     if leaves:
-        Evaluation.current._leaving(recorder, None)
+        hooks.leaving.fire(recorder, None)
     else:
         for _ in range(3):
-            Evaluation.current._step_begins(recorder, SimpleNamespace())
+            lifecycle.step_begins.fire(recorder, SimpleNamespace())
     assert [(e.kind, e.point, e.keys, e.step, e.site) for e in told] == [
         ("parameters", "eval", (8,), 7, 3),
         ("buffers", "eval", (8,), 7, 3),

@@ -6,9 +6,11 @@ import msgspec
 import pytest
 import torch
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
+from firing import alone
 from replicas import BACKWARD, LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import Clipped, Edited
+from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
@@ -81,7 +83,7 @@ def test_the_call_that_changes_these_gradients_is_named():
 def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor, changers):
     told = []
     recorder = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
     models, steps = [], []
     for number in range(2):
@@ -91,9 +93,7 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
         models.append(type("Model", (), one)())
         holding = SimpleNamespace(model=models[-1], optimizer=number, held=frozenset((0,)))
         steps.append(SimpleNamespace(holdings=[holding], number=0, closure=False))
-    ManualEdits.current._backward_ends(
-        recorder, SimpleNamespace(error=None, models=models, site=-1)
-    )
+    lifecycle.backward_ends.fire(recorder, SimpleNamespace(error=None, models=models, site=-1))
     gradients = [model.parameters[0]().grad for model in models]
     for gradient in gradients:
         gradient.add_(1.0)
@@ -101,7 +101,7 @@ def test_functions_are_told_of_the_model_that_they_write_to(monkeypatch, factor,
     gradients[0].mul_(factor)
     ManualEdits.current._function_ends(recorder, (CLIP, ITS_OWN), None, None)
     for step in steps:
-        ManualEdits.current._step_begins(recorder, step)
+        lifecycle.step_begins.fire(recorder, step)
     assert [(e.functions, e.beside) for e in told] == [((CLIP,), True), ((), False)]
     assert [e.changers for e in told] == [changers, {}]
 
@@ -115,10 +115,10 @@ def test_each_of_several_optimizers_is_told_of_its_own_gradients(monkeypatch):
     model = type("Model", (), one)()
     told = []
     recorder = SimpleNamespace(emit=told.append, every=0, step=0)
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     monkeypatch.setattr(GradientSync.current, "averaged", lambda model: True)
     edits = ManualEdits.current
-    edits._backward_ends(recorder, SimpleNamespace(error=None, models=[model], site=-1))
+    lifecycle.backward_ends.fire(recorder, SimpleNamespace(error=None, models=[model], site=-1))
     for parameter in parameters:
         parameter.grad /= 2
     edits._function_begins()
@@ -126,6 +126,8 @@ def test_each_of_several_optimizers_is_told_of_its_own_gradients(monkeypatch):
     edits._function_ends(recorder, (CLIP, ITS_OWN), None, None)
     for number in range(2):
         holding = SimpleNamespace(model=model, optimizer=number, held=frozenset((number,)))
-        edits._step_begins(recorder, SimpleNamespace(holdings=[holding], number=0, closure=False))
+        lifecycle.step_begins.fire(
+            recorder, SimpleNamespace(holdings=[holding], number=0, closure=False)
+        )
     assert [(e.ratio, e.besides, e.beside) for e in told] == [(0.5, 0.5, True), (0.125, 0.5, True)]
     assert [e.changers for e in told] == [{CLIP: ITS_OWN}] * 2

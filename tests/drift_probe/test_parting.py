@@ -7,11 +7,13 @@ import pytest
 import torch
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from firing import alone
 from recordings import START
 from replicas import LINE, OTHER, digests, equal, run_of
 
 from ddpdoctor.events import Edited, Loaded
 from ddpdoctor.events.drift import chosen
+from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
 BEFORE, APART = 6, 10
@@ -87,7 +89,7 @@ def test_an_older_load_does_not_stand_for_an_edit_that_is_not_put_back():
 
 def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     told = []
-    monkeypatch.setattr(ManualEdits, "current", ManualEdits())
+    alone(monkeypatch, ManualEdits)
     parameter = torch.nn.Parameter(torch.ones(2))
     model = type("Model", (), {"number": 0, "inner": lambda self: None})()
     followed = ManualEdits.current.models[model]
@@ -98,9 +100,9 @@ def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     )
     step = SimpleNamespace(holdings=[holding], number=3, optimizer=lambda: None, closure=False)
     for factor in (1, 2):
-        ManualEdits.current._step_ends(recorder, step)
+        lifecycle.step_ends.fire(recorder, step)
         with torch.no_grad():
             parameter.mul_(factor)
-        ManualEdits.current._step_begins(recorder, step)
+        lifecycle.step_begins.fire(recorder, step)
     assert [(e.changed, e.site) for e in told] == [(False, LINE), (True, -1)]
     assert followed.trace_position["parameters"] == 0

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ddpdoctor.checks.drift.unsynced_step import UnsyncedStep
+from firing import alone
 from recordings import make_run, site
 from wraps import rank
 
 from ddpdoctor.events import SteppedInside
+from ddpdoctor.probe.recording import hooks
+from ddpdoctor.probe.training import lifecycle
 from ddpdoctor.probe.training.backwards import Backwards
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.gradients import step_in_backward
@@ -65,15 +68,17 @@ def test_only_a_step_before_the_group_communicates_counts(monkeypatch, communica
     model = Model(0, module, list(module.parameters()), [0, 1])
     wrapper = SimpleNamespace(process_group=None)
     monkeypatch.setattr(model, "ddp", lambda: wrapper)
-    monkeypatch.setattr(StepInBackward.current, "_known", {})
-    monkeypatch.setattr(StepInBackward.current, "_began", {})
+    alone(monkeypatch, StepInBackward)
     monkeypatch.setattr(step_in_backward, "sequence_number", lambda group: 7 + communicated)
     monkeypatch.setattr(Backwards.current, "count", 3)
+    told = []
+    recorder = SimpleNamespace(emit=lambda event, vital: told.append(event))
     look = SimpleNamespace(model=model, sequence=7)
-    StepInBackward.current._backward_begins(None, SimpleNamespace(observations=[look], site=5))
+    lifecycle.backward_begins.fire(recorder, SimpleNamespace(observations=[look], site=5))
     for parameter in module.parameters():
         optimizer = torch.optim.SGD([parameter])
         known = SimpleNamespace(notes={})
         step = SimpleNamespace(known=known, optimizer=lambda o=optimizer: o, number=0, site=6)
-        StepInBackward.current._step_inside(None, step)
-    assert StepInBackward.current._known[model].count == count
+        lifecycle.step_inside.fire(recorder, step)
+    hooks.leaving.fire(recorder, None)
+    assert [e.count for e in told] == [1] * count
