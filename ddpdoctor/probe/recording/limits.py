@@ -1,7 +1,5 @@
 """How much the recorder and its helpers look at, how often, and at what cost."""
 
-from __future__ import annotations
-
 # code_locations
 
 MOST_FILES = 300

@@ -319,6 +319,11 @@ def compiled(modules: Iterable[Any]) -> bool:
     return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in modules)
 
 
+def ignored_by_ddp(module: Any) -> frozenset[str]:
+    """Names of the parameters and buffers of a module that DDP was told to ignore."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
+
+
 def when_computed(callback: Callable[[], None]) -> None:
     """Inside a backward: call `callback` once all gradients are computed, and before DDP waits for
     the other ranks."""

@@ -1,7 +1,5 @@
 """How much of tensors is read, and what counts as equal."""
 
-from __future__ import annotations
-
 # collective_payload
 
 ENOUGH_PASSED = 0.5

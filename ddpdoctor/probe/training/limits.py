@@ -1,7 +1,5 @@
 """How much the parts that observe training look at, and how much they record."""
 
-from __future__ import annotations
-
 # autograd_grad
 
 GRAD_CALLS_KEPT = 64

@@ -13,6 +13,7 @@ from typing import Any
 from ...events import Submodule, Tensor, Wrapped
 from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
+from ..recording.torch_compat import ignored_by_ddp
 from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..recording.weak_references import WeakIdentityMap
 from ..source.call_resolver import Found, setting_in_frames
@@ -97,7 +98,7 @@ class WrappedModels(Watcher):
     def _emit(
         self, recorder: Recorder, module: Any, given: dict[str, Any], *, adopted: bool = False
     ) -> Model:
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()) or ())
+        ignored = ignored_by_ddp(module)
         named = list(module.named_parameters())
         expected = [i for i, (n, p) in enumerate(named) if p.requires_grad and n not in ignored]
         model = Model(len(self.all), module, [p for _, p in named], expected)

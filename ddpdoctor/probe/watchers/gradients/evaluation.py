@@ -107,31 +107,23 @@ class Evaluation(Watcher):
                 self.forwards.enable()
 
     def _called(self, module: Any, args: Any) -> None:
-        if module.training or Forwards.current.running():
-            return
-        model = next((m for m in self.models if m.inner() is module), None)
-        if model is not None:
-            guarded(
-                "evaluation", lambda recorder: self._model_called(recorder, model), lost=self.lost
-            )
-            return
-        part = next((p for p in self.parts if p[0]() is module), None)
-        if part is not None:
-            guarded(
-                "evaluation",
-                lambda recorder: self._part_called(recorder, module, *part),
-                lost=self.lost,
-            )
-
-    def _part_called(
-        self, recorder: Recorder, module: Any, part: weakref.ref[Any], model: Model
-    ) -> None:
         import torch
 
-        if torch.is_grad_enabled():
+        if module.training or torch.is_grad_enabled() or Forwards.current.running():
             return
-        self.parts[:] = (p for p in self.parts if p[0] is not part)
-        self._record_part(recorder, module, model, recorder.site())
+        model = next((m for m in self.models if m.inner() is module), None)
+        part = next((p for p in self.parts if p[0]() is module), None)
+        if model is not None:
+            guarded("evaluation", partial(self._model_called, model=model), lost=self.lost)
+        elif part is not None:
+            called = partial(self._part_called, module=module, part=part)
+            guarded("evaluation", called, lost=self.lost)
+
+    def _part_called(
+        self, recorder: Recorder, module: Any, part: tuple[weakref.ref[Any], Model]
+    ) -> None:
+        self.parts[:] = (p for p in self.parts if p is not part)
+        self._record_part(recorder, module, part[1], recorder.site())
         self._remove_if_idle()
 
     def _record_part(self, recorder: Recorder, module: Any, model: Model, site: int) -> None:
@@ -149,11 +141,8 @@ class Evaluation(Watcher):
         self._emit()
 
     def _model_called(self, recorder: Recorder, model: Model) -> None:
-        import torch
-
-        if not torch.is_grad_enabled():
-            self._stop_waiting_for(model)
-            self._record_evaluation(recorder, model, recorder.site())
+        self._stop_waiting_for(model)
+        self._record_evaluation(recorder, model, recorder.site())
 
     @on(lifecycle.trial_ends)
     def _trial_ends(self, recorder: Recorder, forward: Forward) -> None:

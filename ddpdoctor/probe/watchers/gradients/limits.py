@@ -1,7 +1,5 @@
 """How much the watchers of gradients look at, how often, and what they count as equal."""
 
-from __future__ import annotations
-
 # edits_after_wrap, manual_edits
 
 LOOKED_AT = 6

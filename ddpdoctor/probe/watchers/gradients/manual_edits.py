@@ -25,7 +25,7 @@ from ...source.call_resolver import state_edit_in_frames
 from ...source.division import divided_by_world_size
 from ...source.line_tracer import Tracer
 from ...tensors.digests import ABSENT, digests
-from ...tensors.tensor_watch import TensorWatch, spread, state_mark, writes
+from ...tensors.tensor_watch import TensorWatch, marks, spread, state_mark
 from ...training import lifecycle
 from ...training.records import Backward, OptimizerModel, Step
 from ...training.tracked_model import Model
@@ -297,7 +297,7 @@ class ManualEdits(Watcher):
             positions = _positions_to_look_at(recorder, holding.positions)
             state_marks = partial(_state_marks, step.optimizer)
             for kind, watches, columns in (
-                ("parameters", edits.parameters, (digests, _writes)),
+                ("parameters", edits.parameters, (digests, marks)),
                 ("state", edits.states, (state_marks,)),
             ):
                 watch = TensorWatch(positions, holding.parameters, *columns)
@@ -399,10 +399,6 @@ def _positions_to_look_at(recorder: Recorder, positions: list[int]) -> list[int]
     """All positions if the user asked for this step (`--every`), else a sample."""
     asked = recorder.every and recorder.step % recorder.every == 0
     return list(positions) if asked else spread(positions, LOOKED_AT)
-
-
-def _writes(parameters: list[Any]) -> list[int]:
-    return [writes(parameter) for parameter in parameters]
 
 
 def _state_marks(optimizer: weakref.ref[Any], parameters: list[Any]) -> list[int]:

@@ -22,7 +22,7 @@ from ...recording.hooks import Subscriptions
 from ...recording.limits import FIRST_STEPS
 from ...recording.recorder import Recorder
 from ...recording.sampling import Pace
-from ...recording.torch_compat import averages, comm_hook, group_ranks, joins
+from ...recording.torch_compat import averages, comm_hook, group_ranks, ignored_by_ddp, joins
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums
 from ...tensors.pending_digests import Row, Rows, Waiting
@@ -357,7 +357,7 @@ def buffers(model: Model) -> list[Any]:
     inner = model.inner()
     if inner is None:
         return []
-    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    ignored = ignored_by_ddp(inner)
     return [None if name in ignored else b for name, b in inner.named_buffers()]
 
 

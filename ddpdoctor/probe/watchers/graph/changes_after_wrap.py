@@ -16,7 +16,7 @@ from typing import Any
 from ....events import ParametersChanged
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import without_gradient
+from ...recording.torch_compat import ignored_by_ddp, without_gradient
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
 from ...source.call_resolver import setting_in_frames
@@ -188,7 +188,7 @@ class ChangesAfterWrap(Watcher):
             return
         self._look_at_flags(recorder, forward, watch)
         known = {id(ref()) for ref in model.parameters}
-        ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+        ignored = ignored_by_ddp(inner)
         owners = dict(inner.named_modules())
         kinds: dict[str, list[tuple[str, Any]]] = {}
         for name, parameter in inner.named_parameters():

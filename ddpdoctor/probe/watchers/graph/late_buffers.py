@@ -18,6 +18,7 @@ from ....events.drift import full
 from ....events.pack import pack
 from ...recording import hooks
 from ...recording.recorder import Recorder
+from ...recording.torch_compat import ignored_by_ddp
 from ...recording.watcher import Watcher, on
 from ...tensors.digests import capturing, sums
 from ...tensors.pending_digests import Arrivals, Waiting
@@ -43,7 +44,7 @@ class LateBufferWatch(Watcher):
         inner = model.inner()
         if inner is None or not forward.wrapper.will_sync_module_buffers():
             return
-        ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+        ignored = ignored_by_ddp(inner)
         now = {n: b for n, b in inner.named_buffers() if n not in ignored}
         shapes = {n: tuple(b.shape) for n, b in now.items()}
         before = self.shapes.get(model)
@@ -98,7 +99,7 @@ class LateBufferWatch(Watcher):
 def _late_buffers(model: Model) -> Iterator[tuple[str, Any]]:
     """Late buffers that are persistent and floating-point: counters and caches may differ."""
     inner = model.inner()
-    ignored = getattr(inner, "_ddp_params_and_buffers_to_ignore", None) or ()
+    ignored = ignored_by_ddp(inner)
     for path, module in () if inner is None else inner.named_modules():
         for name, buffer in module._buffers.items():
             whole = f"{path}.{name}" if path else name

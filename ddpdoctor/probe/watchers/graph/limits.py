@@ -1,7 +1,5 @@
 """How much the watchers of the graph look at, how often, and when they have seen enough."""
 
-from __future__ import annotations
-
 # changes_after_wrap
 
 FEW_PARAMETERS = 50

@@ -14,7 +14,7 @@ from typing import Any
 from ....events import Ownership
 from ...recording import hooks
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import fully_sharded, fully_shards, ready_indices
+from ...recording.torch_compat import fully_sharded, fully_shards, ignored_by_ddp, ready_indices
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.digests import ABSENT, digests
@@ -210,7 +210,7 @@ def _compare(
 
 def _trained(inner: Any) -> dict[str, Any]:
     """The parameters that have gradients, by name, without those that DDP ignores."""
-    ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()) or ())
+    ignored = ignored_by_ddp(inner)
     return {
         n: p
         for n, p in inner.named_parameters()

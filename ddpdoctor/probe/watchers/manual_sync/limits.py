@@ -1,7 +1,5 @@
 """How much the watchers of manual synchronisation look at, and how often."""
 
-from __future__ import annotations
-
 # averaged_gradients
 
 AVERAGE_LOOKS = 4
