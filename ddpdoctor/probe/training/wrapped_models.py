@@ -206,7 +206,9 @@ def _submodules(module: Any) -> tuple[Submodule, ...]:
     )
 
 
-def _tensors(module: Any, named: list[tuple[str, Any]], ignored: set[str]) -> tuple[Tensor, ...]:
+def _tensors(
+    module: Any, named: list[tuple[str, Any]], ignored: frozenset[str]
+) -> tuple[Tensor, ...]:
     owners = dict(module.named_modules())
     tensors = []
     for name, parameter in named:
