@@ -14,12 +14,18 @@ from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
 
 SAVED = "decides-what-is-saved"
 SCHEDULED = "decides-the-schedule"
+ONE_RANK = "reduced-to-one-rank"
 
 ROUNDING = 1e-6
 """Relative difference up to which values count as equal."""
 
 FEWEST = 2
 """Evaluations in which the values must differ: once may be an accident of the first one."""
+
+REDUCE = (
+    "sum what it is made of over the ranks first, on every rank: `dist.all_reduce(totals)` with "
+    "the sum and the number of samples"
+)
 
 
 class MetricNotReduced(Check):
@@ -44,7 +50,8 @@ class MetricNotReduced(Check):
 
     ## How to fix it
     Reduce the sums, not the averages, before the value is used, on every rank:
-    `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`.
+    `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`. `dist.reduce` is not
+    enough where all ranks use the value: only one of them gets the sum.
 
     ## When it stays quiet
     - Metrics that are equal on all ranks: reduced, gathered, or sent from one rank.
@@ -61,6 +68,7 @@ class MetricNotReduced(Check):
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         SAVED: "a file is saved or not by a metric that differs between ranks",
+        ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
     }
     requires = (several_records,)
@@ -89,12 +97,22 @@ class MetricNotReduced(Check):
                 continue
             call, values = next(iter(unequal.items()))
             event = next(iter(by_rank.values()))[call]
+            to_one = all(
+                data_calls.values_exchanged(run.ranks[n], by_rank[n][call].step, {"reduce"})
+                for n in by_rank
+            )
+            rule = ONE_RANK if to_one else SCHEDULED
             yield self._finding(
-                SCHEDULED, run, loader, tuple(by_rank), line, values, event.kind,
+                rule, run, loader, tuple(by_rank), line, values, event.kind,
                 label="steps with each rank's own metric",
                 use=f"{event.kind}.step is given a metric that differs between ranks",
-                why="each rank computes the value from its own share of the data, and its schedule "
-                "follows that",
+                why="`dist.reduce` gives the result to one rank; the others go on with values that "
+                "are not the result"
+                if to_one
+                else "each rank passes a value of its own, and its schedule follows that",
+                fix="reduce with `dist.all_reduce`, which gives the result to every rank"
+                if to_one
+                else REDUCE,
                 unequal=f"{len(unequal)} of {len(calls)}",
             )  # fmt: skip
 
@@ -135,6 +153,7 @@ class MetricNotReduced(Check):
         use: str,
         why: str,
         unequal: str,
+        fix: str = REDUCE,
         saves: Location | None = None,
     ) -> Finding:
         at = loader.first.loop_at if rule == SAVED else None
@@ -151,8 +170,7 @@ class MetricNotReduced(Check):
             ),
             summary=f"{use}: {_spelled(values)}",
             cause=why,
-            fix="sum what it is made of over the ranks first, on every rank: "
-            "`dist.all_reduce(totals)` with the sum and the number of samples",
+            fix=fix,
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "values": {f"rank {n}": value for n, value in values.items()},

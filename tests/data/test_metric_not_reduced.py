@@ -105,7 +105,7 @@ def test_calls_that_reduce_nothing(op):
     assert len(judged(run_of(more=exchange(op, 4)))) == 1
 
 
-def scheduled(values, **fields):
+def scheduled(values, *, more=()):
     def events(rank):
         held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, replicas=2,
                           sampler_rank=rank, ends={"evaluated": 1})  # fmt: skip
@@ -113,7 +113,7 @@ def scheduled(values, **fields):
             SchedulerStep(at=0, kind="ReduceLROnPlateau", step=4 * n, call=n, site=STEP, metric=v)
             for n, v in enumerate(values[rank])
         ]
-        return [*prologue(2), *LINES, *held_out, *steps]
+        return [*prologue(2), *LINES, *held_out, *steps, *more]
 
     return make_run({n: events(n) for n in range(2)})
 
@@ -122,6 +122,11 @@ def test_a_schedule_that_follows_the_metric_of_each_rank():
     (finding,) = judged(scheduled(OTHER_VALUES))
     assert (finding.rule, finding.ranks) == ("decides-the-schedule", (0, 1))
     assert finding.location.line == 33
+
+
+def test_a_metric_that_only_one_rank_has():
+    (finding,) = judged(scheduled(OTHER_VALUES, more=exchange("reduce", 0)))
+    assert (finding.rule, "all_reduce" in finding.fix) == ("reduced-to-one-rank", True)
 
 
 @pytest.mark.parametrize("values", [[OTHER_VALUES[0]] * 2, [[None], [None]], [[0.9], [0.7]]])

@@ -57,11 +57,11 @@ def gathered(rank: Rank, step: int) -> Gathered | None:
     return Gathered(found.total(), lines.get(most, -1))
 
 
-def values_exchanged(rank: Rank, step: int) -> bool:
-    """Whether the program reduced or gathered values after `step` optimizer steps and before the
-    next."""
-    ops = {s.id for s in rank.of(Signature) if s.op in EXCHANGES and not s.op.startswith("DDP")}
-    blocks = {b.id for b in rank.of(CallBlock) if not ops.isdisjoint(b.codes[::2])}
+def values_exchanged(rank: Rank, step: int, ops: Set[str] = EXCHANGES) -> bool:
+    """Whether the program reduced or gathered values, by one of `ops`, after `step` optimizer steps
+    and before the next."""
+    made = {s.id for s in rank.of(Signature) if s.op in ops and not s.op.startswith("DDP")}
+    blocks = {b.id for b in rank.of(CallBlock) if not made.isdisjoint(b.codes[::2])}
     return any(run.block in blocks and _times(run, step) for run in rank.of(CallRun))
 
 
