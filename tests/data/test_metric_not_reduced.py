@@ -148,6 +148,7 @@ SOURCES = {
     "named": "better = acc < best\nbest = min(best, acc)\nif better:\n    save()",
     "first": "if best is None or acc >= best:\n    save()\n    best = float(acc)",
     "nested": "if acc > best:\n    best = acc\n    if rank == 0:\n        save()",
+    "walrus": "if (acc := evaluate()) > best:\n    best = acc\n    save()",
     "a limit": "if acc > 600:\n    save()",
     "another limit": "if acc > best:\n    save()",
     "the next time": "if acc > best:\n    save()\n    best = acc + 600",
@@ -165,7 +166,7 @@ def test_what_decides_about_a_line(tmp_path, name):
     ]
     line = next(n for n, text in enumerate(lines, 2) if "save" in text)
     found = [getattr(node, "id", "") for node in comparisons.deciding(code, line)]
-    known = ("plain", "guarded", "named", "first", "nested")
+    known = ("plain", "guarded", "named", "first", "nested", "walrus")
     assert found == (["acc"] if name in known else [])
 
 

@@ -95,9 +95,11 @@ _VALUES = (ast.Name, ast.Attribute, ast.Subscript)
 
 
 def _bare(node: ast.expr) -> ast.expr:
-    """`x` for `float(x)`, `x.item()` and `-x`."""
+    """`x` for `float(x)`, `x.item()`, `-x` and `(x := y)`."""
     if isinstance(node, ast.UnaryOp):
         return _bare(node.operand)
+    if isinstance(node, ast.NamedExpr):
+        return node.target
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "item":
             return _bare(node.func.value)
