@@ -39,7 +39,7 @@ class Epochs(NamedTuple):
     undivided: tuple[int, int]
 
 
-class Pace(NamedTuple):
+class Backwards(NamedTuple):
     """The backwards of an optimizer: in its usual step (`micro`), and in all steps."""
 
     micro: int
@@ -155,10 +155,10 @@ def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:
         return None
     if not event.steps or event.calls < event.steps * (1 - EXACTLY):
         return None  # stepped once per epoch, or now and then
-    pace = _pace(rank, event.optimizer)
+    done = _backwards(rank, event.optimizer)
     if event.calls > event.steps * (1 + EXACTLY):
-        return _too_often(run, event, pace)
-    micro = pace.micro
+        return _too_often(run, event, done)
+    micro = done.micro
     epochs = _epochs(run, rank)
     if epochs is None or event.calls not in _steps(epochs.number, epochs.batches, micro):
         return None
@@ -167,17 +167,17 @@ def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:
     return _too_short(event, epochs, micro)
 
 
-def _too_often(run: Run, event: ScheduleEnded, pace: Pace) -> Mismatch | None:
+def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | None:
     if abs(event.planned - event.steps) > max(1, EXACTLY * event.steps):
         return None
     after = f"after {event.planned} of {event.calls} calls " + (
         "the rate stays at 0" if event.rate == 0.0 else "the schedule is over"
     )
-    if pace.micro > 1 and abs(event.calls - pace.backwards) <= 1:
+    if done.micro > 1 and abs(event.calls - done.backwards) <= 1:
         return Mismatch(
             TOO_OFTEN,
-            pace.micro,
-            f"the plan counts optimizer steps, of which there is one per {pace.micro} backwards, "
+            done.micro,
+            f"the plan counts optimizer steps, of which there is one per {done.micro} backwards, "
             f"but the scheduler steps after each backward; {after}",
             "call `scheduler.step()` once after each `optimizer.step()`",
         )
@@ -245,14 +245,14 @@ def _too_short(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | N
     )
 
 
-def _pace(rank: Rank, optimizer: int) -> Pace:
+def _backwards(rank: Rank, optimizer: int) -> Backwards:
     usual: Counter[int] = Counter()
     backwards = 0
     for event in rank.of(StepDone):
         if event.optimizer == optimizer:
             usual[round(event.backwards / event.count)] += event.count
             backwards += event.backwards
-    return Pace(max(1, usual.most_common(1)[0][0]) if usual else 1, backwards)
+    return Backwards(max(1, usual.most_common(1)[0][0]) if usual else 1, backwards)
 
 
 def _epochs(run: Run, rank: Rank) -> Epochs | None:
