@@ -63,8 +63,6 @@ def train():
     scaler = torch.amp.GradScaler("cpu")
     data = TensorDataset(torch.randn(24, 4), torch.arange(24))
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * len(loader))
-    best = float("inf")
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
         for number, (x, _) in enumerate(loader):
@@ -85,12 +83,8 @@ def train():
             total = loss.detach().clone()
             dist.all_reduce(total)
             dist.all_reduce(total, async_op=True).wait()
-            cosine.step()
         scheduler.step()
         torch.save(model.state_dict(), PLACE / "weights.pt")
-        if (value := total.item()) < best:
-            best = value
-            torch.save(model.state_dict(), PLACE / "best.pt")
         model.load_state_dict(torch.load(PLACE / "weights.pt"))
         optimizer.load_state_dict(optimizer.state_dict())
         model.eval()
