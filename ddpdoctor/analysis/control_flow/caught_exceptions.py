@@ -129,8 +129,8 @@ def _heads(made: CallRecord) -> Iterator[Location]:
             yield Location(spot.file, head.line, spot.function, head.text)
     sites = made.site.places if made.site else ()
     for inner, outer in itertools.pairwise(sites):
-        spot, caller = made.rank.location(inner.site), made.rank.location(outer.site)
-        if spot and caller and spot.function in ("__exit__", "__aexit__"):
+        here, caller = made.rank.location(inner.site), made.rank.location(outer.site)
+        if here and caller and here.function in ("__exit__", "__aexit__"):
             yield Location(caller.file, caller.line, caller.function, caller.source.strip())
 
 
