@@ -7,12 +7,23 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.process.left_early import gone_for_good, waits_for_all
 from ddpdoctor.analysis.process.rank_claims import claims, unentered
+from ddpdoctor.analysis.process.rendezvous import (
+    expected_world,
+    has_formed,
+    has_no_store,
+    last_line,
+    left_early,
+    port_set_at,
+    same_store,
+    stood_of,
+    waiting_at,
+)
 from ddpdoctor.analysis.process.thresholds import SHORT_S
 from ddpdoctor.analysis.waiting import stale_store
-from ddpdoctor.events import GroupReady, InitEntered, RankExiting, RankStood
+from ddpdoctor.events import GroupReady, InitEntered
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text, shorten
+from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text
 
 TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
 """What torch's errors contain when it gives up waiting for other ranks."""
@@ -113,7 +124,7 @@ class RendezvousStall(Check):
         stalled, gave_up = run.stall is not None, [r for r in waiting if _gave_up(r)]
         if absent and (stalled or gave_up):
             yield self._report(run, waiting, absent, world)
-        elif len(waiting) == len(run.ranks) and (stalled or gave_up) and _places(waiting):
+        elif len(waiting) == len(run.ranks) and (stalled or gave_up) and waiting_at(waiting):
             yield self._at_different_addresses(run, waiting)
         elif stalled and len(waiting) == len(run.ranks):
             yield self._nobody_answers(run, waiting)
@@ -148,9 +159,9 @@ class RendezvousStall(Check):
 
     def _at_different_addresses(self, run: Run, waiting: list[Rank]) -> Finding:
         """The finding that ranks wait for each other at addresses of their own."""
-        places = _places(waiting)
+        places = waiting_at(waiting)
         first = waiting[0]
-        chosen = _chosen_at(first)
+        chosen = port_set_at(first)
         entered = first.latest(InitEntered)
         here = first.location(entered.site) if entered else None
         one_node = len({r.node for r in waiting}) == 1
@@ -174,7 +185,7 @@ class RendezvousStall(Check):
 
     def _nobody_answers(self, run: Run, waiting: list[Rank]) -> Finding:
         """The finding that all ranks wait at one address and do not connect."""
-        alone = all(_no_store(r) for r in waiting)
+        alone = all(has_no_store(r) for r in waiting)
         never = alone and _never_opened(run, waiting)
         stuck = never and _no_short_timeout(run, waiting)
         return self._of_rule(
@@ -236,8 +247,8 @@ class RendezvousStall(Check):
         launched, seen = _launched(run, waiting), len(run.ranks)
         too_many = launched is not None and any(r >= launched for r in absent)
         late = [run.ranks[r] for r in absent if r in run.ranks]
-        where = next((w for r in late if (w := _where(run, r))), None)
-        left = bool(late) and all(_left(r) for r in late)
+        where = next((w for r in late if (w := last_line(run, r))), None)
+        left = bool(late) and all(left_early(r) for r in late)
         # The state of missing ranks that left a record says more than any count.
         if not late and too_many:
             rule = "world-larger-than-launched"
@@ -387,32 +398,6 @@ def _at_address(waiting: list[Rank]) -> dict[str, object]:
     }
 
 
-def _places(waiting: list[Rank]) -> dict[str, list[int]]:
-    """The addresses at which ranks wait, and which do, where these cannot be one: other ports or
-    files. Empty where they may be one: a machine may have several names."""
-    places: dict[str, list[int]] = {}
-    for rank in waiting:
-        entered = rank.latest(InitEntered)
-        places.setdefault(entered.rendezvous if entered else "", []).append(rank.rank)
-    stores = {p if p.startswith("file://") else _port(p) for p in places}
-    return places if len(stores) > 1 and "" not in stores else {}
-
-
-def _port(place: str) -> str:
-    """The port of `host:port` or `tcp://host:port`; empty where it names none."""
-    port = place.rpartition(":")[2]
-    return port if port.isdigit() else ""
-
-
-def _chosen_at(rank: Rank) -> Location | None:
-    """The line of the program that set the port, or else the address."""
-    entered = rank.latest(InitEntered)
-    sites = entered.set_at if entered else {}
-    return next(
-        (rank.location(sites[n]) for n in ("MASTER_PORT", "MASTER_ADDR") if n in sites), None
-    )
-
-
 def _launched(run: Run, waiting: list[Rank]) -> int | None:
     """How many processes were launched; None if that is not known, because a program that starts
     its ranks itself tells no more than the world size it expects."""
@@ -439,39 +424,13 @@ def _waiting_in_second_group(run: Run) -> list[Rank]:
     entered = [r.of(InitEntered) for r in run.ranks.values()]
     if {len(e) for e in entered} <= {0, 1} or len({len(e) for e in entered}) > 1:
         return []
-    if any(not _same_store(r) for r in run.ranks.values()):
+    if any(not same_store(r) for r in run.ranks.values()):
         return []
-    waiting = [r for r in run.ranks.values() if not _formed(r)]
+    waiting = [r for r in run.ranks.values() if not has_formed(r)]
     raised = [r for r in waiting if r.exception is not None]
     if not all(map(_gave_up, raised)):
         return []
     return waiting if run.stall is not None or raised else []
-
-
-def _formed(rank: Rank) -> bool:
-    """Whether a rank's latest `init_process_group` returned."""
-    since = rank.of(InitEntered)[-1].at
-    return any(e.at >= since for e in rank.of(GroupReady))
-
-
-def _same_store(rank: Rank) -> bool:
-    """Whether a rank's last two groups use the same store, one that outlives them: torchrun's, or
-    a file."""
-    before, entered = rank.of(InitEntered)[-2:]
-    reported = rank.started.environment if rank.started else {}
-    place = entered.rendezvous
-    lasts = place.startswith("file://") or reported.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return lasts and before.rendezvous == place
-
-
-def _no_store(rank: Rank) -> bool:
-    """Whether a rank under torchrun was given another `tcp://` address than that of torchrun's
-    store. All ranks then connect as clients to a store that none of them opens."""
-    entered, reported = rank.latest(InitEntered), rank.started.environment if rank.started else {}
-    own = f"tcp://{reported.get('MASTER_ADDR')}:{reported.get('MASTER_PORT')}"
-    elastic = reported.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = entered.rendezvous if entered else ""
-    return elastic and place.startswith("tcp://") and place != own
 
 
 def _never_opened(run: Run, waiting: list[Rank]) -> bool:
@@ -479,7 +438,7 @@ def _never_opened(run: Run, waiting: list[Rank]) -> bool:
     started no other rank, the address belongs to this machine, and the stack of every rank is where
     torch connects to the store."""
     places = [e.rendezvous for r in waiting if (e := r.latest(InitEntered))]
-    looks = [s for r in waiting if (s := _stood(run, r)) and s.frames]
+    looks = [s for r in waiting if (s := stood_of(run, r)) and s.frames]
     return (
         run.info.launcher == "run"
         and run.info.nodes <= 1
@@ -495,36 +454,10 @@ def _no_short_timeout(run: Run, waiting: list[Rank]) -> bool:
     return run.stall is not None and not any(0 <= timeout < SHORT_S for timeout in asked)
 
 
-def expected_world(rank: Rank) -> int:
-    """The world size that a rank waits for; 0 where that is not known."""
-    entered = rank.latest(InitEntered)
-    if entered is None:
-        return 0
-    return entered.world_size if entered.world_size > 0 else max(entered.env_world_size, 0)
-
-
 def _gave_up(rank: Rank) -> bool:
     """Whether a rank raised torch's error about a timeout or a lost connection."""
     raised = rank.exception
     return raised is not None and any(word in raised.message for word in TIMEOUTS)
-
-
-def _where(run: Run, rank: Rank) -> Location | None:
-    """The line at which a rank left, or where it was when its stack was taken."""
-    if (leaving := _left(rank)) and (spot := rank.location(leaving.site)):
-        return spot
-    stood = _stood(run, rank)
-    frame = stood.user_frame if stood else None
-    if frame is None:
-        return None
-    return Location(shorten(frame.file, rank.cwd), frame.line, frame.function, frame.text)
-
-
-def _stood(run: Run, rank: Rank) -> RankStood | None:
-    """Where a rank was when the run stalled; None where that was not recorded."""
-    stood = (e for node in run.nodes.values() for e in node.of(RankStood))
-    mine = [e for e in stood if e.rank == rank.rank and e.attempt == run.attempt]
-    return mine[-1] if mine else None
 
 
 def _exits_before(came: Rank, left: Location | None) -> list[Location]:
@@ -534,13 +467,6 @@ def _exits_before(came: Rank, left: Location | None) -> list[Location]:
     entered = came.latest(InitEntered)
     found = [came.location(site) for site in entered.past] if entered else []
     return [p for p in found if p and (left is None or f"{p.function}(" in left.source)]
-
-
-def _left(rank: Rank) -> RankExiting | None:
-    """How a rank exited; None if it did not, or if it failed."""
-    leaving = rank.latest(RankExiting)
-    fine = leaving is not None and leaving.how != "exception" and not leaving.status
-    return leaving if fine else None
 
 
 def _is_over(rank: Rank) -> bool:
@@ -553,13 +479,13 @@ def _is_over(rank: Rank) -> bool:
 
 def _state(run: Run, rank: Rank) -> str:
     """What a missing rank does, as a verb phrase: `has exited (return)`, `is at train.py:3`."""
-    if leaving := _left(rank):
+    if leaving := left_early(rank):
         where = rank.location(leaving.site)
         return f"has exited ({leaving.how}{f' at {where}' if where else ''})"
     if _is_over(rank):
         how = rank.signal or f"status {rank.exit_code}"
         return f"has ended ({how})"
-    where = _where(run, rank)
+    where = last_line(run, rank)
     if where is not None:
         text = f" `{where.source.strip()}`" if where.source.strip() else ""
         return f"is at {where}{text}"

@@ -191,7 +191,7 @@ def _cause(wrapped: Wrapped, title: str, parts: list[models.Part], allowed: bool
     title = first.title if first.whole else _name(wrapped, first)
     text += f"the loss depends on {title} on some ranks only"
     if allowed:
-        return f"{text}. The options of DDP allow that, so training is correct"
+        return f"{text}. The options of DDP allow that"
     return f"{text}. The ranks that use it then wait for a gradient that the others never send"
 
 

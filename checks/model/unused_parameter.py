@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
@@ -12,7 +13,8 @@ import msgspec
 from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrapped_models import Part, Reason
-from ddpdoctor.events import UnusedParameters, Wrapped
+from ddpdoctor.events import CallSite, Edited, OptimizerSeen, UnusedParameters, Wrapped
+from ddpdoctor.events.model import ALWAYS_EXAMINED
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When
 from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, Related, Severity
@@ -24,7 +26,7 @@ class Called(enum.Enum):
 
     YES = "yes"
     NO = "no"
-    NO_GRAD = "under no_grad"
+    NO_GRAD = "with gradients off"
     SOMETIMES = "in some steps"
     UNKNOWN = "not observed"
 
@@ -45,18 +47,19 @@ REASONS = {
     ),
     "output-not-in-loss": Reason(
         "the module was called, but the loss does not use its output",
-        "called, but its output is not used in the loss",
+        "called, but no gradient comes back",
         "{part} was called{more}, but no gradient comes back through its output: the loss does not "
-        "use it, or uses it only detached",
+        "use it, or gradients end on the way (`detach()`, a collective)",
         "use its output in the loss, or remove it; to keep it unused, freeze it before the wrap: "
         "{freeze}",
     ),
     "called-under-no-grad": Reason(
-        "the module was called under `no_grad` only",
-        "called under no_grad only",
-        "{part} was called under `no_grad` only{more}, so no gradient can reach it",
+        "the module was called only while gradients were off",
+        "called only while gradients were off",
+        "{part} was called only while gradients were off (`no_grad`, or re-entrant checkpointing "
+        "none of whose inputs requires a gradient){more}, so no gradient can reach it",
         "if it should not be trained, freeze it before the wrap: {freeze}; if it should, call it "
-        "outside of `no_grad`",
+        "with gradients on",
     ),
     "one-parameter": Reason(
         "the loss does not depend on a parameter whose module it uses",
@@ -88,6 +91,26 @@ REASONS = {
 
 SOME_STEPS = ("used-in-some-steps", "output-in-some-steps")
 """Rules for parameters that get a gradient in other steps."""
+
+
+ENDS = {
+    "output-not-in-loss": "let its gradient reach the loss: it ends in `detach()`, `.data`, "
+    "`.item()`, `no_grad`, a cast to integers, and in collectives (`dist.all_gather`; "
+    "`torch.distributed.nn.functional.all_gather` passes it on); if the module is not to be "
+    "trained, freeze it before the wrap",
+    "called-under-no-grad": "call it outside of `no_grad`; under re-entrant checkpointing, let an "
+    "input of the checkpoint require a gradient (`x.requires_grad_()`), or pass "
+    "`use_reentrant=False`; if the module is not to be trained, freeze it before the wrap",
+}
+"""Rules for modules that are called but get no gradient: what to do if they are to be trained."""
+
+NEVER_LEARNS = "never-learns"
+"""The rule for these where DDP allows unused parameters, and the optimizer is to train them."""
+
+ENDS_HERE = "no gradient passes through this call, unless an autograd.Function wraps it"
+COLLECTIVE = re.compile(
+    r"\b(?:dist|distributed)\.(?:all_gather|all_reduce|broadcast|all_to_all|reduce_scatter)\w*\("
+)
 
 
 class UnusedParameter(Check):
@@ -122,19 +145,27 @@ class UnusedParameter(Check):
       one of them.
     - Parameters that only some ranks use (see `rank-dependent-graph`).
 
-    Only a note: with `find_unused_parameters=True`, or a static graph, the run is correct.
+    Only a note, with `find_unused_parameters=True` or a static graph: DDP allows that. It stays an
+    error if every forward calls the module, at least eight backwards were examined, none on any
+    rank had a gradient for it, and the optimizer holds its parameters: then it never learns. A
+    module that no optimizer holds, or whose parameters the program writes by itself (a moving
+    average), is not meant to.
     """
 
     code = "DDP301"
     name = "unused-parameter"
     family = "model"
     severity = Severity.ERROR
-    rules: ClassVar[Mapping[str, str]] = models.rules(REASONS)
+    rules: ClassVar[Mapping[str, str]] = {
+        **models.rules(REASONS),
+        NEVER_LEARNS: "the optimizer holds the parameters of a module that is called, but no "
+        "gradient ever comes; the options of DDP hide that",
+    }
     requires = (models.needs_ddp,)
     effects = (
         Effect(("first-failure",), errors=(ErrorKind.REDUCTION_UNFINISHED,), when=(When.IS_ERROR,)),
         # The gradients in the bucket of an unused parameter are never averaged.
-        Effect(NOT_AVERAGED, when=(When.IS_ERROR,)),
+        Effect(NOT_AVERAGED, of=tuple(REASONS), when=(When.IS_ERROR,)),
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
@@ -160,10 +191,13 @@ class UnusedParameter(Check):
         left_out, examined = _share(rank, model, event)
         share = f"{left_out} of {examined} backwards examined"
         rules = {p: _rule(event, p, always=left_out == examined) for p in parts}
+        lost = [p for p in parts if allowed and _is_lost(run, model, p, rules[p])]
+        parts.sort(key=lambda p: p not in lost)  # the module at fault leads
+        rules = {p: rules[p] for p in parts}
         rule = rules[parts[0]]
         yield self.finding(
-            rule=rule,
-            severity=Severity.NOTE if allowed else Severity.ERROR,
+            rule=NEVER_LEARNS if lost else rule,
+            severity=Severity.NOTE if allowed and not lost else Severity.ERROR,
             ranks=tuple(r.rank for r in seen),
             steps=graphs.steps_seen(
                 ((r, () if later else e.indices) for r, e in seen.items()), model
@@ -171,13 +205,18 @@ class UnusedParameter(Check):
             subjects=names,
             location=models.made_at(rank, wrapped, parts[0]),
             label=REASONS[rule].label,
-            related=_related(rank, wrapped, event, parts[0]),
+            related=(
+                *(_gathered(rank) if lost and rule == "output-not-in-loss" else ()),
+                *_related(rank, wrapped, event, parts[0]),
+            ),
             summary=f"{some(names)} of {title_of(rank, wrapped)} "
             f"{plural(len(names), 'gets', 'get')} no gradient "
             + (f"in some steps, {len(event.indices)} of them " if later else "")
             + f"{when} {models.on_ranks(run, (r.rank for r in seen))}",
-            cause=_cause(rules, allowed),
-            fix=_fix(
+            cause=_cause(rules, allowed, lost),
+            fix=ENDS[rule]
+            if lost
+            else _fix(
                 parts,
                 rule,
                 allowed,
@@ -275,11 +314,50 @@ def _related(
     return models.related(rank, places)
 
 
-def _cause(rules: dict[Part, str], allowed: bool) -> str:
+def _is_lost(run: Run, model: int, part: Part, rule: str) -> bool:
+    """Whether all ranks call a module and the optimizer is to train it, but no gradient ever comes.
+
+    Modules that no optimizer holds, and those whose parameters the program writes by itself (a
+    moving average), are not meant to get gradients.
+    """
+    if rule not in ENDS:
+        return False
+    for rank in run.ranks.values():
+        use, wrapped = models.use_of(rank, model), models.wrap_of(rank, model)
+        if use is None or wrapped is None or use.examined < ALWAYS_EXAMINED:
+            return False
+        if any(use.unused.get(i) != use.examined for i in part.positions):
+            return False
+        trained = sum(p.trainable and not p.ignored for p in wrapped.parameters)
+        held = [e.parameters - e.foreign for e in rank.of(OptimizerSeen) if model in e.models]
+        if sum(held) < trained:
+            return False
+        if any(e.model == model and e.kind == "parameters" for e in rank.of(Edited)):
+            return False
+    return True
+
+
+def _gathered(rank: Rank) -> tuple[Related, ...]:
+    """The lines in a forward that call a collective, through which no gradient passes."""
+    spots = [
+        spot
+        for site in rank.of(CallSite)
+        if any((at := rank.location(p.site)) and at.function == "forward" for p in site.places)
+        if (spot := rank.location(site.line)) and COLLECTIVE.search(spot.source)
+    ]
+    return tuple(Related(ENDS_HERE, spot) for spot in list(dict.fromkeys(spots))[:2])
+
+
+def _cause(rules: dict[Part, str], allowed: bool, lost: list[Part]) -> str:
     by_rule = {rule: [p for p in rules if rules[p] == rule] for rule in rules.values()}
     text = "; ".join(_of_parts(parts, rule) for rule, parts in by_rule.items())
+    if lost:
+        return (
+            f"{text}. The optimizer holds {'them' if len(lost) > 1 else 'it'}, but never gets a "
+            "gradient to apply; the options of DDP only keep torch from raising"
+        )
     if allowed:
-        return f"{text}. The options of DDP allow that, so training is correct"
+        return f"{text}. The options of DDP allow that"
     whose = "them" if len(rules) > 1 else "it"
     return f"{text}. Gradients in the same bucket as {whose} are applied without being averaged"
 

@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     ExceptionPassed,
     FlightEntry,
     FlightLog,
+    Site,
     Statement,
     StepDone,
     Way,
@@ -314,6 +315,40 @@ def test_an_exception_that_was_being_handled_at_the_call(
     assert finding.rule == ("exception-exit" if told else "loop-exit")
     if told:
         assert (str(finding.location), finding.ranks) == ("train.py:12", (1,))
+
+
+@pytest.mark.parametrize(
+    ("function", "tried", "told"),
+    [("__exit__", 41, True), ("close", 41, False), ("__exit__", 30, False)],
+    ids=["", "of no `with`", "before the `with`"],
+)
+def test_an_exception_that_is_held_back_while_a_with_block_is_left(
+    tmp_path: Path, function: str, tried: int, told: bool
+) -> None:
+    made = tapes()
+    loop = ((8, "for x in loader:"),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop, at=START + 2).call(line=9, inside=loop)
+    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 21, caller=40, state=State.BEGUN, at=START + 5)
+    made[1].events = [
+        msgspec.structs.replace(e, function=function)
+        if isinstance(e, Site) and e.line == 21
+        else msgspec.structs.replace(e, text="with Session() as session:")
+        if isinstance(e, Site) and e.line == 40
+        else e
+        for e in made[1].events
+    ]
+    passed = ExceptionPassed(
+        at=START + 4.9, where="unwinding", kind="ValueError", message="no number", step=2, site=1,
+        tried=2,
+    )  # fmt: skip
+    lines = [site(1, "train.py", 30), site(2, "train.py", tried, function="fit")]
+    (finding,) = found(run_of(tmp_path, made, more={1: [*lines, passed]}, now=START + 7))
+    assert (finding.rule == "exception-exit") is told
+    if told:
+        assert (str(finding.location), finding.ranks) == ("train.py:21", (1,))
+        assert "ValueError: no number (train.py:30)" in finding.cause
 
 
 @pytest.mark.parametrize("rounds", [5, 1])

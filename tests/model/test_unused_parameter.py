@@ -7,7 +7,7 @@ from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
 from wraps import codes, rank, skipped, unused, use
 
-from ddpdoctor.events import OptimizerSeen, Wrapped
+from ddpdoctor.events import Edited, OptimizerSeen, Wrapped
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.graph.unused_parameters import CallWatch
 from ddpdoctor.report.findings import Severity
@@ -202,3 +202,44 @@ def test_an_output_that_only_later_is_left_out_of_the_loss(unspent, called):
     event = unused([4, 5], backward=38, step=37, unspent=unspent)
     (found,) = find(unused([]), event, use(12, {4: 1, 5: 1}))
     assert found.evidence["modules"][0]["called"] == ("yes" if called else "not observed")
+
+
+def allowed(*, held=6, foreign=0, examined=8, times=8, blind=(), more=(), option="find_unused"):
+    """A model one of whose modules gets no gradient, and what DDP and the optimizer know of it."""
+    optimizer = OptimizerSeen(
+        at=1, optimizer=0, kind="AdamW", site=0, models=(0,), parameters=held, foreign=foreign
+    )
+    event = unused([4, 5], called=("", *ALL), blind=blind, **{option: True})
+    return [optimizer, event, *more, use(examined, {4: times, 5: times})]
+
+
+@pytest.mark.parametrize("option", ["find_unused", "static_graph"])
+@pytest.mark.parametrize("blind", [(), ("aux",)])
+def test_a_module_that_is_called_and_never_learns(blind, option):
+    (found,) = find(*allowed(blind=blind, option=option))
+    assert (found.rule, found.severity) == ("never-learns", Severity.ERROR)
+    assert "freeze it before the wrap" in found.fix
+
+
+EDITED = Edited(at=2, model=0, optimizer=0, kind="parameters", step=1, changed=True)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"held": 4},  # no optimizer is to train it
+        {"held": 6, "foreign": 2},
+        {"examined": 7, "times": 7},  # too few to tell: a phase of training
+        {"examined": 20, "times": 19},  # it learns in other steps
+        {"more": (EDITED,)},  # a moving average that the program writes
+    ],
+)
+def test_a_module_that_need_not_learn_is_a_note(facts):
+    (found,) = find(*allowed(**facts))
+    assert found.severity is Severity.NOTE
+
+
+def test_a_module_that_learns_on_one_rank_is_no_error():
+    learns = rank(*allowed(times=7), ranks=range(2))
+    run = make_run({0: rank(*allowed(), ranks=range(2)), 1: learns})
+    assert all(f.severity is Severity.NOTE for f in UnusedParameter().examine(run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
 from ..waiting.failures import LOST_PEER
 from .branches import around
+
+_WITH = ("with ", "async with ")
 
 
 def caught(ranks: Iterable[Rank], others: Iterable[Rank], ways: Iterable[Location] = ()) -> str:
@@ -67,7 +70,8 @@ class ExceptionExit:
     """An exception that led a rank to a call.
 
     Attributes:
-        head: the `finally` or handler in which the call is.
+        head: the `finally` or handler in which the call is, or the `with` whose `__exit__` makes
+            it.
     """
 
     rank: Rank
@@ -79,13 +83,20 @@ class ExceptionExit:
         """`rank 0 reached `finally:` (train.py:100) after ValueError: bad sample (data.py:12)`."""
         spot = self.rank.location(self.event.site)
         head = f"`{self.head.source}` ({self.head})"
+        reached = "left" if self.head.source.startswith(_WITH) else "reached"
         return (
-            f"rank {self.rank.rank} reached {head} after {self.event.text}"
+            f"rank {self.rank.rank} {reached} {head} after {self.event.text}"
             f"{f' ({spot})' if spot else ''}"
         )
 
     @property
     def fix(self) -> str:
+        if self.head.source.startswith(_WITH):
+            return (
+                "do not call collectives in `__exit__` when an exception leaves the block "
+                "(`if kind is None:`), so that a failing rank exits instead of waiting there; and "
+                "correct the exception"
+            )
         if self.head.source.startswith("finally"):
             return (
                 "do not call collectives in `finally`, which also runs when an exception "
@@ -112,10 +123,15 @@ def way_out(made: CallRecord) -> ExceptionExit | None:
 
 
 def _heads(made: CallRecord) -> Iterator[Location]:
-    """The `finally` and the handlers around a call."""
+    """The `finally` and the handlers around a call, and the `with` whose `__exit__` makes it."""
     for _, spot, head in around(made.rank, made.site):
         if head.kind in ("finally", "except"):
             yield Location(spot.file, head.line, spot.function, head.text)
+    sites = made.site.places if made.site else ()
+    for inner, outer in itertools.pairwise(sites):
+        here, caller = made.rank.location(inner.site), made.rank.location(outer.site)
+        if here and caller and here.function in ("__exit__", "__aexit__"):
+            yield Location(caller.file, caller.line, caller.function, caller.source.strip())
 
 
 def _leads_to(out: ExceptionExit) -> bool:
@@ -125,6 +141,8 @@ def _leads_to(out: ExceptionExit) -> bool:
     if tried is None:
         return out.head.source.startswith("finally")
     same = (tried.file, tried.function) == (out.head.file, out.head.function)
+    if out.head.source.startswith(_WITH):
+        return same and tried.line > out.head.line
     return same and tried.line < out.head.line and out.event.kind != "StopIteration"
 
 

@@ -157,7 +157,7 @@ class Arguments(CallExplanation):
 
 class ExceptionExit(CallExplanation):
     rule = "exception-exit"
-    text = "an exception led a rank to a collective in `finally:` or `except:`"
+    text = "an exception led a rank to a collective in `finally:`, `except:` or `__exit__`"
 
     def explain(self, suspect: Suspect) -> Attribution | None:
         calls = suspect.divergence.calls
