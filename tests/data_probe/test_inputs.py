@@ -31,6 +31,7 @@ Fed = Callable[..., ForwardInput]
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
     """Feeds a model once, and says what was recorded."""
+    hooks.forget()
     ModuleOrigins.begin()
     ForwardInputs.begin()
     writer = EventWriter(tmp_path / "rank-0.jsonl")

@@ -104,9 +104,13 @@ COMPARED: dict[type[Event], Compared] = {
     e.StaticGraphBroken: _row("graph that is not static", "site", "model kind"),
     e.SteppedInside: _row("step inside backward", "first site", "model", "count"),
     e.NonFinite: _row("NaN or infinity", "kind value step", usual=True),
+    e.TrainingMode: _row("mode", "evaluating whole", "model", "backward", CHANGES),
     # Synchronisation.
     e.SyncPattern: _row(
         "backwards of a step", "synced unsynced reason talked", "model optimizer", "step", CHANGES
+    ),
+    e.EditedBeforeSync: _row(
+        "edit before averaging", "function times site", "model optimizer", "step", SAMPLED
     ),
     e.KeptBack: _row("gradients that FSDP keeps back", "step applied", "optimizer"),
     e.GradientReduced: _row("reduced gradients", "op copied", "model", "call", SAMPLED),
@@ -130,6 +134,7 @@ COMPARED: dict[type[Event], Compared] = {
     ),
     e.Hyperparameters: _row("options", "groups", "optimizer", "step", CHANGES),
     e.SchedulerStep: _row("scheduler step", "step", "kind optimizer site", "call", SAMPLED),
+    e.ScheduleEnded: _row("schedule", "planned calls", "optimizer"),
     e.ScalerStep: _row("loss scale", "scale", "scaler optimizer", "call", CHANGES),
     e.Carried: _row("old gradients", "carried", "optimizer", "step", CHANGES),
     e.Ownership: _row("unheld parameters", "missing held", "model kind", "step", CHANGES),
@@ -177,10 +182,10 @@ _OURS = "of the doctor itself"
 
 NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     _DIGESTS: (e.Digests, e.LateBuffers, e.Sketch, e.Averaged, e.Rewritten),
-    _DATA: (e.ContentRead, e.RowsRead, e.IndicesRead),
+    _DATA: (e.ContentRead, e.RowsRead, e.IndicesRead, e.ComparedValue, e.SaveDecided),
     _TIME: (
-        e.Pace, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample, e.MemoryHeld,
-        e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,
+        e.Pace, e.TimeLedger, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,
+        e.MemoryHeld, e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,
     ),
     _CALLS: (
         e.Site, e.Signature, e.CallSite, e.CallBlock, e.CallRun,

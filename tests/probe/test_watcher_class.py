@@ -72,7 +72,7 @@ def test_a_watcher_sees_calls_and_moments(folder: Path) -> None:
     events = [e for e in Lines(folder).events() if not isinstance(e, ProbeCost)]
     assert [type(e) for e in events] == [ProbeTrouble, Clipped]
     assert isinstance(events[0], ProbeTrouble) and events[0].lost == "the ends"
-    assert events[0].part == "test_watcher.fails"
+    assert events[0].part == "test_watcher_class.fails"
 
 
 def test_each_run_has_a_watcher_of_its_own(folder: Path) -> None:
