@@ -48,7 +48,13 @@ class LedgerOf:
         self.events: list[Event] = [*SITES]
 
     def steps(
-        self, until: int, *, waits: float = 0.0, doctor: float = 0.0, **spent: float
+        self,
+        until: int,
+        *,
+        waits: float = 0.0,
+        doctor: float = 0.0,
+        timed: bool = True,
+        **spent: float,
     ) -> LedgerOf:
         """Up to so many steps: seconds by account, each in one stretch."""
         for name, seconds in spent.items():
@@ -72,7 +78,7 @@ class LedgerOf:
                 wall_s=wall_s,
                 doctor_s=self.doctor_s,
                 accounts=(*accounts, waiting),
-                backwards_timed=True,
+                backwards_timed=timed,
             )
         )
         return self

@@ -121,7 +121,6 @@ TAKE_OUT = (
     "remove this `no_sync()`: it is around the {} backward before the step, the one that has to "
     "synchronise"
 )
-REDUCER_CONFUSED = ("`initialize_buckets` must NOT be called", "still allreduced by DDP reducer")
 """What torch raises in a later step if DDP was not prepared for a backward that ran."""
 FLAG = "require_backward_grad_sync"
 FLAG_FIXES = {

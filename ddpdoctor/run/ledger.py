@@ -7,6 +7,7 @@ longer, they wait for that rank, which came last.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -74,6 +75,8 @@ class RankTime:
     Attributes:
         wall_s: from the start of the process to the last record; the accounts add up to it.
         waited_for: seconds of `waiting`, by the rank that came last.
+        untimed_s: seconds of `backward` in which DDP may have waited: in backwards of short steps
+            that is not timed.
     """
 
     rank: int
@@ -81,6 +84,7 @@ class RankTime:
     accounts: Mapping[str, float]
     waited_for: Mapping[int, float]
     lines: tuple[Line, ...]
+    untimed_s: float = 0.0
 
     @property
     def training_s(self) -> float:
@@ -119,6 +123,8 @@ class Ledger:
         whole = self.training_s
         if len(self.ranks) < 2 or whole <= 0:
             return ""
+        if sum(r.untimed_s for r in self.ranks.values()) >= SAID * whole:
+            return "`backward` includes waiting for other ranks: it is not timed in short steps"
         lost: dict[str, float] = {}
         for rank in self.ranks:
             waited = sum(r.waited_for.get(rank, 0.0) for r in self.ranks.values())
@@ -148,7 +154,7 @@ def ledger_of(ranks: Mapping[int, Rank]) -> Ledger:
         for n, seconds in stretch.items():
             if (longer := round(seconds - stretch[last], 6)) > 0:
                 waited[n][last] += longer
-    return Ledger({n: _rank_time(n, r[-1], waited[n]) for n, r in every.items()}, stretches)
+    return Ledger({n: _rank_time(n, r, waited[n]) for n, r in every.items()}, stretches)
 
 
 def _stretches(every: Mapping[int, list[TimeLedger]]) -> Iterator[dict[int, float]]:
@@ -174,7 +180,15 @@ def _starting(account: Account) -> bool:
     return known or (account.phase == Phase.USER and account.site < 0)
 
 
-def _rank_time(number: int, record: TimeLedger, waited_for: Mapping[int, float]) -> RankTime:
+def _untimed(records: list[TimeLedger]) -> float:
+    """Seconds of backwards in which waiting was not timed."""
+    spent = [sum(a.own_s for a in e.accounts if a.phase == Phase.BACKWARD) for e in records]
+    gained = [now - before for before, now in itertools.pairwise((0.0, *spent))]
+    return sum(s for e, s in zip(records, gained, strict=True) if not e.backwards_timed)
+
+
+def _rank_time(number: int, records: list[TimeLedger], waited_for: Mapping[int, float]) -> RankTime:
+    record = records[-1]
     accounts = dict.fromkeys(ACCOUNTS, 0.0)
     lines = []
     loops = {a.site for a in record.accounts if a.phase == Phase.DATA}
@@ -202,7 +216,8 @@ def _rank_time(number: int, record: TimeLedger, waited_for: Mapping[int, float])
         if seconds < 0:  # the doctor's time is taken out of the account that was open at its end
             accounts[name] = 0.0
             accounts[DOCTOR] += seconds
-    return RankTime(number, record.wall_s, accounts, dict(waited_for), tuple(lines))
+    untimed_s = _untimed(records) if wraps else 0.0
+    return RankTime(number, record.wall_s, accounts, dict(waited_for), tuple(lines), untimed_s)
 
 
 def _name(account: Account) -> str:

@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     Signature,
 )
 from ddpdoctor.probe.source import comparisons
+from ddpdoctor.probe.source.call_resolver import Scope, resolve
 
 COMPARE, SAVE, VALIDATE, STEP = 11, 12, 13, 14
 LINES = [
@@ -181,7 +182,7 @@ def test_values_are_read_without_running_code():
 
     def read(text):
         node = compile(text, "x", "eval", 1024).body
-        return comparisons.value_of(node, {"self": Trainer(), "metrics": {"acc": 2.0}}, {"g": 3.0})
+        return resolve(node, Scope({"self": Trainer(), "metrics": {"acc": 2.0}}, {"g": 3.0}))
 
     assert [read(t) for t in ("self.best", "metrics['acc']", "g", "self.loss", "metrics['x']")] == [
         0.5, 2.0, 3.0, None, None,

@@ -52,6 +52,29 @@ def test_numbers_that_change_with_an_evaluation(recorded, tmp_path):
     assert changed == [(0.5, 1), (0.25, 1), (0.75, 1)]
 
 
+class Lazy:
+    """An object whose attributes are computed: to ask for one would run the program's code."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        if name == "asked":
+            raise AttributeError
+        self.asked.append(name)
+        return lambda: 1
+
+    def __gt__(self, other):
+        return True
+
+
+def test_objects_of_the_program_are_not_asked(recorded, tmp_path):
+    lazy = Lazy()
+    run(tmp_path / "best.pt", [lazy])
+    recorded(ComparedValue)
+    assert lazy.asked == []
+
+
 def test_a_line_that_saves_often(recorded, tmp_path):
     run(tmp_path / "best.pt", [n / 10 for n in range(20)])
     assert len(recorded(SaveDecided)) == SAVES_AT_MOST

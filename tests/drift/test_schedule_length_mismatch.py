@@ -7,9 +7,10 @@ from readers import loader, prologue
 from recordings import make_run, site
 
 from ddpdoctor.events import ScheduleEnded, StepDone, decode
-from ddpdoctor.probe.recording import patching, recorder
+from ddpdoctor.probe.recording import hooks, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training.optimizers import Optimizers
+from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
 from ddpdoctor.probe.watchers.gradients.schedules import ScheduleLengths
 from ddpdoctor.storage.run_folder import EventWriter
 
@@ -143,7 +144,9 @@ def test_what_is_not_judged():
 def schedules(tmp_path):
     writer = EventWriter(tmp_path / "rank-0.jsonl")
     recorder.current.recorder = mine = Recorder(writer, tmp_path, "rank-0", {})
+    hooks.forget()
     Optimizers.begin()
+    HyperparameterWatch.begin()
     ScheduleLengths.begin()
 
     def ended():

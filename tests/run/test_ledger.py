@@ -62,6 +62,16 @@ def test_the_work_of_fewer_ranks() -> None:
     assert words == "2 ranks did the work of 1.1: lost 0.8 waiting for rank 0"
 
 
+def test_waiting_that_is_not_timed_is_no_work() -> None:
+    """DDP waits inside backwards, which are not timed where steps are short."""
+    ranks = [LedgerOf(), LedgerOf()]
+    for one in ranks:
+        one.steps(8, forward=1.0, backward=4.0, timed=False)
+    words = ledger_of(make_run({r: one.events for r, one in enumerate(ranks)}).ranks).efficiency()
+    assert "not timed" in words
+    assert "did the work" not in words
+
+
 def test_a_rank_without_records_is_left_out() -> None:
     ranks = two_ranks().ranks
     ledger = ledger_of(make_run({0: list(ranks[0]), 1: []}).ranks)

@@ -17,6 +17,7 @@
 | `DistributedDataParallel._comm_hooks` | 2.4-2.15 | whether a hook averages, and drift under it |
 | `DistributedDataParallel._sync_buffers` | 2.4-2.15 | whether buffers are averaged by a hook |
 | `_BaseDataLoaderIter._next_index`, `._index_sampler` | 2.4-2.15 | the indices a rank consumed |
+| `LRScheduler._step_count`, `SequentialLR._schedulers`, `._milestones` | 2.13 | planned lengths |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
 | `FSDPModule._get_fsdp_state` | 2.6-2.15 | what ranks read under HSDP; FSDP's optimizer |
 | `FSDPParam.unsharded_accumulated_grad` | 2.6-2.13 | `fully_shard` that never reduces gradients |
@@ -44,6 +45,16 @@ def sequence_number(group: Any) -> int:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
         return -1
+
+
+def is_made(scheduler: Any) -> bool:
+    """Whether the constructor of a learning-rate scheduler, which steps it once, is over."""
+    return bool(getattr(scheduler, "_step_count", 1) > 0)
+
+
+def last_in_sequence(scheduler: Any) -> tuple[Any, int]:
+    """The last scheduler of a `SequentialLR`, and after how many steps it begins."""
+    return scheduler._schedulers[-1], int(scheduler._milestones[-1])
 
 
 def fully_shards() -> bool:

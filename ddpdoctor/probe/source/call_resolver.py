@@ -74,7 +74,7 @@ def call_in_frames(
 
     Methods of the wanted object itself are skipped: the line that called these is the answer.
     """
-    for user, scope in _searched(
+    for user, scope in searched(
         frame, lambda f: is_user(f.f_code) and not wanted(first_argument(f))
     ):
         found = _call_in(user.f_code, scope, is_user, wanted, user.f_lineno, DEPTH)
@@ -83,7 +83,7 @@ def call_in_frames(
     return None
 
 
-def _searched(
+def searched(
     frame: FrameType | None, is_searched: Callable[[FrameType], bool]
 ) -> Iterator[tuple[FrameType, Scope]]:
     """The first `FRAMES` running frames to search, innermost first, with their names."""
@@ -163,7 +163,7 @@ def _is_state(node: ast.AST, scope: Scope, optimizer: Any) -> bool:
     """Whether an expression is the state of the optimizer, or something in it."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Attribute) and node.attr == "state":
-            return _resolve(node.value, scope) is optimizer
+            return resolve(node.value, scope) is optimizer
         node = node.value
     return False
 
@@ -174,7 +174,7 @@ def _settings_in_frames(
     wanted: Sets,
     value: bool | None = None,
 ) -> Iterator[Found]:
-    for user, scope in _searched(frame, lambda f: is_user(f.f_code)):
+    for user, scope in searched(frame, lambda f: is_user(f.f_code)):
         yield from _settings(user.f_code, scope, is_user, wanted, value, user.f_lineno, 2)
 
 
@@ -224,7 +224,7 @@ def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
         new = next(iter(given(node)), ast.Constant(True))
     else:
         return False
-    return not _is_input(owner, scope) and (value is None or _resolve(new, scope) is value)
+    return not _is_input(owner, scope) and (value is None or resolve(new, scope) is value)
 
 
 def _is_input(owner: ast.AST, scope: Scope) -> bool:
@@ -233,7 +233,7 @@ def _is_input(owner: ast.AST, scope: Scope) -> bool:
     import torch
 
     made = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute)
-    found = _resolve(owner, scope)
+    found = resolve(owner, scope)
     tensor = isinstance(found, torch.Tensor) and not isinstance(found, torch.nn.Parameter)
     return tensor or (made and found is None)
 
@@ -266,14 +266,14 @@ def assignment_in_frames(
     Returns:
         None if there are statements in several branches: it is not known which ran.
     """
-    for user, scope in _searched(frame, lambda f: is_user(f.f_code)):
+    for user, scope in searched(frame, lambda f: is_user(f.f_code)):
         node = function_of(user.f_code)
         naming = [
             found
             for found in (own_nodes(node) if node is not None else ())
             if isinstance(found, ast.Assign)
             and not isinstance(found.value, ast.Constant)
-            and any(_resolve(target, scope) is wanted for target in found.targets)
+            and any(resolve(target, scope) is wanted for target in found.targets)
         ]
         if node is None or not naming:
             continue
@@ -303,7 +303,7 @@ def _call_in(
     # The forward precedes the backward: the last call before it, or (in a loop) the last one.
     calls.sort(key=lambda call: (call.lineno <= line, call.lineno), reverse=True)
     for call in calls:
-        if wanted(_resolve(call.func, scope)):
+        if wanted(resolve(call.func, scope)):
             return Found(code, call.lineno)
     if depth > 0:
         for call in calls:
@@ -333,17 +333,17 @@ def _into(
 ) -> tuple[types.FunctionType, Scope] | None:
     """The user's function that a call enters, and the scope of its arguments; None for any other
     call."""
-    target = _resolve(call.func, scope)
+    target = resolve(call.func, scope)
     if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
         target = Bound(target.__self__, target.__func__)
     function = target.function if isinstance(target, Bound) else target
     if not isinstance(function, types.FunctionType) or not is_user(function.__code__):
         return None
-    values = [_resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]
+    values = [resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]
     if isinstance(target, Bound):
         values.insert(0, target.owner)
     names = dict(zip(function.__code__.co_varnames, values, strict=False))
-    names.update({k.arg: _resolve(k.value, scope) for k in call.keywords if k.arg})
+    names.update({k.arg: resolve(k.value, scope) for k in call.keywords if k.arg})
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             names[name] = cell.cell_contents
@@ -352,29 +352,29 @@ def _into(
     return function, Scope(names, function.__globals__)
 
 
-def _resolve(node: ast.AST, scope: Scope) -> Any:
+def resolve(node: ast.AST, scope: Scope) -> Any:
     """The object that an expression stands for; None if that would need code to run."""
     if isinstance(node, ast.Name):
         return scope.get(node.id)
     if isinstance(node, ast.Attribute):
-        return attribute(_resolve(node.value, scope), node.attr)
+        return attribute(resolve(node.value, scope), node.attr)
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Subscript):
-        return _item(_resolve(node.value, scope), _resolve(node.slice, scope))
+        return _item(resolve(node.value, scope), resolve(node.slice, scope))
     if isinstance(node, ast.Call):  # of calls only `getattr(model, "module", model)`
         return _unwrapped(node, scope)
     if isinstance(node, ast.IfExp):
-        return _resolve(node.body, scope)
+        return resolve(node.body, scope)
     return None
 
 
 def _unwrapped(node: ast.Call, scope: Scope) -> Any:
     """The object that `getattr(model, "module", model)` stands for; None for other calls."""
     if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) >= 2:
-        name = _resolve(node.args[1], scope)
+        name = resolve(node.args[1], scope)
         if isinstance(name, str):
-            return attribute(_resolve(node.args[0], scope), name)
+            return attribute(resolve(node.args[0], scope), name)
     return None
 
 
@@ -408,7 +408,7 @@ def _item(owner: Any, key: Any) -> Any:
         owner = stored
         key = str(key) if isinstance(key, int) else key
     if isinstance(owner, dict) and isinstance(key, (str, int)):
-        return owner.get(key)
+        return dict.get(owner, key)  # not the `get` of a class of the user's
     if type(owner) in (list, tuple) and isinstance(key, int) and -len(owner) <= key < len(owner):
         return owner[key]
     return None

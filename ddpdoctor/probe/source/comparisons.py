@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import CodeType
-from typing import Any
 
 from .ast_cache import Source, covers_line, last_name, own_nodes, source_of
 
@@ -48,20 +47,6 @@ def deciding(code: CodeType, line: int) -> tuple[ast.expr, ...]:
                 if any(_keeps(node, ast.unparse(value), ast.unparse(best)) for node in sets):
                     found[ast.unparse(value)] = value
     return tuple(found.values())
-
-
-def value_of(node: ast.expr, variables: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
-    """What an expression of `compared` stands for, without running code of the program: variables,
-    attributes in the object's own dictionary, items of plain dictionaries. None if it is none."""
-    if isinstance(node, ast.Name):
-        return variables.get(node.id, names.get(node.id))
-    if isinstance(node, ast.Attribute):
-        held = getattr(value_of(node.value, variables, names), "__dict__", None)
-        return held.get(node.attr) if type(held) is dict else None
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        held = value_of(node.value, variables, names)
-        return held.get(node.slice.value) if type(held) is dict else None
-    return None
 
 
 def _compared(source: Source, function: ast.AST) -> tuple[ast.expr, ...]:

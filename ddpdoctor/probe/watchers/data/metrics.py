@@ -9,22 +9,20 @@ from __future__ import annotations
 import ast
 import sys
 import time
-from collections.abc import Iterator
 from math import isfinite
 from types import FrameType
 from typing import Any
 
 from ....events import ComparedValue, SaveDecided
 from ...recording.code_locations import USER
-from ...recording.frames import variables
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher
 from ...source import comparisons
+from ...source.call_resolver import resolve, searched
 from .loaders import Loaders
 
-FRAMES_AT_MOST = 12
 VALUES_AT_MOST = 400
-"""Frames whose comparisons are looked at, and values recorded."""
+"""Values recorded."""
 
 ITERATIONS_LOOKED_AT = 200
 """Iterations over loaders at whose begin values are read."""
@@ -81,13 +79,14 @@ class ComparedValues(Watcher):
         """Record the compared numbers that changed since the last iteration began."""
         if self.iterations > ITERATIONS_LOOKED_AT:
             return
-        for frame in _frames(recorder):
-            nodes = comparisons.compared(frame.f_code)
-            if not nodes:
-                continue
-            found = variables(frame)
-            for node in nodes:
-                number = _number(comparisons.value_of(node, found, frame.f_globals))
+
+        def compares(frame: FrameType) -> bool:
+            code = frame.f_code
+            return recorder.sites.kind(code) is USER and bool(comparisons.compared(code))
+
+        for frame, scope in searched(sys._getframe(1), compares):
+            for node in comparisons.compared(frame.f_code):
+                number = _number(resolve(node, scope))
                 name = frame.f_code.co_filename, frame.f_code.co_firstlineno, ast.unparse(node)
                 if number is None or self.values.get(name) == number:
                     continue
@@ -106,18 +105,16 @@ class ComparedValues(Watcher):
                     )
 
     def _saving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
-        for frame in _frames(recorder):
-            code, line = frame.f_code, frame.f_lineno
-            place = code.co_filename, code.co_firstlineno, line
-            if place not in self.deciding:
-                self.deciding[place] = [SAVES_AT_MOST, comparisons.deciding(code, line)]
-            left, nodes = self.deciding[place]
-            if not nodes or not left:
+        def decides(frame: FrameType) -> bool:
+            return recorder.sites.kind(frame.f_code) is USER and bool(self._left(frame)[1])
+
+        for frame, scope in searched(sys._getframe(1), decides):
+            known = self._left(frame)
+            if not known[0]:
                 continue
-            self.deciding[place][0] -= 1
-            found = variables(frame)
-            for node in nodes:
-                number = _number(comparisons.value_of(node, found, frame.f_globals))
+            known[0] -= 1
+            for node in known[1]:
+                number = _number(resolve(node, scope))
                 if number is not None:
                     recorder.emit(
                         SaveDecided(
@@ -125,29 +122,31 @@ class ComparedValues(Watcher):
                             name=ast.unparse(node),
                             value=number,
                             step=recorder.step,
-                            compared=recorder.sites.number(code, node.lineno),
+                            compared=recorder.sites.number(frame.f_code, node.lineno),
                             site=recorder.site(),
                         )
                     )
 
-
-def _frames(recorder: Recorder) -> Iterator[FrameType]:
-    """The frames of the user's code that are running, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    given = 0
-    while frame is not None and given < FRAMES_AT_MOST:
-        if recorder.sites.kind(frame.f_code) is USER:
-            given += 1
-            yield frame
-        frame = frame.f_back
+    def _left(self, frame: FrameType) -> list[Any]:
+        """What `deciding` holds for the line that a frame is on."""
+        place = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno
+        if place not in self.deciding:
+            nodes = comparisons.deciding(frame.f_code, frame.f_lineno)
+            self.deciding[place] = [SAVES_AT_MOST, nodes]
+        return self.deciding[place]
 
 
 def _number(value: Any) -> float | None:
-    """A finite number that is not an integer by type, as metrics are, or one in a CPU tensor."""
-    if type(value) is not float and getattr(value, "numel", None) is not None:
+    """A finite number that is not an integer by type, as metrics are, or one in a CPU tensor.
+
+    A program compares objects of any class: only those of Python, NumPy and torch itself are asked,
+    for a class of the user's may run code when it is.
+    """
+    kind = type(value)
+    if kind is sys.modules["torch"].Tensor:
         if value.numel() != 1 or not value.is_cpu or not value.is_floating_point():
             return None
         value = float(value.detach())
-    elif type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+    elif kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         value = value.item()
     return value if type(value) is float and isfinite(value) else None

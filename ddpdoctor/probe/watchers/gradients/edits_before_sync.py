@@ -8,6 +8,7 @@ program's own. What is cleared in between, or applied without being averaged, is
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,16 +17,18 @@ from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
-from ...tensors.digests import some_values
-from ...tensors.tensor_watch import spread
+from ...tensors.tensor_watch import TensorWatch, grad_of, spread
 from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Optimizer, Step
 from ...training.tracked_model import Model
 from ..manual_sync.exchanges import Exchanges
 from ..manual_sync.unwrapped import UnwrappedParameters
-from .gradient_edits import Values, ratio
+from .gradient_edits import NOW, ratio, values
 from .limits import EARLY_EDITS_EMITTED, EARLY_LOOKS, LOOKED_AT
+
+LAST = "last"
+"""The moment with which gradients are compared."""
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
@@ -50,27 +53,24 @@ class _Gradients:
 
     Attributes:
         parameters: a few of them.
-        ids, values: of their gradients after the last backward that did not average them, or the
-            last change since; `waiting` while there was such a backward.
+        looked_at: values and identities of their gradients after the last backward that did not
+            average them, or the last change since; `waiting` while there was such a backward.
         edits: changes since they were cleared; `averaged`: DDP averaged them afterwards.
         backward_site: the line of that backward.
     """
 
     def __init__(self, parameters: list[Reference]) -> None:
         self.parameters = parameters
-        self.ids: list[int] = []
-        self.values: Values = []
+        self.looked_at = TensorWatch(
+            range(len(parameters)), partial(_gradients_of, parameters), values, _identities
+        )
         self.waiting = False
         self.edits: list[_Edit] = []
         self.averaged = False
         self.backward_site = -1
 
-    def now(self) -> tuple[list[int], Values]:
-        held = [None if (p := ref()) is None else p.grad for ref in self.parameters]
-        return [id(g) for g in held], [some_values([g]) for g in held]
-
     def keep(self) -> None:
-        self.ids, self.values = self.now()
+        self.looked_at.keep(LAST)
 
     def forget(self) -> None:
         """They were cleared, or applied."""
@@ -79,18 +79,28 @@ class _Gradients:
 
     def changed(self, function: str = "", site: int = -1) -> None:
         """Note a change since the last look, if there was one."""
-        before = self.values
-        self.keep()
-        if before != self.values:
-            edit = _Edit(function, site, ratio(before, self.values), self.backward_site)
-            self.edits.append(edit)
+        kept = self.looked_at.kept
+        before = kept[LAST][0]
+        if self.looked_at.changed_again(LAST):
+            factor = ratio(before, kept[LAST][0])
+            self.edits.append(_Edit(function, site, factor, self.backward_site))
 
     def cleared(self) -> bool:
         """Whether they were dropped, replaced or set to zero since the last look."""
-        ids, values = self.now()
-        return all(now != then for now, then in zip(ids, self.ids, strict=True)) or (
-            not any(map(any, values)) and any(map(any, self.values))
+        self.looked_at.keep(NOW)
+        then, now = (self.looked_at.kept[moment][0] for moment in (LAST, NOW))
+        replaced = self.looked_at.changed(LAST, until=NOW, column=1)
+        return len(replaced) == len(self.parameters) or (
+            not any(map(any, now)) and any(map(any, then))
         )
+
+
+def _gradients_of(parameters: list[Reference], positions: list[int]) -> list[Any]:
+    return [grad_of(parameters[position]()) for position in positions]
+
+
+def _identities(tensors: list[Any]) -> list[int]:
+    return list(map(id, tensors))
 
 
 class EditsBeforeSync(Watcher):
@@ -103,7 +113,6 @@ class EditsBeforeSync(Watcher):
     """
 
     lost = "gradients that are clipped before they are averaged"
-    after = ()
 
     def __init__(self) -> None:
         self.models: WeakKeyDictionary[Model, _Gradients] = WeakKeyDictionary()

@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from ....events import Hyperparameters, ScalerStep, SchedulerStep
+from ...recording import torch_compat
+from ...recording.hooks import Hook
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
@@ -52,7 +54,14 @@ class LastRecorded:
 
 
 class HyperparameterWatch(Watcher):
+    """
+    Attributes:
+        scheduled: the program has stepped a scheduler; those that it steps in turn
+            (`SequentialLR`) do not count.
+    """
+
     lost = "hyper-parameters and loss scales"
+    scheduled: ClassVar[Hook[Any]] = Hook("scheduled")
 
     def __init__(self) -> None:
         self.scalers: WeakIdentityMap[Scaler] = WeakIdentityMap()
@@ -74,7 +83,7 @@ class HyperparameterWatch(Watcher):
         self.around(torch.amp.GradScaler, "update", before=self._scaler_updates)
         for kind in vars(lr_scheduler).values():
             if isinstance(kind, type) and "step" in vars(kind):
-                self.around(kind, "step", before=self._scheduled, after=self._scheduler_ends)
+                self.around(kind, "step", before=self._scheduler_begins, after=self._scheduler_ends)
 
     def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         return args[0]
@@ -174,11 +183,15 @@ class HyperparameterWatch(Watcher):
         if scale is not None and args[0].is_enabled():
             self.set_sites[args[0]] = recorder.site()
 
-    def _scheduled(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+    def _scheduler_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.scheduler_depth += 1
-        made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
-        if self.scheduler_depth > 1 or not recorder.step or not made:
-            return
+        if self.scheduler_depth > 1 or not torch_compat.is_made(args[0]):
+            return None
+        if recorder.step:
+            self._scheduler_steps(recorder, args, kwargs)
+        return args[0]
+
+    def _scheduler_steps(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         site = recorder.site()
         call = self.scheduler_calls.get(site, 0)
         self.scheduler_calls[site] = call + 1
@@ -198,6 +211,8 @@ class HyperparameterWatch(Watcher):
 
     def _scheduler_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.scheduler_depth -= 1
+        if token is not None and error is None:
+            self.scheduled.fire(recorder, token)
 
 
 def _metric(args: Args, kwargs: Kwargs) -> float | None:

@@ -12,13 +12,14 @@ from types import FrameType
 from typing import Any
 
 from ....events import ScheduleEnded
-from ...recording import hooks
+from ...recording import hooks, torch_compat
 from ...recording.code_locations import OWN, USER
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...source import statements
 from ...training.optimizers import Optimizers
+from .hyperparameters import HyperparameterWatch
 from .limits import LENGTHS_AT_MOST, LOOPS_SEARCHED, SCHEDULES_AT_MOST
 
 
@@ -28,9 +29,10 @@ def _falling(scheduler: Any) -> int:
 
 
 def _sequence(scheduler: Any) -> int:
-    last = PLANS.get(type(scheduler._schedulers[-1]).__name__)
-    end = last(scheduler._schedulers[-1]) if last is not None else 0
-    return int(scheduler._milestones[-1]) + end if end else 0
+    last, begins = torch_compat.last_in_sequence(scheduler)
+    plan = PLANS.get(type(last).__name__)
+    end = plan(last) if plan is not None else 0
+    return begins + end if end else 0
 
 
 PLANS: Mapping[str, Callable[[Any], int]] = {
@@ -65,16 +67,15 @@ class ScheduleLengths(Watcher):
     """
     Attributes:
         known: by scheduler.
-        depth: nesting of `step`, as `SequentialLR` steps others.
         lengths: what `len(loader)` returned to the program so far.
     """
 
     lost = "the lengths of learning-rate schedules"
+    after = (HyperparameterWatch,)
 
     def __init__(self) -> None:
         self.known: WeakIdentityMap[Schedule] = WeakIdentityMap()
         self.schedules: list[Schedule] = []
-        self.depth = 0
         self.lengths: dict[int, None] = {}
 
     def install(self) -> None:
@@ -84,12 +85,11 @@ class ScheduleLengths(Watcher):
         for name in PLANS:
             kind = getattr(lr_scheduler, name)
             self.around(kind, "__init__", before=self._making, after=self._made)
-        for kind in {k for n in PLANS for k in getattr(lr_scheduler, n).__mro__}:
-            if "step" in vars(kind):
-                self.around(kind, "step", before=self._stepping, after=self._stepped)
         self.around(DataLoader, "__len__", before=self._asked, after=self._answered)
 
     def _asked(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> bool:
+        if len(self.lengths) >= LENGTHS_AT_MOST:
+            return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and recorder.sites.kind(frame.f_code) is OWN:
             if frame.f_code.co_name in ("__iter__", "__next__"):  # the loop over the loader
@@ -98,7 +98,7 @@ class ScheduleLengths(Watcher):
         return frame is not None and recorder.sites.kind(frame.f_code) is USER
 
     def _answered(self, recorder: Recorder, token: bool, result: Any, error: Error) -> None:
-        if token and error is None and len(self.lengths) < LENGTHS_AT_MOST:
+        if token and error is None:
             self.lengths[int(result)] = None
 
     def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
@@ -110,15 +110,10 @@ class ScheduleLengths(Watcher):
         kind = type(scheduler).__name__
         self.known[scheduler] = Schedule(kind, recorder.site(), tuple(self.lengths))
 
-    def _stepping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
-        self.depth += 1
-        made = getattr(args[0], "_step_count", 1) > 0  # the constructor steps once
-        return args[0] if self.depth == 1 and made else None
-
-    def _stepped(self, recorder: Recorder, scheduler: Any, result: Any, error: Error) -> None:
-        self.depth -= 1
-        schedule = self.known.get(scheduler) if scheduler is not None else None
-        if schedule is None or error is not None:
+    @on(HyperparameterWatch.scheduled)
+    def _stepped(self, recorder: Recorder, scheduler: Any) -> None:
+        schedule = self.known.get(scheduler)
+        if schedule is None:
             return
         schedule.calls += 1
         schedule.counted = scheduler.last_epoch
