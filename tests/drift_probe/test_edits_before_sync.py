@@ -12,6 +12,7 @@ from ddpdoctor.probe.recording import patching, recorder
 from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.watchers.gradients import edits_before_sync
 from ddpdoctor.probe.watchers.gradients.edits_before_sync import EditsBeforeSync
+from ddpdoctor.probe.watchers.gradients.limits import EARLY_LOOKS
 from ddpdoctor.storage.run_folder import EventWriter
 
 
@@ -143,3 +144,10 @@ def test_local_steps(training):
     training.backward(synced=True)
     training.step()
     assert training.recorded() == []
+
+
+def test_steps_with_nothing_to_see_are_soon_left_alone(training):
+    for _ in range(EARLY_LOOKS):
+        training.backward(synced=True)
+        training.step()
+    assert not any(one.enabled for one in EditsBeforeSync.current._looking)

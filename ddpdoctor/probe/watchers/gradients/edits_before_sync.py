@@ -108,7 +108,7 @@ class EditsBeforeSync(Watcher):
     Attributes:
         models: by wrapped model.
         depth: functions of torch that change gradients and are running.
-        looks: steps looked at with gradients that waited to be averaged.
+        looks: steps looked at.
         emitted: events recorded.
     """
 
@@ -189,16 +189,14 @@ class EditsBeforeSync(Watcher):
 
     @on(lifecycle.step_begins, during="_looking", enabled=True)
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
-        looked = False
         for holding in step.holdings:
             one = self.models.get(holding.model)
             if one is not None:
-                looked |= one.waiting or one.averaged
                 self._emit(recorder, step, one, holding.model.number, one.averaged)
         if (one := _unwrapped(step.known)) is not None:
-            looked = True
             self._emit(recorder, step, one, -1, False)
-        self.looks += looked
+        # Steps in which nothing waits count too: most programs never have any that does.
+        self.looks += 1
         if self.looks >= EARLY_LOOKS:
             self._looking.disable()
 
