@@ -93,7 +93,7 @@ class DataOverlap(LoaderCheck):
 
     ## When it stays quiet
     - The samples differ.
-    - Streams are drawn with replacement.
+    - Each rank draws its stream with replacement, from a random state of its own.
     - Selections overlap by little, or all ranks have some samples in common.
     - One rank sends the inputs to the others (broadcast, scatter), or they are shared within a
       tensor-parallel group or between the stages of a pipeline.
@@ -114,6 +114,14 @@ class DataOverlap(LoaderCheck):
             "all ranks iterate the whole of an iterable dataset",
             "each rank iterates the whole dataset: no sampler applies to {kind}, which is iterable",
             "{shard}",
+        ),
+        "equal-draws": Words(
+            "all ranks draw the same samples of a stream, with replacement",
+            "{kind} draws its samples at random, in the same order on these ranks: it is seeded "
+            "alike on each",
+            "add the rank, and the worker's number where there are workers, to the seed that "
+            "{kind} draws from",
+            "draws the same samples on these ranks",
         ),
         "restored-alike": Words(
             "all ranks continue a stream from the state of one rank's loader",

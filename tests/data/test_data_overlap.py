@@ -105,6 +105,19 @@ def test_streams_of_their_own() -> None:
     assert not examine(stream(COUNTING), stream(OTHERS))
 
 
+def test_streams_drawn_with_replacement_from_one_seed() -> None:
+    """No rank comes to an end, and samples come again: the draws are the same all the same."""
+
+    def drawn(seed: int) -> list[Event]:
+        generator = random.Random(seed)
+        batches = [[generator.randrange(1, 13) for _ in range(4)] for _ in range(16)]
+        return stream(batches, exhausted=False)
+
+    (finding,) = examine(drawn(0), drawn(0))
+    assert (finding.rule, finding.ranks) == ("equal-draws", (0, 1))
+    assert not examine(drawn(0), drawn(1))
+
+
 def test_samples_that_are_all_alike_tell_nothing() -> None:
     alike = [[7, 7, 7, 7]] * 3
     assert not examine(stream(alike), stream(alike))

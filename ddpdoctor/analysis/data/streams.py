@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .content import Row, distinct, overlap, rows, same_pass
 from .fault import LoaderFault
 from .loaders import Epoch, Loader, Reader
-from .thresholds import MATERIAL, NO_ACCIDENT, OVERFITTED_BATCHES, WHOLE
+from .thresholds import MATERIAL, NO_ACCIDENT, ONCE, OVERFITTED_BATCHES, WHOLE
 
 
 class Sharing(NamedTuple):
@@ -36,6 +36,8 @@ def sharing_in_epoch(readers: list[Reader], number: int, share: float = MATERIAL
         disjoint = of > 0 and not common
         if not of or common / of < share:
             common, of = same_pass([a, b], workers=False, since=number)
+        if not of:
+            common, of = equal_sequence(a.epochs[number], b.epochs[number])
         if of:
             one = of_rank[a.rank.rank] | of_rank[b.rank.rank]
             of_rank |= dict.fromkeys(one, one)
@@ -85,6 +87,17 @@ def repeated_order(old: Epoch, new: Epoch) -> bool | None:
     return before[:count] == now[:count]
 
 
+def equal_sequence(one: Epoch, other: Epoch) -> tuple[int, int]:
+    """How many samples two ranks delivered, the same ones at each position, and of how many; (0, 0)
+    where one of them differs. Samples may come several times, as they do where they are drawn with
+    replacement: the same draws on two ranks are no accident."""
+    mine, yours = rows(one), rows(other)
+    count = min(len(mine), len(yours))
+    equal = count > 0 and mine[:count] == yours[:count]
+    enough = equal and len({row for _, row in mine[:count]}) >= NO_ACCIDENT
+    return (count, count) if enough else (0, 0)
+
+
 def examined_epochs(reader: Reader) -> list[Epoch]:
     """The training epochs of a stream of which samples are on record."""
     long = any(e.batches > OVERFITTED_BATCHES for e in reader.epochs)
@@ -117,6 +130,8 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
     rule = "repeated-parts" if found.parts else "unsharded-stream"
     if _restored_alike([r for r in readers if r.rank.rank in found.ranks], number):
         rule = "restored-alike"
+    if rule == "unsharded-stream" and _drawn(readers, number):
+        rule = "equal-draws"
     overlap = any(workers_share(r)[1] for r in readers) or all_workers_share(readers)
     return LoaderFault(
         "data-overlap",
@@ -134,6 +149,13 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
             "workers of one rank overlap too": overlap,
         },
     )
+
+
+def _drawn(readers: list[Reader], number: int) -> bool:
+    """Whether samples come again within an epoch in no order of their own: drawn with replacement,
+    where sharding is no cure."""
+    seen = [row for _, row in rows(readers[0].epochs[number])]
+    return len(set(seen)) < ONCE * len(seen) and not readers[0].epochs[number].exhausted
 
 
 def _restored_alike(readers: list[Reader], number: int) -> bool:
