@@ -12,6 +12,7 @@ from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.analysis.replicas.thresholds import EXAMINED_STEPS, SAME_FACTOR
 from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled
+from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run
 
@@ -26,13 +27,14 @@ REDUCED_AGAIN = "reduced-again"
 
 
 class DoubleAveraging(Check):
-    """Gradients are averaged twice
+    """Gradients are averaged twice, or parameters summed and not averaged
 
     ## What it finds
     With DDP, which averages gradients itself: a loss divided by the world size (or by a product
     that contains it) before backward, gradients divided by it, or gradients or copies of them
     all-reduced once more. Without a wrapper: gradients that the program synchronises manually and
-    divides once too often, or whose loss was divided before.
+    divides once too often, or whose loss was divided before; and parameters that it sums over the
+    ranks between steps and does not divide.
 
     ## How it knows
     Each rank searches the last twelve nodes of the loss's autograd graph for a division by the
@@ -41,7 +43,8 @@ class DoubleAveraging(Check):
     the synchronised backward and the step, values of up to six gradients on the CPU are compared
     (in the first 64 steps, then in about one of 110 as `--budget` allows), apart from what torch's
     clipping changes, and so is what the program passes to collectives. Without a wrapper, four
-    steps compare what is applied with the mean of the ranks' own gradients. A division counts only
+    steps compare what is applied with the mean of the ranks' own gradients, and the parameters
+    after an exchange with the mean of those before it. A division counts only
     if its line names the world size, or a name assigned once in that file from a product or
     quotient with it: any other 2 does not. A product counts where the loss is a mean, or a sum
     divided by the world size times the number of its terms. All this proves the fault. A manual
@@ -74,6 +77,13 @@ class DoubleAveraging(Check):
         REDUCED_AGAIN: "gradients that DDP averaged are all-reduced once more, to no effect",
         **averaged_gradients.RULES,
     }
+    effects = (
+        Effect(
+            ("nonfinite-origin",),
+            of=(averaged_gradients.SUMMED_PARAMETERS,),
+            when=(When.SHARED_RANK, When.STEP_NOT_BEFORE),
+        ),
+    )
 
     def unobserved(self, run: Run) -> str | None:
         if not (replicas(run) or run.any(Averaged)):

@@ -202,11 +202,12 @@ class Rewritten(Event, frozen=True, tag="rewritten"):
 
 class Averaged(Event, frozen=True, tag="averaged"):
     """A few values of manually synchronised gradients, in the first steps before which the program
-    exchanged all of them.
+    exchanged all of them; or of parameters that it exchanges between steps.
 
     Attributes:
-        local: values as the last backward left them on this rank; `applied` the same values when
-            the step begins.
+        kind: `gradients` or `parameters`.
+        local: values as the last backward left them on this rank, or of parameters before the
+            exchange; `applied` the same values when the next step begins.
         operations: reduce operations of the collectives in between (`SUM`, `AVG`).
         sites: the lines that changed them in between, if traced; `divisors` by site the world size
             as written, empty if the line does not divide by it.
@@ -231,6 +232,7 @@ class Averaged(Event, frozen=True, tag="averaged"):
     numbers: int = 0
     drawn: int = -1
     site: int = -1
+    kind: str = "gradients"
 
 
 class Clipped(Event, frozen=True, tag="clipped"):

@@ -77,6 +77,21 @@ def test_gradients_that_were_edited_besides_tell_nothing() -> None:
     assert found(0.5, apart=True, **TWICE) == []
 
 
+def test_parameters_that_are_summed() -> None:
+    (finding,) = found(2.0, kind="parameters", site=4)
+    assert (finding.rule, finding.ranks) == ("summed-parameters", (0, 1))
+    assert finding.location and finding.location.line == 22
+
+
+@pytest.mark.parametrize("factor, apart", [(1.0, False), (2.0, True), (1.5, False)])
+def test_parameters_that_are_averaged_or_moved_otherwise(factor: float, apart: bool) -> None:
+    assert found(factor, kind="parameters", apart=apart) == []
+
+
+def test_gradients_may_be_summed() -> None:
+    assert found(2.0, site=4) == []
+
+
 def line_of(tmp_path: Path, body: str) -> tuple[int, str]:
     """What divides the loss in a function, of which the last line calls `backward`."""
     path = tmp_path / "train.py"

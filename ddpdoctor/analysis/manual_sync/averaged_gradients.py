@@ -1,4 +1,5 @@
-"""Gradients that the program itself averages over the ranks, and divides twice."""
+"""Gradients and parameters that the program itself averages over the ranks, and divides twice or
+not at all."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from .thresholds import LARGE, NEAR
 
 MANUAL_DIVIDED_LOSS = "divided-loss-manual-sync"
 MANUAL_DIVIDED_TWICE = "divided-gradients-manual-sync"
+SUMMED_PARAMETERS = "summed-parameters"
 
 RULES = {
     MANUAL_DIVIDED_LOSS: "the loss is divided by the world size, and gradients averaged manually",
     MANUAL_DIVIDED_TWICE: "gradients are averaged manually and divided by the world size again",
+    SUMMED_PARAMETERS: "parameters are replaced by their sum over the ranks, not by the mean",
 }
 
 Looks = dict[int, tuple[Rank, Averaged]]
@@ -26,7 +29,8 @@ Looks = dict[int, tuple[Rank, Averaged]]
 def reported(run: Run) -> Iterator[dict[str, Any]]:
     """The fields of a finding for every model whose gradients are divided twice."""
     for copies in trained_copies(run):
-        looks = _looks(copies)
+        yield from _summed_parameters(copies)
+        looks = _looks(copies, "gradients")
         for seen in looks:
             ratio = _ratio(seen)
             spot = _line(seen, looks, ratio) if ratio is not None else None
@@ -35,13 +39,45 @@ def reported(run: Run) -> Iterator[dict[str, Any]]:
                 break
 
 
-def _looks(copies: Copies) -> list[Looks]:
+def _looks(copies: Copies, kind: str) -> list[Looks]:
     """The steps that all ranks recorded."""
     tables = {
-        number: {e.step: (rank, e) for e in rank.of(Averaged) if e.optimizer == event.optimizer}
+        number: {
+            e.step: (rank, e)
+            for e in rank.of(Averaged)
+            if e.optimizer == event.optimizer and e.kind == kind
+        }
         for number, (rank, event) in copies.members.items()
     }
     return aligned(tables)
+
+
+def _summed_parameters(copies: Copies) -> Iterator[dict[str, Any]]:
+    """A finding where every exchange on record left the sum of the ranks' parameters."""
+    looks = _looks(copies, "parameters")
+    ratios = [_ratio(seen) for seen in looks]
+    size = len(copies.members)
+    if not looks or any(r is None or abs(r / size - 1) > NEAR for r in ratios):
+        return
+    rank, event = next(iter(looks[0].values()))
+    kind = next(iter(copies.members.values()))[1].kind or "a set of parameters"
+    yield {
+        "rule": SUMMED_PARAMETERS,
+        "ranks": tuple(looks[0]),
+        "steps": Steps(event.step, looks[-1][rank.rank][1].step, len(looks), len(looks)),
+        "subjects": (kind,),
+        "location": rank.location(event.site),
+        "label": "exchanged here",
+        "summary": f"each exchange replaces the parameters of {kind} by the sum over the {size} "
+        f"ranks: they grow {size}-fold each time",
+        "cause": "the parameters are all-reduced with SUM and not divided by the number of ranks",
+        "fix": "divide by `dist.get_world_size()` after the `all_reduce`, before the values become "
+        "the parameters",
+        "evidence": {
+            "parameters after the exchange, in means": [float(f"{r:.5g}") for r in ratios if r]
+        },
+        "at": rank.wall(event.at),
+    }
 
 
 def _ratio(seen: Looks) -> float | None:

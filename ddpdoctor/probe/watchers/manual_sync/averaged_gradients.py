@@ -1,8 +1,8 @@
-"""What becomes of gradients that the program averages manually?
+"""What becomes of gradients, or parameters, that the program averages manually?
 
-A few values of them are recorded as the last backward left them on this rank and as the optimizer
-applies them, in the first steps. Whether the latter are the mean over the ranks is computed from
-the records of all ranks.
+A few values are recorded as they are on this rank before the exchange (gradients: as the last
+backward left them) and when the next step begins, in the first steps. Whether the latter are the
+mean over the ranks is computed from the records of all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...training.module_origins import ModuleOrigins
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
 from .exchanges import Exchanges
-from .limits import AVERAGE_LOOKS, AVERAGED_NODES, AVERAGED_TENSORS
+from .limits import AVERAGE_LOOKS, AVERAGED_NODES, AVERAGED_TENSORS, PARAMETER_LOOKS
 from .unwrapped import UnwrappedParameters
 from .unwrapped_inputs import UnwrappedInputs
 
@@ -59,6 +59,9 @@ class AveragedGradients(Watcher):
         loss: the site of a line that divides the loss by the world size, and the divisor as
             written there; (-1, "") if none.
         alone: optimizers since whose last step no call brought values of other ranks.
+        parameters: by optimizer that exchanges its parameters, the window (`Exchanges`) in which
+            they were last looked at, their values before the exchange, and its line.
+        looks_at_parameters: by optimizer, how often parameters were looked at.
     """
 
     lost = "gradients that are averaged manually"
@@ -69,7 +72,10 @@ class AveragedGradients(Watcher):
         self.local: dict[int, _LocalGradients] = {}
         self.loss: tuple[int, str] = (-1, "")
         self.alone: set[int] = set()
+        self.parameters: dict[int, tuple[int, list[float], int]] = {}
+        self.looks_at_parameters: dict[int, int] = {}
         self._looking = Subscriptions()
+        self._exchanging = Subscriptions()
 
     def _still_examined(self, known: records.Optimizer) -> UnwrappedParameters | None:
         unwrapped = known.notes.get(UnwrappedParameters)
@@ -80,6 +86,60 @@ class AveragedGradients(Watcher):
     def _step_due(self, recorder: Recorder, step: Step) -> None:
         if self._still_examined(step.known) is not None:
             self._looking.enable()
+        if self._exchanged_parameters(step.known) is not None:
+            self._exchanging.enable()
+
+    def _exchanged_parameters(self, known: records.Optimizer) -> UnwrappedParameters | None:
+        """The parameters of an optimizer, where the program exchanges them and they were not looked
+        at often enough."""
+        unwrapped = known.notes.get(UnwrappedParameters)
+        exchanged = unwrapped is not None and unwrapped.exchanged == "parameters"
+        enough = (
+            self.looks.get(known.number, 0) >= AVERAGE_LOOKS
+            or self.looks_at_parameters.get(known.number, 0) >= PARAMETER_LOOKS
+        )
+        return unwrapped if exchanged and not enough else None
+
+    @on(call_hooks.called, during="_exchanging")
+    def _exchange_called(self, recorder: Recorder, call: Call) -> None:
+        """Keep a few values of the parameters before the first call of a window that may exchange
+        them."""
+        if not any(t.is_floating_point() and t.numel() > 1 for t in call.tensors):
+            return
+        window = Exchanges.current.window_elements()[0]
+        for known in Optimizers.current.known():
+            unwrapped = self._exchanged_parameters(known)
+            if unwrapped is None or self.parameters.get(known.number, (-1,))[0] == window:
+                continue
+            looked = self.looks_at_parameters.get(known.number, 0)
+            self.looks_at_parameters[known.number] = looked + 1
+            values = some_values(_spread_parameters(unwrapped))
+            self.parameters[known.number] = window, values, recorder.site()
+
+    @on(lifecycle.step_begins, during="_exchanging")
+    def _exchange_over(self, recorder: Recorder, step: Step) -> None:
+        number = step.known.number
+        unwrapped = self._exchanged_parameters(step.known)
+        if (seen := self.parameters.pop(number, None)) is None or unwrapped is None:
+            return
+        _, local, site = seen
+        applied = some_values(_spread_parameters(unwrapped))
+        finite = all(map(isfinite, (*applied, *local)))
+        if finite and len(applied) == len(local) and applied != local:
+            self.looks[number] = self.looks.get(number, 0) + 1
+            recorder.emit(
+                Averaged(
+                    at=time.monotonic(),
+                    optimizer=number,
+                    step=step.number,
+                    local=tuple(local),
+                    applied=tuple(applied),
+                    site=site,
+                    kind="parameters",
+                )
+            )
+        if not any(self._exchanged_parameters(known) for known in Optimizers.current.known()):
+            self._exchanging.disable()
 
     @on(lifecycle.backward_begins, during="_looking")
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
@@ -175,6 +235,11 @@ class AveragedGradients(Watcher):
 
 def _sampled_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
     alive = [p for ref in unwrapped.parameters if (p := ref()) is not None and p.grad is not None]
+    return spread(alive, AVERAGED_TENSORS)
+
+
+def _spread_parameters(unwrapped: UnwrappedParameters) -> list[Any]:
+    alive = [p for ref in unwrapped.parameters if (p := ref()) is not None]
     return spread(alive, AVERAGED_TENSORS)
 
 

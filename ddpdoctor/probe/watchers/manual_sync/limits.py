@@ -7,7 +7,11 @@ AVERAGE_LOOKS = 4
 often differs (warm-up, lazy initialisation)."""
 
 AVERAGED_TENSORS = 6
-"""Gradients sampled per optimizer."""
+"""Gradients, or parameters, sampled per optimizer."""
+
+PARAMETER_LOOKS = 64
+"""Windows between steps in which parameters are looked at, until `AVERAGE_LOOKS` of them changed
+the parameters."""
 
 AVERAGED_NODES = 6
 """Autograd nodes from the loss on that are searched for a division: it is one of the last things
