@@ -73,6 +73,8 @@ def _finding(finding: Finding) -> Iterator[str]:
     for proof in report_text.proofs(finding):
         yield _proof(proof)
     yield _entry("cause", _block(finding.cause))
+    if text := report_text.differed(finding):
+        yield _entry("ranks differ before", text)
     yield _entry(f"help ({finding.fix_kind.value})", _block(finding.fix))
     for effect in finding.consequences:
         text = f"{clean(effect.code)} {clean(effect.check)}: {clean(effect.summary, 500)}"

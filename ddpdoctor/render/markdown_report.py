@@ -54,6 +54,8 @@ def _finding(finding: Finding) -> Iterator[str]:
     for proof in report_text.proofs(finding):
         yield from _proof(proof)
     yield from _block("cause", finding.cause)
+    if text := report_text.differed(finding):
+        yield f"- ranks differ before: {_text(text)}"
     yield from _block(f"help ({finding.fix_kind.value})", finding.fix)
     for effect in finding.consequences:
         yield f"- follows from it: {_text(f'{effect.code} {effect.check}: {effect.summary}')}"

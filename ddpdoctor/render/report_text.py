@@ -143,6 +143,11 @@ def subjects(finding: Finding) -> str:
     return some(finding.subjects, 6)
 
 
+def differed(finding: Finding) -> str:
+    """What the ranks recorded differently before a finding; empty where there is nothing to say."""
+    return clean(finding.differed or "", 300)
+
+
 def proofs(finding: Finding) -> list[Proof]:
     """The evidence, entry by entry; what is empty proves nothing."""
     found = []

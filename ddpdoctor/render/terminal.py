@@ -129,6 +129,8 @@ def about(finding: Finding, width: int) -> Iterator[Text]:
     for proof in report_text.proofs(finding):
         yield from _proof(proof, width)
     yield from _labelled("cause", finding.cause, width)
+    if text := report_text.differed(finding):
+        yield from _labelled("ranks differ before", text, width)
     yield from _labelled(f"help ({finding.fix_kind.value})", finding.fix, width)
     for effect in finding.consequences:
         text = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"

@@ -42,6 +42,7 @@ from .findings import (
     Tool,
 )
 from .merging import each_once
+from .reasons import with_differences
 from .time_tables import time_rows, time_tables
 
 SHORTEST_LATER_S = 2.0
@@ -82,6 +83,7 @@ def diagnose(
     findings = fold(each_once(findings), makers)
     findings = _explained(findings, makers, run, others) if findings else []
     findings = _with_totals(run, findings)
+    findings = with_differences(run, findings, {c.name: c.family for c in checks})
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     ledger = ledger_of(run.ranks)
     return Report(

@@ -98,6 +98,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         fix: an action, as code where it can be; `fix_kind` says how it may be applied.
         evidence: the figures that prove it. An entry that another check reads (a `Condition`) has
             a typed value and a name that is a constant of the code.
+        differed: what the ranks recorded differently before it, first; empty where they recorded
+            the same, or where the finding says it itself; None where that was not asked.
         errors: what kind of error ended the rank, where one did and its text is a known one.
         rule: which rule of the check decided, in kebab-case; a name for life, the check's own where
             it has one rule only.
@@ -123,6 +125,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     related: tuple[Related, ...] = ()
     fix_kind: FixKind = FixKind.CHECK
     evidence: Evidence = {}
+    differed: str | None = None
     errors: tuple[ErrorKind, ...] = ()
     rule: str = ""
     deadlocked: bool = False

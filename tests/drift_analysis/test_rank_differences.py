@@ -130,7 +130,6 @@ CASES: dict[str, tuple[Event, Event, str, tuple[object, object], int]] = {
         epoch(EpochEnded, 2, batches=4, **ENDED), epoch(EpochEnded, 2, batches=5, **ENDED),
         "batches", (4, 5), 2,
     ),
-    "batch": (batch(6, 32), batch(6, 17), "size", (32, 17), 6),
     "micro-batches": (pattern(5, 1), pattern(5, 2), "synced", (1, 2), 5),
     "seed": (
         epoch(EpochBegan, 0, step=0, site=LINE, seed=1),
@@ -157,6 +156,12 @@ def test_what_differs_is_found_with_its_values_and_lines(case: str) -> None:
     assert tuple(first.values.values()) == values
     assert {str(spot) for spot in first.lines.values()} <= {"train.py:10", "train.py:20"}
     assert not found([here], [here])
+
+
+def test_batches_may_differ_in_size() -> None:
+    assert not found([batch(6, 32)], [batch(6, 17)])
+    (first,) = found([batch(6, 32)], [batch(6, 17)], usual=True)
+    assert (first.field, first.moment) == ("size", 6)
 
 
 ON_SOME: dict[str, Event] = {

@@ -17,6 +17,8 @@ from .suspects import Suspect
 
 ANOTHER_ORDER = "called in a different order than on the other ranks"
 
+SAME_ORDER = "call the collectives in the same order on every rank (sort the keys looped over)"
+
 
 class CallExplanation(Explanation[Suspect]):
     """An explanation of a divergence; `check` reports it."""
@@ -98,6 +100,15 @@ def in_another_order(blamed: Suspect) -> bool:
     """Whether all make the same calls, so that only their order is wrong."""
     divergence = blamed.divergence
     return divergence.shifted and not divergence.extra and not only_theirs(blamed)
+
+
+def order_fix(blamed: Suspect) -> str:
+    """What to do where only the order of the calls is known to differ."""
+    if in_another_order(blamed):
+        return SAME_ORDER
+    if not blamed.rest:
+        return "call the same collectives in the same order on every rank of the group"
+    return f"call {blamed.call.signature.op} on every rank of the group, or on none"
 
 
 def sides_text(blamed: Suspect) -> str:

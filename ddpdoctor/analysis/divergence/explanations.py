@@ -36,13 +36,16 @@ from .attribution import WHO, Attribution
 from .entered_branches import entered, only_theirs, opposed
 from .explanation import (
     ANOTHER_ORDER,
+    SAME_ORDER,
     CallExplanation,
     in_another_order,
+    order_fix,
     sides_text,
     what_was_skipped,
 )
 from .left_loop import LeftLoop
 from .loop_exits import left_loop
+from .recorded_difference import RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
 
@@ -150,7 +153,7 @@ class Arguments(CallExplanation):
             summary=f"{op} is called with different {names}: {calls}",
             cause=f"{_OTHER_NAMES if mixed else 'the ranks'} pass different {names} to the same "
             f"{op} (call {divergence.index} of {divergence.key}); gloo does not check this",
-            fix=_SAME_ORDER if mixed else "; ".join(self._fixes[name] for name in differs),
+            fix=SAME_ORDER if mixed else "; ".join(self._fixes[name] for name in differs),
             subjects=(op,),
         )
 
@@ -400,7 +403,7 @@ class Order(CallExplanation):
     def explain(self, suspect: Suspect) -> Attribution | None:
         if not self.holds(suspect):
             return None
-        return self.blame(suspect, cause=self.cause, fix=_fix(suspect))
+        return self.blame(suspect, cause=self.cause, fix=order_fix(suspect))
 
 
 EXPLANATIONS: tuple[CallExplanation, ...] = (
@@ -424,6 +427,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
         "differently in every process)",
     ),
     Order("reordered", "ranks make the same calls in a different order", in_another_order),
+    RecordedDifference(),
     Order("unexplained", "the calls differ, and nothing on record says why", lambda suspect: True),
 )
 
@@ -440,15 +444,13 @@ def members(ranks: tuple[int, ...]) -> str:
 
 _OTHER_NAMES = "the ranks loop over the same names in a different order, and so they"
 
-_SAME_ORDER = "call the collectives in the same order on every rank (sort the keys looped over)"
-
 
 def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
     """What to do about a branch around a call."""
     call = blamed.call
     # Both sides make the call, so moving it out of one branch helps nobody.
     if in_another_order(blamed):
-        return _SAME_ORDER
+        return SAME_ORDER
     if opposed(blamed, place, head):
         return (
             "call the same collectives in the same order in every branch of "
@@ -459,15 +461,6 @@ def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
         return unwrapped(head, call)
     here = blamed.divergence.location(call)
     return unbranched(head, f"call {op}" if here is None or op in here.source else "make this call")
-
-
-def _fix(blamed: Suspect) -> str:
-    """What to do where nothing tells why the calls differ."""
-    if in_another_order(blamed):
-        return _SAME_ORDER
-    if not blamed.rest:
-        return "call the same collectives in the same order on every rank of the group"
-    return f"call {blamed.call.signature.op} on every rank of the group, or on none"
 
 
 def _why(divergence: CallDivergence, left: LeftLoop) -> str:

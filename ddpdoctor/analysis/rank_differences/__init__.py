@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .compared import COMPARED, NOT_COMPARED, Compared, Recorded
-from .differences import Difference, differences, differences_among
+from .differences import Difference, differences, differences_among, preceding
 from .records import Series, extra_by_line, same_value, series
 
 __all__ = [
     "COMPARED", "NOT_COMPARED", "Compared", "Difference", "Recorded", "Series", "differences",
-    "differences_among", "extra_by_line", "same_value", "series",
+    "differences_among", "extra_by_line", "preceding", "same_value", "series",
 ]  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ... import events as e
@@ -37,6 +37,8 @@ class Compared:
         when: the records that are compared; all if None.
         usual: ranks of a correct program may differ in it, too (the first rank writes the
             checkpoints, each rank draws its own random numbers).
+        advice: what to do so that the ranks agree, where that can be said.
+        words: by field, how a report calls it, where `what` and its name do not say it.
     """
 
     what: str
@@ -46,6 +48,8 @@ class Compared:
     recorded: Recorded = Recorded.ALWAYS
     when: Callable[[Any], bool] | None = None
     usual: bool = False
+    advice: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
 
 ALWAYS, CHANGES, SAMPLED = Recorded
@@ -59,8 +63,17 @@ def _row(
     recorded: Recorded = ALWAYS,
     when: Callable[[Any], bool] | None = None,
     usual: bool = False,
+    advice: str = "",
+    words: Mapping[str, str] | None = None,
 ) -> Compared:
-    return Compared(what, tuple(fields.split()), tuple(key.split()), moment, recorded, when, usual)
+    names, keys = tuple(fields.split()), tuple(key.split())
+    return Compared(what, names, keys, moment, recorded, when, usual, advice, words or {})
+
+
+SAME_MICRO_BATCH = (
+    "synchronise and step after the same micro-batch on every rank: count micro-batches, or let "
+    "one rank decide (`dist.broadcast`), or all-reduce the value that decides"
+)
 
 
 COMPARED: dict[type[Event], Compared] = {
@@ -89,15 +102,18 @@ COMPARED: dict[type[Event], Compared] = {
         "model", "wrapper kind parameters buffers options device site", "model"
     ),
     e.Named: _row("variable of the model", "name", "model"),
-    e.CommHook: _row("communication hook", "name site", "model"),
+    e.CommHook: _row(
+        "communication hook", "name site", "model",
+        advice="register the same communication hook on every rank, before the first forward",
+    ),
     e.ParametersChanged: _row("parameters changed after the wrap", "names step site", "model kind"),
     e.SentBuffers: _row("buffers to broadcast", "buffers", "model", "forward", SAMPLED),
     e.Unwrapped: _row("parameters without a wrapper", "kind parameters site", "optimizer"),
     # Forward and backward.
     e.ModulesSkipped: _row("skipped modules", "names", "model", "backward", CHANGES),
     e.UnusedParameters: _row("unused parameters", "indices", "model", "backward", CHANGES),
-    e.BatchSeen: _row("batch", "size reduction weight", "model", "forward", CHANGES),
-    e.ForwardInput: _row("inputs", "rows numbers fed training", "model", "forward", SAMPLED),
+    e.BatchSeen: _row("batch", "size reduction weight", "model", "forward", CHANGES, usual=True),
+    e.ForwardInput: _row("inputs", "fed training", "model", "forward", SAMPLED),
     e.LossScaled: _row("division of the loss", "divisor expression site", "model"),
     e.Bypassed: _row("step around the wrapper", "site", "model optimizer", "count"),
     e.ReadyTwice: _row("parameter ready twice", "parameter site", "model"),
@@ -107,7 +123,12 @@ COMPARED: dict[type[Event], Compared] = {
     e.TrainingMode: _row("mode", "evaluating whole", "model", "backward", CHANGES),
     # Synchronisation.
     e.SyncPattern: _row(
-        "backwards of a step", "synced unsynced reason talked", "model optimizer", "step", CHANGES
+        "backwards of a step", "synced unsynced reason talked", "model optimizer", "step", CHANGES,
+        advice=SAME_MICRO_BATCH,
+        words={
+            "synced": "number of synchronised backwards in a step",
+            "unsynced": "number of backwards without synchronisation in a step",
+        },
     ),
     e.EditedBeforeSync: _row(
         "edit before averaging", "function times site", "model optimizer", "step", SAMPLED
@@ -131,6 +152,11 @@ COMPARED: dict[type[Event], Compared] = {
         "step",
         recorded=SAMPLED,
         when=lambda done: done.count == 1,
+        advice=SAME_MICRO_BATCH,
+        words={
+            "backwards": "number of backwards before an optimizer step",
+            "synced": "number of synchronised backwards before an optimizer step",
+        },
     ),
     e.Hyperparameters: _row("options", "groups", "optimizer", "step", CHANGES),
     e.SchedulerStep: _row("scheduler step", "step", "kind optimizer site", "call", SAMPLED),
@@ -141,12 +167,18 @@ COMPARED: dict[type[Event], Compared] = {
     e.ZeroGradients: _row("zero gradients", "indices", "model optimizer", "step", SAMPLED),
     e.Clipped: _row("clipping", "", "function site", "call", SAMPLED),
     # State.
-    e.Loaded: _row("load of a state", "step site", "what model"),
+    e.Loaded: _row(
+        "load of a state", "step site", "what model",
+        advice="load the same state on every rank, or broadcast what one rank loaded",
+    ),
     e.Edited: _row(
         "modification", "changed ratio functions beside", "model optimizer kind", "step", CHANGES
     ),
     e.StateTaken: _row("state_dict", "step", "model site", usual=True),
-    e.FileRead: _row("file read", "site", "path"),
+    e.FileRead: _row(
+        "file read", "site", "path",
+        advice="let every rank read the file, or broadcast what one rank read",
+    ),
     e.FileWritten: _row("file written", "site", "path", usual=True),
     e.FileLocked: _row("file lock", "site", "path", usual=True),
     # Data.
@@ -154,7 +186,7 @@ COMPARED: dict[type[Event], Compared] = {
         "data loader",
         "dataset length sampler batches batch_size drop_last workers iterable distributed replicas "
         "shuffle seed sampler_drop_last total_size sampler_length own_order by_epoch replacement "
-        "batch_sampler batches_given settings site",
+        "batch_sampler batches_given site",
         "loader",
     ),
     e.SamplerRefused: _row("sampler that raises", "error replicas site"),

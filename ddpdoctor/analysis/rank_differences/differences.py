@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from ...events import Event, ExceptionRaised, RankExiting
+from ...events import Event, ExceptionRaised, GroupDestroyed, RankExiting
 from ...events.base import Part
 from ...run import Location, Rank, Run, listed, ranks_text
 from .compared import COMPARED, Recorded
@@ -25,6 +25,9 @@ OWN_VARIABLES = re.compile(
     r"(RANK|PROCID|LOCALID|NODEID|TASK|HOSTNAME|NODENAME|VISIBLE_DEVICES|GTIDS|IPADDR|ERROR_FILE)"
 )
 """Environment variables that launchers set for each process, or each node, by itself."""
+
+ENDINGS = (ExceptionRaised, GroupDestroyed, RankExiting)
+"""How a rank ended is what a finding is about, and no reason for it."""
 
 Key = tuple[object, ...]
 Records = dict[int, Event]
@@ -71,7 +74,8 @@ class Difference:
         values = ", ".join(f"{value} on {ranks_text(on)}" for value, on in by_value.items())
         if self.field.endswith("site"):
             return f"{self.what} at {values}"
-        return f"{self.what} {self.field} is {values}{where}"
+        named = COMPARED[self.kind].words.get(self.field, f"{self.what} {self.field}")
+        return f"{named} is {values}{where}"
 
 
 def differences(
@@ -101,6 +105,13 @@ def differences_among(
         for difference in _of_kind(members, kind, last, before)
     ]
     return sorted(found, key=lambda d: d.at)
+
+
+def preceding(members: Collection[Rank], before: float) -> list[Difference]:
+    """What may be the reason for what these ranks did differently from that time on: the earliest
+    difference first, but for how they ended."""
+    found = differences_among(members, before=before)
+    return [difference for difference in found if difference.kind not in ENDINGS]
 
 
 def _of_kind(

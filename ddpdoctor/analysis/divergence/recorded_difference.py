@@ -1,0 +1,40 @@
+"""Ranks that recorded something differently before their calls diverged."""
+
+from __future__ import annotations
+
+from math import inf
+
+from ...events import StepDone
+from ...report.findings import Related
+from ..calls.call_logs import CallRecord
+from ..rank_differences import COMPARED, preceding
+from .attribution import Attribution
+from .explanation import CallExplanation, order_fix
+from .suspects import Suspect
+
+
+class RecordedDifference(CallExplanation):
+    rule = "recorded-difference"
+    text = "the ranks recorded something differently before their calls diverged"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        calls = suspect.divergence.calls.values()
+        earlier = preceding([made.rank for made in calls], before=min(map(_when, calls)))
+        if not earlier:
+            return None
+        first = earlier[0]
+        spots = list(dict.fromkeys(first.lines.values()))
+        return self.blame(
+            suspect,
+            cause=f"the ranks differ before that: {first.text}",
+            fix=COMPARED[first.kind].advice or order_fix(suspect),
+            related=tuple(Related(f"{first.what} differs", spot) for spot in spots[:1]),
+        )
+
+
+def _when(made: CallRecord) -> float:
+    """When a call was made, on the run's clock; where that is not on record, a step later."""
+    if made.call is not None:
+        return made.rank.wall(made.call.began)
+    later = (made.rank.wall(e.at) for e in made.rank.of(StepDone) if e.step >= made.step >= 0)
+    return next(later, inf)

@@ -1,0 +1,93 @@
+"""What ranks recorded differently before their calls diverged, and before other findings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from tapes import START, run_of, tapes
+
+from ddpdoctor.events import CommHook, Loaded, SyncPattern, Unwrapped
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Finding
+from ddpdoctor.run import Run
+
+
+def diverging(tmp_path: Path, first: Any = None, *, kinds: tuple[str, str] = ("", "")) -> Run:
+    """Rank 0 makes a call that rank 1 does not, after it recorded `first`."""
+    made = tapes(2)
+    for rank, tape in made.items():
+        for step in range(3):
+            tape.call(line=5, numel=64, step=step)
+        if kinds[rank]:
+            tape.events.append(Unwrapped(at=START, optimizer=0, kind=kinds[rank], site=-1,
+                                         step_site=-1, parameters=()))  # fmt: skip
+    if first is not None:
+        made[0].events.append(first)
+    made[0].call("broadcast", 8, step=3)
+    for tape in made.values():
+        tape.call("all_gather", 9, step=3)
+    return run_of(tmp_path, made)
+
+
+def mismatch(run: Run) -> Finding:
+    (finding,) = CollectiveMismatch().examine(run)
+    return finding
+
+
+HOOK = CommHook(at=START + 1, model=0, name="powerSGD_hook", site=-1)
+
+
+@pytest.mark.parametrize("first, advice", [
+    (HOOK, "register the same communication hook"),
+    (SyncPattern(at=START + 1, model=0, optimizer=0, step=1, synced=1, unsynced=2),
+     "the same micro-batch"),
+    (Loaded(at=START + 1, what="state", model=0, step=0, site=-1), "load the same state"),
+])  # fmt: skip
+def test_it_is_the_cause_where_nothing_else_is_known(
+    tmp_path: Path, first: Any, advice: str
+) -> None:
+    finding = mismatch(diverging(tmp_path, first))
+    assert finding.rule == "recorded-difference"
+    assert advice in finding.fix
+    assert mismatch(diverging(tmp_path / "none")).rule == "unexplained"
+
+
+def test_what_is_recorded_later_is_no_reason(tmp_path: Path) -> None:
+    late = CommHook(at=START + 500, model=0, name="powerSGD_hook", site=-1)
+    assert mismatch(diverging(tmp_path, late)).rule == "unexplained"
+
+
+class Silent(CollectiveMismatch):
+    """As `CollectiveMismatch`, with a finding that speaks of nothing.
+
+    ## What it finds
+    Stands for a check that knows another cause.
+    """
+
+    def examine(self, run: Run) -> list[Finding]:
+        at = run.ranks[0].wall(START + 100)
+        return [self.finding(summary="ranks differ", cause="", fix="", ranks=(0,), at=at)]
+
+
+def differed(run: Run) -> str | None:
+    (finding,) = diagnose(run, [Silent()]).findings
+    return finding.differed
+
+
+def test_a_finding_has_the_first_difference_before_it(tmp_path: Path) -> None:
+    found = differed(diverging(tmp_path, HOOK))
+    assert found == "communication hook on rank 0 only"
+    assert differed(diverging(tmp_path / "none")) == ""
+
+
+def test_stages_of_a_pipeline_differ_by_design(tmp_path: Path) -> None:
+    assert differed(diverging(tmp_path, HOOK, kinds=("Encoder", "Decoder"))) is None
+
+
+def test_a_finding_does_not_say_it_twice(tmp_path: Path) -> None:
+    (finding,) = diagnose(diverging(tmp_path, HOOK), [CollectiveMismatch()]).findings
+    assert "communication hook on rank 0 only" in finding.cause
+    assert finding.differed == ""
