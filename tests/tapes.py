@@ -63,6 +63,7 @@ class CallLog:
         thread: str = "",
         started: bool = False,
         shadows: bool = False,
+        internal: bool | None = None,
         key: str = "",
         caller: int | Sequence[int] = (),
         hands_on: int = 0,
@@ -99,6 +100,7 @@ class CallLog:
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
                 CallSite(at=self._clock, id=number, thread=thread, shadows=shadows, key=key,
+                         internal=internal,
                          started=100 + number if started else -1,
                          places=() if started else (Place(100 + number, around, hands_on > 0),)),
             ]  # fmt: skip

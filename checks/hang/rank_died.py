@@ -10,9 +10,12 @@ from ddpdoctor.analysis.divergence.faults import NEVER_CREATED
 from ddpdoctor.analysis.waiting.failures import (
     Failure,
     at_teardown,
+    backends,
     crash_line,
+    destroyed,
     failures,
     inside_call,
+    native_abort,
     spawn_failed,
     step_of,
     unseen,
@@ -20,13 +23,23 @@ from ddpdoctor.analysis.waiting.failures import (
     whereabouts,
 )
 from ddpdoctor.analysis.waiting.sent_signals import sent as signal_sent
-from ddpdoctor.analysis.waiting.snapshot import snapshot_of
-from ddpdoctor.analysis.waiting.thresholds import CLEAN_UP_S
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, snapshot_of
+from ddpdoctor.analysis.waiting.thresholds import CLEAN_UP_S, LINES_SHOWN
 from ddpdoctor.analysis.waiting.wait_graph import victims
 from ddpdoctor.events import MemoryLimit, NodeSample, RankExiting, RankSample, SpawnEnded
 from ddpdoctor.report.declarations import WAITING, Effect
-from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, FixKind, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text, ranks_were
+from ddpdoctor.report.findings import (
+    Check,
+    Confidence,
+    Evidence,
+    Finding,
+    FixKind,
+    Related,
+    Severity,
+    Steps,
+)
+from ddpdoctor.run import Location, Rank, Run, ranks_text, ranks_were
+from ddpdoctor.run.phrases import listed
 
 GIB = 1 << 30
 NATIVE = ("SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE")
@@ -77,6 +90,8 @@ class RankDied(Check):
 
     ## What it finds
     Ranks that a signal ended: what the signal means, where they were, and how their memory grew.
+    Where a thread of the communication backend aborted the process, the finding says where the
+    other ranks were: the aborted rank is the one that noticed, not always the one at fault.
 
     ## How it knows
     The launcher, or else the node's monitor, records how each process ends; Python writes the stack
@@ -98,6 +113,8 @@ class RankDied(Check):
     ## When it stays quiet
     - When the launcher terminates the remaining ranks, also where what failed was no rank and is
       known.
+    - When NCCL's watchdog ends ranks after its timeout: they waited, and the finding is about the
+      rank that did not come.
     - A run that somebody stopped, or that `timeout` ended after it stood still.
     - An abort at teardown, after the program has ended and in none of its lines.
     """
@@ -109,6 +126,7 @@ class RankDied(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "out-of-memory": "the kernel killed the rank because memory ran out",
         "sent-by-rank": "a rank sent the signal, to itself or to another one",
+        "backend-abort": "a thread of the communication backend aborted the process",
         "native-crash": "native code crashed or aborted",
         "killed-outside": "a signal from outside ended the rank",
         "maybe-spawn": "`torch.multiprocessing.spawn` may have sent the signal",
@@ -152,6 +170,7 @@ class RankDied(Check):
         memory, starved = _memory(run, rank)
         sender, sent = signal_sent(run, rank, [rank.ended.signal if rank.ended else None])
         crashed = crash_line(run, rank)
+        backend = _aborting_backend(run, rank)
         over = all(f.rank.of(RankExiting) for f in died)
         where = sent or crashed or (None if over else whereabouts(rank))
         step = step_of(first)
@@ -161,6 +180,9 @@ class RankDied(Check):
         now = snapshot_of(run)
         rest = [s for s in now.by_rank.values() if s.rank.rank not in ranks and s.blocked]
         rule = _rule(name, starved=starved, sent=sender is not None, spawned=siblings is not None)
+        if rule == "native-crash" and backend:
+            rule = "backend-abort"
+        others = [s for s in now.by_rank.values() if s.rank.rank not in ranks]
         return self.finding(
             rule=rule,
             ranks=ranks,
@@ -170,13 +192,16 @@ class RankDied(Check):
             location=where,
             label=f"{ranks_text([sender.rank])} sends the signal here"
             if sent and sender
-            else f"{ranks_text([rank.rank])} {'crashed' if crashed else 'was last seen'} here",
+            else f"{ranks_text([rank.rank])} {_was(rule, crashed=bool(crashed))} here",
+            related=_elsewhere(others, where) if rule == "backend-abort" else (),
             summary=f"{ranks_text(ranks)} {how}"
             + (" (out of memory)" if starved else "")
             + ("" if step is None else f" at step {step}")
             + (" while exiting, after the program had ended" if over else "")
             + (f", {placed} {where}" if where else ""),
-            cause=_cause(rule, rank, sender, siblings, stacks_left=stacks_left),
+            cause=_of_backend(backend, rank, others, where)
+            if rule == "backend-abort"
+            else _cause(rule, rank, sender, siblings, stacks_left=stacks_left),
             fix=_fix(rule, rank, sender, crashed=bool(crashed)),
             fix_kind=FixKind.CHECK,
             evidence={**({"signal": name} if name else {}), **memory, **victims(now, rest)},
@@ -288,11 +313,58 @@ def _own_signal(died: Rank, sender: Rank) -> str:
     return f"{ranks_text([sender.rank])} sent the signal"
 
 
+def _aborting_backend(run: Run, rank: Rank) -> str:
+    """The backend whose thread aborted the process; empty where none is known to have."""
+    known = backends(rank)
+    here = native_abort(run, rank) and len(run.ranks) > 1 and not destroyed(rank)
+    return next((b for b in ("nccl", "gloo") if b in known), "") if here else ""
+
+
+def _was(rule: str, *, crashed: bool) -> str:
+    if rule == "backend-abort":
+        return "was"
+    return "crashed" if crashed else "was last seen"
+
+
+def _elsewhere(others: list[RankSnapshot], where: Location | None) -> tuple[Related, ...]:
+    """The lines of ranks that were in other calls."""
+    lines = {s.location: s for s in others if s.blocked and s.location not in (None, where)}
+    return tuple(
+        Related(f"{ranks_text([s.rank.rank])} was {s.doing.partition(' (')[0]} here", spot)
+        for spot, s in lines.items()
+        if spot is not None
+    )[:LINES_SHOWN]
+
+
+def _of_backend(
+    backend: str, rank: Rank, others: list[RankSnapshot], where: Location | None
+) -> str:
+    """Why a backend aborts a process, and where the others were then."""
+    if backend == "nccl":
+        return (
+            "a thread of NCCL's ended the process: a CUDA error, or a collective that failed, "
+            "which its output names; the line is where the program was meanwhile"
+        )
+    in_calls = [s for s in others if s.blocked and s.location is not None]
+    elsewhere = [s for s in in_calls if s.location != where]
+    them = listed(sorted({f"{ranks_text([s.rank.rank])} was {s.doing}" for s in elsewhere})[:3])
+    why = (
+        "gloo aborts the process that receives a message of another size than the call it is in "
+        "expects: most likely the ranks make different calls, or pass different shapes or dtypes"
+    )
+    if elsewhere:
+        who = ranks_text([rank.rank])
+        return f"{why}; {who} was at {where}, while {them}" if where else f"{why}; {them}"
+    if in_calls:
+        return f"{why}; all ranks were in the same call"
+    return why
+
+
 def _meaning(name: str | None, rank: Rank) -> str:
     if name is None:
         return UNKNOWN
     known = MEANINGS.get(name, f"ended by {name}")
-    if name == "SIGABRT" and inside_call(rank):
+    if name == "SIGABRT" and inside_call(rank) and "gloo" in backends(rank):
         return f"{known}; gloo aborts when ranks pass different shapes or dtypes"
     return known
 
@@ -315,6 +387,11 @@ def _fix(rule: str, rank: Rank, sender: Rank | None, *, crashed: bool) -> str:
             return (
                 "see what the launcher printed about the end of this rank, and `dmesg`, which "
                 "lists crashes and out-of-memory kills"
+            )
+        case "backend-abort":
+            return (
+                "make the same collectives in the same order, with equal shapes and dtypes, on all "
+                "ranks: see what leads this rank, or the others, to the line shown"
             )
         case "native-crash" if crashed:
             stem = rank.path.stem if rank.path else f"rank-{rank.rank}"

@@ -173,6 +173,8 @@ class CallSite(Event, frozen=True, tag="call-site"):
         thread: the name of the thread that was there first, empty for the main one.
         shadows: it is at the end of torch's `Join`, where a rank that is done answers the calls of
             other ranks, whatever their lines.
+        internal: torch itself makes the call (DDP, `Join`, a sharded optimizer), not the line of
+            the program; None where that was not recorded.
         started: if the thread has no line of the user and so no places, the line that started it.
         key: in a loop over names, the variable that selects what is sent, as `name = 'loss'`.
     """
@@ -183,6 +185,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
     shadows: bool = False
     started: int = -1
     key: str = ""
+    internal: bool | None = None
 
     @property
     def line(self) -> int:

@@ -51,6 +51,8 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
 
     Attributes:
         crashed: the stack is that of the thread that crashed.
+        native: a thread that runs no Python met the fatal error (a backend's, the watchdog of
+            NCCL); the stack is then that of the main thread.
         state: letter of `/proc/<pid>/stat`.
         cpu: share of one core that its main thread used or waited for in about the last second.
         frames: the main thread's stack, innermost first; empty if it could not be taken.
@@ -68,6 +70,7 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
     workers: tuple[Worker, ...] = ()
     attempt: int = 0
     crashed: bool = False
+    native: bool = False
     phase: int = -1
     phase_site: int = -1
     still_s: float = -1.0

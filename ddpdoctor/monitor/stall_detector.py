@@ -169,6 +169,7 @@ class StallDetector:
                     RankStood(
                         at=rank.ended.at, rank=rank.rank, pid=rank.pid, frames=frames,
                         attempt=run.attempt, crashed=crashed,
+                        native=crashed and stack_dumps.of_native_thread(dump),
                     )
                 )  # fmt: skip
 

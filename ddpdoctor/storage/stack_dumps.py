@@ -63,6 +63,12 @@ def crash(dump: str) -> tuple[StackFrame, ...]:
     return met or (every[-1][1] if every else ())
 
 
+def of_native_thread(dump: str) -> bool:
+    """Whether a thread that runs no Python met the fatal error: then none is the current one."""
+    _, fatal, after = dump.rpartition(_FATAL)
+    return bool(fatal) and not any(current for current, _ in _threads(after))
+
+
 def _users(frames: tuple[StackFrame, ...]) -> bool:
     return any(frame.user for frame in frames)
 

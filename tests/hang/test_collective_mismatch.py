@@ -472,3 +472,35 @@ def test_drift_follows_from_gradients_of_two_models_that_are_mixed(tmp_path: Pat
     assert not CollectiveMismatch().explains(mine, before)
     other = msgspec.structs.replace(mine, subjects=("barrier",))
     assert not CollectiveMismatch().explains(other, drift)
+
+
+def joined(tmp_path: Path, average: bool | None, *, hook: bool | None = True) -> list[Finding]:
+    """Rank 0 is done and answers in `Join`; rank 1 trains on and averages its loss.
+
+    Args:
+        average: whether torch makes that call itself; hook: whether it makes the answers.
+    """
+    made = tapes(2)
+    for rank, tape in made.items():
+        for step in range(4):
+            done = rank == 0 and step > 1
+            tape.call(
+                line=30 if done else 8, step=step, shadows=done, internal=hook if done else True
+            )
+            if not done:
+                tape.call(line=9, text="dist.all_reduce(loss)", step=step, internal=average)
+    return found(run_of(tmp_path, made))
+
+
+def test_a_collective_of_the_program_that_join_does_not_answer(tmp_path: Path) -> None:
+    (finding,) = joined(tmp_path, False)
+    assert (finding.rule, finding.ranks) == ("not-answered-in-join", (1,))
+    assert finding.location is not None and finding.location.line == 9
+
+
+@pytest.mark.parametrize("average, hook", [(True, True), (False, False), (None, None)])
+def test_what_torch_or_the_program_answers_in_join(
+    tmp_path: Path, average: bool | None, hook: bool | None
+) -> None:
+    """Calls of torch, those of a `JoinHook` of the program's, and records of before."""
+    assert joined(tmp_path, average, hook=hook) == []

@@ -14,6 +14,7 @@ from tapes import START, WALL, CallLog, run_of, stood
 from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
+    GroupReady,
     MemoryLimit,
     ProcessEnded,
     RankExiting,
@@ -91,6 +92,38 @@ def test_a_crash_is_where_its_stack_says(tmp_path: Path, inside: bool) -> None:
     assert str(finding.location) == "train.py:20"
     assert finding.location is not None
     assert finding.location.source == "crash()"
+
+
+def aborted(
+    tmp_path: Path, backend: str, *, native: bool = True, after: float = 6
+) -> list[Finding]:
+    """A thread of native code aborts rank 1 in line 20, while rank 0 is in another call."""
+    made = tapes()
+    made[0].call("broadcast", 30, state=State.BEGUN, at=START + 5)
+    for tape in made.values():
+        assert isinstance(tape.events[0], GroupReady)
+        tape.events[0] = msgspec.structs.replace(tape.events[0], backend=backend)
+    there = stood(1, 20, "value.item()", crashed=True, native=native)
+    seen = [there, end(1, START + after, signal=6)]
+    return found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+
+
+def test_a_backend_aborts_the_rank_that_notices(tmp_path: Path) -> None:
+    (finding,) = aborted(tmp_path, "gloo")
+    assert finding.rule == "backend-abort"
+    assert [r.location.line for r in finding.related] == [30]
+    assert "rank 0 was in broadcast" in finding.cause
+    (own,) = aborted(tmp_path / "own", "gloo", native=False)
+    assert own.rule == "native-crash"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_the_watchdog_of_nccl_ends_a_rank_that_waits(tmp_path: Path, backend: str) -> None:
+    """After its timeout the rank is the victim; before, something failed on its device."""
+    assert aborted(tmp_path, backend, after=605) == []
+    (failed,) = aborted(tmp_path / "early", backend)
+    assert failed.rule == "backend-abort"
+    assert "NCCL" in failed.cause
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdoctor.storage.stack_dumps import crash, threads
+from ddpdoctor.storage.stack_dumps import crash, of_native_thread, threads
 
 DUMP = """\
 Thread 0x00007f0a1 (most recent call first):
@@ -53,3 +53,9 @@ def test_a_crash_in_a_thread_without_python_is_told_by_the_main_thread() -> None
     (frame,) = crash(CRASH.replace("{current}", ""))
     assert frame.function == "step"
     assert crash(DUMP) == ()
+
+
+def test_which_thread_met_a_fatal_error() -> None:
+    assert of_native_thread(CRASH.replace("{current}", ""))
+    assert not of_native_thread(CRASH.replace("{current}Thread", "Current thread"))
+    assert not of_native_thread(DUMP)

@@ -51,6 +51,7 @@ class CallRecord:
         call: its slot in the ring, while it is there.
         helpers: how many callers up the line is that tells this call from others: the lines below
             are in helpers.
+        joins: some rank of the run answers calls of other ranks, at the end of `Join`.
     """
 
     rank: Rank
@@ -64,10 +65,17 @@ class CallRecord:
     helpers: int = 0
     spots: Spots = ()
     key: str = ""
+    joins: bool = False
 
     @property
     def location(self) -> Location | None:
         return self.location_at(0)
+
+    @property
+    def in_join(self) -> bool:
+        """Whether torch itself makes the call in a `Join` that some rank has left: there it answers
+        the calls that torch makes on the other ranks."""
+        return self.joins and self.site is not None and bool(self.site.internal)
 
     @property
     def caller(self) -> Location | None:
@@ -177,6 +185,7 @@ class CallLogs:
         self._known: dict[int, dict[tuple[int, int], CallRecord]] = {}
         self._steps: dict[int, list[tuple[int, int]]] = {}
         self._callers = callers(run)
+        self._joins = any(site.shadows for r in run.ranks.values() for site in r.of(CallSite))
         for rank in run.ranks.values():
             self._read(rank)
 
@@ -289,12 +298,12 @@ class CallLogs:
         tokens = tuple(
             UNKNOWN
             if what == UNKNOWN or not _by_lines(m)
-            else self._tokens.setdefault((m.what, m.text), len(self._tokens))
+            else self._tokens.setdefault((m.what, _text(m)), len(self._tokens))
             for m, what in zip(made, whats, strict=True)
         )
         places = tuple(
             UNKNOWN
-            if token == UNKNOWN
+            if token == UNKNOWN or m.in_join
             else self._places.setdefault((m.what, m.spots, m.key), len(self._places))
             for m, token in zip(made, tokens, strict=True)
         )
@@ -319,6 +328,7 @@ class CallLogs:
                 helpers=helpers(rank, where, self._callers),
                 spots=tuple((spot.file, spot.line) for spot in _spots(rank, where)),
                 key=where.key if where else "",
+                joins=self._joins,
             )
         return known[signature, site]
 
@@ -388,8 +398,14 @@ def _rest(
 
 def _by_lines(made: CallRecord) -> bool:
     """Whether the lines of a call tell which one it is: a callback of a communication hook has none
-    where a thread of the backend runs it."""
-    return bool(made.text) and not (made.site is not None and made.site.shadows)
+    where a thread of the backend runs it, and the program may answer calls of its own in `Join`."""
+    answers = made.site is not None and made.site.shadows and not made.site.internal
+    return bool(made.text) and not answers
+
+
+def _text(made: CallRecord) -> Text:
+    """The lines of a call; for those that `Join` answers on ranks that are done, none."""
+    return () if made.in_join else made.text
 
 
 def _in_ring(log: GroupCalls, index: int) -> Call | None:

@@ -138,6 +138,8 @@ def compare(
         end: the first call in which more than the lines differs, -1 if there is none.
     """
     made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
+    if unanswered := _unanswered(key, index, made):
+        return unanswered
     sides = _sides(made)
     if len(sides) < 2:
         return None
@@ -175,6 +177,20 @@ def compare(
         elsewhere=bool(differs) and a[0].text != b[0].text and arms(a[0], b[0]) is None,
         before=tuple(m for r in made if (m := known.at(logs[r], index - 1)) is not None),
     )
+
+
+def _unanswered(key: GroupKey, index: int, made: dict[int, CallRecord]) -> CallDivergence | None:
+    """A call of the program in `Join`, where ranks that are done answer those of torch only."""
+    done = tuple(r for r, m in made.items() if m.site and m.site.shadows and m.site.internal)
+    own = tuple(
+        r
+        for r, m in made.items()
+        if m.site and not m.site.shadows and m.site.internal is False and m.model is None
+    )
+    if not (done and own):
+        return None
+    added = made[own[0]]
+    return CallDivergence(key, index, made, (), False, True, own, done, added)
 
 
 def _of_several_models(made: dict[int, CallRecord]) -> bool:

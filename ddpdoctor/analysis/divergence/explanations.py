@@ -48,6 +48,7 @@ from .loop_exits import left_loop
 from .recorded_difference import RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
+from .unanswered import Unanswered
 
 NEW_GROUP_ON_ALL = (
     "call new_group on every rank, in the same order, and keep the group with this rank: "
@@ -407,6 +408,7 @@ class Order(CallExplanation):
 
 
 EXPLANATIONS: tuple[CallExplanation, ...] = (
+    Unanswered(),
     MembersOnly(),
     DifferentGroups(),
     Arguments(),

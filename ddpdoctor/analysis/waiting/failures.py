@@ -20,7 +20,7 @@ from ...events import (
     StepDone,
 )
 from ...run import Call, Location, Rank, Run, State, shorten, stopped_in
-from .thresholds import CLEAN_UP_S, JUST_BEFORE_S, SEEN_S
+from .thresholds import CLEAN_UP_S, JUST_BEFORE_S, NCCL_TIMEOUT_S, SEEN_S, WATCHED
 
 LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|recvValue failed|remote worker crashing"
@@ -266,6 +266,7 @@ def failures(run: Run) -> list[Failure]:
     if stopped(run):
         return []
     found = [f for r in run.ranks.values() if (f := failure(r)) is not None]
+    found = [replace(f, kind="lost") if ended_by_watchdog(run, f.rank) else f for f in found]
     interrupted = [f for f in found if f.kind_raised == "KeyboardInterrupt"]
     if len(interrupted) < len(run.ranks):  # who stops a run interrupts all of it
         found = [replace(f, kind="exception") if f in interrupted else f for f in found]
@@ -426,6 +427,30 @@ def crash_line(run: Run, rank: Rank) -> Location | None:
     if frame is None:
         return None
     return Location(shorten(frame.file, rank.cwd), frame.line, frame.function, frame.text)
+
+
+def native_abort(run: Run, rank: Rank) -> bool:
+    """Whether a thread without Python aborted the process, as those of backends do."""
+    seen = (e for node in run.nodes.values() for e in node.of(RankStood))
+    return rank.signal == "SIGABRT" and any(
+        e.native and (e.rank, e.attempt) == (rank.rank, run.attempt) for e in seen
+    )
+
+
+def ended_by_watchdog(run: Run, rank: Rank) -> bool:
+    """Whether NCCL's watchdog aborted the process after its timeout, because a collective did not
+    finish: the rank is the one that waited."""
+    entered, ended = rank.latest(InitEntered), rank.ended
+    if ended is None or rank.ring is None or "nccl" not in backends(rank):
+        return False
+    timeout = entered.timeout_s if entered is not None and entered.timeout_s > 0 else NCCL_TIMEOUT_S
+    still = ended.at - rank.ring.progress_at
+    return native_abort(run, rank) and still >= WATCHED * timeout
+
+
+def backends(rank: Rank) -> str:
+    """The backends of the groups of a rank: `gloo`, `cpu:gloo,cuda:nccl`."""
+    return ",".join(dict.fromkeys(e.backend for e in rank.of(GroupReady) if e.member))
 
 
 def inside_call(rank: Rank) -> bool:

@@ -28,5 +28,9 @@ TIMESTAMP_DIGITS = 10
 DIFFERING_FOLDERS = 2
 """Folders that may differ in two paths of one file at most: more of them are simply other paths."""
 
+NCCL_TIMEOUT_S, WATCHED = 600.0, 0.9
+"""Seconds after which NCCL's watchdog aborts a process by default, and the share of its timeout
+that a rank must have stood still for the watchdog to be the one that did."""
+
 LINES_SHOWN = 4
 """Lines shown beside the one pointed at."""

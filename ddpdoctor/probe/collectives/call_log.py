@@ -6,7 +6,6 @@ one run, so that the log of a steady training does not grow.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from ..source.loop_keys import LoopKey, keyed
 from ..source.passthrough import passes_through
 from ..source.statements import enclosing
 from . import stack_server
+from .call_origin import internal, shadows
 from .timed_ring import TimedRing
 
 NEW_GROUPS = -2
@@ -440,26 +440,13 @@ class CallLog:
             id=number,
             places=places,
             thread="" if own is None else own.name,
-            shadows=_shadows(),
+            shadows=shadows(),
             started=started,
             key=key,
+            internal=internal(self.recorder) if places else None,
         )
         self.recorder.emit(called, vital=True)
         return number
-
-
-_JOIN = os.path.join("torch", "distributed", "algorithms", "join.py"), "__exit__"
-
-
-def _shadows() -> bool:
-    """Whether torch's `Join` is exiting: the calls shadow those of ranks that still train."""
-    file, name = _JOIN
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == name and frame.f_code.co_filename.endswith(file):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _reduction(op: Any) -> str:
