@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.replica import Member
@@ -12,19 +15,34 @@ from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Run
 
+VALID = "valid-elements"
+
+UNEQUAL, FEWEST = 1.1, 4
+"""The largest weight of an element in a forward over the smallest from which on they are unequal,
+and how many forwards must be compared: some unequal ones average out."""
+
+BY_CHANCE = 3.0
+"""Standard deviations by which the counts of two ranks differ by chance."""
+
 
 class LossScaleMismatch(Check):
-    """The loss is a sum over local batches of unequal size
+    """The loss weighs samples, or elements, by the rank that they are on
 
     ## What it finds
-    A loss reduced with `sum` while the ranks' batches of one step have different sizes.
+    - A loss reduced with `sum` while the ranks' batches of one step have different sizes (a note).
+    - A mean over the elements that count (`ignore_index`, a mask), of which the ranks have unequal
+      numbers in most steps (a warning): an element on a rank with few of them counts more.
 
     ## How it knows
     Each rank reads the reduction from the autograd graph, and the batch size from the input of the
     wrapped forward whose samples are summed: in the first six backwards of a line, then in one of
     17, and whenever the loss is computed in a new way. After about forty backwards of known lines
     no more sizes are read, so that a short last batch of a long epoch is missed. The sizes of the
-    same forward are compared between ranks. A difference proves the fault.
+    same forward are compared between ranks. A difference proves the fault. How many elements count
+    is read from the node of `cross_entropy` or `nll_loss`, or from the count that a sum is divided
+    by, or the size of what a mask selects, on the CPU. In most of at least four forwards an element
+    must count more than 1.1 times as much on one rank as on another, and the counts must differ by
+    more than three standard deviations of random masks.
 
     ## Why it hurts
     DDP averages over ranks, not over samples: the gradient is the sum over all samples divided by
@@ -33,10 +51,13 @@ class LossScaleMismatch(Check):
 
     ## How to fix it
     Divide the local sum by the global number of samples and multiply by the world size: `loss =
-    local_sum * world_size / global_count`.
+    local_sum * world_size / global_count`. Where elements count, reduce with `sum`, all-reduce the
+    number of elements that count, and divide by it in the same way.
 
     ## When it stays quiet
-    - Mean-reduced losses, and batches of equal size.
+    - Means over whole batches, and batches of equal size.
+    - Means over elements of which all ranks have about as many (masks drawn at random), or that are
+      weighted so that each counts the same on every rank.
     - Sums over anything but samples, such as the losses of several tasks.
     - Losses, or gradients before the step, that the program itself scales by a factor that may
       follow the count. A constant factor does not where the counts vary.
@@ -46,6 +67,10 @@ class LossScaleMismatch(Check):
     name = "loss-scale-mismatch"
     family = "drift"
     severity = Severity.NOTE
+    rules: ClassVar[Mapping[str, str]] = {
+        "loss-scale-mismatch": "the loss is a sum, and batches have unequal sizes",
+        VALID: "the loss is a mean over unequal numbers of elements that count",
+    }
     requires = (
         needs_copies,
         seen(BatchSeen, otherwise="no loss was seen whose reduction is known"),
@@ -57,6 +82,7 @@ class LossScaleMismatch(Check):
             if group.any.model not in reported:
                 reported.add(group.any.model)
                 yield from self._judge(group)
+                yield from self._judge_valid(group)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         tables = {n: _sums(m) for n, m in group.members.items()}
@@ -96,6 +122,76 @@ class LossScaleMismatch(Check):
             at=group.any.rank.wall(event.at),
         )
 
+    def _judge_valid(self, group: Replicas) -> Iterator[Finding]:
+        known = _counted(group)
+        unequal = {f: row for f, row in known.items() if _unequal(row)}
+        if len(known) < FEWEST or 2 * len(unequal) <= len(known) or _edited(group):
+            return
+        spreads = {f: _spread(map(_by_element, row.values())) for f, row in unequal.items()}
+        worst = max(spreads, key=lambda f: spreads[f])
+        middle = statistics.median(spreads.values())
+        event = next(iter(unequal[worst].values()))
+        spelled = ", ".join(f"{e.valid} on rank {n}" for n, e in list(unequal[worst].items())[:4])
+        last = max(0, group.any.last_step)
+        steps = sorted({min(f, last) for f in unequal})
+        yield self.finding(
+            rule=VALID,
+            severity=Severity.WARNING,
+            ranks=tuple(group.members),
+            steps=Steps(steps[0], steps[-1], len(steps), len({min(f, last) for f in known})),
+            subjects=(group.any.wrapped.kind,),
+            location=group.any.rank.location(event.site),
+            label="each rank divides by its own number of elements",
+            summary="the loss is a mean over the elements that count on each rank, and the ranks "
+            f"have different numbers of them in {len(unequal)} of {len(known)} forwards compared "
+            f"(in the worst {spelled})",
+            cause="DDP averages the ranks' means, whatever each is a mean of: an element of one "
+            f"rank counts {middle:.2g} times as much as one of another (median; at most "
+            f"{spreads[worst]:.2g})",
+            fix="reduce with `sum`, `dist.all_reduce(count)` the number of elements that count, "
+            "and use `loss = local_sum * world_size / count`",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "elements that count": [
+                    {"forward": f, **{f"rank {n}": e.valid for n, e in row.items()}}
+                    for f, row in list(unequal.items())[:8]
+                ]
+            },
+            at=group.any.rank.wall(event.at),
+        )
+
+
+def _counted(group: Replicas) -> dict[int, dict[int, BatchSeen]]:
+    """By forward that all ranks recorded with how many elements count, their records."""
+    tables = [
+        {e.forward: e for e in m.of(BatchSeen) if e.valid and e.weight}
+        for m in group.members.values()
+    ]
+    common = set.intersection(*map(set, tables)) if tables else set()
+    return {
+        f: {n: t[f] for n, t in zip(group.members, tables, strict=True)} for f in sorted(common)
+    }
+
+
+def _unequal(row: dict[int, BatchSeen]) -> bool:
+    """Whether elements count differently on two ranks, by more than masks that are drawn with one
+    probability would differ."""
+    counts = [e.valid for e in row.values()]
+    by_chance = BY_CHANCE * math.sqrt(max(counts) + min(counts))
+    return (
+        _spread(map(_by_element, row.values())) > UNEQUAL and max(counts) - min(counts) > by_chance
+    )
+
+
+def _by_element(event: BatchSeen) -> float:
+    """By what a loss weighs each of its elements that count."""
+    return event.weight if event.reduction == "sum" else event.weight / event.valid
+
+
+def _spread(values: Iterable[float]) -> float:
+    known = list(values)
+    return max(known) / min(known)
+
 
 def _row(sizes: dict[int, int]) -> dict[str, int]:
     return {f"rank {n}": size for n, size in sizes.items()}
@@ -114,6 +210,11 @@ def _weighted(moments: Iterable[dict[int, BatchSeen]]) -> bool:
     counts = {sum(e.size for e in row.values()) for row in moments}
     weights = {e.weight for row in moments for e in row.values()}
     return len(weights) > 1 or 0 in weights or (len(counts) == 1 and weights != {1})
+
+
+def _edited(group: Replicas) -> bool:
+    """Whether the program changes gradients itself, maybe by the counts."""
+    return any(_edits(m) for m in group.members.values())
 
 
 def _edits(member: Member) -> list[Edited]:

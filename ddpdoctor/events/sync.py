@@ -111,6 +111,8 @@ class BatchSeen(Event, frozen=True, tag="batch"):
         forward: forwards with gradients of this model before it.
         reduction: `sum`, `mean`, or empty if unknown.
         weight: factor applied to the loss after the reduction; 0 if it is unknown for a sum.
+        valid: elements of the loss that count, where some do not (targets that are ignored, a mask
+            that selects): what a mean divides by. 0 if that is not known, or all count.
     """
 
     model: int
@@ -119,6 +121,7 @@ class BatchSeen(Event, frozen=True, tag="batch"):
     reduction: str = ""
     weight: float = 1.0
     site: int = -1
+    valid: int = 0
 
 
 class SteppedInside(Event, frozen=True, tag="stepped-inside"):

@@ -2,8 +2,10 @@
 
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
 from recordings import steps
 from replicas import LINE, run_of
@@ -105,7 +107,7 @@ def test_how_a_loss_was_reduced_and_weighted(reduction):
         (2 * loss / torch.tensor(8), 1 / 4),
     ):
         found = LossScaling.current._walk(None, None, weighted.grad_fn, [])
-        assert found == (reduction, pytest.approx(weight), 16)
+        assert found[:3] == (reduction, pytest.approx(weight), 16)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +123,13 @@ def test_what_a_sum_was_multiplied_by(loss, weight):
     device = "meta" if not weight else "cpu"  # a number on a device is not read
     x, n = (torch.ones(shape, device=device) for shape in ((16, 3), ()))
     found = LossScaling.current._walk(None, None, loss(x.requires_grad_(), n).grad_fn, [])
-    assert found == ("sum", pytest.approx(weight), 16)
+    assert found[:3] == ("sum", pytest.approx(weight), 16)
 
 
 def test_a_sum_of_one_number_reduces_nothing():
     losses = torch.ones(16, 3, requires_grad=True)
-    assert LossScaling.current._walk(None, None, losses.mean().sum().grad_fn, []) == ("mean", 1, 16)
+    found = LossScaling.current._walk(None, None, losses.mean().sum().grad_fn, [])
+    assert found[:3] == ("mean", 1, 16)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_a_sum_of_one_number_reduces_nothing():
     ],
 )
 def test_the_batch_is_the_input_whose_samples_are_summed(loss, leading, told):
-    reduction, weight, rows = LossScaling.current._walk(
+    reduced = LossScaling.current._walk(
         None, None, loss(torch.ones(12, 5, requires_grad=True)).grad_fn, []
     )
     events = []
@@ -148,10 +151,63 @@ def test_the_batch_is_the_input_whose_samples_are_summed(loss, leading, told):
         mock.Mock(emit=events.append),
         mock.Mock(leading=leading, number=0, forwards=1),
     )
-    LossScaling.current._emit_batch(recorder, mock.Mock(site=LINE), model, reduction, weight, rows)
+    LossScaling.current._emit_batch(recorder, mock.Mock(site=LINE), model, reduced)
     assert [(e.size, e.reduction) for e in events] == [told]
 
 
 def test_where_some_batches_are_of_unknown_size():
     ranks = {n: [batch(0, 8), batch(1, 40 + n, "")] for n in range(2)}
     assert not list(LossScaleMismatch().examine(run_of(ranks)))
+
+
+def counted(*counts, reduction="mean", weigh=lambda mine, every: 1.0):
+    """Two ranks whose losses are means over so many elements in each forward."""
+    ranks = {
+        n: [
+            msgspec.structs.replace(
+                batch(f, 8, reduction, weigh(pair[n], sum(pair))), valid=pair[n]
+            )
+            for f, pair in enumerate(counts)
+        ]
+        for n in range(2)
+    }
+    ranks[0] += steps(8)
+    return [f for f in LossScaleMismatch().examine(run_of(ranks)) if f.rule == "valid-elements"]
+
+
+FEW_AND_MANY = ((2, 53), (51, 109), (90, 40), (3, 60), (50, 57))
+
+
+def test_a_mean_over_unequal_numbers_of_valid_elements():
+    (finding,) = counted(*FEW_AND_MANY)
+    assert (finding.severity, finding.ranks) == (Severity.WARNING, (0, 1))
+    assert finding.steps == Steps(first=0, last=3, count=4, compared=5, total=None)
+    (by_hand,) = counted(*FEW_AND_MANY, reduction="sum", weigh=lambda mine, every: 1 / mine)
+    assert by_hand.rule == "valid-elements"
+
+
+@pytest.mark.parametrize(("counts", "more"), [
+    (FEW_AND_MANY[:3], {}),  # too few to tell
+    (((20, 28), (31, 25), (24, 19), (27, 22)), {}),  # masks drawn with one probability
+    (((2, 53), (50, 57), (44, 43), (61, 60)), {}),  # once
+    (FEW_AND_MANY, {"reduction": "sum", "weigh": lambda mine, every: 2 / every}),
+    (FEW_AND_MANY, {"weigh": lambda mine, every: 2 * mine / every}),
+])  # fmt: skip
+def test_means_in_which_each_element_counts_the_same(counts, more):
+    assert counted(*counts, **more) == []
+
+
+@pytest.mark.parametrize(("loss", "valid"), [
+    (lambda x, y, m: F.cross_entropy(x, torch.where(m, y, -100)), 5),
+    (lambda x, y, m: F.cross_entropy(x, y), 0),
+    (lambda x, y, m: F.cross_entropy(x, torch.where(m, y, -100), weight=torch.rand(3)), 0),
+    (lambda x, y, m: F.cross_entropy(x, y, reduction="none")[m].mean(), 5),
+    (lambda x, y, m: (F.cross_entropy(x, y, reduction="none") * m).sum() / m.sum(), 5),
+    (lambda x, y, m: F.cross_entropy(x, y, reduction="none").mean(), 0),
+])  # fmt: skip
+def test_how_many_elements_count_in_a_loss(loss, valid):
+    node = loss(
+        torch.randn(8, 3, requires_grad=True), torch.arange(8) % 3, torch.arange(8) < 5
+    ).grad_fn
+    reduced = LossScaling()._walk(mock.Mock(), mock.Mock(site=0), node, [])
+    assert reduced.valid == valid

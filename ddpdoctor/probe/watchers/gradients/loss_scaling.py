@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from math import isfinite, prod
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -74,7 +74,7 @@ class LossScaling(Watcher):
         self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
         self.emitted: set[int] = set()
         self.following = False
-        self.batches: dict[Model, tuple[int, str, float]] = {}
+        self.batches: dict[Model, tuple[int, str, float, int]] = {}
         self.batches_emitted = 0
         self.idle = 0
         self.last = 0
@@ -122,9 +122,9 @@ class LossScaling(Watcher):
         for root in backward.roots:
             node = getattr(root, "grad_fn", None)
             if node is not None:
-                reduction, weight, rows = self._walk(recorder, backward, node, pending)
+                reduced = self._walk(recorder, backward, node, pending)
                 for model in pending:
-                    self._emit_batch(recorder, backward, model, reduction, weight, rows)
+                    self._emit_batch(recorder, backward, model, reduced)
 
     def _new_graph(self, backward: Backward) -> bool:
         """Whether the last three nodes of the loss are new for this line."""
@@ -141,11 +141,8 @@ class LossScaling(Watcher):
 
     def _walk(
         self, recorder: Recorder, backward: Backward, node: Any, pending: list[Model]
-    ) -> tuple[str, float, int]:
-        """Walk the graph from the loss to the node that reduces it to one number.
-
-        Returns the reduction (`mean`, `sum` or empty), the factor applied after it (0 if unknown)
-        and the leading size of what was reduced (0 if unknown)."""
+    ) -> _Reduced:
+        """Walk the graph from the loss to the node that reduces it to one number."""
         sizes = {_group_size(m): m for m in pending if not _frozen(m)}
         divided: list[tuple[Any, float, Model]] = []
         undone = unread = False
@@ -173,7 +170,9 @@ class LossScaling(Watcher):
         if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
             weight /= divisor_of(ahead[0]) or 1.0
             unread |= is_of_a_device(ahead[0])
-        return reduction, 0.0 if unread and reduction == "sum" else weight, rows
+        unknown = unread and reduction == "sum"
+        valid = 0 if unknown else _valid(node, reduction, weight)
+        return _Reduced(reduction, 0.0 if unknown else weight, rows, valid)
 
     def _suspect(
         self,
@@ -254,16 +253,15 @@ class LossScaling(Watcher):
         recorder: Recorder,
         backward: Backward,
         model: Model,
-        reduction: str,
-        weight: float,
-        rows: int,
+        reduced: _Reduced,
     ) -> None:
+        reduction, weight, rows, valid = reduced
         if not model.leading or not reduction:
             return
         size = model.leading[0]
         if reduction == "sum":
             size, reduction = _summed_samples(rows, model.leading)
-        now = size, reduction, weight
+        now = size, reduction, weight, valid
         if self.batches.get(model) == now or not isfinite(weight):
             return
         if self.batches_emitted >= BATCHES_AT_MOST:
@@ -279,8 +277,52 @@ class LossScaling(Watcher):
                 reduction=reduction,
                 weight=float(f"{weight:.6g}"),
                 site=backward.site,
+                valid=valid,
             )
         )
+
+
+class _Reduced(NamedTuple):
+    """How a loss was reduced to one number.
+
+    Attributes:
+        reduction: `mean`, `sum` or empty.
+        weight: the factor applied after it (0 if unknown).
+        rows: leading size of what was reduced (0 if unknown).
+        valid: see `BatchSeen`.
+    """
+
+    reduction: str
+    weight: float
+    rows: int
+    valid: int
+
+
+def _valid(node: Any, reduction: str, weight: float) -> int:
+    """How many elements count in a loss, where that is known and some do not.
+
+    Args:
+        node: the one that reduces it.
+        weight: what a sum is multiplied by afterwards: a mean by hand divides by the count.
+    """
+    if reduction == "sum":
+        count, elements = 1 / weight if weight else 0.0, prod(_sizes_reduced(node))
+        whole = abs(count - round(count)) < 1e-4 * count
+        return round(count) if whole and 1 < count < elements else 0
+    if reduction != "mean":
+        return 0
+    if not node.name().startswith("Nll"):
+        ahead = next((n for n, _ in node.next_functions if n is not None), None)
+        selects = ahead is not None and ahead.name().startswith(("Index", "MaskedSelect"))
+        return prod(_sizes_reduced(node)) if selects else 0
+    try:
+        if getattr(node, "_saved_weight", None) is not None:
+            return 0
+        counted, target = saved(node, "_saved_total_weight"), saved(node, "_saved_target")
+    except (LookupError, AttributeError):
+        return 0
+    count = int(counted) if counted.is_cpu else 0
+    return count if count < target.numel() else 0
 
 
 def _frozen(model: Model) -> bool:
