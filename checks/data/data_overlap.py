@@ -69,9 +69,10 @@ class DataOverlap(LoaderCheck):
     epoch of at most 4096 are digested, too. What a `Subset` selects is recorded up to 16,384
     samples, regular selections up to 262,144.
 
-    Without loaders, the inputs of wrapped models are compared, at the first 16 forwards, then at
-    every eighth and ever fewer. Without a wrapper, it is some values of each rank's own gradients
-    before the program synchronises them, in four steps. Only host memory is read.
+    Without loaders, the inputs of wrapped models, and of models of `fully_shard`, are compared, at
+    the first 16 forwards, then at every eighth and ever fewer. Without a wrapper, it is some values
+    of each rank's own gradients before the program synchronises them, in four steps. Only host
+    memory is read.
 
     Selections overlap if the last samples of one are the first of another (at least three in ten),
     or if nine in ten samples are equal; the data beneath must be the same on all ranks, and both

@@ -335,10 +335,12 @@ class SaveDecided(Event, frozen=True, tag="save-decided"):
 
 
 class ForwardInput(Event, frozen=True, tag="forward-input"):
-    """The inputs of a forward of a wrapped model, at selected forwards, the same ones on every
-    rank.
+    """The inputs of a forward of a wrapped or sharded model, at selected forwards, the same ones on
+    every rank.
 
     Attributes:
+        model: its number; negative for one that `fully_shard` shards, whose class is `kind` and
+            whose data `ranks` divide among them.
         forward: number of the forward with gradients, per model.
         digest: of the content of the inputs, 0 if they could not be read (on a device).
         numbers: how many numbers the inputs hold; `rows` how many samples.
@@ -365,6 +367,9 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     begins: int = 0
     carried: bool = False
     loaders: tuple[int, ...] = ()
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    RANKS = ("ranks",)
 
 
 class ShardedOver(Event, frozen=True, tag="sharded-over"):

@@ -41,6 +41,30 @@ def test_a_plain_loop_that_takes_the_same_samples_everywhere() -> None:
     assert finding.location is not None and finding.location.line == 21
 
 
+def sharded(digests: Sequence[int], ranks: tuple[int, ...]) -> list[Event]:
+    """Inputs of a model that `fully_shard` shards over these ranks; none is wrapped."""
+    return [
+        msgspec.structs.replace(e, model=-2, kind="LM", ranks=ranks)
+        for e in inputs(digests)
+        if isinstance(e, ForwardInput)
+    ]
+
+
+def test_a_sharded_model_that_is_given_the_same_everywhere() -> None:
+    same = [1, 2, 3, 4, 5]
+    (finding,) = examine(sharded(same, (0, 1)), sharded(same, (0, 1)))
+    assert (finding.rule, finding.ranks) == ("equal-inputs", (0, 1))
+    assert not examine(sharded(same, (0, 1)), sharded([6, 7, 8, 9, 10], (0, 1)))
+
+
+def test_ranks_of_one_tensor_parallel_group_are_given_the_same() -> None:
+    """Ranks 0 and 1 hold pieces of one layer; the data is divided over 0 and 2, 1 and 3."""
+    ranks = [
+        sharded([1 + n // 2, 3, 4 + n // 2, 5, 6 + n // 2], (n % 2, 2 + n % 2)) for n in range(4)
+    ]
+    assert not examine(*ranks)
+
+
 def shown(first: int, digests: Sequence[int]) -> list[Event]:
     """Three forwards in `eval()` mode, then those of training."""
     evaluated = inputs([first, first + 1, first + 2], training=False)

@@ -38,7 +38,7 @@ class Inputs:
 
 @lru_cache(maxsize=1)
 def inputs(run: Run) -> tuple[Inputs, ...]:
-    """The inputs of every wrapped model, for every group that shares it."""
+    """The inputs of every wrapped or sharded model, for every group that shares it."""
     found: dict[tuple[int, frozenset[int]], dict[int, dict[int, ForwardInput]]] = defaultdict(dict)
     kinds: dict[int, str] = {}
     for rank in run.ranks.values():
@@ -46,6 +46,9 @@ def inputs(run: Run) -> tuple[Inputs, ...]:
         given: dict[int, dict[int, ForwardInput]] = defaultdict(dict)
         for event in rank.of(ForwardInput):
             given[event.model][event.forward] = event
+            if event.ranks:
+                found[event.model, frozenset(event.ranks)][rank.rank] = given[event.model]
+                kinds.setdefault(event.model, event.kind)
         for wrapped in rank.of(Wrapped):
             group = groups.get(wrapped.group)
             if wrapped.model in given and group is not None:

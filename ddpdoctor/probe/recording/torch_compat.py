@@ -20,6 +20,7 @@
 | `LRScheduler._step_count`, `SequentialLR._schedulers`, `._milestones` | 2.13 | planned lengths |
 | `FSDPModule.__subclasses__()` | 2.6-2.15 | what ranks read under `fully_shard` is not judged |
 | `FSDPModule._get_fsdp_state` | 2.6-2.15 | what ranks read under HSDP; FSDP's optimizer |
+| `FSDPState._root_pre_forward`, `._state_ctx` | 2.6-2.15 | what models of `fully_shard` are given |
 | `FSDPParam.unsharded_accumulated_grad` | 2.6-2.13 | `fully_shard` that never reduces gradients |
 | `torch.jit._builtins._find_builtin`, `._get_builtin_table` | 2.13 | scripts that save fail |
 | `torch.utils.weakref` | 2.13 | tensors that the probe knows cannot be swapped |
@@ -75,6 +76,23 @@ def sharding_mesh(module: Any) -> Any:
         return _shard_groups(module)[0].mesh_info.mesh
     except (AttributeError, IndexError):
         return None
+
+
+def shard_forwards() -> Any:
+    """torch's class whose `_root_pre_forward(module, args, kwargs)` runs before each forward of a
+    module that `fully_shard` was applied to; None where it is not loaded, or torch has another."""
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    kind = getattr(module, "FSDPState", None)
+    return kind if hasattr(kind, "_root_pre_forward") else None
+
+
+def in_sharded_forward(state: Any) -> bool:
+    """Whether the forward of another sharded module is running around this one.
+
+    Raises:
+        AttributeError: in a torch that keeps this elsewhere.
+    """
+    return state._state_ctx.iter_forward_root is not None
 
 
 def _shard_groups(module: Any) -> list[Any]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....events import ForwardInput
 from ...recording import rng_state
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.rng_state import Position
-from ...recording.watcher import Watcher, on
+from ...recording.watcher import Args, Kwargs, Watcher, on
+from ...recording.weak_references import WeakIdentityMap
 from ...tensors.sample_digests import begins, content, memories, samples
 from ...training import lifecycle
 from ...training.records import Backward, Forward, Step
@@ -49,11 +50,31 @@ class _Inputs:
         self.own: set[Any] = set()
 
 
+FIRST_SHARDED = -2
+"""The number of the first model that is sharded, not wrapped; the next ones are below it."""
+
+
+class Sharded:
+    """A module of `fully_shard`, whose inputs these ranks ought to divide among them."""
+
+    def __init__(self, number: int, kind: str, ranks: tuple[int, ...]) -> None:
+        self.number = number
+        self.kind = kind
+        self.ranks = ranks
+        self.forwards = 0
+
+
 class ForwardInputs(Watcher):
     lost = "what the models were given"
 
+    """
+    Attributes:
+        sharded: modules of `fully_shard` that were called from outside of any other.
+    """
+
     def __init__(self) -> None:
-        self._models: defaultdict[Model, _Inputs] = defaultdict(_Inputs)
+        self._models: defaultdict[Model | Sharded, _Inputs] = defaultdict(_Inputs)
+        self.sharded: WeakIdentityMap[Sharded] = WeakIdentityMap()
         # Subscriptions to the moments before a forward that is recorded.
         self._ends = Subscriptions()
 
@@ -62,7 +83,9 @@ class ForwardInputs(Watcher):
         known = self._models[forward.model]
         number = forward.model.forwards - 1
         if sampled(number):
-            _record(recorder, forward, known, number)
+            training = bool(getattr(forward.wrapper, "training", True))
+            given = _Given(forward.args, forward.kwargs, forward.site, training)
+            _record(recorder, forward.model, given, known, number)
         known.due = sampled(number + 1)
         due = any(one.due for one in self._models.values())
         self._ends.enable(due)
@@ -84,7 +107,30 @@ class ForwardInputs(Watcher):
         for model in list(self._models):
             self._keep_positions(model)
 
-    def _keep_positions(self, model: Model) -> None:
+    def sharded_forward(
+        self, recorder: Recorder, module: Any, args: Args, kwargs: Kwargs, ranks: tuple[int, ...]
+    ) -> None:
+        """A forward of a module that `fully_shard` shards over these ranks, or replicates over some
+        of them, begins."""
+        import torch
+
+        if not torch.is_grad_enabled():
+            return
+        model = self.sharded.get(module)
+        if model is None:
+            number = FIRST_SHARDED - len(self.sharded)
+            model = Sharded(number, type(module).__name__.removeprefix("FSDP"), ranks)
+            self.sharded[module] = model
+        known, number = self._models[model], model.forwards
+        model.forwards += 1
+        if sampled(number):
+            given = _Given(args, kwargs, recorder.site(), bool(module.training))
+            _record(recorder, model, given, known, number)
+        known.due = sampled(number + 1)
+        if known.due:
+            self._ends.enable()
+
+    def _keep_positions(self, model: Model | Sharded) -> None:
         """Keep the positions of the generators after a step or backward, if the next forward is
         recorded and no loader feeds it."""
         known = self._models.get(model)
@@ -100,8 +146,19 @@ def sampled(forward: int) -> bool:
     return forward % stride == 0
 
 
-def _record(recorder: Recorder, forward: Forward, known: _Inputs, number: int) -> None:
-    inputs = (*forward.args, *forward.kwargs.values())
+class _Given(NamedTuple):
+    """What a forward is given, and where."""
+
+    args: Args
+    kwargs: Kwargs
+    site: int
+    training: bool
+
+
+def _record(
+    recorder: Recorder, model: Model | Sharded, given: _Given, known: _Inputs, number: int
+) -> None:
+    inputs = (*given.args, *given.kwargs.values())
     batches, found = Loaders.current.delivered, delivered_by(memories(inputs))
     known.fed, known.delivered = batches > known.delivered or bool(found), batches
     own = known.own & memories(inputs) if known.own else known.own
@@ -110,9 +167,9 @@ def _record(recorder: Recorder, forward: Forward, known: _Inputs, number: int) -
     recorder.emit(
         ForwardInput(
             at=time.monotonic(),
-            model=forward.model.number,
+            model=model.number,
             forward=number,
-            site=forward.site,
+            site=given.site,
             digest=digested,
             numbers=numbers,
             rows=samples(inputs),
@@ -120,7 +177,9 @@ def _record(recorder: Recorder, forward: Forward, known: _Inputs, number: int) -
             carried=bool(own),
             fed=known.fed,
             drawn=rng_state.drawn(before, rng_state.positions()) if before else -1,
-            training=bool(getattr(forward.wrapper, "training", True)),
+            training=given.training,
             loaders=found,
+            kind=model.kind if isinstance(model, Sharded) else "",
+            ranks=model.ranks if isinstance(model, Sharded) else (),
         )
     )
