@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ddpdoctor.probe.collectives import collectives
 from ddpdoctor.probe.collectives.call_hooks import Call
 from ddpdoctor.probe.collectives.process_groups import ProcessGroups
+from ddpdoctor.probe.recording.devices import Captures
 from ddpdoctor.probe.training.backwards import Backwards
 from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.training.wrapped_models import WrappedModels
@@ -308,10 +309,10 @@ def test_nothing_is_read_while_a_graph_is_recorded(monkeypatch):
         known=SimpleNamespace(notes={}, number=0), optimizer=object, number=0, closure=False
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Captures, "running", 1)
     UnwrappedModels.current._step_due(SimpleNamespace(step=0), step)
     assert not known.waiting
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Captures, "running", 0)
     UnwrappedModels.current._step_due(SimpleNamespace(step=0), step)
     assert known.waiting
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..recording.devices import readable_later
 from ..recording.torch_compat import shard
 from .limits import VALUES_SAMPLED
 
@@ -87,7 +88,7 @@ def _flat(tensor: Any) -> Any:
 
 
 def check_suited(tensor: Any) -> None:
-    """Raise if a tensor is no plain dense tensor on the CPU or a CUDA device.
+    """Raise if a tensor is no plain dense tensor that can be read, now or later.
 
     Raises:
         Unsuited: with the reason.
@@ -99,7 +100,7 @@ def check_suited(tensor: Any) -> None:
         raise Unsuited(f"a {kind.__name__} is no plain tensor")
     if tensor.layout is not torch.strided:
         raise Unsuited(f"its layout is {tensor.layout}")
-    if tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
+    if tensor.is_quantized or not (tensor.is_cpu or readable_later(tensor.device)):
         raise Unsuited("it is quantised" if tensor.is_quantized else f"it is on {tensor.device}")
     if tensor.is_complex() and tensor.is_conj():
         raise Unsuited("it is a conjugated view")
@@ -156,13 +157,6 @@ def sums(tensors: Iterable[Any]) -> tuple[list[Any], list[str]]:
                 reasons[str(error)] = None
                 found.append(None)
     return found, list(reasons)
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured: nothing may be read from the device meanwhile."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def numbers(totals: Sequence[Any]) -> list[int]:

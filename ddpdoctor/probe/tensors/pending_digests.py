@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ..recording.devices import HostCopy
 from .digests import numbers
 from .limits import ROW_WAITS_S, ROWS_WAITING
 
@@ -27,8 +28,8 @@ class Arrivals(Generic[T]):
         self._waiting.append((what, digests))
 
     def take(self, *, wait: bool = False) -> Iterator[tuple[T, list[list[int]]]]:
-        """Remove and return all up to the first whose digests have not arrived; with `wait`, block
-        until they have."""
+        """Remove and return all up to the first whose digests have not arrived; with `wait`, wait
+        for them a little (`devices.PATIENCE_S`)."""
         while self._waiting:
             what, digests = self._waiting[0]
             if not all([one.ready(wait=wait) for one in digests]):
@@ -79,34 +80,29 @@ class Waiting:
     """
 
     def __init__(self, totals: list[Any]) -> None:
-        self._event: Any = None
+        self._copy: HostCopy | None = None
         self._present = [total is not None for total in totals]
         self.values: list[int] = []
         there = [total for total in totals if total is not None]
         devices = [total.device for total in there if not total.is_cpu]
         if devices:
-            self._copy(there, devices[0])
+            self._copy = _copied(there, devices[0])
         else:
             self.values = numbers(totals)
 
-    def _copy(self, there: list[Any], device: Any) -> None:
-        import torch
-
-        with torch.inference_mode():
-            stacked = torch.stack([total.to(device, non_blocking=True) for total in there])
-            self._host = torch.empty(len(there), dtype=torch.int64, pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(device))
-
     def ready(self, *, wait: bool = False) -> bool:
-        """Whether the digests have arrived; with `wait`, block until they have."""
-        if self._event is not None:
-            if wait:
-                self._event.synchronize()
-            if not self._event.query():
+        """Whether the digests have arrived; with `wait`, wait for them a little."""
+        if self._copy is not None:
+            if not self._copy.arrived(wait=wait):
                 return False
-            arrived = iter(self._host.tolist())
+            arrived = iter(self._copy.host.tolist())
             self.values = numbers([next(arrived) if there else None for there in self._present])
-            self._event = None
+            self._copy = None
         return True
+
+
+def _copied(totals: list[Any], device: Any) -> HostCopy:
+    import torch
+
+    with torch.inference_mode():
+        return HostCopy(torch.stack([total.to(device, non_blocking=True) for total in totals]))

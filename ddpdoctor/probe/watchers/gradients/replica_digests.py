@@ -18,13 +18,14 @@ from ....events.pack import pack
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
+from ...recording.devices import capturing, out_of_patience
 from ...recording.hooks import Subscriptions
 from ...recording.limits import FIRST_STEPS
 from ...recording.recorder import Recorder
 from ...recording.sampling import Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, ignored_by_ddp, joins
 from ...recording.watcher import Args, Kwargs, Watcher, on
-from ...tensors.digests import ABSENT, Sketcher, capturing, scattered, sums
+from ...tensors.digests import ABSENT, Sketcher, scattered, sums
 from ...tensors.pending_digests import Row, Rows, Waiting
 from ...tensors.tensor_watch import grad_of
 from ...training import lifecycle, optimizer_models, write_counts
@@ -233,7 +234,7 @@ class ReplicaDigests(Watcher):
             alive = holding.model.wrapper is not None and holding.model.wrapper() is not None
             _flush(recorder, watch, soon=True, wait=True)
             _detect_local_sgd(recorder, watch, last=True)
-            if not alive:
+            if not alive or out_of_patience():
                 continue
             if (steps := optimizer_models.steps_taken(holding)) > 0:
                 ManualEdits.current.emit_parameters(recorder, steps, holding)

@@ -17,10 +17,11 @@ from ....events import LateBuffers, SentBuffers
 from ....events.drift import full
 from ....events.pack import pack
 from ...recording import hooks
+from ...recording.devices import capturing
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import ignored_by_ddp
 from ...recording.watcher import Watcher, on
-from ...tensors.digests import capturing, sums
+from ...tensors.digests import sums
 from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle, optimizer_models
 from ...training.records import Forward, Step

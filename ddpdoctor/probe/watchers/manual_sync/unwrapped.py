@@ -16,6 +16,7 @@ import msgspec
 from ....events import Unwrapped, UnwrappedState
 from ....events.pack import pack
 from ...recording import hooks
+from ...recording.devices import capturing
 from ...recording.hooks import Subscriptions
 from ...recording.names_in_frames import name_of
 from ...recording.recorder import Recorder
@@ -23,7 +24,7 @@ from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import Reference, WeakIdentityMap
 from ...source.call_resolver import assignment_in_frames
 from ...tensors.collective_payload import PassedGradients
-from ...tensors.digests import capturing, sums
+from ...tensors.digests import sums
 from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle
 from ...training.backwards import Backwards

@@ -19,7 +19,7 @@ import msgspec
 
 from ....events import NonFinite
 from ...recording import hooks
-from ...recording.device_flags import Flag
+from ...recording.devices import Flag, capturing, readable_later
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import compiling, graph
@@ -151,7 +151,7 @@ class Numerics(Watcher):
         else:
             return
         one_number = root.is_cpu and root.numel() == 1  # as most losses are
-        if not one_number and root.is_cuda:
+        if not root.is_cpu:
             if compiling():
                 return
             self._flag_later(recorder, backward, root, "loss")
@@ -166,7 +166,7 @@ class Numerics(Watcher):
         self.lasting = None, 0
         if earlier is not None:
             self.suspect = _remaining(earlier)
-        if marked and not root.is_cuda:
+        if marked and root.is_cpu:
             self.masked |= marked
         asked = recorder.every and recorder.step % recorder.every == 0
         if (asked or self.backwards < ALWAYS or recorder.affordable()) and not compiling():
@@ -196,9 +196,11 @@ class Numerics(Watcher):
     def _flag_later(self, recorder: Recorder, backward: Backward, value: Any, kind: str) -> None:
         import torch
 
-        if torch.cuda.is_current_stream_capturing():
+        if capturing() or not readable_later(value.device):
             return
-        bad = torch.logical_not(torch.isfinite(value.detach()).all())
+        number = value.detach()
+        if number.numel() != 1:  # one kernel; NaN and infinity pass through
+            number = torch.linalg.vector_norm(number, ord=math.inf)
         event = NonFinite(
             at=time.monotonic(),
             kind=kind,
@@ -206,7 +208,7 @@ class Numerics(Watcher):
             value="not finite",
             site=backward.site,
         )
-        self.flags.append((Flag(bad), event))
+        self.flags.append((Flag(number.reshape(())), event))
         self._at_next_step.enable()
 
     def _watch_gradients(self, recorder: Recorder, backward: Backward, whole: bool) -> None:
@@ -227,7 +229,7 @@ class Numerics(Watcher):
                     continue
                 self.hooks.add([(parameter, partial(look, model.names[position]))])
                 self._at_backward_end.enable()
-                if parameter.is_cuda:  # every look launches kernels there: one parameter must do
+                if not parameter.is_cpu:  # every look launches kernels there: one parameter must do
                     break
 
     def _look_at_gradient(
@@ -235,7 +237,7 @@ class Numerics(Watcher):
     ) -> None:
         if gradient is None or Captures.depth:
             return
-        if gradient.is_cuda:
+        if not gradient.is_cpu:
             self._flag_later(recorder, backward, gradient, "gradient")
             return
         began = time.perf_counter_ns()
@@ -353,10 +355,10 @@ class Numerics(Watcher):
                 recorder, msgspec.structs.replace(suspect, step=step.number, total=recorder.step)
             )
 
-    def _read_flags(self, recorder: Recorder) -> None:
+    def _read_flags(self, recorder: Recorder, *, wait: bool = False) -> None:
         still: list[tuple[Flag, NonFinite]] = []
         for flag, event in self.waiting:
-            answer = flag.answer()
+            answer = flag.answer(wait=wait)
             if answer is None:
                 still.append((flag, event))
             elif answer:
@@ -373,7 +375,9 @@ class Numerics(Watcher):
 
     @on(hooks.leaving)
     def _leaving(self, recorder: Recorder, _: None) -> None:
-        self._read_flags(recorder)
+        # The program may end because of what the device has not answered yet.
+        self.waiting += [(f, msgspec.structs.replace(e, applied=False)) for f, e in self.flags]
+        self._read_flags(recorder, wait=True)
         if (spared := self.spared.first) is not None and spared.spared > 1:
             recorder.emit(spared)
         if self.suspect is not None:  # the program ended before a step, or because of it

@@ -16,12 +16,13 @@ from typing import Any
 from ....events import TrainsAlone
 from ...collectives.sync_points import SyncPoints
 from ...recording import hooks
+from ...recording.devices import capturing
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, write_probe_error
 from ...recording.watcher import Activate, Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.collective_payload import memory_of
-from ...tensors.digests import capturing, sums
+from ...tensors.digests import sums
 from ...tensors.pending_digests import Arrivals, Waiting
 from ...tensors.tensor_watch import grad_of, spread, writes
 from ...training import lifecycle
