@@ -34,18 +34,41 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+_several: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""By group, whether it has several backends (`cpu:gloo,cuda:nccl`)."""
+
+
 def sequence_number(group: Any) -> int:
-    """Count of collectives and point-to-point calls issued on a group so far; -1 if unknown."""
+    """Count of collectives and point-to-point calls issued on a group so far; -1 if unknown. torch
+    counts by backend, and answers for that of the accelerator: those of a group are added up."""
     try:
+        several = _several.get(group)
+        if several is None:
+            several = _several[group] = len(_backends(group)) > 1
+        if several:
+            return sum(int(b._get_sequence_number_for_group()) for b in _backends(group))
         return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError):
         return -1
+
+
+def _backends(group: Any) -> list[Any]:
+    """The backends of a group, each once."""
+    found: dict[int, Any] = {}
+    for device in getattr(group, "_device_types", ()):
+        try:
+            backend = group._get_backend(device)
+        except (AttributeError, RuntimeError):  # none for this device after all
+            continue
+        found[id(backend)] = backend
+    return list(found.values())
 
 
 def is_made(scheduler: Any) -> bool:
