@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.calls.call_logs import OF_DEVICES
 from ddpdoctor.analysis.control_flow.jumps import ways_around
 from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
 from ddpdoctor.analysis.waiting import failed_threads
+from ddpdoctor.analysis.waiting.failures import backends
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.stale_store import CAUSE, FIX, formed_again
 from ddpdoctor.analysis.waiting.wait_graph import (
@@ -347,6 +349,11 @@ def _why(rule: str, stands: list[RankSnapshot], unknown: list[int]) -> str:
         return (
             "they may wait there for a store key that another rank has to set first and never set: "
             "the stacks show where each rank is"
+        )
+    if any(name in backends(s.rank) for s in stands for name in OF_DEVICES):
+        return (
+            "the hosts are ahead of their devices, and all ranks issued the same calls: for which "
+            "rank a device waits is not on record"
         )
     return "no rank waits for another one; the stacks show where each rank is"
 

@@ -13,6 +13,10 @@ from ...run import Call, Location, Rank, Run, State
 from ...run.steps import reported_by_total
 from .shared_helpers import callers, helpers
 
+OF_DEVICES = ("nccl", "xccl", "hccl", "ucc", "rccl")
+"""Backends whose calls return when they are issued: the device waits for the other ranks, and the
+host only where it needs a result."""
+
 NEW_GROUPS = -2
 """The pseudo group whose calls are `new_group` (see the call log of the probe)."""
 
@@ -31,6 +35,11 @@ class GroupKey:
     name: str
     ranks: tuple[int, ...]
     backend: str = ""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether calls return before they are done (see `OF_DEVICES`)."""
+        return any(name in self.backend for name in OF_DEVICES)
 
     def __str__(self) -> str:
         if self.name == "new_group":

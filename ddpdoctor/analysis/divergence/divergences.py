@@ -55,7 +55,9 @@ def got_past(run: Run, divergence: CallDivergence) -> bool:
     )
     if any(latest(other, reached) > mine for other in others):
         return True
-    on_host = all(m.signature.device in ("", "cpu") for m in divergence.calls.values())
+    on_host = not divergence.key.on_device and all(
+        m.signature.device in ("", "cpu") for m in divergence.calls.values()
+    )
     return on_host and mine >= 0 and reached >= mine + divergence.width + NEAR
 
 

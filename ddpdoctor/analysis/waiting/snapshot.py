@@ -48,6 +48,7 @@ class RankSnapshot:
         call, key: the call it was in and the group of that; made: the call with its lines.
         computes: the forward or backward of a wrapped model that it was in without any
             communication in flight.
+        on_device: the call was issued, and it is its device that waits.
         over: gone, and its end can change nothing any more (see `is_over`).
         still_s: for how many seconds it had made no progress.
         stood: what the monitor saw of it.
@@ -63,6 +64,7 @@ class RankSnapshot:
     still_s: float
     stood: RankStood | None
     computes: Call | None = None
+    on_device: bool = False
     over: bool = False
 
     @property
@@ -130,7 +132,7 @@ class RankSnapshot:
             traced = self.stood is not None and self.stood.state == "t"
             return f"{'stopped by a debugger' if traced else 'stopped by a signal (SIGSTOP)'}{at}"
         if self.made is not None:
-            return f"in {self.made.place}"
+            return f"{'waiting on the device for' if self.on_device else 'in'} {self.made.place}"
         if self.unknown:
             return at.lstrip(", ") or "at an unknown line (its calls are not on record)"
         what = DOING.get(self.phase, "") if self.phase is not None else "in no recorded call"
@@ -309,6 +311,10 @@ def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
     computes = None
     if call is not None and key is not None and _only_computes(known, rank, key, call):
         computes, call, key = call, None, None
+    on_device = False
+    if call is None and run.stall is not None and (waits := _waits_on_device(known, rank)):
+        key, call = waits
+        on_device = True
     made = None
     if call is not None and key is not None and call.index >= 0:
         log = known.logs.get(key, {}).get(rank.rank)
@@ -329,8 +335,27 @@ def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
         still_s=_still(rank, call, at, then),
         stood=stood,
         computes=computes,
+        on_device=on_device,
         over=left is not None and is_over(run, rank, left, _looked(run, wall) - rank.wall(0.0)),
     )
+
+
+def _waits_on_device(known: CallLogs, rank: Rank) -> tuple[GroupKey, Call] | None:
+    """The first call that a rank issued to its device and another member of the group did not;
+    None where every member issued as many calls of each group."""
+    found: list[tuple[GroupKey, Call]] = []
+    for key, logs in known.logs.items():
+        mine = logs.get(rank.rank)
+        others = [r for r in key.ranks if r != rank.rank]
+        members = [known.run.ranks[r] for r in others if r in known.run.ranks]
+        if not key.on_device or mine is None or not all(m.ring is not None for m in members):
+            continue
+        issued = [logs[m.rank].issued if m.rank in logs else 0 for m in members]
+        behind = min(issued, default=mine.issued)
+        made = known.at(mine, behind) if behind < mine.issued else None
+        if made is not None and made.call is not None:
+            found.append((key, made.call))
+    return min(found, key=lambda item: item[1].began, default=None)
 
 
 def _only_computes(known: CallLogs, rank: Rank, key: GroupKey, call: Call) -> bool:

@@ -1,0 +1,111 @@
+"""Hangs where calls return when they are issued (NCCL): the hosts are ahead of their devices.
+
+Calls last two milliseconds there, and the thread blocks later, where it needs a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from ddpdoctor.checks.hang.rank_died import RankDied
+from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
+from ddpdoctor.checks.hang.rank_missing import RankMissing
+from ddpdoctor.checks.hang.stall import Stall
+from recordings import PID, steps
+from tapes import START, WALL, CallLog, run_of, stall, stood
+
+from ddpdoctor.events import Event, GroupReady, InitEntered, ProcessEnded, RankExiting
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Finding
+from ddpdoctor.run import Run
+
+CHECKS = CollectiveMismatch(), RankMissing(), RankExitedEarly(), RankDied(), Stall()
+
+
+def found(run: Run) -> tuple[Finding, ...]:
+    return diagnose(run, CHECKS).findings
+
+
+def trained(*more: Sequence[tuple[str, int]], backend: str = "nccl") -> dict[int, CallLog]:
+    """Ranks that took three steps together, and then issued these calls (operation, line)."""
+    made = {rank: CallLog(rank, len(more)) for rank in range(len(more))}
+    for rank, tape in made.items():
+        ready = tape.events[0]
+        assert isinstance(ready, GroupReady)
+        tape.events[0] = msgspec.structs.replace(ready, backend=backend)
+        for _ in range(3):
+            tape.call("DDP backward", 20, "loss.backward()", lasts=0.002)
+        tape.events += steps(3)
+        for op, line in more[rank]:
+            tape.call(op, line, lasts=0.002)
+    return made
+
+
+def stalled(tmp_path: Path, made: dict[int, CallLog], nodes: list[Event], **more: object) -> Run:
+    first = [*nodes, stall(START + 50, START + 5)]
+    return run_of(tmp_path, made, nodes={0: first}, **{"ended": None, **more})  # type: ignore[arg-type]
+
+
+BACKWARD = ("DDP backward", 20)
+IN_ITEM = stood(0, 22, "total += loss.item()", cpu=1.0)
+ASLEEP = stood(1, 33, "time.sleep(1000)")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_rank_that_does_not_come(tmp_path: Path, backend: str) -> None:
+    made = trained([BACKWARD], [], backend=backend)
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP]))
+    assert (finding.check, finding.ranks) == ("rank-missing", (1,))
+    assert finding.location is not None and finding.location.line == 33
+    assert "rank 0" in finding.summary and "DDP backward" in finding.summary
+
+
+def test_a_rank_that_left(tmp_path: Path) -> None:
+    made = trained([BACKWARD], [])
+    made[1].events.append(RankExiting(at=START + 4, how="return", status=0))
+    ended = ProcessEnded(at=START + 6, rank=1, pid=PID + 1, wall=WALL, status=0)
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ended]))
+    assert (finding.check, finding.ranks) == ("rank-exited-early", (1,))
+
+
+def test_the_watchdog_ends_the_rank_that_waited(tmp_path: Path) -> None:
+    """Its SIGABRT is a consequence; torchrun then terminates the rank at fault."""
+    made = trained([BACKWARD], [])
+    for tape in made.values():
+        tape.events.append(
+            InitEntered(at=START, backend="nccl", init_method="", rank=0, world_size=2,
+                        timeout_s=40.0, env_rank=-1, env_world_size=-1, env_local_rank=-1, site=-1)
+        )  # fmt: skip
+    aborted = stood(0, 22, "total += loss.item()", crashed=True, native=True, at=START + 61)
+    ends = [
+        ProcessEnded(at=START + 61, rank=0, pid=PID, wall=WALL, signal=6),
+        ProcessEnded(at=START + 62, rank=1, pid=PID + 1, wall=WALL, signal=15, by_launcher=True),
+    ]
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP, aborted, *ends]))
+    assert (finding.check, finding.ranks) == ("rank-missing", (1,))
+
+
+def test_all_issued_the_same_calls(tmp_path: Path) -> None:
+    made = trained([BACKWARD], [BACKWARD])
+    seen = [IN_ITEM, stood(1, 22, "total += loss.item()", cpu=1.0)]
+    (finding,) = found(stalled(tmp_path, made, seen))
+    assert finding.check == "stall"
+    assert "ahead of their devices" in finding.cause
+    assert "no rank waits" not in finding.cause
+
+
+def test_calls_that_differ_stop_both(tmp_path: Path) -> None:
+    made = trained([("all_reduce", 30)], [("broadcast", 40)])
+    seen = [IN_ITEM, stood(1, 41, "print(value.item())", cpu=1.0)]
+    findings = found(stalled(tmp_path, made, seen))
+    assert findings[0].check == "collective-mismatch"
+    assert not any(f.check == "stall" for f in findings)
+
+
+def test_a_host_that_is_ahead_without_a_stall_waits_for_nobody(tmp_path: Path) -> None:
+    made = trained([BACKWARD, BACKWARD], [BACKWARD])
+    assert not found(run_of(tmp_path, made))
