@@ -233,7 +233,11 @@ class CallRun(Event, frozen=True, tag="call-run"):
 
 
 class FlightEntry(Part, frozen=True):
-    """One collective in torch's flight recorder (part of `FlightLog`)."""
+    """One collective in torch's flight recorder (part of `FlightLog`).
+
+    Attributes:
+        retired: it is done. (torch calls retired what its watchdog let go of, done or timed out.)
+    """
 
     sequence: int
     op: str

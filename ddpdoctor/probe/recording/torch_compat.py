@@ -11,6 +11,7 @@
 | `torch._C._dynamo.eval_frame.get_eval_frame_callback` | 2.6-2.13 | calls of compiled submodules |
 | `torch._C._dynamo.eval_frame.set_code_exec_strategy` | 2.13 | slower start of compiled steps |
 | `torch._C._distributed_c10d._dump_fr_trace_json` | 2.8-2.15 | DDP's own collectives in a hang |
+| `torch._C._distributed_c10d._dump_nccl_trace_json` | 2.5-2.15 | the same on NCCL |
 | `Optimizer._optimizer_step_pre_hooks` | 2.4-2.15 | gradients edited in a hook before the step |
 | `Tensor._backward_hooks` | 2.4-2.15 | which parameters got no gradient, unless torch says it |
 | `Variable._execution_engine.queue_callback` | 2.4-2.15 | which rank the others wait for |
@@ -384,17 +385,18 @@ def when_computed(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def flight_recorder() -> str | None:
-    """torch's flight recorder as JSON, None if this torch has none. Without stacks: symbolising
-    them would import torch's compiler."""
+def flight_recorders() -> Iterator[str]:
+    """torch's flight recorders as JSON: that of NCCL and the one of other backends, as far as this
+    torch has them. Without stacks: symbolising them would import torch's compiler.
+
+    Ask only where a rank stands still: NCCL's queries events of works that may retire meanwhile.
+    """
     import torch._C._distributed_c10d as c
 
-    try:
-        return c._dump_fr_trace_json(  # type: ignore[attr-defined]
-            includeCollectives=True, onlyActive=False
-        ).decode()
-    except AttributeError:
-        return None
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c, name, None)
+        if dump is not None:
+            yield dump(includeCollectives=True, onlyActive=False).decode()
 
 
 def own_pre_hooks(optimizer: Any) -> Any:
