@@ -16,12 +16,14 @@ from ddpdoctor.analysis.process.thresholds import (
     HOST_SHARE,
     KNOWN_GROWTH,
     LEVEL,
+    MANY_ROWS,
     PARTS,
     SLOWER,
     UNKNOWN_GROWTH,
     UNKNOWN_STEPS,
     WARM_UP_SHARE,
 )
+from ddpdoctor.analysis.process.worker_memory import Copies, worker_copies
 from ddpdoctor.events import EpochEnded, LoaderSeen, MemoryHeld, MemorySample, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.errors import ErrorKind
@@ -32,6 +34,7 @@ GRAPHS = "graphs-kept"
 SUM = "losses-summed"
 CONTAINER = "tensors-kept"
 UNKNOWN = "holder-unknown"
+COPIES = "workers-copy"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class MemoryGrowth(Check):
     Host or device memory of a rank that rises throughout the run, after the warm-up, and still
     rises at the end. If a container is found that gains a tensor with each step (a list of losses
     with their autograd graphs, say), or a sum that keeps the graph of every loss, the finding names
-    it and the line that adds to it.
+    it and the line that adds to it. And workers of a DataLoader that copy the rank's memory while
+    they read a dataset of Python objects.
 
     ## How it knows
     Between two steps (two forwards, where no steps are taken) each rank records its resident memory
@@ -96,6 +100,11 @@ class MemoryGrowth(Check):
     - 8 MB if a container of plain tensors explains at least two fifths of it
     - 8 MB and 1% on the device if no container is found; on the host 64 MB, 4% and 500 steps
 
+    Of workers the doctor's monitor reads, in at most 1% of its time, how much memory they share
+    with no other process. Forked workers share everything with their rank at first; each page that
+    they write becomes a copy, and reading a Python object writes its reference count. At least two
+    workers of a rank must copy 128 MB each, while their resident memory does not grow by as much.
+
     The figures leave out stretches at the beginning that are about level. The finding is proven.
 
     ## Why it hurts
@@ -104,7 +113,9 @@ class MemoryGrowth(Check):
 
     ## How to fix it
     Keep numbers, not graphs: `losses.append(loss.item())` or `loss.detach()`. Evaluate under
-    `torch.no_grad()`. Clear containers when they have been used.
+    `torch.no_grad()`. Clear containers when they have been used. Keep what workers read in a few
+    tensors, numpy arrays, Arrow tables or files mapped into memory: these have one reference count
+    each, not one per row.
 
     ## When it stays quiet
     - growth that levels off, as caches do
@@ -112,6 +123,7 @@ class MemoryGrowth(Check):
       kept)
     - memory that goes up and down
     - a rise of host memory in a short run, if no container of the program explains it
+    - a loader with a single worker: its pages may be private because the rank wrote to its own
     """
 
     code = "DDP206"
@@ -123,6 +135,7 @@ class MemoryGrowth(Check):
         SUM: "a sum of losses keeps the autograd graph of each of them",
         CONTAINER: "a container keeps tensors without graphs",
         UNKNOWN: "memory grows, and no container that explains it was found",
+        COPIES: "loader workers copy the pages that they shared with their rank",
     }
     effects = (
         Effect(("rank-memory-imbalance",)),
@@ -133,6 +146,8 @@ class MemoryGrowth(Check):
     )
 
     def unobserved(self, run: Run) -> str | None:
+        if worker_copies(run):
+            return None
         if not run.any(MemorySample):
             return "memory was not sampled"
         most = max(len(r.of(MemorySample)) for r in run.ranks.values())
@@ -145,7 +160,48 @@ class MemoryGrowth(Check):
             if growing:
                 yield self._report(run, max(growing, key=lambda g: (g.held is not None, g.total)),
                                  growing)  # fmt: skip
-                return
+                break
+        if copies := worker_copies(run):
+            yield self._workers(run, copies)
+
+    def _workers(self, run: Run, copies: list[Copies]) -> Finding:
+        """The finding about workers that copy; `copies` of all ranks on which they do."""
+        most = copies[0]
+        ranks = tuple(sorted(c.rank.rank for c in copies))
+        rows, dataset = most.rows, most.loader.dataset
+        named = rows is not None and rows.length >= MANY_ROWS
+        what = f"`{rows.name}` of {dataset}, {rows.length:,} entries" if rows and named else dataset
+        return self.finding(
+            rule=COPIES,
+            ranks=ranks,
+            subjects=(dataset,),
+            location=most.rank.location(most.loader.site),
+            label="its workers copy what they read",
+            summary=(
+                f"{most.workers} workers of a DataLoader on {whom(ranks, run.world_size)} copy the "
+                f"memory they share: each grows from {human(most.before)} to {human(most.after)} "
+                f"in {most.seconds:.0f} s, {human(most.copied)} together"
+            ),
+            cause=(
+                f"the workers read Python objects ({what}); each read writes the object's reference"
+                " count, and a forked worker copies the page that it writes to"
+            ),
+            fix=(
+                "hold the rows in tensors, numpy arrays, an Arrow table or a file mapped into "
+                "memory instead of lists, dicts and strings; fewer workers copy less"
+            ),
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "dataset": dataset,
+                "largest list": f"{rows.name}, {rows.length} entries" if rows else "not known",
+                "private memory of a worker": [human(most.before), human(most.after)],
+                "ranks": [
+                    {"rank": c.rank.rank, "workers": c.workers, "copied": human(c.copied)}
+                    for c in copies
+                ],
+            },
+            at=most.rank.wall(most.loader.at),
+        )
 
     def _report(self, run: Run, worst: Growth, growing: list[Growth]) -> Finding:
         ranks = tuple(g.rank.rank for g in growing)

@@ -82,6 +82,7 @@ from .model import (
     ZeroGradients,
 )
 from .node import (
+    ChildMemory,
     ExaminedInside,
     MemoryLimit,
     MonitorStarted,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Event
+from .base import Event, Part
 from .stall import StackFrame
 
 
@@ -121,6 +121,19 @@ class ProcessState(Event, frozen=True, tag="process-state"):
     attempt: int = 0
 
 
+class ChildMemory(Part, frozen=True):
+    """Memory of a child of a rank (part of `RankSample`), such as a worker of a DataLoader.
+
+    Attributes:
+        rss_bytes: its resident memory, what it shares with its parent included.
+        private_bytes: of these, what it shares with no other process.
+    """
+
+    pid: int
+    rss_bytes: int
+    private_bytes: int
+
+
 class RankSample(Event, frozen=True, tag="rank-sample"):
     """Resources that a rank's process uses. Sampled every second at first, more rarely later.
 
@@ -128,6 +141,7 @@ class RankSample(Event, frozen=True, tag="rank-sample"):
         rss_bytes: resident memory of the rank's own process.
         children: number of its descendants (DataLoader workers); `children_bytes` is their private
             memory, without file pages and shared memory.
+        forked: memory of its children, in some of the samples: it takes time to read.
         gpu_bytes: memory on each GPU that it uses, by NVML's index.
         runnable: average number of threads of the rank and its descendants that ran or waited for a
             core since the last sample; None if the kernel does not tell.
@@ -141,6 +155,7 @@ class RankSample(Event, frozen=True, tag="rank-sample"):
     gpu_bytes: dict[int, int] = {}
     attempt: int = 0
     runnable: float | None = None
+    forked: tuple[ChildMemory, ...] = ()
 
 
 class NodeSample(Event, frozen=True, tag="node-sample"):

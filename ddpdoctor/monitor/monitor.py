@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..events import (
     SCHEMA,
+    ChildMemory,
     Event,
     MemoryLimit,
     MonitorStarted,
@@ -41,6 +42,10 @@ from .stop_agreement import Judge
 
 if TYPE_CHECKING:
     from ..config import Options
+
+FORKED_SHARE, MOST_FORKED = 0.01, 16
+"""The share of the time that may go into reading the memory that children share with their rank,
+and of how many children of a rank it is read."""
 
 SAMPLE_S = 1.0
 SAMPLES_PER_AGE = 600
@@ -70,6 +75,7 @@ class Watched:
     unwritten: bool = False
     threads: dict[int, int] = field(default_factory=dict)
     looked: float = 0.0
+    forked_next: float = 0.0
 
     def runnable(self, now: float, threads: dict[int, int]) -> float | None:
         """How many threads ran or waited for a core since the last call, on average (see
@@ -368,6 +374,7 @@ class Monitor:
             for pid in use.pids:
                 for index, size in held.get(pid, {}).items():
                     gpu[index] = gpu.get(index, 0) + size
+            forked = self._forked(watched, use.pids[1:]) if write else ()
             watched.sample = RankSample(
                 at=now,
                 rank=watched.rank,
@@ -378,6 +385,7 @@ class Monitor:
                 gpu_bytes=gpu,
                 attempt=watched.attempt,
                 runnable=watched.runnable(now, system.runnable_ns(use.pids)),
+                forked=forked,
             )
             watched.unwritten = True
             if write:
@@ -394,6 +402,21 @@ class Monitor:
                     orphans=system.orphans(),
                 )
             )
+
+    def _forked(self, watched: Watched, pids: tuple[int, ...]) -> tuple[ChildMemory, ...]:
+        """What the descendants of a rank share with no other process; nothing while reading that of
+        all ranks would cost more than `FORKED_SHARE` of the time."""
+        begin = time.monotonic()
+        if not pids or begin < watched.forked_next:
+            return ()
+        found = [(pid, system.private_memory(pid)) for pid in pids[:MOST_FORKED]]
+        spent = time.monotonic() - begin
+        watched.forked_next = begin + spent * len(self.watched) / FORKED_SHARE
+        return tuple(
+            ChildMemory(pid=pid, rss_bytes=sizes[0], private_bytes=sizes[1])
+            for pid, sizes in found
+            if sizes
+        )
 
     def _flush(self, watched: Watched) -> None:
         """Write the latest sample of a process: of one that died, the last is the one to have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,6 +283,18 @@ def _resident(pid: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return int(fields[1]) * _PAGE, int(fields[2]) * _PAGE
+
+
+def private_memory(pid: int) -> tuple[int, int] | None:
+    """Resident bytes of a process, and how many of these no other process has in use; None where
+    the kernel does not tell. Takes milliseconds: the kernel visits each page."""
+    try:
+        text = _told(pid, "smaps_rollup")
+    except OSError:
+        return None
+    found = re.findall(r"^(Rss|Private_Clean|Private_Dirty):\s+(\d+) kB", text, re.MULTILINE)
+    sizes = {name: int(size) << 10 for name, size in found}
+    return (sizes.pop("Rss"), sum(sizes.values())) if "Rss" in sizes else None
 
 
 def control_group_memory() -> GroupMemory:

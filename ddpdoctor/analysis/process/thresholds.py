@@ -147,6 +147,18 @@ SLOWER = 0.6
 cache does."""
 
 
+FEWEST_COPIES, COPIED = 2, 128 * MIB
+"""How many workers of a rank must copy shared pages, and how much each. Of one worker alone the
+pages may be those that its rank has overwritten: several share these. Less is what reading Python's
+own modules copies."""
+
+MANY_ROWS = 10_000
+"""Entries of a list, from which on it is named as what the workers read."""
+
+FEWEST_WORKER_SAMPLES = 2
+"""Of a worker's memory, before it is judged."""
+
+
 # --- memory: ranks compared ----------------------------------------------------------------------
 
 HOST_RATIO, HOST_MORE = 1.5, 128 * MIB
