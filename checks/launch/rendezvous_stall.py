@@ -42,8 +42,8 @@ class RendezvousStall(Check):
 
     Also ranks that have all arrived but do not connect: each at an address of its own, at a
     `tcp://` address where nobody listens (under torchrun), or because a store still holds
-    addresses of earlier ranks, after a restart or after the program has destroyed its process group
-    and creates it again.
+    addresses of earlier ranks: after a restart, after the program has destroyed its process group
+    and creates it again, or in a `file://` that an earlier run left behind.
 
     ## How it knows
     Each rank records when it enters `init_process_group` and when it has its group. The finding is
@@ -83,6 +83,7 @@ class RendezvousStall(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "stale-store-after-restart": "torchrun's store still holds addresses of the last attempt",
         "stale-store-of-destroyed-group": "the store still holds addresses of a destroyed group",
+        "stale-store-file": "the file of the store still holds addresses of an earlier run",
         "no-store-at-address": "under torchrun, no rank opens a store at the given address",
         "different-addresses": "ranks wait at different addresses for each other",
         "address-unreachable": "all ranks wait at an address, but do not connect",
@@ -97,7 +98,8 @@ class RendezvousStall(Check):
         Effect(("first-failure",), rules=("lost-peers",)),  # torch gave up waiting
         Effect(("first-failure",), of=("stale-store-after-restart",)),
         Effect(
-            ("first-failure",), of=("stale-store-of-destroyed-group",), when=(When.WITHIN_RANKS,)
+            ("first-failure",), of=("stale-store-of-destroyed-group", "stale-store-file"),
+            when=(When.WITHIN_RANKS,)
         ),
         Effect(
             ("first-failure",),
@@ -112,6 +114,10 @@ class RendezvousStall(Check):
         waiting = [r for r in run.ranks.values() if _waits(r)]
         if run.store_used_before and (met_nobody := _met_nobody(run, waiting)):
             yield self._after_restart(run, met_nobody)
+            return
+        left = stale_store.left_by_earlier_run(run)
+        if left is not None and (met_nobody := _met_nobody(run, waiting)):
+            yield self._file_left(met_nobody, left)
             return
         if again := _waiting_in_second_group(run):
             yield self._formed_again(again)
@@ -141,6 +147,16 @@ class RendezvousStall(Check):
                 **_at_address(waiting),
                 **({"message": raised.message[:500]} if raised and raised.message else {}),
             },
+        )
+
+    def _file_left(self, waiting: list[Rank], seconds: float) -> Finding:
+        """The finding that ranks connect to addresses in a file that was written `seconds` before
+        the run began."""
+        return self._of_rule(
+            "stale-store-file",
+            waiting,
+            {"seconds": f"{seconds:,.0f}"},
+            evidence={**_at_address(waiting), "file written before the start, s": round(seconds)},
         )
 
     def _formed_again(self, waiting: list[Rank]) -> Finding:
@@ -335,6 +351,15 @@ _WORDS: Mapping[str, tuple[str, str, str, str]] = {
         "the store still holds the addresses of the destroyed process group; the backend may "
         "connect to them before they are overwritten, so a new group fails at random",
         stale_store.FIX,
+    ),
+    "stale-store-file": (
+        "the file was there before",
+        "{find} no other rank in init_process_group: the file of the store, {place}, is from an "
+        "earlier run",
+        "the file was last written {seconds} s before this run began and still holds the addresses "
+        "of processes that are gone; a run that is killed does not delete it",
+        "delete the file before each launch, or give each run a new one; or omit `init_method=` "
+        "under torchrun, which keeps a store of its own",
     ),
     "no-store-at-address": (
         "rendezvous at {place}",

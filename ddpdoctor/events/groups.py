@@ -13,6 +13,8 @@ class InitEntered(Event, frozen=True, tag="init-entered"):
         env_rank, env_world_size, env_local_rank: the environment's values at that moment, -1 if
             unset; the script may have changed those of the launcher (see `RankStarted`).
         rendezvous: where the ranks meet: address and port, a URL, or a store of this process.
+        store_written: where that is a file with contents, when it was last written, seconds since
+            the epoch; else 0.
         changed: relevant environment variables that have changed since the process started.
         set_at: the line of the program that sets such a variable, found in its source.
         past: an `if` before this line, in its function or a caller, whose body returns or exits.
@@ -31,6 +33,7 @@ class InitEntered(Event, frozen=True, tag="init-entered"):
     changed: dict[str, str] = {}
     set_at: dict[str, int] = {}
     past: tuple[int, ...] = ()
+    store_written: float = 0.0
 
     def describe(self) -> str:
         return f"init_process_group({self.backend or 'default'}) entered"

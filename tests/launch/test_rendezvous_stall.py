@@ -289,3 +289,31 @@ def test_a_restart_that_finds_the_addresses_of_the_attempt_before() -> None:
     run.attempt = 1
     (finding,) = found(run)
     assert finding.ranks == (0,)
+
+
+def left(rank: int, seconds: float) -> list[Event]:
+    """A rank that lost the connection in a group over a file, last written that long before."""
+    line, event = entered(rank, meets_at="file:///job/init")
+    assert isinstance(event, InitEntered)
+    began = started(rank, 2)
+    written = began.wall - seconds if seconds else 0.0
+    return [began, line, replace(event, store_written=written)]
+
+
+REFUSED = ExceptionRaised(
+    at=START + 9, kind="RuntimeError", message="connectFullMesh failed: Connection refused"
+)
+
+
+def test_a_file_that_an_earlier_run_left_behind() -> None:
+    # Rank 1 came later, when rank 0 had written its own address.
+    run = make_run({0: [*left(0, 90), REFUSED], 1: left(1, -1)}, ended={0: 1, 1: -15})
+    report = diagnose(run, [RendezvousStall(), FirstFailure()])
+    assert [f.rule for f in report.findings] == ["stale-store-file"]
+    assert "90 s before this run began" in report.findings[0].cause
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, -1])
+def test_a_file_of_this_run(seconds: float) -> None:
+    run = make_run({0: [*left(0, seconds), REFUSED], 1: left(1, -1)}, ended={0: 1, 1: -15})
+    assert [f.rule for f in found(run)] != ["stale-store-file"]

@@ -1,9 +1,9 @@
-"""Groups that are formed again over a store that still has the addresses of an earlier group."""
+"""Groups that are formed over a store that still has the addresses of an earlier group."""
 
 from __future__ import annotations
 
 from ...events import InitEntered
-from ...run import Location, State
+from ...run import Location, Run, State
 from .snapshot import RankSnapshot
 
 CAUSE = (
@@ -16,6 +16,21 @@ FIX = (
     "each group a prefix in the store: `init_process_group(backend, store=dist.PrefixStore("
     'f"group {n}", store), rank=rank, world_size=world_size)`'
 )
+
+
+EARLIER_S = 1.0
+"""How long before the start of the run a file was written, at least: clocks of file systems are
+coarse."""
+
+
+def left_by_earlier_run(run: Run) -> float | None:
+    """How many seconds before the run the file of the store was last written, where it had contents
+    before any rank of this run came to it; None otherwise."""
+    entered = [e for r in run.ranks.values() if (e := r.first(InitEntered)) is not None]
+    if not entered or any(not e.store_written for e in entered):
+        return None
+    before = run.started - min(e.store_written for e in entered)
+    return before if before >= EARLIER_S else None
 
 
 def formed_again(stands: list[RankSnapshot]) -> Location | None:

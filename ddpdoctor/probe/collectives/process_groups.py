@@ -208,7 +208,7 @@ def _init_arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
 
 def _init_entered(recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
     given = _init_arguments(args, kwargs)
-    timeout = given["timeout"]
+    timeout, rendezvous = given["timeout"], _rendezvous(given)
     recorder.emit(
         InitEntered(
             at=time.monotonic(),
@@ -221,7 +221,8 @@ def _init_entered(recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
             env_local_rank=number_in_environment("LOCAL_RANK"),
             timeout_s=timeout.total_seconds() if timeout is not None else -1.0,
             site=recorder.site(),
-            rendezvous=_rendezvous(given),
+            rendezvous=rendezvous,
+            store_written=_written(rendezvous),
             changed=_changed_environment(),
             set_at={
                 name: recorder.sites.place(file, line, "")
@@ -266,6 +267,18 @@ def _place_of(store: Any) -> str:
     if host := getattr(store, "host", ""):
         return f"tcp://{host}:{getattr(store, 'port', 0)}"
     return f"store of process {os.getpid()}"
+
+
+def _written(place: str) -> float:
+    """When the file behind a store was last written, seconds since the epoch; 0 where it is no
+    file, or an empty one."""
+    if not place.startswith("file://"):
+        return 0.0
+    try:
+        file = os.stat(place.removeprefix("file://"))
+    except OSError:
+        return 0.0
+    return file.st_mtime if file.st_size else 0.0
 
 
 def _changed_environment() -> dict[str, str]:
