@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrap_options import WrapOptions
 from ddpdoctor.events import SearchCost, SyncPattern
 from ddpdoctor.report.findings import Check, Confidence, Evidence, Finding, Severity
 from ddpdoctor.run import Rank, Run, counted, plural, title_of
@@ -14,7 +15,7 @@ ENOUGH = 5
 
 STATIC = (
     "; if something else requires it (re-entrant checkpointing, a parameter that no step uses), "
-    "`static_graph=True` avoids the search, as long as the graph never changes"
+    "{static} avoids the search, as long as the graph never changes"
 )
 
 
@@ -71,6 +72,8 @@ class NeedlessFindUnusedParameters(Check):
         wrapped = models.wrap_of(rank, model)
         use = models.use_of(rank, model)
         assert wrapped is not None and use is not None
+        ddp = WrapOptions(wrapped)
+        static = ddp.static if wrapped.by else "`static_graph=True`"
         unseen = use.backwards - use.examined
         unsynced = any(e.unsynced for r in ranks for e in r.of(SyncPattern) if e.model == model)
         return self.finding(
@@ -84,7 +87,7 @@ class NeedlessFindUnusedParameters(Check):
             + (f" of {use.backwards}" if unseen > 0 else ""),
             cause="DDP searches the autograd graph for unused parameters in every step. There were "
             "none in the examined steps, and the graph was the same in each of them",
-            fix="remove the option"
+            fix=(ddp.drop_unused if wrapped.by else "remove the option")
             + (
                 ", if no batch can skip a part of the model on any rank: "
                 f"{counted(unseen, 'backward')} {plural(unseen, 'was', 'were')} not examined, and "
@@ -92,7 +95,7 @@ class NeedlessFindUnusedParameters(Check):
                 if unseen > 0
                 else ""
             )
-            + ("" if unsynced else STATIC),
+            + ("" if unsynced else STATIC.format(static=static)),
             evidence={
                 "backwards examined": use.examined,
                 "backwards": use.backwards,

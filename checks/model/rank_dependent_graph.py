@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrap_options import WrapOptions
 from ddpdoctor.events import UnusedParameters, Wrapped
 from ddpdoctor.report.declarations import NOT_AVERAGED, WAITING, Effect, When
 from ddpdoctor.report.errors import ErrorKind
@@ -108,7 +109,9 @@ class RankDependentGraph(Check):
             related=models.related(rank, ((wrapped.here, wrapped.site),)),
             summary=_summary(run, wrapped, title, event.step, left, without, names),
             cause=_cause(wrapped, title, parts, allowed),
-            fix=_fix(parts, idle, allowed, models.names_in_code(rank, wrapped)[0]),
+            fix=_fix(
+                parts, idle, allowed, models.names_in_code(rank, wrapped)[0], WrapOptions(wrapped)
+            ),
             evidence={
                 "use": [_row(wrapped, part, left) for part in parts],
                 **({"unused on all ranks": some(idle, 4)} if idle else {}),
@@ -195,7 +198,9 @@ def _cause(wrapped: Wrapped, title: str, parts: list[models.Part], allowed: bool
     return f"{text}. The ranks that use it then wait for a gradient that the others never send"
 
 
-def _fix(parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str) -> str:
+def _fix(
+    parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str, ddp: WrapOptions
+) -> str:
     if allowed:
         return "nothing, if this is intended"
     alone = len({part.module for part in parts}) == 1 and not idle
@@ -205,5 +210,5 @@ def _fix(parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str)
         f"use {what} on every rank{also}, with weight zero where {where} not needed: "
         "`loss = loss + 0.0 * sum(p.sum() for p in "
         f"{parts[0].code(f'{wrapper}.module') if alone else wrapper}.parameters())`; "
-        "or `DDP(..., find_unused_parameters=True)`"
+        f"or {ddp.unused}"
     )

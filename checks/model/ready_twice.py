@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrap_options import WrapOptions
 from ddpdoctor.analysis.models.wrapped_models import Reason
 from ddpdoctor.events import ReadyTwice as Record
 from ddpdoctor.events import Wrapped
@@ -20,8 +21,7 @@ REASONS = {
         "re-entrant checkpoint",
         "re-entrant checkpointing runs a separate backward for each checkpointed part, and DDP "
         "{parts}",
-        "`checkpoint(..., use_reentrant=False)`; or `DDP(..., static_graph=True)` if the graph is "
-        "the same in every step",
+        "{ddp.reentrant}; or {ddp.static} if the graph is the same in every step",
     ),
     "second-backward": Reason(
         "the forward already had a backward",
@@ -36,7 +36,7 @@ REASONS = {
         "one backward belongs to several forwards that use different parameters. With "
         "find_unused_parameters=True each forward searches again, and the last one marks "
         "parameters that only the others use as unused, hence ready, before their gradients arrive",
-        "remove `find_unused_parameters=True` if the forwards together use every parameter, or let "
+        "{ddp.drop_unused} if the forwards together use every parameter, or let "
         "one forward of the wrapper return all that the loss needs",
     ),
     "used-outside-forward": Reason(
@@ -45,14 +45,13 @@ REASONS = {
         "with find_unused_parameters=True, DDP marks every parameter that the wrapper's output "
         "does not depend on as unused, hence ready. The loss then used it in another way ({earlier}"
         "a regulariser on the weights, the inner module)",
-        "remove `find_unused_parameters=True`, or return what the loss needs from the wrapper's "
-        "forward",
+        "{ddp.drop_unused}, or return what the loss needs from the wrapper's forward",
     ),
     "used-more-than-once": Reason(
         "none of the other reasons: DDP counts the parameter more than once",
         "parameter used more than once",
         "the parameter was used more than once, in a way that DDP counts separately",
-        "use the layer once per forward, or `DDP(..., static_graph=True)`",
+        "use the layer once per forward, or {ddp.static}",
     ),
 }
 
@@ -147,7 +146,7 @@ class ReadyTwice(Check):
             summary=f"torch rejects the backward at step {event.step}: {name or 'a parameter'} of "
             f"{seen.title} is marked ready twice",
             cause=reason.cause.format(parts=parts, earlier=earlier),
-            fix=reason.fix,
+            fix=reason.fix.format(ddp=WrapOptions(wrapped)),
             evidence={
                 "parameter": event.parameter,
                 "ready more than once": list(event.twice[:20]),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrap_options import WrapOptions
 from ddpdoctor.events import StaticGraphBroken as Record
 from ddpdoctor.events import Wrapped
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
@@ -16,14 +17,13 @@ from ddpdoctor.run import Rank, Run, counted, plural, some
 NO_SYNC = (
     "`no_sync` does not work with `static_graph=True` at the start of a run: DDP learns its "
     "schedule in the first iteration, which did not synchronise",
-    "remove `static_graph=True`, or synchronise the first micro-batch of the run",
+    "{ddp.drop_static}, or synchronise the first micro-batch of the run",
 )
 """Cause and fix of `no-sync-first`."""
 
 CHANGES = (
     "the forward does not use the same parameters, equally often, in every step",
-    "remove `static_graph=True`; if parameters are unused in some steps: "
-    "`DDP(..., find_unused_parameters=True)`",
+    "{ddp.drop_static}; if parameters are unused in some steps: {ddp.unused}",
 )
 """Cause and fix of `graph-changes`."""
 
@@ -99,11 +99,13 @@ class StaticGraphBroken(Check):
             cause, fix = _output_not_in_loss(rank, wrapped, promised)
         elif last.unsynced and first.kind != "changed":
             rule, (cause, fix) = "no-sync-first", NO_SYNC
+            fix = fix.format(ddp=WrapOptions(wrapped))
         else:
             rule, (cause, fix) = "graph-changes", CHANGES
             if any(e.nested for e in events):
                 places.append(("checkpoints a part of it", last.checkpoint_site))
                 fix = REENTRANT + fix
+            fix = fix.format(ddp=WrapOptions(wrapped))
         return self.finding(
             rule=rule,
             ranks=seen.ranks,
@@ -146,7 +148,7 @@ def _output_not_in_loss(rank: Rank, wrapped: Wrapped, promised: Sequence[int]) -
         "as used and has waited for their gradients since",
         f"to keep it unused, freeze it before the wrap: `{code}.requires_grad_(False)`; or use its "
         "output in the loss in every step; if only some steps use it, "
-        "`DDP(..., find_unused_parameters=True)` instead of `static_graph=True`",
+        f"{WrapOptions(wrapped).unused} instead of `static_graph=True`",
     )
 
 

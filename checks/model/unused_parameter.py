@@ -12,6 +12,7 @@ import msgspec
 
 from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrap_options import WrapOptions
 from ddpdoctor.analysis.models.wrapped_models import Part, Reason
 from ddpdoctor.events import CallSite, Edited, OptimizerSeen, UnusedParameters, Wrapped
 from ddpdoctor.events.model import ALWAYS_EXAMINED
@@ -37,7 +38,7 @@ REASONS = {
         "never called",
         "the forward never called {part}{more}",
         "call it, remove it, or freeze it before the wrap: {freeze}; if it is used in some steps "
-        "only: `DDP(..., find_unused_parameters=True)`",
+        "only: {ddp.unused}",
     ),
     "frozen-after-wrap": Reason(
         "the parameters were frozen after the wrap",
@@ -78,7 +79,7 @@ REASONS = {
         "the parameters get a gradient in other steps",
         "used in some steps only",
         "{part} is used in some steps and not in others{more}",
-        "`DDP(..., find_unused_parameters=True)`, or use it with weight zero in the steps that "
+        "{ddp.unused}, or use it with weight zero in the steps that "
         "skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
     ),
     "output-in-some-steps": Reason(
@@ -223,6 +224,7 @@ class UnusedParameter(Check):
                 _called(event, parts[0]),
                 _freeze(rank, wrapped, parts),
                 models.names_in_code(rank, wrapped)[0],
+                WrapOptions(wrapped),
             ),
             evidence={
                 "modules": [
@@ -386,7 +388,13 @@ def _freezing(wrapped: Wrapped, part: Part, inner: str) -> str:
 
 
 def _fix(
-    parts: list[Part], rule: str, allowed: bool, called: Called, freeze: str, wrapper: str
+    parts: list[Part],
+    rule: str,
+    allowed: bool,
+    called: Called,
+    freeze: str,
+    wrapper: str,
+    ddp: WrapOptions,
 ) -> str:
     if allowed and rule not in SOME_STEPS:
         return f"if it is never used, remove it or freeze it before the wrap: {freeze}"
@@ -400,4 +408,4 @@ def _fix(
             f"sum(p.sum() for p in {first}.parameters())`{others}; "
             "`find_unused_parameters=True` does not help if the wrapper's output depends on it"
         )
-    return REASONS[rule].fix.format(freeze=freeze)
+    return REASONS[rule].fix.format(freeze=freeze, ddp=ddp)

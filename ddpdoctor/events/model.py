@@ -59,6 +59,8 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
         options: constructor flags that matter.
         frozen_site: the line that froze parameters before the wrap, -1 if none are frozen or the
             line was not found.
+        by: the module of a framework that the program called and that wrapped the model
+            (`lightning.pytorch.trainer`); empty if the program did so itself.
         adopted: it was wrapped before the probe started; `site` is that line, or else the line of
             its next call.
     """
@@ -75,6 +77,7 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
     device: str = ""
     frozen_site: int = -1
     adopted: bool = False
+    by: str = ""
 
     @property
     def here(self) -> str:

@@ -98,3 +98,19 @@ def test_what_pip_has_put_into_a_folder_of_the_path_is_a_library(tmp_path, monke
     assert kinds == ["library", "library", "user", "user"]
     monkeypatch.setattr("sys.path", [str(tmp_path / "libs")])
     assert classify(str(tmp_path / "libs/models/own.py")) == "user", "where the script is"
+
+
+def test_the_module_of_a_library_that_the_program_called() -> None:
+    sites = Sites(lambda event: None)
+    inner = {"__name__": "accelerate.accelerator", "called": sites.library_called}
+    outer = {"__name__": "transformers.trainer"}
+    folder = "/opt/site-packages"
+    prepare = "def prepare():\n    return called()\n"
+    exec(compile(prepare, f"{folder}/accelerate/accelerator.py", "exec"), inner)
+    train = "def train():\n    return prepare()\n"
+    outer["prepare"] = inner["prepare"]
+    exec(compile(train, f"{folder}/transformers/trainer.py", "exec"), outer)
+    main = {"train": outer["train"], "called": sites.library_called}
+    code = "def main():\n    return train(), called()\n"
+    exec(compile(code, "/home/user/main.py", "exec"), main)
+    assert main["main"]() == ("transformers.trainer", "")  # type: ignore[operator]

@@ -139,6 +139,16 @@ class Sites:
             frame = frame.f_back
         return library
 
+    def library_called(self) -> str:
+        """The module of a library that the innermost line of the user's code has called, by name;
+        empty where it called torch itself."""
+        frame, library = sys._getframe(1).f_back, ""
+        while frame is not None and (kind := self.kind(frame.f_code)) is not USER:
+            if kind is LIBRARY:
+                library = str(frame.f_globals.get("__name__", ""))
+            frame = frame.f_back
+        return library if frame is not None else ""
+
     def callers(self, most: int = 3) -> tuple[int, ...]:
         """Sites of up to `most` lines of the user's that called the innermost one, nearest
         first."""

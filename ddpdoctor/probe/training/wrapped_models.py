@@ -131,6 +131,7 @@ class WrappedModels(Watcher):
                 device=str(named[0][1].device) if named else "",
                 frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(recorder),
                 adopted=adopted,
+                by="" if adopted else recorder.sites.library_called(),
             )
         )
         return model

@@ -1,0 +1,91 @@
+"""How an option of the wrapper is set by whoever made it: the program, or a framework for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...events import Wrapped
+
+UNUSED, NO_UNUSED = "find_unused_parameters=True", "find_unused_parameters=False"
+STATIC, NO_STATIC = "static_graph=True", "static_graph=False"
+REENTRANT = "use_reentrant=False"
+
+_LIGHTNING = {
+    UNUSED: 'Trainer(strategy="ddp_find_unused_parameters_true")',
+    NO_UNUSED: 'Trainer(strategy="ddp")',
+    "": "Trainer(strategy=DDPStrategy({option}))",
+}
+_FABRIC = {
+    UNUSED: 'Fabric(strategy="ddp_find_unused_parameters_true")',
+    NO_UNUSED: 'Fabric(strategy="ddp")',
+    "": "Fabric(strategy=DDPStrategy({option}))",
+}
+_TRAINER = {
+    REENTRANT: 'TrainingArguments(gradient_checkpointing_kwargs={{"use_reentrant": False}})',
+    "": "TrainingArguments(ddp_{option})",
+}
+_ACCELERATE = {"": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({option})])"}
+
+_BY_FRAMEWORK: Mapping[str, Mapping[str, str]] = {
+    "lightning.pytorch": _LIGHTNING,
+    "pytorch_lightning": _LIGHTNING,
+    "lightning.fabric": _FABRIC,
+    "lightning_fabric": _FABRIC,
+    "transformers": _TRAINER,
+    "trl": _TRAINER,
+    "accelerate": _ACCELERATE,
+}
+"""By the begin of the module's name that the program called: what to type for an option; for all
+others what stands under the empty name."""
+
+_BY_PROGRAM = {
+    REENTRANT: "checkpoint(..., use_reentrant=False)",
+    "": "DDP(..., {option})",
+}
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """The options of a wrapper, for the templates of fixes: each is what to type, as code.
+
+    In a program that wraps its model itself, `unused` is ``DDP(..., find_unused_parameters=True)``;
+    where Lightning does, ``Trainer(strategy="ddp_find_unused_parameters_true")``.
+    """
+
+    wrapped: Wrapped
+
+    @property
+    def unused(self) -> str:
+        return self.set(UNUSED)
+
+    @property
+    def static(self) -> str:
+        return self.set(STATIC)
+
+    @property
+    def reentrant(self) -> str:
+        return self.set(REENTRANT)
+
+    @property
+    def drop_unused(self) -> str:
+        """What to do to search for unused parameters no longer."""
+        return self._drop(UNUSED, NO_UNUSED)
+
+    @property
+    def drop_static(self) -> str:
+        return self._drop(STATIC, NO_STATIC)
+
+    def _drop(self, given: str, instead: str) -> str:
+        return f"set {self.set(instead)}" if self.wrapped.by else f"remove `{given}`"
+
+    def set(self, option: str) -> str:
+        """The code that sets an option (`static_graph=True`), in backquotes."""
+        by = self.wrapped.by
+        names = (n for n in _BY_FRAMEWORK if f"{by}.".startswith(f"{n}."))
+        words = _BY_FRAMEWORK[name] if (name := next(names, "")) else _BY_PROGRAM
+        if by and not name:
+            return f"`{option}` where {by.partition('.')[0]} wraps the model"
+        if option == REENTRANT and option not in words:
+            words = _BY_PROGRAM
+        return f"`{(words.get(option) or words['']).format(option=option)}`"
