@@ -2,7 +2,6 @@
 
 run: --nproc-per-node 2
 finds: DDP310 error at `trainer.train()`
-finds: DDP105 note
 steps: 0
 status: 1
 needs: transformers
