@@ -1,4 +1,4 @@
-"""The report for people: console, text, JSON, HTML and Markdown."""
+"""The report for people: console, text, JSON, HTML, Markdown, and what CI reads."""
 
 from __future__ import annotations
 
@@ -106,7 +106,31 @@ def json(report: Report) -> str:
     return report.to_json().decode() + "\n"
 
 
-FORMATS: dict[str, Callable[[Report], str]] = {"json": json, "html": html, "markdown": markdown}
+def sarif(report: Report) -> str:
+    """The report as SARIF 2.1.0, for code scanning."""
+    from . import ci_formats
+
+    return ci_formats.sarif(report)
+
+
+def junit(report: Report) -> str:
+    """The report as JUnit XML: a test case for each check."""
+    from . import ci_formats
+
+    return ci_formats.junit(report)
+
+
+def github(report: Report) -> str:
+    """The report as annotations of GitHub Actions."""
+    from . import ci_formats
+
+    return ci_formats.github(report)
+
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "json": json, "html": html, "markdown": markdown,
+    "sarif": sarif, "junit": junit, "github": github,
+}  # fmt: skip
 """What `report --format` knows besides `text`, which depends on the terminal; a new format is a
 function of the report here."""
 

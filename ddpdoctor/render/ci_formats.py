@@ -1,0 +1,267 @@
+"""A report in the formats that CI reads: SARIF, JUnit XML, and the annotations of GitHub Actions.
+
+Sources: the SARIF 2.1.0 standard of OASIS and what GitHub's code scanning takes of it; the XML that
+Jenkins and GitLab read; GitHub's page "Workflow commands".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import PurePath
+from urllib.parse import quote
+from xml.etree import ElementTree
+
+import msgspec
+
+from ..report import registry
+from ..report.findings import Check, Confidence, Finding, Report, Severity
+from ..run import Location, fold_ranks
+from .safe_text import clean, clean_lines
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+LEVELS: Mapping[Severity, str] = {
+    Severity.ERROR: "error",
+    Severity.WARNING: "warning",
+    Severity.NOTE: "note",
+}
+"""By severity, what SARIF calls it."""
+
+ANNOTATIONS: Mapping[Severity, str] = {**LEVELS, Severity.NOTE: "notice"}
+"""And GitHub's workflow commands."""
+
+SOURCE_ROOT = "SRCROOT"
+"""The name of the folder in which the run was started; paths of findings are relative to it."""
+
+
+# --- SARIF ---------------------------------------------------------------------------------------
+
+
+def sarif(report: Report) -> str:
+    """The report as a SARIF 2.1.0 log with one run: a result for each finding, at the user's line.
+
+    Findings without a line are put at the first line of the script, as code scanning refuses
+    results without one.
+    """
+    checks = [c for c in registry.all_checks() if c.name in _named(report)]
+    order = {check.code: n for n, check in enumerate(checks)}
+    log = {
+        "$schema": SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": report.tool.name,
+                        "semanticVersion": report.tool.version,
+                        "version": report.tool.version,
+                        "rules": [_rule(check) for check in checks],
+                    }
+                },
+                "columnKind": "unicodeCodePoints",
+                "originalUriBaseIds": {
+                    SOURCE_ROOT: {"description": {"text": "where the run was started"}}
+                },
+                "invocations": [_invocation(report)],
+                "results": [_result(report, finding, order) for finding in report.findings],
+            }
+        ],
+    }
+    return msgspec.json.format(msgspec.json.encode(log), indent=2).decode() + "\n"
+
+
+def _named(report: Report) -> set[str]:
+    """The checks that a report speaks of."""
+    skipped = (s.check for s in report.coverage.skipped)
+    return {f.check for f in report.findings} | {*report.coverage.examined, *skipped}
+
+
+def _rule(check: Check) -> dict[str, object]:
+    title, _, rest = (inspect.getdoc(check) or check.name).partition("\n")
+    return {
+        "id": check.code,
+        "name": check.name,
+        "shortDescription": {"text": title},
+        "fullDescription": {"text": title},
+        "help": {"text": rest.strip() or title, "markdown": rest.strip() or title},
+        "defaultConfiguration": {"level": LEVELS[check.severity]},
+        "properties": {"tags": [check.family]},
+    }
+
+
+def _invocation(report: Report) -> dict[str, object]:
+    run = report.run
+    words: dict[str, object] = {
+        "executionSuccessful": run.exit_code == 0,
+        "commandLine": clean(" ".join(run.command), 2000),
+        "startTimeUtc": _utc(run.started_at),
+        "toolExecutionNotifications": [
+            {"level": "warning", "message": {"text": clean(text, 1000)}}
+            for text in report.coverage.lost
+        ],
+    }
+    if run.exit_code is not None:
+        words["exitCode"] = run.exit_code
+    if run.ended_at:
+        words["endTimeUtc"] = _utc(run.ended_at)
+    return words
+
+
+def _utc(moment: str) -> str:
+    """A moment of a report (`2026-01-31T09:00:00+0100`) as RFC 3339 has it, in UTC."""
+    try:
+        known = datetime.fromisoformat(moment)
+    except ValueError:
+        return moment
+    return known.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _result(report: Report, finding: Finding, order: Mapping[str, int]) -> dict[str, object]:
+    place = finding.location or _script(report)
+    text = _sentences(finding)
+    result: dict[str, object] = {
+        "ruleId": finding.code,
+        "level": LEVELS[finding.severity],
+        "message": {"text": text},
+        "locations": [{"physicalLocation": _place(place)}] if place else [],
+        "relatedLocations": [
+            {
+                "id": n,
+                "message": {"text": clean(related.label)},
+                "physicalLocation": _place(related.location),
+            }
+            for n, related in enumerate(finding.related, 1)
+        ],
+        "partialFingerprints": {"ddpdoctor/v1": fingerprint(finding)},
+        "properties": {
+            "ranks": list(finding.ranks),
+            "rule": finding.rule,
+            "confidence": finding.confidence.value,
+            "subjects": [clean(s) for s in finding.subjects],
+        },
+    }
+    if finding.code in order:
+        result["ruleIndex"] = order[finding.code]
+    return result
+
+
+def _place(place: Location) -> dict[str, object]:
+    region: dict[str, object] = {"startLine": max(1, place.line)}
+    if place.source:
+        region["snippet"] = {"text": clean(place.source, 400)}
+    path = PurePath(place.file)
+    if path.is_absolute():
+        file: dict[str, object] = {"uri": f"file://{quote(str(path))}"}
+    else:
+        file = {"uri": quote(path.as_posix()), "uriBaseId": SOURCE_ROOT}
+    return {"artifactLocation": file, "region": region}
+
+
+def _script(report: Report) -> Location | None:
+    """The first line of the script that was run, as far as the command names one."""
+    scripts = (word for word in report.run.command if word.endswith(".py"))
+    return next((Location(word, 1) for word in scripts), None)
+
+
+def fingerprint(finding: Finding) -> str:
+    """What stays the same from run to run while the fault is the same: check, rule, file and text
+    of the line, but not its number, and no measured figure."""
+    place = finding.location
+    parts = (finding.code, finding.rule, *((place.file, place.source.strip()) if place else ()))
+    return hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:32]
+
+
+# --- JUnit ---------------------------------------------------------------------------------------
+
+
+def junit(report: Report) -> str:
+    """The report as JUnit XML: a test case for each check. Errors and warnings fail theirs, notes
+    are its output; a check that was not examined is skipped, with the reason."""
+    found: dict[str, list[Finding]] = {}
+    for finding in report.findings:
+        found.setdefault(finding.check, []).append(finding)
+    skipped = {s.check: s.reason for s in report.coverage.skipped}
+    families = {c.name: (c.code, c.family) for c in registry.all_checks()}
+    names = sorted({*found, *report.coverage.examined, *skipped})
+    failed = [n for n in names if any(_fails(f) for f in found.get(n, ()))]
+    suite = ElementTree.Element(
+        "testsuite",
+        name=report.tool.name,
+        tests=str(len(names)),
+        failures=str(len(failed)),
+        errors="0",
+        skipped=str(sum(n in skipped and n not in found for n in names)),
+        timestamp=_utc(report.run.started_at).rstrip("Z"),
+    )
+    for name in names:
+        code, family = families.get(name, ("", ""))
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"ddpdoctor.{family}", name=f"{code} {name}".strip()
+        )
+        mine = found.get(name, [])
+        for finding in filter(_fails, mine):
+            failure = ElementTree.SubElement(
+                case, "failure", type=finding.severity.value, message=clean(finding.summary, 1000)
+            )
+            failure.text = _sentences(finding, place=True)
+        if notes := [f for f in mine if not _fails(f)]:
+            output = ElementTree.SubElement(case, "system-out")
+            output.text = "\n\n".join(_sentences(f, place=True) for f in notes)
+        if not mine and name in skipped:
+            ElementTree.SubElement(case, "skipped", message=clean(skipped[name], 1000))
+    suites = ElementTree.Element("testsuites", name=report.tool.name)
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _fails(finding: Finding) -> bool:
+    return finding.severity is not Severity.NOTE
+
+
+# --- GitHub --------------------------------------------------------------------------------------
+
+
+def github(report: Report) -> str:
+    """The report as workflow commands of GitHub Actions: an annotation for each finding."""
+    lines = list(_commands(report.findings))
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _commands(findings: Iterable[Finding]) -> Iterator[str]:
+    for finding in findings:
+        title = f"{finding.code} {finding.check}"
+        properties = {"title": title}
+        if finding.location:
+            properties = {
+                "file": finding.location.file,
+                "line": str(max(1, finding.location.line)),
+                **properties,
+            }
+        given = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+        yield f"::{ANNOTATIONS[finding.severity]} {given}::{_escaped(_sentences(finding))}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _escaped(clean(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+def _sentences(finding: Finding, *, place: bool = False) -> str:
+    """A finding as plain text: what, on which ranks, why, what to change."""
+    doubt = " (suspected)" if finding.confidence is Confidence.SUSPECTED else ""
+    ranks = f" [ranks {fold_ranks(finding.ranks)}]" if finding.ranks else ""
+    lines = [f"{clean(finding.summary, 2000)}{doubt}{ranks}"]
+    if place and finding.location:
+        lines.append(f"at {clean(finding.location)}: {clean(finding.location.source).strip()}")
+    lines += [f"cause: {line}" for line in clean_lines(finding.cause)[:1]]
+    lines += clean_lines(finding.cause)[1:]
+    lines += [f"fix ({finding.fix_kind.value}): {line}" for line in clean_lines(finding.fix)[:1]]
+    lines += clean_lines(finding.fix)[1:]
+    lines += [f"follows from it: {clean(e.code)} {clean(e.check)}" for e in finding.consequences]
+    return "\n".join(lines)

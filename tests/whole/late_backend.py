@@ -1,0 +1,151 @@
+"""Runs a script on a backend whose hosts run ahead of their devices, as they do with NCCL.
+
+    python late_backend.py SCRIPT [ARGUMENT ...]
+
+`init_process_group("gloo")` makes groups of a backend `hccl` for the CPU: it works on gloo, but
+waiting for a work returns after `PATIENCE_S` at most, whether its values have arrived or not.
+Reading a value (`Tensor.item`, `tolist`, `cpu`, `numpy`) stands for every read of a device: it
+blocks until all that was issued before has arrived. Barriers block, as NCCL's do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import runpy
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+PATIENCE_S = 0.5
+"""After how long a wait returns without the values. Long enough for them where all ranks come: the
+CPU has no streams that would keep later work behind them."""
+
+ISSUED: list[LateWork] = []
+"""What has not arrived yet, as far as is known."""
+
+
+class LateWork(dist._Work):
+    """A collective that is issued; `out` are the tensors that it fills."""
+
+    def __init__(self, inner: Any, out: Any) -> None:
+        super().__init__()
+        self.inner, self.out = inner, out
+        self.future: Any = Future()
+        self.arrived = threading.Event()
+        ISSUED.append(self)
+        threading.Thread(target=self._run, daemon=True).start()
+        timer = threading.Timer(PATIENCE_S, self._answer)
+        timer.daemon = True
+        timer.start()
+
+    def _run(self) -> None:
+        try:
+            self.inner.wait()
+        except RuntimeError:  # the group is gone: a device would stand still
+            return
+        self.arrived.set()
+        self._answer()
+
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has answered before
+            self.future.set_result(self.out)
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.arrived.wait(PATIENCE_S)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.arrived.is_set()
+
+    def get_future(self) -> Any:
+        return self.future
+
+
+class LateGroup(dist.ProcessGroup):
+    """A process group over gloo whose works are late."""
+
+    def __init__(self, inner: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.inner = inner
+
+    def getBackendName(self) -> str:
+        return "hccl"
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> LateWork:
+        return LateWork(self.inner.allreduce(tensors, opts or dist.AllreduceOptions()), tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> LateWork:
+        return LateWork(self.inner.broadcast(tensors, opts or dist.BroadcastOptions()), tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> LateWork:
+        return LateWork(self.inner.reduce(tensors, opts or dist.ReduceOptions()), tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LateWork:
+        work = self.inner.allgather(outputs, inputs, opts or dist.AllgatherOptions())
+        return LateWork(work, outputs)
+
+    def _allgather_base(self, output: Any, source: Any, opts: Any = None) -> LateWork:
+        work = self.inner._allgather_base(output, source, opts or dist.AllgatherOptions())
+        return LateWork(work, output)
+
+    def _reduce_scatter_base(self, output: Any, source: Any, opts: Any = None) -> LateWork:
+        work = self.inner._reduce_scatter_base(output, source, opts or dist.ReduceScatterOptions())
+        return LateWork(work, output)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> LateWork:
+        return LateWork(self.inner.gather(outputs, inputs, opts), outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LateWork:
+        return LateWork(self.inner.scatter(outputs, inputs, opts), outputs)
+
+    def send(self, tensors: Any, to: int, tag: int) -> LateWork:
+        return LateWork(self.inner.send(tensors, to, tag), tensors)
+
+    def recv(self, tensors: Any, source: int, tag: int) -> LateWork:
+        return LateWork(self.inner.recv(tensors, source, tag), tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self.inner.barrier(opts or dist.BarrierOptions())
+
+
+def reads(read: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of tensors that waits for all that was issued before."""
+
+    @functools.wraps(read)
+    def wait_and_read(*args: Any, **kwargs: Any) -> Any:
+        for work in list(ISSUED):
+            work.arrived.wait()
+        ISSUED.clear()
+        return read(*args, **kwargs)
+
+    return wait_and_read
+
+
+def create(store: Any, rank: int, size: int, timeout: Any) -> LateGroup:
+    return LateGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+
+def main() -> None:
+    dist.Backend.register_backend("hccl", create, devices=["cpu"])
+    for name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__"):
+        setattr(torch.Tensor, name, reads(getattr(torch.Tensor, name)))
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def init_late(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        init("hccl", *args, **kwargs)
+
+    dist.init_process_group = init_late
+    script, *sys.argv[1:] = sys.argv[1:]
+    sys.argv[0] = script
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
