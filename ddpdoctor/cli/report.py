@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="+", metavar="RUN_DIR", help="a run folder")
     parser.add_argument(
         "--format",
-        choices=("text", *render.FORMATS),
+        choices=("text", *render.FORMATS, *render.OF_RUNS),
         default="text",
         help="format of the report on stdout (default: text)",
     )
@@ -55,6 +55,8 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         content = _story(attempts, args.rank, width, styled)
     elif args.format == "text":
         content = render.text(report, width, styled=styled)
+    elif args.format in render.OF_RUNS:
+        content = render.OF_RUNS[args.format](attempts.last, report)
     else:
         content = render.FORMATS[args.format](report)
     streams.emit(content, sys.stdout)

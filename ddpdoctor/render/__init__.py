@@ -135,6 +135,17 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 function of the report here."""
 
 
+def perfetto(run: Run, report: Report) -> str:
+    """The run as a trace for https://ui.perfetto.dev."""
+    from . import trace
+
+    return trace.render(run, report)
+
+
+OF_RUNS: dict[str, Callable[[Run, Report], str]] = {"perfetto": perfetto}
+"""The formats that show more of a run than its report holds."""
+
+
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the content of `findings.json`. Raises OSError where that is impossible."""
     _write(path, json(report).encode())
