@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .report.findings import Severity
+from .report.suppression import Ignored, Unwanted, read_baseline
 
 NEVER = "never"
 FAIL_ON = (*(s.value for s in Severity), NEVER)
@@ -46,6 +47,8 @@ class Options:
         every: steps between two examinations of tensors; None to follow the budget (`auto`).
         debug_level: `off | info | detail`.
         live: None for "on a terminal only".
+        baseline: a `findings.json`; what it has does not count.
+        ignored: the entries `[[tool.ddpdoctor.ignore]]`.
     """
 
     out: Path | None = None
@@ -61,6 +64,25 @@ class Options:
     html: Path | None = None
     live: bool | None = None
     quiet: bool = False
+    baseline: Path | None = None
+    ignored: tuple[Ignored, ...] = ()
+
+    def unwanted(self) -> Unwanted:
+        """What is not to be counted.
+
+        Raises:
+            ConfigError: the baseline cannot be read.
+        """
+        if self.baseline is None:
+            return Unwanted(self.ignored)
+        try:
+            known = read_baseline(self.baseline)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no findings.json"
+            raise ConfigError(
+                f"--baseline: cannot read {self.baseline} ({why}); give the findings.json of a run"
+            ) from error
+        return Unwanted(self.ignored, known, f"baseline {self.baseline}")
 
     def fails(self, worst: Severity | None) -> bool:
         """Whether `--fail-on` is reached by the worst finding."""
@@ -197,6 +219,7 @@ SETTINGS = (
     ),
     Setting("json", "FILE", "also write the findings there, as JSON", _path),
     Setting("html", "FILE", "also write the report there, as a page", _path),
+    Setting("baseline", "FILE", "a findings.json: only what is new counts", _path),
     Setting("live", "", "live table while running (default: on a terminal only)", _switch),
     Setting("quiet", "", "nothing on the console but findings", _switch),
 )
@@ -226,6 +249,9 @@ def resolve(
         setting = BY_NAME.get(key.replace("-", "_"))
         if setting is None:
             raise ConfigError(f"{file}: [tool.ddpdoctor] {_unknown(key)}")
+        if setting.name == "ignore" and any(isinstance(entry, dict) for entry in _listed(raw)):
+            values["ignored"] = _ignored(_listed(raw), str(file))
+            continue
         values[setting.name] = _read(setting, raw, f"{key} in {file}")
     variables = os.environ if environ is None else environ
     for setting in SETTINGS:
@@ -289,6 +315,24 @@ def _read(setting: Setting, raw: object, origin: str) -> object:
         return setting.parse(raw)
     except ValueError as error:
         raise ConfigError(f"{origin}: {raw!r} is not {error}") from None
+
+
+def _ignored(entries: list[object], file: str) -> tuple[Ignored, ...]:
+    """The entries of `[[tool.ddpdoctor.ignore]]`.
+
+    Raises:
+        ConfigError: one is no table with the texts `check` and `reason`.
+    """
+    found = []
+    for entry in entries:
+        given = entry if isinstance(entry, dict) else {}
+        check, reason = given.get("check"), given.get("reason")
+        if not (isinstance(check, str) and isinstance(reason, str)) or len(given) > 2:
+            raise ConfigError(
+                f'{file}: each [[tool.ddpdoctor.ignore]] needs check = "..." and reason = "..."'
+            )
+        found.append(Ignored(check.strip(), reason.strip(), file))
+    return tuple(found)
 
 
 def _unknown(key: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from ..config import BY_NAME
 from .split import UsageError
 
-EXAMINING = ("select", "ignore", "fail_on", "json", "html")
+EXAMINING = ("select", "ignore", "fail_on", "json", "html", "baseline")
 """Options of `run` that `report` has too."""
 
 

@@ -43,7 +43,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
     attempts = open_run(args.folders)
-    report = attempts.report(checks)
+    report = attempts.report(checks, options.unwanted())
     for name, write in (("json", render.write_json), ("html", render.write_html)):
         if path := getattr(args, name, None):
             try:

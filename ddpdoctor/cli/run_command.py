@@ -81,9 +81,11 @@ def prepared(parts: Split) -> Options:
     Raises:
         UsageError: a file that they name cannot be written.
         SelectionError: a name of a check is not known.
+        ConfigError: the baseline cannot be read.
     """
     options = resolve(parts.doctor)
     registry.select(options.select, options.ignore)
+    options.unwanted()
     for flag, path in (("--json", options.json), ("--html", options.html)):
         _check_writable(flag, path)  # now, not after a day of training
     return options

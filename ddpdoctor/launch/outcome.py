@@ -80,7 +80,7 @@ def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None)
     runs = [recording.refresh(attempt) for attempt in folder.attempts()]
     if unsaved is not None:
         runs[-1].info = unsaved
-    return report_of(runs, checks, str(folder.path))
+    return report_of(runs, checks, str(folder.path), options.unwanted())
 
 
 def publish(folder: RunFolder, report: Report, options: Options) -> None:

@@ -6,7 +6,6 @@ Jenkins and GitLab read; GitHub's page "Workflow commands".
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -17,7 +16,8 @@ from xml.etree import ElementTree
 import msgspec
 
 from ..report import registry
-from ..report.findings import Check, Confidence, Finding, Report, Severity
+from ..report.findings import Check, Confidence, Finding, Report, Severity, Suppressed
+from ..report.suppression import fingerprint
 from ..run import Location, fold_ranks
 from .safe_text import clean, clean_lines
 
@@ -65,7 +65,10 @@ def sarif(report: Report) -> str:
                     SOURCE_ROOT: {"description": {"text": "where the run was started"}}
                 },
                 "invocations": [_invocation(report)],
-                "results": [_result(report, finding, order) for finding in report.findings],
+                "results": [
+                    *(_result(report, finding, order) for finding in report.findings),
+                    *(_suppressed(report, one, order) for one in report.suppressed),
+                ],
             }
         ],
     }
@@ -75,7 +78,8 @@ def sarif(report: Report) -> str:
 def _named(report: Report) -> set[str]:
     """The checks that a report speaks of."""
     skipped = (s.check for s in report.coverage.skipped)
-    return {f.check for f in report.findings} | {*report.coverage.examined, *skipped}
+    apart = (s.finding.check for s in report.suppressed)
+    return {f.check for f in report.findings} | {*report.coverage.examined, *skipped, *apart}
 
 
 def _rule(check: Check) -> dict[str, object]:
@@ -147,6 +151,15 @@ def _result(report: Report, finding: Finding, order: Mapping[str, int]) -> dict[
     return result
 
 
+def _suppressed(report: Report, one: Suppressed, order: Mapping[str, int]) -> dict[str, object]:
+    in_source = one.where == str(one.finding.location)
+    why = {
+        "kind": "inSource" if in_source else "external",
+        "justification": clean(one.reason, 1000),
+    }
+    return {**_result(report, one.finding, order), "suppressions": [why]}
+
+
 def _place(place: Location) -> dict[str, object]:
     region: dict[str, object] = {"startLine": max(1, place.line)}
     if place.source:
@@ -163,14 +176,6 @@ def _script(report: Report) -> Location | None:
     """The first line of the script that was run, as far as the command names one."""
     scripts = (word for word in report.run.command if word.endswith(".py"))
     return next((Location(word, 1) for word in scripts), None)
-
-
-def fingerprint(finding: Finding) -> str:
-    """What stays the same from run to run while the fault is the same: check, rule, file and text
-    of the line, but not its number, and no measured figure."""
-    place = finding.location
-    parts = (finding.code, finding.rule, *((place.file, place.source.strip()) if place else ()))
-    return hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:32]
 
 
 # --- JUnit ---------------------------------------------------------------------------------------

@@ -44,7 +44,11 @@ def render(report: Report) -> str:
     body.append("<footer>")
     body += [
         f"<div>{_t(line)}</div>"
-        for line in (*report_text.gaps(report), report_text.overhead(report))
+        for line in (
+            *report_text.suppressed(report),
+            *report_text.gaps(report),
+            report_text.overhead(report),
+        )
     ]
     body.append(f"<div>{_t(f'{report.tool.name} {report.tool.version}')}</div></footer>")
     return (

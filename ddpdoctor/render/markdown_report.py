@@ -33,7 +33,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _grid(grid)
     for finding in report.findings:
         yield from _finding(finding)
-    for line in (*report_text.gaps(report), report_text.overhead(report)):
+    last = report_text.suppressed(report), report_text.gaps(report), [report_text.overhead(report)]
+    for line in (line for part in last for line in part):
         yield f"{_text(line)}  "
 
 

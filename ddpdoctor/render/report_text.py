@@ -248,6 +248,8 @@ def verdict(report: Report) -> list[str]:
     blind = {rank for u in report.coverage.unobserved for rank in u.ranks}
     seen = [rank for rank in report.ranks if rank.rank not in blind]
     grounds = f"examined {examined} over {counted(len(seen), 'rank')}, {counted(steps, 'step')}"
+    if report.suppressed:
+        grounds += f"; {counted(len(report.suppressed), 'finding')} suppressed"
     if not report.ranks:
         return ["no rank was observed, so nothing can be said of this run"]
     if not report.coverage.examined:
@@ -302,7 +304,18 @@ def gaps(report: Report, *, saved: bool = True) -> list[str]:
     else:
         skipped = _reasons("not examined", report.coverage.skipped, saved)
         skipped += _reasons("left out", report.coverage.partly, saved)
-    return [*skipped, *(f"missing: {clean(line)}" for line in report.coverage.lost)]
+    unused = [f"matches nothing: {clean(text)}" for text in report.unused_suppressions]
+    return [*skipped, *(f"missing: {clean(line)}" for line in report.coverage.lost), *unused]
+
+
+def suppressed(report: Report) -> list[str]:
+    """A line for each finding that does not count."""
+    return [
+        f"suppressed: {s.finding.code} {s.finding.check}{clean(s.finding.elsewhere)}: "
+        + clean(s.reason)
+        + ("" if s.where == str(s.finding.location) else f" ({clean(s.where)})")
+        for s in report.suppressed
+    ]
 
 
 def _reasons(title: str, what: Iterable[Skipped], saved: bool) -> list[str]:

@@ -88,6 +88,8 @@ def foot(report: Report, width: int, saved: bool = True) -> Iterator[RenderableT
     style = "" if report.findings else "bold"
     for line in report_text.verdict(report):
         yield from _wrapped(line, width, style)
+    for line in report_text.suppressed(report):
+        yield from _wrapped(line, width, "", hang=2)
     for line in report_text.gaps(report, saved=saved):
         yield from _wrapped(line, width, "dim", hang=2)
     yield from _wrapped(report_text.overhead(report), width, "dim")

@@ -43,6 +43,7 @@ from .findings import (
 )
 from .merging import each_once
 from .reasons import with_differences
+from .suppression import by_comment
 from .time_tables import time_rows, time_tables
 
 SHORTEST_LATER_S = 2.0
@@ -85,6 +86,7 @@ def diagnose(
     findings = _with_totals(run, findings)
     findings = with_differences(run, findings, {c.name: c.family for c in checks})
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
+    findings, suppressed = by_comment(findings, checks)
     ledger = ledger_of(run.ranks)
     return Report(
         schema_version=FINDINGS_SCHEMA,
@@ -102,6 +104,7 @@ def diagnose(
         ),
         tables=(*tables, *time_tables(ledger)),
         ledger=time_rows(ledger),
+        suppressed=tuple(suppressed),
     )
 
 

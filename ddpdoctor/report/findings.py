@@ -371,8 +371,21 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     waiting_for: dict[str, float] = {}
 
 
+class Suppressed(msgspec.Struct, frozen=True):
+    """A finding that the user does not want counted, why, and where that stands: a line, a file."""
+
+    finding: Finding
+    reason: str
+    where: str
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is reported about a run: `findings.json`, and what every format shows."""
+    """Everything that is reported about a run: `findings.json`, and what every format shows.
+
+    Attributes:
+        suppressed: findings that do not count.
+        unused_suppressions: what asks for a finding not to be counted that was not made.
+    """
 
     schema_version: int
     tool: Tool
@@ -383,6 +396,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coverage: Coverage
     tables: tuple[Table, ...] = ()
     ledger: tuple[RankTimes, ...] = ()
+    suppressed: tuple[Suppressed, ...] = ()
+    unused_suppressions: tuple[str, ...] = ()
 
     def worst(self) -> Severity | None:
         """The worst severity found, or None where nothing was."""

@@ -18,6 +18,7 @@ from . import registry
 from .coverage import why_nobody
 from .diagnose import diagnose
 from .findings import Check, Finding, Report, Severity
+from .suppression import NOTHING, Unwanted, without
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,15 @@ class Attempts:
     def last(self) -> Run:
         return self.runs[-1]
 
-    def report(self, checks: Sequence[Check]) -> Report:
+    def report(self, checks: Sequence[Check], unwanted: Unwanted = NOTHING) -> Report:
         """The last attempt's report; what was found in earlier ones comes after it."""
-        return report_of(self.runs, checks, ", ".join(str(folder.path) for folder in self.folders))
+        folders = ", ".join(str(folder.path) for folder in self.folders)
+        return report_of(self.runs, checks, folders, unwanted)
 
 
-def report_of(runs: Sequence[Run], checks: Sequence[Check], folder: str) -> Report:
+def report_of(
+    runs: Sequence[Run], checks: Sequence[Check], folder: str, unwanted: Unwanted = NOTHING
+) -> Report:
     """The last attempt's report, with what was wrong in earlier ones and no more is: a note where
     the last one looked for it, since the restart has recovered it."""
     others = registry.others(checks)
@@ -61,7 +65,8 @@ def report_of(runs: Sequence[Run], checks: Sequence[Check], folder: str) -> Repo
     findings.sort(key=lambda f: (f.severity.rank, f.at, f.code))
     earlier = tuple(_how_it_ended(run, report) for run, report in reports[:-1])
     summary = msgspec.structs.replace(last.run, earlier=earlier)
-    return msgspec.structs.replace(last, findings=tuple(findings), run=summary)
+    report = msgspec.structs.replace(last, findings=tuple(findings), run=summary)
+    return without(report, unwanted, runs[-1], checks)
 
 
 def _how_it_ended(run: Run, report: Report) -> str:

@@ -64,13 +64,13 @@ def select(chosen: tuple[str, ...] = (), ignored: tuple[str, ...] = ()) -> tuple
         SelectionError: a word is no check's name, code, code prefix or family.
     """
     for word in (*chosen, *ignored):
-        if not any(_fits(check, word) for check in all_checks()):
+        if not any(fits(check, word) for check in all_checks()):
             raise SelectionError(f"no check is called {word!r}; {_near(word)}")
     return tuple(
         check
         for check in all_checks()
-        if (not chosen or any(_fits(check, w) for w in chosen))
-        and not any(_fits(check, w) for w in ignored)
+        if (not chosen or any(fits(check, w) for w in chosen))
+        and not any(fits(check, w) for w in ignored)
     )
 
 
@@ -93,7 +93,8 @@ def find(word: str) -> Check | None:
     return next((c for c in all_checks() if word.lower() == c.name or word.upper() == c.code), None)
 
 
-def _fits(check: Check, word: str) -> bool:
+def fits(check: Check, word: str) -> bool:
+    """Whether a word is the name, the code, the begin of the code, or the family of a check."""
     upper = word.upper()
     prefix = upper.startswith("DDP") and check.code.startswith(upper)
     return prefix or word.lower() in (check.name, check.family)

@@ -14,9 +14,9 @@ from recordings import make_run, site, steps, torch_loaded
 from toys import ToyBlind, ToyHostile, ToyQuiet, ToyStep, only_toys
 
 from ddpdoctor import render
-from ddpdoctor.render.ci_formats import fingerprint
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Report, Severity
+from ddpdoctor.report.suppression import fingerprint
 from ddpdoctor.run import Location
 
 __all__ = ["only_toys"]
