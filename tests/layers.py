@@ -93,7 +93,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "probe",
         "probe.recording",
     ),
-    "cli": (*REPORTED, "_version", "config", "monitor", "render", "launch"),
+    "attach": (*REPORTED, "monitor", "render"),
+    "cli": (*REPORTED, "_version", "config", "monitor", "render", "launch", "attach"),
     "__init__": ("_version", "embedded", "report"),
     "__main__": ("cli",),
 }

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
+from ..attach.records import RecordError
 from ..config import ConfigError, unknown_variables
 from ..report.registry import RegistryError, SelectionError
 from ..storage.run_folder import FolderError
@@ -23,6 +24,7 @@ COMMANDS = {
     "explain": "explain a check: what it finds, how it knows, how to fix it",
     "watch": "live view of a running run, one row per rank",
     "compare": "compare two runs",
+    "attach": "look at a job that runs without the doctor: who waits where, who is missing",
     "preflight": "before training: compare software, test and time communication",
 }
 """Each command with its help text; a module of this package each, with `configure` and `main`."""
@@ -31,7 +33,7 @@ MISUSED = 2
 INTERRUPTED = 130
 DEFECT = 70
 
-ERRORS = (UsageError, ConfigError, FolderError, SelectionError, RegistryError)
+ERRORS = (UsageError, ConfigError, FolderError, SelectionError, RegistryError, RecordError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from .. import render
+from ..attach import records
 from ..config import resolve
 from ..render import streams
 from ..report.postmortem import Attempts, open_run
@@ -23,7 +25,9 @@ FAILED_ON = 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", nargs="+", metavar="RUN_DIR", help="a run folder")
+    parser.add_argument(
+        "folders", nargs="+", metavar="RUN_DIR", help="a run folder, or a file of `attach --json`"
+    )
     parser.add_argument(
         "--format",
         choices=("text", *render.FORMATS, *render.OF_RUNS),
@@ -42,6 +46,8 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         raise UsageError(f"--rank prints text only: omit --format {args.format}")
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
+    if all(map(records.is_record, map(Path, args.folders))):
+        return _looks(args)
     attempts = open_run(args.folders)
     report = attempts.report(checks, options.unwanted())
     for name, write in (("json", render.write_json), ("html", render.write_html)):
@@ -61,6 +67,16 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         content = render.FORMATS[args.format](report)
     streams.emit(content, sys.stdout)
     return FAILED_ON if options.fails(report.worst()) else 0
+
+
+def _looks(args: argparse.Namespace) -> int:
+    """The report on what `ddpdoctor attach --json` saw on one node or several."""
+    from ..attach.text import show
+
+    if args.format != "text" or args.rank is not None:
+        raise UsageError("what attach saw is shown as text only: omit --format and --rank")
+    show(records.read([Path(name) for name in args.folders]))
+    return 0
 
 
 def _story(attempts: Attempts, number: int, width: int, styled: bool) -> str:

@@ -6,13 +6,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
 from ..report.comparison import Comparison
-from ..report.findings import Check, Report
+from ..report.findings import Check, Finding, Report
 from ..run import Run
 from ..storage.run_folder import write_private
+from .safe_text import clean
 from .streams import PLAIN_WIDTH, emit, is_terminal, width_of
 
 
@@ -48,6 +50,33 @@ def text(report: Report, width: int = PLAIN_WIDTH, *, styled: bool = False) -> s
     from . import terminal
 
     return terminal.render(report, width, styled=styled)
+
+
+def findings_text(findings: Sequence[Finding], width: int, *, styled: bool = False) -> str:
+    """Findings alone, as text of that width."""
+    from rich.text import Text
+
+    from . import terminal
+
+    console = terminal.make_console(StringIO(), width, styled)
+    for finding in findings:
+        for part in terminal.about(finding, console.width):
+            terminal.show(console, part)
+        terminal.show(console, Text())
+    return terminal.captured(console)
+
+
+def grid_text(
+    columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int, *, styled: bool = False
+) -> str:
+    """A table by columns where it fits that width, else row by row."""
+    from . import report_text, terminal
+
+    console = terminal.make_console(StringIO(), width, styled)
+    cells = tuple(tuple(clean(cell, 160) for cell in row) for row in rows)
+    for part in terminal.grid(report_text.Grid(columns, cells), console.width, ""):
+        terminal.show(console, part)
+    return terminal.captured(console)
 
 
 def story(

@@ -77,9 +77,9 @@ def head(report: Report, width: int) -> Iterator[RenderableType]:
     if report.ranks:
         yield rank_table(report_text.rank_grid(report), width)
         yield Text()
-    for grid in report_text.tables(report):
-        yield Text(grid.title, "bold")
-        yield from _grid(grid, width, "")
+    for shown in report_text.tables(report):
+        yield Text(shown.title, "bold")
+        yield from grid(shown, width, "")
         yield Text()
 
 
@@ -198,7 +198,7 @@ def _underlined(
 def _proof(proof: Proof, width: int) -> Iterator[Text]:
     if proof.grid:
         yield from _labelled("evidence", f"{proof.name}:", width)
-        yield from _grid(proof.grid, width, "       ")
+        yield from grid(proof.grid, width, "       ")
     elif proof.block:
         yield from _labelled("evidence", f"{proof.name}:", width)
         yield from (Text(f"       {line}") for line in clean_lines(proof.block))
@@ -206,24 +206,24 @@ def _proof(proof: Proof, width: int) -> Iterator[Text]:
         yield from _labelled("evidence", f"{proof.name}: {proof.line}", width)
 
 
-def _grid(grid: Grid, width: int, indent: str) -> Iterator[Text]:
+def grid(shown: Grid, width: int, indent: str) -> Iterator[Text]:
     """A table by columns where it fits the page, else row by row."""
-    sizes = report_text.widths(grid)
+    sizes = report_text.widths(shown)
     if len(indent) + sum(sizes) + 2 * len(sizes) <= width + 2:
-        for number, row in enumerate((grid.columns, *grid.rows)):
+        for number, row in enumerate((shown.columns, *shown.rows)):
             cells = [c + " " * (size - cell_len(c)) for c, size in zip(row, sizes, strict=True)]
             yield Text(f"{indent}{'  '.join(cells)}".rstrip(), "" if number else "dim")
     else:
-        for row in grid.rows:
+        for row in shown.rows:
             pairs = [
                 f"{'rank' if name == 'ranks' and cell.isdecimal() else name} {cell}"
-                for name, cell in zip(grid.columns, row, strict=True)
+                for name, cell in zip(shown.columns, row, strict=True)
                 if cell not in ("", "-")
             ]
             lines = wrap(", ".join(pairs), width - len(indent) - 2)
             yield from (Text(f"{indent}{'  ' * (i > 0)}{line}") for i, line in enumerate(lines))
-    if grid.more:
-        yield Text(f"{indent}and {grid.more} more")
+    if shown.more:
+        yield Text(f"{indent}and {shown.more} more")
 
 
 def _labelled(label: str, text: str, width: int) -> Iterator[Text]:

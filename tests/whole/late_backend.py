@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import runpy
 import sys
 import threading
@@ -25,6 +26,9 @@ from torch.futures import Future
 PATIENCE_S = 0.5
 """After how long a wait returns without the values. Long enough for them where all ranks come: the
 CPU has no streams that would keep later work behind them."""
+
+UNNUMBERED = "LATE_BACKEND_UNNUMBERED"
+"""The variable by which its groups do not count their collectives, as those of MPI do not."""
 
 ISSUED: list[LateWork] = []
 """What has not arrived yet, as far as is known."""
@@ -72,45 +76,55 @@ class LateGroup(dist.ProcessGroup):
 
     def __init__(self, inner: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.inner = inner
+        self.inner, self.issued = inner, 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        if os.environ.get(UNNUMBERED):
+            raise RuntimeError("this backend does not count")
+        return self.issued
+
+    def _late(self, inner: Any, out: Any) -> LateWork:
+        self.issued += 1
+        return LateWork(inner, out)
 
     def getBackendName(self) -> str:
         return "hccl"
 
     def allreduce(self, tensors: Any, opts: Any = None) -> LateWork:
-        return LateWork(self.inner.allreduce(tensors, opts or dist.AllreduceOptions()), tensors)
+        return self._late(self.inner.allreduce(tensors, opts or dist.AllreduceOptions()), tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> LateWork:
-        return LateWork(self.inner.broadcast(tensors, opts or dist.BroadcastOptions()), tensors)
+        return self._late(self.inner.broadcast(tensors, opts or dist.BroadcastOptions()), tensors)
 
     def reduce(self, tensors: Any, opts: Any = None) -> LateWork:
-        return LateWork(self.inner.reduce(tensors, opts or dist.ReduceOptions()), tensors)
+        return self._late(self.inner.reduce(tensors, opts or dist.ReduceOptions()), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LateWork:
         work = self.inner.allgather(outputs, inputs, opts or dist.AllgatherOptions())
-        return LateWork(work, outputs)
+        return self._late(work, outputs)
 
     def _allgather_base(self, output: Any, source: Any, opts: Any = None) -> LateWork:
         work = self.inner._allgather_base(output, source, opts or dist.AllgatherOptions())
-        return LateWork(work, output)
+        return self._late(work, output)
 
     def _reduce_scatter_base(self, output: Any, source: Any, opts: Any = None) -> LateWork:
         work = self.inner._reduce_scatter_base(output, source, opts or dist.ReduceScatterOptions())
-        return LateWork(work, output)
+        return self._late(work, output)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> LateWork:
-        return LateWork(self.inner.gather(outputs, inputs, opts), outputs)
+        return self._late(self.inner.gather(outputs, inputs, opts), outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LateWork:
-        return LateWork(self.inner.scatter(outputs, inputs, opts), outputs)
+        return self._late(self.inner.scatter(outputs, inputs, opts), outputs)
 
     def send(self, tensors: Any, to: int, tag: int) -> LateWork:
-        return LateWork(self.inner.send(tensors, to, tag), tensors)
+        return self._late(self.inner.send(tensors, to, tag), tensors)
 
     def recv(self, tensors: Any, source: int, tag: int) -> LateWork:
-        return LateWork(self.inner.recv(tensors, source, tag), tensors)
+        return self._late(self.inner.recv(tensors, source, tag), tensors)
 
     def barrier(self, opts: Any = None) -> Any:
+        self.issued += 1
         return self.inner.barrier(opts or dist.BarrierOptions())
 
 

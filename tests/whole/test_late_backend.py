@@ -13,7 +13,25 @@ BACKEND = str(Path(__file__).with_name("late_backend.py"))
 ALWAYS = {"hang/rank_missing", "hang/rank_exited_early", "hang/collective_mismatch"}
 """The samples of every test run; the others run where `-m exhaustive` asks for them."""
 
-OTHERWISE: dict[str, str] = {}
+UNNUMBERED = (
+    "model/ddp_bypassed_adversary_clean", "model/static_graph_broken_clean", "model/mode_skew",
+    "numerics/checkpoint_race_clean", "numerics/checkpoint_before_sync_clean",
+    "drift/clip_before_sync", "drift/parameter_drift_masters",
+)  # fmt: skip
+
+_NAMELESS = "torch does not name groups whose backend is written in Python"
+_FUNCTIONAL = "functional collectives do not find a backend written in Python"
+OTHERWISE: dict[str, str] = {
+    "data/data_overlap_sharded": _NAMELESS,
+    "data/data_overlap_sharded_clean": _NAMELESS,
+    "drift/hyperparameter_skew_sharded": _NAMELESS,
+    "drift/hyperparameter_skew_sharded_clean": _NAMELESS,
+    "model/optimizer_parameter_mismatch_sharded": _NAMELESS,
+    "model/optimizer_parameter_mismatch_sharded_clean": _NAMELESS,
+    "numerics/nonfinite_origin_sharded": _NAMELESS,
+    "hang/collective_shape_mismatch_clean": _FUNCTIONAL,
+    "model/unused_parameter_gathered_clean": _FUNCTIONAL,
+}
 """Samples that say something else there, and why."""
 
 
@@ -25,6 +43,19 @@ def samples() -> list[Any]:
     ]  # fmt: skip
     marks = {s.name: () if s.name in ALWAYS else pytest.mark.exhaustive for s in fit}
     return [pytest.param(s, id=s.name, marks=marks[s.name]) for s in fit]
+
+
+@pytest.mark.timeout(130)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", UNNUMBERED)
+def test_a_backend_that_does_not_count_its_collectives(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be known is not taken for a backward that does not communicate."""
+    monkeypatch.setenv("LATE_BACKEND_UNNUMBERED", "1")
+    (sample,) = (s for s in collect() if s.name == name)
+    report = examine(replace(sample, command=(*sample.command, BACKEND)), tmp_path)
+    assert differences(sample, report) == []
 
 
 @pytest.mark.timeout(130)

@@ -154,6 +154,11 @@ class CallLog:
         self.ring.moved(now)
         return number
 
+    def logged(self, group: int) -> int:
+        """How many collectives of a group were logged so far."""
+        known = self._groups.get(group)
+        return known.next if known else 0
+
     def of_model(self, group: int, op: str, frame: FrameType | None, model: int, now: float) -> int:
         """Log a collective that DDP issues itself; returns its number in the ring.
 

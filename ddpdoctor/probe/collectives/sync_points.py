@@ -9,6 +9,7 @@ from typing import Any
 from ..recording import torch_compat
 from ..recording.recorder import Recorder
 from ..recording.watcher import Args, Error, Kwargs, Watcher
+from .process_groups import ProcessGroups
 
 DEFAULT = "default"
 
@@ -41,15 +42,19 @@ class SyncPoints(Watcher):
         if error is None:
             self.stored_at = time.monotonic()
 
-    def marks(self) -> dict[str, int]:
-        """Collectives issued so far, by group: `<generation>.<name>`."""
+    def marks(self, recorder: Recorder) -> dict[str, int]:
+        """Collectives issued so far, by group: `<generation>.<name>`. Where the backend does not
+        count them, those that were logged."""
+        log, numbers = recorder.call_log, ProcessGroups.current.numbers
         for name, group in torch_compat.live_groups():
             number = torch_compat.sequence_number(group)
+            if number < 0 and log is not None:
+                number = log.logged(numbers.get(torch_compat.group_name(group), -1))
             if number >= 0:
                 self._marks[f"{self.generation}.{name or DEFAULT}"] = number
         return dict(self._marks)
 
     def _leaving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
-        self.marks()
+        self.marks(recorder)
         if not args and not kwargs:
             self.generation += 1

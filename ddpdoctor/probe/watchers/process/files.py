@@ -158,7 +158,7 @@ class Files(Watcher):
                     "open",
                     time.monotonic(),
                     0.0,
-                    SyncPoints.current.marks(),
+                    SyncPoints.current.marks(recorder),
                     {},
                     "",
                 )
@@ -169,7 +169,7 @@ class Files(Watcher):
             if os.path.isdir(path):  # `O_TMPFILE`: a temporary file without a name
                 return
             self._emit_written(
-                recorder, path, "open", time.monotonic(), 0.0, SyncPoints.current.marks()
+                recorder, path, "open", time.monotonic(), 0.0, SyncPoints.current.marks(recorder)
             )
 
     def _renamed(self, recorder: Recorder, source: Any, target: Any, *_: Any) -> None:
@@ -179,7 +179,8 @@ class Files(Watcher):
             if os.path.isdir(os.fsdecode(source)):
                 return
             now = time.monotonic()
-            self._emit_written(recorder, path, "rename", now, now, SyncPoints.current.marks())
+            marks = SyncPoints.current.marks(recorder)
+            self._emit_written(recorder, path, "rename", now, now, marks)
 
     def _path(self, name: str) -> str:
         """The real path of a file to record, empty for files to ignore."""
@@ -210,7 +211,7 @@ class Files(Watcher):
             path = self._path(os.fsdecode(given)) if isinstance(given, (str, os.PathLike)) else ""
             if not path:
                 return None
-            begun = begin(recorder, path, time.monotonic(), SyncPoints.current.marks())
+            begun = begin(recorder, path, time.monotonic(), SyncPoints.current.marks(recorder))
             self.inside.busy = True
             return (begun,)
 
@@ -236,7 +237,7 @@ class Files(Watcher):
         self, recorder: Recorder, begun: FileWritten | None, error: BaseException | None
     ) -> None:
         if begun is not None:
-            now, marks = time.monotonic(), SyncPoints.current.marks()
+            now, marks = time.monotonic(), SyncPoints.current.marks(recorder)
             recorder.emit(msgspec.structs.replace(begun, ended=now, marks_after=marks))
 
     def _loads(self, recorder: Recorder, *begun: Any) -> tuple[Any, ...]:
@@ -254,7 +255,7 @@ class Files(Watcher):
             began,
             time.monotonic(),
             marks,
-            SyncPoints.current.marks(),
+            SyncPoints.current.marks(recorder),
             failed,
         )
 

@@ -1,0 +1,76 @@
+"""What `ddpdoctor attach` prints: who stands where, then what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..render import findings_text, grid_text, streams
+from ..render.safe_text import clean
+from ..report.findings import Finding
+from ..run import fold_ranks, ranks_text
+from .records import JobLook
+from .verdict import Stand, classes, is_own, judge, short, stand_of
+
+MOST_FRAMES = 6
+STATES = {"T": "stopped", "t": "traced", "Z": "zombie", "": "gone", "D": "in the kernel"}
+
+
+def show(seen: Sequence[JobLook]) -> None:
+    """Print jobs to stdout, one after the other."""
+    width, styled = streams.width_of(sys.stdout), streams.is_terminal(sys.stdout)
+    streams.emit("\n".join(page(j, judge(j), width, styled=styled) for j in seen), sys.stdout)
+
+
+def page(job: JobLook, findings: Sequence[Finding], width: int, *, styled: bool = False) -> str:
+    """A job as text of that width."""
+    stands = [stand_of(rank) for rank in job.ranks]
+    world = job.world_size or len(job.ranks)
+    head = [
+        clean(job.command),
+        f"{len(job.ranks)} of {world} ranks on {clean(job.node)}, looked at twice, "
+        f"{job.apart_s:.1f} s apart",
+        "",
+    ]
+    rows = [_row(same) for same in classes(stands)]
+    table = grid_text(("ranks", "state", "cores", "moved", "where"), rows, width, styled=styled)
+    stacks = [line[:width] for same in classes(stands) for line in _stack(same)]
+    body = findings_text(findings, width, styled=styled)
+    if not findings:
+        body = (
+            "no rank waits for another: what moves, goes on\n"
+            if any(s.moved for s in stands)
+            else "no rank was seen to wait for another\n"
+        )
+    return "\n".join([*head, table.rstrip(), *stacks, "", body])
+
+
+def _row(same: Sequence[Stand]) -> tuple[str, ...]:
+    first = same[0]
+    cores = [s.rank.cpu for s in same]
+    spread = f"{min(cores):.1f}" if max(cores) - min(cores) < 0.05 else (
+        f"{min(cores):.1f}-{max(cores):.1f}")  # fmt: skip
+    moved = sum(s.moved for s in same)
+    state = STATES.get(first.rank.state, "alive")
+    gpu = f", GPU {first.rank.gpu:.0f} %" if first.rank.gpu is not None else ""
+    return (
+        fold_ranks(s.rank.rank for s in same),
+        state + gpu,
+        spread,
+        "no" if not moved else "yes" if moved == len(same) else f"{moved} of {len(same)}",
+        first.where,
+    )
+
+
+def _stack(same: Sequence[Stand]) -> list[str]:
+    """The program's own frames of a class, innermost first."""
+    looks = same[0].rank.looks
+    own = [f for f in looks[-1].frames if not is_own(f.file)] if looks else []
+    if not own:
+        return []
+    lines = [
+        f"  {clean(f'{short(f.file)}:{f.line} in {f.function}   {f.source}')}"
+        for f in own[:MOST_FRAMES]
+    ]
+    more = [f"  … {len(own) - MOST_FRAMES} more"] if len(own) > MOST_FRAMES else []
+    return ["", ranks_text(s.rank.rank for s in same), *lines, *more]
