@@ -30,6 +30,9 @@ CPU has no streams that would keep later work behind them."""
 UNNUMBERED = "LATE_BACKEND_UNNUMBERED"
 """The variable by which its groups do not count their collectives, as those of MPI do not."""
 
+BLOCKING: list[bool] = []
+"""Not empty while calls block: DDP compares the ranks' models when it is made."""
+
 ISSUED: list[LateWork] = []
 """What has not arrived yet, as far as is known."""
 
@@ -61,7 +64,7 @@ class LateWork(dist._Work):
             self.future.set_result(self.out)
 
     def wait(self, timeout: Any = None) -> bool:
-        self.arrived.wait(PATIENCE_S)
+        self.arrived.wait(None if BLOCKING else PATIENCE_S)
         return True
 
     def is_completed(self) -> bool:
@@ -141,6 +144,20 @@ def reads(read: Callable[..., Any]) -> Callable[..., Any]:
     return wait_and_read
 
 
+def blocks(make: Callable[..., None]) -> Callable[..., None]:
+    """A constructor in which calls block."""
+
+    @functools.wraps(make)
+    def blocking(*args: Any, **kwargs: Any) -> None:
+        BLOCKING.append(True)
+        try:
+            make(*args, **kwargs)
+        finally:
+            BLOCKING.pop()
+
+    return blocking
+
+
 def create(store: Any, rank: int, size: int, timeout: Any) -> LateGroup:
     return LateGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
@@ -149,6 +166,8 @@ def main() -> None:
     dist.Backend.register_backend("hccl", create, devices=["cpu"])
     for name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__"):
         setattr(torch.Tensor, name, reads(getattr(torch.Tensor, name)))
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    wrapper.__init__ = blocks(wrapper.__init__)  # type: ignore[method-assign]
     init = dist.init_process_group
 
     @functools.wraps(init)

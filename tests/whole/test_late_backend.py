@@ -30,6 +30,8 @@ OTHERWISE: dict[str, str] = {
     "model/optimizer_parameter_mismatch_sharded_clean": _NAMELESS,
     "numerics/nonfinite_origin_sharded": _NAMELESS,
     "hang/collective_shape_mismatch_clean": _FUNCTIONAL,
+    "hang/stall": "without streams, the send does not wait for the receive before it",
+    "drift/gradient_drift_in_a_hook": "the probe does not call `tolist` where a program replaced it",
     "model/unused_parameter_gathered_clean": _FUNCTIONAL,
 }
 """Samples that say something else there, and why."""
@@ -39,6 +41,7 @@ def samples() -> list[Any]:
     fit = [
         s for s in collect()
         if s.command[0] != "exec" and not s.gpus and "_own" not in s.name
+        and not s.name.startswith("launch/")  # these are about the line that makes the group
         and '"gloo"' in s.path.read_text() and "spawn" not in s.path.read_text()
     ]  # fmt: skip
     marks = {s.name: () if s.name in ALWAYS else pytest.mark.exhaustive for s in fit}
@@ -64,6 +67,9 @@ def test_sample(sample: Sample, tmp_path: Path) -> None:
     if sample.name in OTHERWISE:
         pytest.skip(OTHERWISE[sample.name])
     given = (*sample.command, BACKEND)
+    if sample.name.startswith("hang/") and "--hang-after" not in given:
+        # Where a device waits, a deadlock is suspected only, and does not end the run by itself.
+        given = ("--hang-after", "5", "--on-hang", "stop", *given)
     report = examine(replace(sample, command=given), tmp_path)
     assert not [f.summary for f in report.findings if f.code == "DDP001"]
     assert differences(sample, report) == []
