@@ -31,7 +31,7 @@ OTHERWISE: dict[str, str] = {
     "numerics/nonfinite_origin_sharded": _NAMELESS,
     "hang/collective_shape_mismatch_clean": _FUNCTIONAL,
     "hang/stall": "without streams, the send does not wait for the receive before it",
-    "drift/gradient_drift_in_a_hook": "the probe does not call `tolist` where a program replaced it",
+    "drift/gradient_drift_in_a_hook": "the probe calls no `tolist` that a program replaced",
     "model/unused_parameter_gathered_clean": _FUNCTIONAL,
 }
 """Samples that say something else there, and why."""
