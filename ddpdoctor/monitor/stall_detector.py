@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..events import Event, FlightLog, RankExiting, RankStood, StallOver, StallSeen, Worker
 from ..report.findings import Check, Confidence, Finding
-from ..run import Rank, Run
+from ..run import Rank, Run, ranks_do, ranks_text
 from ..storage import stack_dumps
 from ..storage.call_ring import Phase, Ring, ask_address
 from . import system
@@ -50,6 +50,8 @@ BUSY = 0.3
 """Share of a core. While every rank computes, none waits for another, and the limit is
 `WHILE_BUSY` times as long."""
 WHILE_BUSY = 6
+REMIND_S = 30.0
+"""How often the user is told that a stall goes on."""
 LOOK_SHARE = 20
 """After an examination the next one waits this many times as long as it took."""
 
@@ -81,6 +83,7 @@ class Stall:
             signalled: the silent ones were sent a signal.
         recorded: it was written to the folder; noticed: the user was informed; proven: it cannot
             resolve.
+        told: when the user was last informed.
         moved: when a rank was first seen to go on.
         judged, suspected: the states for which the checks were asked last, so that they are not
             asked again about the same one.
@@ -94,6 +97,7 @@ class Stall:
     signalled: bool = False
     recorded: bool = False
     noticed: bool = False
+    told: float = 0.0
     proven: bool = False
     judged: tuple[object, ...] = ()
     suspected: tuple[object, ...] = ()
@@ -235,6 +239,9 @@ class StallDetector:
             return None
         if not stall.recorded and not self._answered(live, stall, now):
             return None
+        if stall.noticed and now - stall.told >= REMIND_S:
+            self.notices.append(self._reminder(live, stall, now))
+            stall.told = now
         state = (late, stall.recorded, *self._state(run, live, limit, now))
         if state == stall.judged:
             return None
@@ -247,9 +254,18 @@ class StallDetector:
         reason = self._stop(proof, findings, late)
         if stall.recorded and not stall.noticed and findings and reason is None:
             # A suspicion rests on what was just recorded: the checks see it at the next look.
-            stall.noticed = True
+            stall.noticed, stall.told = True, now
             self.notices.append(_notice(findings[0], now - stall.since))
         return reason
+
+    def _reminder(self, live: list[Rank], stall: Stall, now: float) -> str:
+        """What has changed since the user was last informed."""
+        seen = {r.rank: self._ranks[r.rank] for r in live}
+        moved = [n for n, s in seen.items() if s.changed > stall.told]
+        busy = [n for n, s in seen.items() if s.cpu >= BUSY]
+        told = f"{ranks_text(moved)} went on" if moved else "no rank went on"
+        computes = f"; {ranks_do(busy, 'compute')}" if busy else ""
+        return f"still no progress after {now - stall.since:.0f} s: {told} meanwhile{computes}"
 
     def _state(self, run: Run, live: list[Rank], limit: float, now: float) -> tuple[object, ...]:
         """What the verdict depends on: the progress of every rank, which of them are still, and

@@ -211,3 +211,30 @@ def test_only_who_does_not_answer_is_sent_a_signal(
     assert wait(bench, clock, 10) == "stuck"
     assert asked == [0, 1]
     assert signalled == [(PID + 1, stall_detector.STACK_SIGNAL)]
+
+
+class Suspects(Check):
+    """A check that always suspects something."""
+
+    code, name, family, severity = "DDP698", "test-suspicion", "hang", Severity.ERROR
+
+    def examine(self, run: Run) -> Iterator[Finding]:
+        yield self.finding(summary="rank 1 is late", cause="", fix="")
+
+
+def test_a_stall_that_goes_on_is_told_every_half_minute(tmp_path: Path, clock: Clock) -> None:
+    bench = Bench(tmp_path, Suspects(), hang_after=5.0)
+    bench.rings[0].begin(0, 1, 0, 0, -1)
+    bench.look()
+    wait(bench, clock, 20)
+    (notice,) = bench.standing.take_notices()
+    assert notice.startswith("no progress for 5 s (suspected)") or "rank 1 is late" in notice
+    wait(bench, clock, 60)
+    told = bench.standing.take_notices()
+    assert len(told) == 2
+    assert all("no rank went on meanwhile" in line for line in told)
+    assert told[0].startswith("still no progress after 3")
+    bench.rings[1].phase(1, -1)
+    wait(bench, clock, 30)
+    (told_again,) = bench.standing.take_notices()
+    assert "rank 1 went on meanwhile" in told_again
