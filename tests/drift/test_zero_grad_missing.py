@@ -84,7 +84,11 @@ def test_a_gradient_whose_memory_was_given_back_is_not_read():
     assert _any_value(weakref.ref(parameter)) is None
 
 
-def judged(clears, steps, monkeypatch, due=lambda step: True):
+def dropped(optimizer):
+    optimizer.zero_grad()
+
+
+def judged(clears, steps, monkeypatch, due=lambda step: True, clear=dropped):
     """What is told of an optimizer whose gradients are cleared before some steps."""
     import torch
 
@@ -102,7 +106,7 @@ def judged(clears, steps, monkeypatch, due=lambda step: True):
             optimizer=lambda: optimizer,
         )  # fmt: skip
         if clears(number):
-            optimizer.zero_grad()
+            clear(optimizer)
         lifecycle.backward_begins.fire(recorder, backward)
         (parameter * parameter).sum().backward()
         lifecycle.backward_ends.fire(recorder, backward)
@@ -139,3 +143,49 @@ def test_later_only_some_steps_are_looked_at(monkeypatch):
     assert judged(lambda n: n < 70 or n % 9 == 0, 128, monkeypatch, lambda n: n % 32 == 0) == [
         (1, False)
     ]
+
+
+class Copy:
+    """A number on its way from a device, there after some questions."""
+
+    def __init__(self, number, after):
+        self.host, self.after = number, after
+
+    def arrived(self):
+        self.after -= 1
+        return self.after < 0
+
+
+@pytest.mark.parametrize(
+    ("clears", "after", "told"),
+    [
+        (lambda n: True, 0, [(1, False)]),
+        (lambda n: False, 0, [(1, True)]),
+        (lambda n: True, 3, [(1, False)]),
+        (lambda n: False, 3, [(1, True)]),
+        (lambda n: True, 99, []),
+    ],
+    ids=["zeroed", "kept", "zeroed, late", "kept, late", "never answered"],
+)
+def test_gradients_on_a_device_that_are_zeroed_behind_torchs_back(clears, after, told, monkeypatch):
+    """`p.grad.data.zero_()` leaves no trace but the values, which the device tells later."""
+    from ddpdoctor.probe.watchers.gradients import zero_grad
+
+    def zeroed(optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.data.zero_()
+
+    monkeypatch.setattr(zero_grad, "readable", lambda tensor: False)
+    monkeypatch.setattr(
+        zero_grad, "largest_later", lambda grad: Copy(float(grad.abs().max()), after)
+    )
+    assert judged(clears, 12, monkeypatch, clear=zeroed) == told
+
+
+def test_gradients_that_no_device_tells_are_not_judged(monkeypatch):
+    from ddpdoctor.probe.watchers.gradients import zero_grad
+
+    monkeypatch.setattr(zero_grad, "readable", lambda tensor: False)
+    assert judged(lambda n: False, 12, monkeypatch) == []

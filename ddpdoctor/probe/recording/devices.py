@@ -98,6 +98,17 @@ class HostCopy:
         return False
 
 
+def largest_later(values: Any) -> HostCopy | None:
+    """The largest absolute value of a floating-point tensor on a device, by one kernel and a copy;
+    None where it cannot be read later, or not now."""
+    import torch
+
+    if values.is_cpu or capturing() or not readable_later(values.device):
+        return None
+    largest = torch.linalg.vector_norm(values.detach(), ord=float("inf"))
+    return HostCopy(largest.reshape(()))
+
+
 class Flag:
     """Whether a number on a device is NaN or infinite, answered once the device has computed it.
 

@@ -10,7 +10,10 @@ import time
 import weakref
 from typing import Any
 
+import msgspec
+
 from ....events import Carried
+from ...recording.devices import HostCopy, largest_later
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import shard
@@ -38,6 +41,9 @@ class WatchedGradients:
         clears: steps with cleared gradients; `latest_clear` is the last one.
         carries: later steps with uncleared gradients; `first_carry` is the first of them.
         emitted: what was recorded last, None for nothing.
+        unread: no gradient could be read before the first backward since the step: whether they
+            were zeroed through `.data` is told by `asked`, once the device answers, if ever.
+        waiting: steps for which that answer is still to come.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -53,6 +59,9 @@ class WatchedGradients:
         self.first_carry: Carried | None = None
         self.emitted: bool | None = None
         self.count = 0
+        self.unread = False
+        self.asked: HostCopy | None = None
+        self.waiting: list[tuple[Carried, HostCopy, bool]] = []
 
     def _read(self, positions: list[int]) -> list[Any]:
         return [grad_of(self.parameters[position]()) for position in positions]
@@ -67,6 +76,12 @@ class WatchedGradients:
         zeroed = self.filled is not None and _any_value(self.filled) is False
         if zeroed or any(left[p] != NO_TENSOR for p in self.gradients.changed(LEFT)):
             self.cleared = True
+        elif not self.touched:
+            known = (shard(grad_of(ref())) for ref in self.parameters)
+            there = [g for g in known if g is not None and g.numel() > 0]
+            self.unread = bool(there) and not any(map(readable, there))
+            smallest = min(there, key=lambda g: g.numel()) if self.unread else None
+            self.asked = None if smallest is None else largest_later(smallest)
 
 
 def _any_value(parameter: weakref.ref[Any]) -> bool | None:
@@ -155,6 +170,19 @@ class ZeroGrad(Watcher):
             backward_site=watched.site,
             parameters=len(watched.parameters),
         )
+        if event.carried and watched.unread:
+            if watched.asked is not None:
+                watched.waiting.append((event, watched.asked, step.due))
+        else:
+            self._record(recorder, watched, event, due=step.due)
+        while watched.waiting and watched.waiting[0][1].arrived():
+            late, answer, due = watched.waiting.pop(0)
+            late = msgspec.structs.replace(late, carried=bool(answer.host))
+            self._record(recorder, watched, late, due=due)
+
+    def _record(
+        self, recorder: Recorder, watched: WatchedGradients, event: Carried, *, due: bool
+    ) -> None:
         if event.carried:
             watched.carries += 1
             if watched.carries == 1:
@@ -177,7 +205,7 @@ class ZeroGrad(Watcher):
             watched.clears += 1
             if watched.carries:
                 self._stop_watching(watched)
-            elif not step.due:
+            elif not due:
                 watched.awake = False
                 self._disable_if_asleep()
 
