@@ -139,6 +139,7 @@ class RankSession:
                 local_size=launch.local_size,
                 owns_info=info is not None and info.id == launch.key,
                 more_attempts=launch.more_attempts,
+                ignored=options.ignored,
             )
         )
         if not options.quiet:
@@ -293,6 +294,8 @@ def _plain(options: Options) -> dict[str, Any]:
     """The options in types that JSON supports."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(options):
+        if field.name == "ignored":  # goes as it is
+            continue
         value = getattr(options, field.name)
         if isinstance(value, Path):
             found[field.name] = str(value.resolve())

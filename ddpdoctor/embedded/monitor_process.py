@@ -7,6 +7,7 @@ writes and prints the report.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from ..events import RankExiting
 from ..launch import outcome
 from ..monitor import system
 from ..monitor.monitor import Monitor
+from ..report.suppression import Ignored
 from ..run import Recording, Run
 from ..storage.run_folder import RunFolder, RunInfo
 from .shared_folder import reported
@@ -57,6 +59,7 @@ class Orders(msgspec.Struct, frozen=True):
     local_size: int
     owns_info: bool
     more_attempts: bool
+    ignored: tuple[Ignored, ...] = ()
 
 
 def start(orders: Orders) -> None:
@@ -95,9 +98,10 @@ class Watcher:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.folder = RunFolder(orders.folder)
-        self.options: Options = resolve(
+        options: Options = resolve(
             {**orders.options, "out": orders.folder}, environ={}, cwd=Path("/")
         )
+        self.options = dataclasses.replace(options, ignored=orders.ignored)
         self.monitor = Monitor(self.folder, orders.node_rank, self.options, launcher="exec")
         self.stopped_by = ""
         self._began = time.monotonic()

@@ -224,7 +224,7 @@ def test_a_save_is_on_record_before_it_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[FileWritten] = []
-    monkeypatch.setattr(SyncPoints.current, "marks", lambda: {"0.default": len(told)})
+    monkeypatch.setattr(SyncPoints.current, "marks", lambda recorder: {"0.default": len(told)})
     recorder = Mock(emit=told.append, site=lambda: 1, step=3)
     recorder.sites.callers.return_value = ()
     begun = Files.current._saves(recorder, str(tmp_path / "a.pt"), 7.0, {"0.default": 0})
