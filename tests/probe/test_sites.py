@@ -114,3 +114,13 @@ def test_the_module_of_a_library_that_the_program_called() -> None:
     code = "def main():\n    return train(), called()\n"
     exec(compile(code, "/home/user/main.py", "exec"), main)
     assert main["main"]() == ("transformers.trainer", "")  # type: ignore[operator]
+
+
+def test_no_line_of_the_doctor_is_the_users() -> None:
+    import ddpdoctor
+
+    folder = Path(ddpdoctor.__file__).parent
+    assert {classify(str(folder / name)) for name in ("embedded/in_rank.py", "__init__.py")} == {
+        "own"
+    }
+    assert classify(str(folder.parent / "samples/hang/stall.py")) == "user"

@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from ...events import Event, Site
 from .limits import MOST_FILES
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _STDLIB = tuple(
     os.path.realpath(p) + os.sep
     for name in ("stdlib", "platstdlib")
