@@ -1,5 +1,7 @@
 """Which line of the user's code is executing."""
 
+from pathlib import Path
+
 from ddpdoctor.events import Site
 from ddpdoctor.probe.recording.code_locations import Sites, classify
 
