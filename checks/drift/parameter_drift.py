@@ -10,6 +10,7 @@ from ddpdoctor.analysis.manual_sync import classify, optimizer_coverage, rules
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
+    separate_groups,
     skipped_steps,
     state_loading,
     tensor_writes,
@@ -68,7 +69,10 @@ class ParameterDrift(Check):
     the program synchronises manually (its own all-reduce), on all ranks or within a group: copies
     that differ from the start or from a step on, gradients that the all-reduce never includes or no
     longer includes, gradients applied before an asynchronous all-reduce has finished, steps that
-    some ranks skip, and updates that a custom optimizer applies on some ranks only.
+    some ranks skip, and updates that a custom optimizer applies on some ranks only. And models that
+    DDP averages within groups of ranks only (`process_group=` of one dimension of a mesh), although
+    the groups start equal and work on one training: an error where they reduce values together,
+    exchange parts of batches or divide the data, else a warning.
 
     ## How it knows
     Each rank records digests (checksums) of its parameters, and the digests of the same moment are
@@ -90,8 +94,9 @@ class ParameterDrift(Check):
     the same file on every rank. Modify parameters on all ranks in the same way.
 
     ## When it stays quiet
-    - Sharded parameters, ranks of different groups, and parameters that DDP ignores (the report
-      lists these as not compared).
+    - Sharded parameters, and parameters that DDP ignores (the report lists these as not compared).
+    - Ranks of different groups that start with different parameters, train with other options,
+      exchange activations (tensor, pipeline, expert parallelism), or are averaged by other means.
     - Local SGD: copies that differ for some steps and are averaged again; weights that are swapped
       temporarily (EMA at evaluation).
     - Parameters that every rank modifies and restores in each step up to rounding errors (SAM) are
@@ -123,6 +128,7 @@ class ParameterDrift(Check):
         **causes.UNKNOWN_RULES,
         **rules.RULES,
         **optimizer_coverage.RULES,
+        **separate_groups.RULES,
     }
     effects = (
         Effect(("gradient-drift",), rules=(causes.UNEQUAL_PARAMETERS,), when=(_DIFFER,)),
@@ -154,6 +160,8 @@ class ParameterDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run, unheld=True)
+        if not groups and any(separate_groups.apart(run)):
+            return None
         if not groups and (classify.judged(run) or optimizer_coverage.compared(run)):
             return None
         if not groups:
@@ -170,6 +178,8 @@ class ParameterDrift(Check):
         yield from classify.findings(self, run)
         for fields in optimizer_coverage.reported(run):
             yield self.finding(**fields)
+        for one in separate_groups.apart(run):
+            yield self.finding(**one.fields(run))
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         fault = None if group.left_out else _fault(run, group)

@@ -96,14 +96,19 @@ def condition(made: CallRecord) -> tuple[Place, Statement] | None:
 
 
 def branch(made: CallRecord) -> tuple[Place, Statement] | None:
-    """The innermost branch around a call that ranks may take differently; None for none. Branches
-    that ask for the module's name or the number of ranks are the same on all."""
+    """The innermost branch around a call that ranks may take differently; None for none."""
     return _telling(
         (place, head)
         for place in places(made)
         for head in place.inside
-        if head.is_branch and "__name__" not in head.label and not _on_size(head)
+        if head.is_branch and of_several_ranks(head)
     )
+
+
+def of_several_ranks(head: Statement) -> bool:
+    """Whether ranks may take a branch differently: not if its condition asks for the module's name
+    or for the number of ranks."""
+    return "__name__" not in head.label and not _on_size(head)
 
 
 def _telling(heads: Iterable[tuple[Place, Statement]]) -> tuple[Place, Statement] | None:

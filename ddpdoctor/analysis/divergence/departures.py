@@ -24,6 +24,7 @@ from ..control_flow.branches import (
     unwrapped,
 )
 from ..control_flow.caught_exceptions import caught
+from ..control_flow.early_returns import early_return_in_round
 from ..control_flow.jumps import may_end
 from ..waiting.failures import (
     EXIT_RAISED,
@@ -37,6 +38,8 @@ from ..waiting.failures import (
 from ..waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ..waiting.wait_graph import gone, unanswered, victims, waiting_for
 from .attribution import Attribution, Explanation
+from .early_return import not_skipped
+from .early_return import related as ways_of
 from .left_loop import LeftLoop, LoopExitKind
 from .loop_exits import MAY_END, loop_of_leaver, uneven_since
 from .thresholds import HISTORY
@@ -297,6 +300,29 @@ class SkippedRound(LoopExit):
     _skipped = True
 
 
+class ReturnedEarly(DepartureExplanation):
+    rule = "early-return"
+    text = "the ranks did all rounds, and came back once from a function without its collective"
+
+    def explain(self, why: Departure) -> Attribution | None:
+        made, loop = why.first.made, why.loop
+        known = loop and (loop.ways or loop.exits or loop.how is not LoopExitKind.UNKNOWN)
+        if made is None or loop is None or known or not why.to_its_end:
+            return None
+        found = early_return_in_round(made)
+        if found is None or not any(
+            lines(why.leaver, site) == made.text for site in why.leaver.of(CallSite)
+        ):
+            return None
+        return self.blame(
+            why,
+            not_skipped(found, made),
+            cause=f"{ranks_text(why.ranks)} came back from `{found.function}` "
+            f"without this call in some round: {found.text}; {why.ended} {_lacks(why)}",
+            related=ways_of(found),
+        )
+
+
 @dataclass(frozen=True)
 class HowTheyEnded(DepartureExplanation):
     """Nothing but how the ranks ended says why: one row for each way.
@@ -323,6 +349,7 @@ class HowTheyEnded(DepartureExplanation):
 EXPLANATIONS: tuple[DepartureExplanation, ...] = (
     EnteredAlone(),
     Branch(),
+    ReturnedEarly(),
     SkippedRound(),
     LoopExit(),
     HowTheyEnded(

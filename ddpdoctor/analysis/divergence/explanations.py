@@ -33,6 +33,7 @@ from ..control_flow.caught_exceptions import caught, way_out
 from ..control_flow.jumps import ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
+from .early_return import ReturnedEarly, came_back
 from .entered_branches import entered, only_theirs, opposed
 from .explanation import (
     ANOTHER_ORDER,
@@ -350,6 +351,8 @@ class MissingCall(CallExplanation):
         around = f": {parts(found[1])}" if found else ""
         if ways := ways_around(suspect.call):
             around = ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:WAYS_NAMED])
+        elif not found and (back := came_back(suspect)):
+            around = f": {back.text}"
         op = suspect.call.signature.op
         return self.blame(
             suspect,
@@ -416,6 +419,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     Thread(),
     SwallowedException(),
     Finalizer(),
+    ReturnedEarly(),
     SkippedRound(),
     LoopExit(),
     MissingCall(),

@@ -34,3 +34,6 @@ gradients."""
 SEVERAL_STEPS = 2
 """Steps from which on gradients that are synchronised several times, or not cleared, are a habit:
 one such step may be an initialisation, or the last one of a run."""
+
+FEW_NUMBERS = 8
+"""Numbers that a call may carry and still be losses or counts: activations are more."""

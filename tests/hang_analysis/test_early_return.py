@@ -1,0 +1,116 @@
+"""DDP601 and DDP604 where ranks came back from a function without the collective in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
+from tapes import START, CallLog, run_of, tapes
+
+from ddpdoctor.events import RankExiting, Statement
+from ddpdoctor.report.findings import Finding
+from ddpdoctor.storage.call_ring import State
+
+PAST = Statement(line=16, text="past if not path.exists():", opener=15)
+ROUNDS = Statement(line=39, text="for step in range(9):")
+
+
+def found(tmp_path: Path, made: dict[int, CallLog]) -> Finding:
+    run = run_of(tmp_path, made, now=START + 7)
+    (finding,) = CollectiveMismatch().examine(run)
+    return finding
+
+
+def waiting(made: CallLog, op: str, line: int, caller: int, **more: object) -> None:
+    made.call(op, line, caller=caller, state=State.BEGUN, at=START + 5, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [(PAST,), (Statement(line=15, text="if ready:"),)])
+def test_a_rank_is_further_down_in_the_function_that_called(
+    tmp_path: Path, inside: tuple[Statement, ...]
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 27, caller=41)
+    waiting(made[0], "broadcast", 20, 42, inside=inside)
+    waiting(made[1], "DDP backward", 27, 43)
+    finding = found(tmp_path, made)
+    assert finding.rule == "early-return"
+    assert finding.ranks == (1,)
+    assert finding.location is not None and finding.location.line == 20
+    assert "came back from `main` without this call" in finding.cause
+    assert [r.location.line for r in finding.related][:1] == [15]
+
+
+def test_a_rank_is_in_the_next_round_of_the_loop(tmp_path: Path) -> None:
+    """It made the call in the rounds before."""
+    made = tapes()
+    for tape in made.values():
+        for step in range(3):
+            tape.call("all_reduce", 10, caller=40, step=step, inside=())
+            if step < 2:
+                tape.call("all_gather", 20, caller=41, step=step, inside=(PAST,))
+    waiting(made[0], "all_gather", 20, 41, step=2, inside=(PAST,))
+    waiting(made[1], "all_reduce", 10, 40, step=3)
+    for tape in made.values():
+        around_callers(tape)
+    finding = found(tmp_path, made)
+    assert finding.rule == "early-return"
+    assert finding.ranks == (1,)
+
+
+def around_callers(tape: CallLog) -> None:
+    """Put the loop around every line that called."""
+    import msgspec
+
+    from ddpdoctor.events import CallSite
+
+    tape.events[:] = [
+        msgspec.structs.replace(
+            e,
+            places=(
+                *e.places[:1],
+                *(msgspec.structs.replace(p, inside=(*p.inside, ROUNDS)) for p in e.places[1:]),
+            ),
+        )
+        if isinstance(e, CallSite)
+        else e
+        for e in tape.events
+    ]
+
+
+def test_nothing_in_the_function_leads_around_the_call(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 27, caller=41)
+    waiting(made[0], "broadcast", 20, 42)
+    waiting(made[1], "DDP backward", 27, 43)
+    assert found(tmp_path, made).rule != "early-return"
+
+
+def test_the_other_rank_is_above(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 27, caller=41)
+    waiting(made[0], "broadcast", 20, 44, inside=(PAST,))
+    waiting(made[1], "DDP backward", 27, 43)
+    assert found(tmp_path, made).rule != "early-return"
+
+
+def test_a_rank_that_did_all_rounds_exited(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        for _ in range(3):
+            tape.call("all_gather", 20, caller=41, inside=(PAST,))
+    waiting(made[0], "all_gather", 20, 41, inside=(PAST,))
+    for tape in made.values():
+        around_callers(tape)
+    leaves = [RankExiting(at=START + 6, how="return")]
+    run = run_of(
+        tmp_path, made, more={1: leaves}, ended={1: 0}, now=START + 9,
+    )  # fmt: skip
+    (finding,) = RankExitedEarly().examine(run)
+    assert finding.rule == "early-return"
+    assert "came back from `main` without this call in some round" in finding.cause
