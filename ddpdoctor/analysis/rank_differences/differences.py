@@ -167,10 +167,11 @@ def _of_one(
 
 
 def _last(rank: Rank) -> float:
-    """When a rank last recorded anything, on the run's clock. How it failed does not count: it may
-    have been about to do what the others did."""
-    ends = (ExceptionRaised, RankExiting) if rank.exception else ()
-    return max((rank.wall(e.at) for e in rank if not isinstance(e, ends)), default=0.0)
+    """When a rank last recorded anything, on the run's clock. Of one that failed only what the
+    program did counts: it may have been about to do what the others did."""
+    failed = rank.exception is not None
+    done = (e for e in rank if not failed or (type(e) in COMPARED and not isinstance(e, ENDINGS)))
+    return max((rank.wall(e.at) for e in done), default=0.0)
 
 
 def _by_key(members: Collection[Rank], kind: type[Event]) -> dict[int, dict[Key, Records]]:
