@@ -68,6 +68,7 @@ def loader(
     content: int | None = None,
     began: dict[str, object] | None = None,
     ends: dict[str, object] | None = None,
+    planned: bool = False,
     **seen: object,
 ) -> list[Event]:
     """One rank's loader. `content`: number of the data that indices stand for, None: unknown."""
@@ -78,9 +79,11 @@ def loader(
     events: list[Event] = [LoaderSeen(at=0, **values)]  # type: ignore[arg-type]
     for epoch, indices in enumerate(epochs):
         batches = -(-len(indices) // batch_size)
+        whole = _at({"exhausted": exhausted, **(ends or {})}, epoch)["exhausted"]
+        expected = batches + (not whole and not planned)  # who left early had more before it
         events.append(
             EpochBegan(at=0, loader=number, epoch=epoch, site=3,
-                       **{"step": 0, "batches": batches, **_at(began, epoch)})
+                       **{"step": 0, "batches": expected, **_at(began, epoch)})
         )  # fmt: skip
         if content is not None:
             events.append(fingerprints(number, epoch, indices, content))

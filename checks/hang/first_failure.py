@@ -377,15 +377,25 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -
             f"{read}: look at the samples in the shard of {named}; `num_workers=0` reproduces it "
             "without a worker"
         )
-    if first.kind_raised == "FileNotFoundError":
-        return (
-            f"{read}; if another rank writes the file, call `dist.barrier()` between the write and "
-            f"the read; otherwise look for what differs on {named}: its data shard, its paths"
-        )
+    if advice := _OF_FILES.get(first.kind_raised):
+        return f"{read}; {advice.format(named=named)}"
     return (
         f"{read}, then look for what differs on {named}: code that runs only there, its data "
         "shard, its paths, its environment"
     )
+
+
+_OF_FILES = {
+    "FileNotFoundError": (
+        "if another rank writes the file, call `dist.barrier()` between the write and the read; "
+        "otherwise look for what differs on {named}: its data shard, its paths"
+    ),
+    "FileExistsError": (
+        "where every rank makes this folder or file, one is first and the others fail: use "
+        "`os.makedirs(path, exist_ok=True)`, or make it on one rank and call `dist.barrier()`"
+    ),
+}
+"""What to do about files that one rank does not find, or finds already there."""
 
 
 def _port_fix(run: Run, first: Failure, ranks: tuple[int, ...]) -> str:

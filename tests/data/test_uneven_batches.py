@@ -25,7 +25,7 @@ FAILED = {0: 1, 1: 0}
 
 
 def part(count: int, *, ended: bool = True, **more: object) -> list[Event]:
-    return loader(0, [list(range(count))], ended=ended, **more)  # type: ignore[arg-type]
+    return loader(0, [list(range(count))], ended=ended, planned=True, **more)  # type: ignore[arg-type]
 
 
 def examine(*ranks: Sequence[Event], ended: dict[int, int | None] | None = None) -> list[Finding]:

@@ -24,7 +24,11 @@ NOT_COMPARABLE = ("exec", "--module", "-m", "--no-python")
 
 def comparable() -> list[object]:
     clean = [
-        s for s in collect() if s.clean and not s.gpus and not set(s.command) & {*NOT_COMPARABLE}
+        s
+        for s in collect()
+        if s.clean and not s.gpus and not set(s.command) & {*NOT_COMPARABLE}
+        # Under plain torchrun each rank would start ranks of its own.
+        if "mp.spawn(" not in s.path.read_text()
     ]
     return [
         pytest.param(s, id=s.name, marks=() if s.name in FEW else pytest.mark.exhaustive)
@@ -73,7 +77,8 @@ def test_the_doctor_changes_nothing(sample: Sample, tmp_path: Path) -> None:
     if without[0] == 0:  # torch itself aborts now and then when correct scripts leave
         assert with_doctor[0] == 0
     # What the ranks print is all there, whatever the doctor adds on stderr.
-    assert not set(stable(without[1])) - set(with_doctor[1])
+    lines = "\n".join(with_doctor[1])
+    assert not [line for line in stable(without[1]) if not printed(line, lines)]
 
 
 @pytest.mark.exhaustive
@@ -86,6 +91,11 @@ def test_ranks_do_not_die_more_often_while_they_leave(program: str) -> None:
     )
     assert [e.total() for e in ends.values()] == [200, 200]
     assert watched - alone <= 3 * (watched + alone + 1) ** 0.5, ends
+
+
+def printed(line: str, text: str) -> bool:
+    """Whether a text has a line, or the two that ranks wrote into one at the same time."""
+    return line in text or any(line[:k] in text and line[k:] in text for k in range(len(line)))
 
 
 def sample_options(sample: Sample) -> list[str]:

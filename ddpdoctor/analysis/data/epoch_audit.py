@@ -36,7 +36,7 @@ class Audit:
     @cached_property
     def complete(self) -> bool:
         """Whether all ranks read the epoch to its end."""
-        return all(e.exhausted for e in self.epochs.values())
+        return all(e.whole for e in self.epochs.values())
 
     @cached_property
     def per_rank(self) -> dict[int, Counter[int]]:

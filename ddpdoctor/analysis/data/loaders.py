@@ -97,6 +97,12 @@ class Epoch:
         return self.ended is not None and self.ended.exhausted
 
     @property
+    def whole(self) -> bool:
+        """Whether every batch was taken: who counts them may never ask for one more (Lightning)."""
+        ended = self.ended
+        return ended is not None and (ended.exhausted or ended.batches >= self.began.batches > 0)
+
+    @property
     def sampled(self) -> int:
         """1 where every index is on record, n where one in n is."""
         ended = self.ended.sampled if self.ended else 1
