@@ -1,7 +1,7 @@
 """Lightning divides 21 samples of a validation by a sampler that pads, and stops by their number.
 
 run: --nproc-per-node 2
-finds: DDP504 note at `trainer.fit(`
+finds: DDP504 note at `trainer.fit(Classifier(), train, test)`
 steps: 16
 needs: lightning
 """
