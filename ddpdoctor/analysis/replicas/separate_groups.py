@@ -163,6 +163,8 @@ def _exchanged(ranks: dict[int, Rank], groups: tuple[tuple[int, ...], ...]) -> s
             g.group for g in rank.of(GroupReady) if g.member and len(_of(groups, g.ranks)) > 1
         }
         signatures = {s.id: s for s in rank.of(Signature)}
+        if any(_is_message(s.op) for s in signatures.values()):
+            return None
         blocks = {b.id: b.codes[::2] for b in rank.of(CallBlock)}
         for call in rank.of(CallRun):
             if call.group not in spanning or call.step + call.every * (call.repeat - 1) < 1:
@@ -172,8 +174,6 @@ def _exchanged(ranks: dict[int, Rank], groups: tuple[tuple[int, ...], ...]) -> s
                     continue
                 kind = operation(signature.op)
                 swapped = signature.op.startswith("all_to_all")
-                if kind.sends or kind.receives or "isend" in signature.op:
-                    return None
                 if not swapped and not kind.objects and not 0 <= signature.numel <= FEW_NUMBERS:
                     return None
                 found.add(signature.op)
@@ -190,3 +190,7 @@ def _joint(ranks: dict[int, Rank], groups: tuple[tuple[int, ...], ...], exchange
     if exchanged:
         return "the groups reduce values together in the steps"
     return ""
+
+
+def _is_message(op: str) -> bool:
+    return operation(op).sends or operation(op).receives or op == "batch_isend_irecv"
