@@ -35,12 +35,12 @@ def render(report: Report) -> str:
     title, *facts_lines = report_text.headline(report)
     body = [f"<h1>{_t(title)}</h1>", *(f"<div>{_t(line)}</div>" for line in facts_lines)]
     body += [f"<p><strong>{_t(line)}</strong></p>" for line in report_text.verdict(report)]
+    for finding in report.findings:
+        body += _finding(finding)
     if report.ranks:
         body.append(_grid(report_text.rank_grid(report)))
     for grid in report_text.tables(report):
         body += [f"<h2>{_t(grid.title)}</h2>", _grid(grid)]
-    for finding in report.findings:
-        body += _finding(finding)
     body.append("<footer>")
     body += [
         f"<div>{_t(line)}</div>"
@@ -74,8 +74,6 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield "<dl>"
     if text := report_text.subjects(finding):
         yield _entry("concerns", text)
-    for proof in report_text.proofs(finding):
-        yield _proof(proof)
     yield _entry("cause", _block(finding.cause))
     if text := report_text.differed(finding):
         yield _entry("ranks differ before", text)
@@ -86,7 +84,12 @@ def _finding(finding: Finding) -> Iterator[str]:
     if rule := report_text.rule(finding):
         yield _entry("rule", rule)
     yield _entry("explain", report_text.explain_command(finding))
-    yield "</dl></section>"
+    yield "</dl>"
+    if proofs := report_text.proofs(finding):
+        yield "<details><summary>evidence</summary><dl>"
+        yield from map(_proof, proofs)
+        yield "</dl></details>"
+    yield "</section>"
 
 
 def _source(place: Location, label: str) -> str:

@@ -25,14 +25,14 @@ def _lines(report: Report) -> Iterator[str]:
     for line in (*more, *report_text.verdict(report)):
         yield f"{_text(line)}  "
     yield ""
+    for finding in report.findings:
+        yield from _finding(finding)
     if report.ranks:
         yield from _grid(report_text.rank_grid(report))
     for grid in report_text.tables(report):
         yield f"**{_text(grid.title)}**"
         yield ""
         yield from _grid(grid)
-    for finding in report.findings:
-        yield from _finding(finding)
     last = report_text.suppressed(report), report_text.gaps(report), [report_text.overhead(report)]
     for line in (line for part in last for line in part):
         yield f"{_text(line)}  "
@@ -52,14 +52,14 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield from _source(related.location, "")
     if text := report_text.subjects(finding):
         yield f"- concerns: {_text(text)}"
-    for proof in report_text.proofs(finding):
-        yield from _proof(proof)
     yield from _block("cause", finding.cause)
     if text := report_text.differed(finding):
         yield f"- ranks differ before: {_text(text)}"
     yield from _block(f"help ({finding.fix_kind.value})", finding.fix)
     for effect in finding.consequences:
         yield f"- follows from it: {_text(f'{effect.code} {effect.check}: {effect.summary}')}"
+    for proof in report_text.proofs(finding):
+        yield from _proof(proof)
     if rule := report_text.rule(finding):
         yield f"- rule: {_code(rule)}"
     yield f"- explain: {_code(report_text.explain_command(finding))}"

@@ -15,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..report.findings import Finding, Report, Severity
-from ..run import Location
+from ..run import Location, counted
 from . import report_text
 from .report_text import Grid, Proof
 from .safe_text import clean, clean_lines, cut, fit, paragraphs, wrap
 
 SOURCE_LIMIT = 400
+EVIDENCE_LINES = 8
+"""Lines of evidence shown for a finding."""
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 STATES = {"failed": "red", "killed": "red", "hung": "red", "lost": "yellow", "running": "green"}
 
@@ -66,14 +68,19 @@ def _report(report: Report, width: int, quiet: bool, saved: bool) -> Iterator[Re
         yield from about(finding, width)
         yield Text()
     if not quiet:
+        yield from ranks(report, width)
         yield from foot(report, width, saved)
 
 
 def head(report: Report, width: int) -> Iterator[RenderableType]:
-    """What was run, how each rank ended, and the facts worth showing."""
+    """What was run, and how it ended."""
     for number, line in enumerate(report_text.headline(report)):
         yield from _wrapped(line, width, "bold" if number == 0 else "")
     yield Text()
+
+
+def ranks(report: Report, width: int) -> Iterator[RenderableType]:
+    """How each rank ended, and the facts worth showing."""
     if report.ranks:
         yield rank_table(report_text.rank_grid(report), width)
         yield Text()
@@ -128,8 +135,6 @@ def about(finding: Finding, width: int) -> Iterator[Text]:
     yield from _source(finding, width)
     if text := report_text.subjects(finding):
         yield from _labelled("concerns", text, width)
-    for proof in report_text.proofs(finding):
-        yield from _proof(proof, width)
     yield from _labelled("cause", finding.cause, width)
     if text := report_text.differed(finding):
         yield from _labelled("ranks differ before", text, width)
@@ -137,9 +142,18 @@ def about(finding: Finding, width: int) -> Iterator[Text]:
     for effect in finding.consequences:
         text = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
         yield from _labelled("follows from it", text, width)
+    yield from _evidence(finding, width)
     if rule := report_text.rule(finding):
         yield from _labelled("rule", rule, width)
     yield from _labelled("explain", report_text.explain_command(finding), width)
+
+
+def _evidence(finding: Finding, width: int) -> Iterator[Text]:
+    """The first lines of the evidence; the page and `findings.json` have the rest."""
+    lines = [line for proof in report_text.proofs(finding) for line in _proof(proof, width)]
+    yield from lines[:EVIDENCE_LINES]
+    if (more := len(lines) - EVIDENCE_LINES) > 0:
+        yield Text(f"       {counted(more, 'more line')}: see `--html` or findings.json", "dim")
 
 
 def _row(parts: list[str], width: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,19 +47,36 @@ error[DDP997] toy-step: rank-local gradients reach `optimizer.step()` on all 2
     |     ---------- steps here
    = concerns: net.0.weight, net.1.weight, net.2.weight, net.3.weight,
        net.4.weight, net.5.weight and 39 more
-   = evidence: grad norm:
-       rank     norm
-       0-2,4-7  4
-       3        5
    = cause: the context is still open on the micro-batch that steps
    = help (check before use): step at the end:
 
            if (i + 1) % n == 0:
                optimizer.step()
    = follows from it: DDP606 first-failure: rank 1 raised
+   = evidence: grad norm:
+       rank     norm
+       0-2,4-7  4
+       3        5
    = explain: ddpdoctor explain DDP997
 """
     assert expected in text
+
+
+@pytest.mark.parametrize("write", [render.text, render.markdown, render.html])
+def test_findings_come_before_the_tables(write: Callable[[Report], str]) -> None:
+    text = write(report_of(ToyStep()))
+    assert text.index("DDP997") < text.index("last activity")
+
+
+def test_long_evidence_is_cut_and_said_to_be() -> None:
+    report = report_of(ToyStep())
+    finding = msgspec.structs.replace(
+        report.findings[0], evidence={f"value {n}": n for n in range(12)}
+    )
+    text = render.text(msgspec.structs.replace(report, findings=[finding]))
+    assert "= evidence: value 7: 7" in text
+    assert "value 8" not in text
+    assert "4 more lines: see `--html` or findings.json" in text
 
 
 def test_head_and_foot() -> None:
