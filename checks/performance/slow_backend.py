@@ -27,7 +27,8 @@ class SlowBackend(Check):
     to a hundred times as long as NCCL between the GPUs.
 
     ## How to fix it
-    `init_process_group("nccl")`, or no backend: then NCCL serves GPU tensors and gloo the others.
+    `init_process_group("nccl")`; where CPU tensors are sent too,
+    `init_process_group("cpu:gloo,cuda:nccl")`. Without a backend torch takes that of the GPU only.
 
     ## When it stays quiet
     - models on the CPU

@@ -31,7 +31,9 @@ def main() -> int:
     import torch.distributed as dist
 
     local = int(os.environ["LOCAL_RANK"])
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
+    # One backend for all: with fewer GPUs than ranks some would take NCCL, the others gloo.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= here
     if gpu:
         torch.cuda.set_device(local)
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
