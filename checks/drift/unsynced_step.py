@@ -73,6 +73,15 @@ REASONS = {
         "add the losses and call backward once, or run another forward for the second one",
         "not averaged: DDP has finished with this forward",
     ),
+    "no forward": Reason(
+        "no-forward",
+        "a backward without a forward of the wrapper since the last step",
+        "DDP averages in the first backward after a forward of the wrapper; there was none since "
+        "the last step, so this backward added each rank's own gradients",
+        "run the forward through the wrapper (`ddp(x)`, not the inner module) before this "
+        "backward, on every rank, also for an empty or dummy batch",
+        "not averaged: no forward of the wrapper before it",
+    ),
     "inside forward": Reason(
         INSIDE_FORWARD,
         "backward runs inside the wrapper's forward",
@@ -263,7 +272,10 @@ class UnsyncedStep(Check):
             reason = replace(LEFT_OVER, cause=LEFT_OVER.cause.format(left=left, full=full))
         else:
             reason = _reason(member, spans, sets_flag=spot is not None and FLAG in spot.source)
-        second = pattern.reason == "second backward"  # it may be over an earlier forward
+        second = pattern.reason in (
+            "second backward",
+            "no forward",
+        )  # it may be over an earlier forward
         places = [
             ("last forward before it" if second else "its forward", pattern.forward_site),
             ("its backward", pattern.backward_site),

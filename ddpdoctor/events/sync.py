@@ -14,8 +14,8 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
             cleared.
         reason: why the last backward was not synchronised, empty if it was: `no_sync` (the forward
             ran with synchronisation off), `forward only` (off at the forward, on again at the
-            backward), `second backward` (no forward of its own), `inside forward`, `autograd.grad`
-            or `not reduced`.
+            backward), `second backward` (no forward of its own), `no forward` (none of the wrapper
+            since the last step), `inside forward`, `autograd.grad` or `not reduced`.
         site: the line to blame for `reason`; `forward_site` and `backward_site` of the last
             backward.
         once: how many backwards at one line synchronised the same parameters, the most of any line;

@@ -9,7 +9,7 @@ from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
 from tapes import START, CallLog, run_of, tapes
 
-from ddpdoctor.events import RankExiting, Statement
+from ddpdoctor.events import RankExiting, Statement, Way
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.storage.call_ring import State
 
@@ -114,3 +114,20 @@ def test_a_rank_that_did_all_rounds_exited(tmp_path: Path) -> None:
     (finding,) = RankExitedEarly().examine(run)
     assert finding.rule == "early-return"
     assert "came back from `main` without this call in some round" in finding.cause
+
+
+@pytest.mark.parametrize("catches", [True, False])
+def test_a_rank_makes_its_calls_again_after_an_exception(tmp_path: Path, catches: bool) -> None:
+    handler = (Way(line=45, text="except RuntimeError:", first=42, last=44),) if catches else ()
+    tried = Statement(line=42, text="try:", kind="try", ways=handler)
+    attempts = Statement(line=41, text="for attempt in range(3):")
+    made = tapes()
+    for tape in made.values():
+        tape.call("all_reduce", 10, inside=(tried, attempts))
+    made[0].call("DDP backward", 12, inside=(tried, attempts), state=State.BEGUN, at=START + 5)
+    made[1].call("all_reduce", 10, inside=(tried, attempts), state=State.BEGUN, at=START + 5)
+    finding = found(tmp_path, made)
+    assert (finding.rule == "retried") is catches
+    if catches:
+        assert finding.ranks == (1,)
+        assert "`except RuntimeError:` (train.py:45) catches an exception" in finding.cause

@@ -1,11 +1,12 @@
-"""Ranks that came back from a function without the collective that the others make in it."""
+"""Ranks that came back from a function without the collective that the others make in it, or that
+ran one again."""
 
 from __future__ import annotations
 
 from ...report.findings import Related
-from ...run import ranks_text
+from ...run import Location, ranks_text
 from ..calls.call_logs import CallRecord
-from ..control_flow.branches import leading, same_lines, unbranched
+from ..control_flow.branches import around, leading, same_lines, unbranched
 from ..control_flow.early_returns import EarlyReturn, early_return
 from .attribution import WHO, Attribution
 from .explanation import CallExplanation, sides_text, what_was_skipped
@@ -38,6 +39,55 @@ class ReturnedEarly(CallExplanation):
                 related=related(found),
             )
         return None
+
+
+class Retried(CallExplanation):
+    """A rank is in the same call again, in the same step, and the others went on from it."""
+
+    rule = "retried"
+    text = "after an exception, ranks made calls again that the others made once"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence = suspect.divergence
+        before = {m.rank.rank: m for m in divergence.before}
+        again = {
+            r: m
+            for r, m in divergence.calls.items()
+            if (last := before.get(r)) and same_lines(last, m) and last.step == m.step
+        }
+        if not again or len(again) == len(divergence.calls) or len(before) < len(divergence.calls):
+            return None
+        made = next(iter(again.values()))
+        found = _repeating(made)
+        if found is None or not all(same_lines(before[made.rank.rank], m) for m in before.values()):
+            return None
+        loop, handler = found
+        who, op = ranks_text(again), made.signature.op
+        return self.blame(
+            Suspect(divergence, made, tuple(sorted(again))),
+            label=f"called again by {WHO}",
+            summary=f"{who} made a call of {op} again: {sides_text(suspect)}",
+            cause=f"{who} made this call twice in one step: `{handler.source}` ({handler}) catches "
+            f"an exception, and `{loop.source}` ({loop}) runs the calls again that the other ranks "
+            "made once",
+            fix="repeat no step with collectives on one rank: catch the exception, `all_reduce` an "
+            "error flag, and repeat the step on all ranks or on none; or let the rank fail",
+            related=(Related("leads back to the call", handler),),
+        )
+
+
+def _repeating(made: CallRecord) -> tuple[Location, Location] | None:
+    """The loop around a call that runs it again after an exception, and the handler in that loop
+    which catches it; None for none."""
+    handler: Location | None = None
+    for _, spot, head in around(made.rank, made.site):
+        if head.kind == "try" and head.ways and handler is None:
+            way = head.ways[0]
+            handler = Location(spot.file, way.line, spot.function, way.text)
+        if head.is_loop:
+            loop = Location(spot.file, head.line, spot.function, head.text)
+            return (loop, handler) if handler is not None else None
+    return None
 
 
 def came_back(suspect: Suspect) -> EarlyReturn | None:

@@ -33,7 +33,7 @@ from ..control_flow.caught_exceptions import caught, way_out
 from ..control_flow.jumps import ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
-from .early_return import ReturnedEarly, came_back
+from .early_return import Retried, ReturnedEarly, came_back
 from .entered_branches import entered, only_theirs, opposed
 from .explanation import (
     ANOTHER_ORDER,
@@ -419,6 +419,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     Thread(),
     SwallowedException(),
     Finalizer(),
+    Retried(),
     ReturnedEarly(),
     SkippedRound(),
     LoopExit(),

@@ -300,7 +300,9 @@ class GradientSync(Watcher):
 
     def _reason(self, sync: Sync, backward: Backward, own_forward: bool) -> tuple[str, int]:
         if not own_forward:
-            return "second backward", backward.site
+            recorder, model = current_recorder(), sync.model
+            none = recorder is not None and model.forward_step < recorder.step
+            return "no forward" if none else "second backward", backward.site
         if sync.model.running:
             wrapper = sync.model.ddp()
             if wrapper is None or wrapper.require_backward_grad_sync:
