@@ -121,11 +121,14 @@ def test_a_rank_makes_its_calls_again_after_an_exception(tmp_path: Path, catches
     handler = (Way(line=45, text="except RuntimeError:", first=42, last=44),) if catches else ()
     tried = Statement(line=42, text="try:", kind="try", ways=handler)
     attempts = Statement(line=41, text="for attempt in range(3):")
+    steps = Statement(line=39, text="for batch in loader:")
     made = tapes()
     for tape in made.values():
-        tape.call("all_reduce", 10, inside=(tried, attempts))
-    made[0].call("DDP backward", 12, inside=(tried, attempts), state=State.BEGUN, at=START + 5)
-    made[1].call("all_reduce", 10, inside=(tried, attempts), state=State.BEGUN, at=START + 5)
+        tape.call("all_reduce", 10, inside=(tried, attempts, steps))
+    made[0].call(
+        "DDP backward", 12, inside=(tried, attempts, steps), state=State.BEGUN, at=START + 5
+    )
+    made[1].call("all_reduce", 10, inside=(tried, attempts, steps), state=State.BEGUN, at=START + 5)
     finding = found(tmp_path, made)
     assert (finding.rule == "retried") is catches
     if catches:

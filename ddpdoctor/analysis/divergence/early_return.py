@@ -3,6 +3,8 @@ ran one again."""
 
 from __future__ import annotations
 
+import re
+
 from ...report.findings import Related
 from ...run import Location, ranks_text
 from ..calls.call_logs import CallRecord
@@ -11,6 +13,9 @@ from ..control_flow.early_returns import EarlyReturn, early_return
 from .attribution import WHO, Attribution
 from .explanation import CallExplanation, sides_text, what_was_skipped
 from .suspects import Suspect
+
+_ATTEMPTS = re.compile(r"for \w+ in range\(|while ")
+"""The head of a loop that may count attempts."""
 
 
 class ReturnedEarly(CallExplanation):
@@ -77,16 +82,19 @@ class Retried(CallExplanation):
 
 
 def _repeating(made: CallRecord) -> tuple[Location, Location] | None:
-    """The loop around a call that runs it again after an exception, and the handler in that loop
-    which catches it; None for none."""
+    """The inner loop around a call that counts attempts, and the handler in that loop which catches
+    an exception and so leads back to the call; None for none."""
     handler: Location | None = None
-    for _, spot, head in around(made.rank, made.site):
+    loops = list(around(made.rank, made.site))
+    for n, (_, spot, head) in enumerate(loops):
         if head.kind == "try" and head.ways and handler is None:
             way = head.ways[0]
             handler = Location(spot.file, way.line, spot.function, way.text)
         if head.is_loop:
             loop = Location(spot.file, head.line, spot.function, head.text)
-            return (loop, handler) if handler is not None else None
+            inner = any(outer.is_loop for _, _, outer in loops[n + 1 :])
+            found = inner and handler is not None and _ATTEMPTS.match(head.text)
+            return (loop, handler) if found and handler is not None else None
     return None
 
 
