@@ -7,7 +7,7 @@ from html import escape
 
 from ..report.findings import Finding, Report
 from ..run import Location
-from . import report_text
+from . import ledger_bars, report_text
 from .report_text import Grid, Proof
 from .safe_text import clean, clean_lines
 
@@ -37,6 +37,7 @@ def render(report: Report) -> str:
     body += [f"<p><strong>{_t(line)}</strong></p>" for line in report_text.verdict(report)]
     for finding in report.findings:
         body += _finding(finding)
+    body += ledger_bars.bars(report)
     if report.ranks:
         body.append(_grid(report_text.rank_grid(report)))
     for grid in report_text.tables(report):
@@ -55,7 +56,8 @@ def render(report: Report) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>ddpdoctor: {_t(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>ddpdoctor: {_t(title)}</title>"
+        f"<style>{_STYLE}{ledger_bars.STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
