@@ -26,7 +26,8 @@ LAST_WORDS_S = 15
 FORKED_LIMIT_S = 60
 """What is forked begins at once; a test in which torch stands still is soon tried again."""
 
-_POSSIBLE = sys.platform == "linux" and sys.implementation.name == "cpython"
+POSSIBLE = sys.platform == "linux" and sys.implementation.name == "cpython"
+"""Whether such a Python can be made here."""
 
 fresh = False
 """Whether every process is started anew: with `pytest --fresh`, and where a test is tried again."""
@@ -34,7 +35,7 @@ fresh = False
 
 def preloaded() -> Preloaded | None:
     """The one of this process; None where there is to be none."""
-    return _started() if _POSSIBLE and not fresh else None
+    return _started() if POSSIBLE and not fresh else None
 
 
 @cache

@@ -82,9 +82,12 @@ def facts(folder: Path, rank: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(preloaded.preloaded() is None, reason="nothing is forked here")
+@pytest.mark.skipif(not preloaded.POSSIBLE, reason="nothing is forked here")
 @pytest.mark.parametrize(("doctor", "argument"), [(True, "a b"), (False, "dies")])
-def test_a_fork_is_not_told_from_a_new_process(doctor: bool, argument: str, tmp_path: Path) -> None:
+def test_a_fork_is_not_told_from_a_new_process(
+    doctor: bool, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preloaded, "fresh", False)  # also where it is tried again
     ends, printed = {}, {}
     for forked in (False, True):
         folder = tmp_path / f"forked-{forked}"
@@ -95,7 +98,8 @@ def test_a_fork_is_not_told_from_a_new_process(doctor: bool, argument: str, tmp_
     for rank in (0, 1):
         ours, real = facts(fork, rank), facts(new, rank)
         ours["finders"].remove("Hidden")
-        assert ours == real
+        differing = {k: (ours[k], real[k]) for k in ours if ours[k] != real[k]}
+        assert not {k: _apart(*pair) for k, pair in differing.items()}
     drawn = [json.loads((fork / f"drawn-{rank}").read_text()) for rank in (0, 1)]
     assert not {*drawn[0][2:]} & {*drawn[1][2:]}
     assert drawn[0][1] == drawn[1][1]  # torchrun is the parent of both
@@ -105,6 +109,13 @@ def test_a_fork_is_not_told_from_a_new_process(doctor: bool, argument: str, tmp_
         ranks = Recording(RunFolder(fork / "run")).refresh().ranks
         assert {r.state for r in ranks.values()} == {"finished"}
         assert [r.started.pid for r in ranks.values() if r.started] == [d[0] for d in drawn]
+
+
+def _apart(ours: Any, real: Any) -> Any:
+    """What is in one of two values alone, where they are lists of names."""
+    if all(isinstance(v, list) and all(isinstance(n, str) for n in v) for v in (ours, real)):
+        return sorted({*ours} ^ {*real}) or (ours, real)
+    return ours, real
 
 
 def error(text: str) -> str:
