@@ -93,7 +93,7 @@ class Switch:
         from ddpdoctor.probe.recording import recorder
 
         self._probe = recorder
-        self._active = recorder.recorder()
+        self._active = recorder.current_recorder()
         self.told: dict[str, list[float]] = {"with": [], "without": []}
 
     def before(self, step: int) -> None:

@@ -70,7 +70,9 @@ def run(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     out.unlink(missing_ok=True)
     # torch aborts now and then when an interpreter ends; the figures are written by then.
-    subprocess.run(words, check=False, capture_output=True, timeout=LIMIT_S, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+    if not out.exists():
+        raise SystemExit(f"the loop {loop} left no figures:\n{done.stderr}")
     return out
 
 

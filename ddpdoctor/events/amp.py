@@ -7,7 +7,7 @@ from .base import Event
 
 class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
     """The options of an optimizer's parameter groups before a step. Recorded when they change: at
-    every step up to 128, later at multiples of a growing power of two (see `told_at`).
+    every step up to 128, later at multiples of a power of two that grows (see `told_at`).
 
     Attributes:
         groups: per group, option to value; tensors are read, sequences are written as text. Only
@@ -101,12 +101,21 @@ class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
         return f"{self.kind}: planned for {self.planned} steps, took {self.calls}"
 
 
+FIRST_TOLD = 128
+"""Steps that are all recorded; then one in 8 until the 1024th, and half as many after each doubling
+of the steps."""
+
+
 def told_at(step: int) -> bool:
     """Whether changed hyperparameters are recorded at a step; equal on all ranks."""
-    return step < 128 or step % (1 << (step >> 7).bit_length()) == 0
+    return step % _every(step) == 0
 
 
 def next_told_at(step: int) -> int:
     """The first step after `step` at which changed hyperparameters are recorded."""
-    every = 1 << (step >> 7).bit_length()
+    every = _every(step)
     return (step // every + 1) * every
+
+
+def _every(step: int) -> int:
+    return 1 if step < FIRST_TOLD else 1 << max(3, (step >> 7).bit_length())

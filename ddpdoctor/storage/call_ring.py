@@ -24,10 +24,10 @@ SLOTS = 1024
 
 _HEAD = struct.Struct("<8sIIIIQ")  # magic, version, slots, pid, unused, nonce
 _PHASE = struct.Struct("<iid")  # phase, site, since
-_PHASE_AT = 64
+PHASE_AT = 64
 _MOVED = struct.Struct("<qQd")  # step, calls made, at
-_MOVED_AT = _PHASE_AT + _PHASE.size
-_WHERE = struct.Struct("<iidqQd")  # both at once: they lie side by side
+_MOVED_AT = PHASE_AT + _PHASE.size
+WHERE = struct.Struct("<iidqQd")  # both at once: they lie side by side
 _HEAD_BYTES = 256
 # number + 1, index, group, signature, site, step, peer, began, state, ended
 _SLOT = struct.Struct("<Qqiiiqidi4xd")
@@ -127,7 +127,7 @@ class Ring:
         if (magic, version, slots) != (MAGIC, VERSION, SLOTS):
             raise ValueError("another version")
         self._data = data
-        phase, self.phase_site, self.phase_since = _PHASE.unpack_from(data, _PHASE_AT)
+        phase, self.phase_site, self.phase_since = _PHASE.unpack_from(data, PHASE_AT)
         self.step, self.count, moved_at = _MOVED.unpack_from(data, _MOVED_AT)
         self.progress_at = max(self.phase_since, moved_at)
         self.phase = Phase(phase) if phase in Phase._value2member_map_ else Phase.USER
@@ -187,7 +187,7 @@ class RingWriter:
     @property
     def progress_at(self) -> float:
         """As `Ring.progress_at`."""
-        _, _, since = _PHASE.unpack_from(self._map, _PHASE_AT)
+        _, _, since = _PHASE.unpack_from(self._map, PHASE_AT)
         return float(max(since, _MOVED.unpack_from(self._map, _MOVED_AT)[2]))
 
     @property
@@ -213,12 +213,12 @@ class RingWriter:
     def phase(self, phase: int, site: int) -> float:
         """The rank goes over to another phase; returns the time."""
         now = time.monotonic()
-        _PHASE.pack_into(self._map, _PHASE_AT, phase, site, now)
+        _PHASE.pack_into(self._map, PHASE_AT, phase, site, now)
         return now
 
     def enter(self, phase: int, site: int, now: float) -> None:
         """The rank enters another phase, at a time that the caller knows."""
-        _WHERE.pack_into(self._map, _PHASE_AT, phase, site, now, self.step, self._count, now)
+        WHERE.pack_into(self._map, PHASE_AT, phase, site, now, self.step, self._count, now)
 
     def moved(self, now: float) -> None:
         """The rank is known to have done something."""

@@ -9,7 +9,7 @@ from threading import get_ident
 
 from ...events import Account
 from ...events.timing import EVALUATING, LONG_S, SAVING
-from ...storage.call_ring import Phase, RingWriter
+from ...storage.call_ring import PHASE_AT, WHERE, Phase, RingWriter
 from ..recording.recorder import Recorder
 
 _DATA = int(Phase.DATA)
@@ -50,7 +50,8 @@ class TimedRing(RingWriter):
 
     def enter(self, phase: int, site: int, now: float) -> None:
         """The rank enters another phase, at a time that the caller knows."""
-        super().enter(phase, site, now)
+        # As `RingWriter.enter`, without another call: six times in every step.
+        WHERE.pack_into(self._map, PHASE_AT, phase, site, now, self.step, self._count, now)
         self._switch(phase, site, now)
 
     def _switch(self, phase: int, site: int, now: float) -> None:

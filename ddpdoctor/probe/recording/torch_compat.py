@@ -50,14 +50,28 @@ def sequence_number(group: Any) -> int:
     """Count of collectives and point-to-point calls issued on a group so far; -1 if unknown. torch
     counts by backend, and answers for that of the accelerator: those of a group are added up."""
     try:
-        several = _several.get(group)
-        if several is None:
-            several = _several[group] = len(_backends(group)) > 1
-        if several:
+        if several_backends(group):
             return sum(int(b._get_sequence_number_for_group()) for b in _backends(group))
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError, TypeError):
         return -1
+
+
+def several_backends(group: Any) -> bool:
+    """Whether a group has backends that count by themselves; cached."""
+    several = _several.get(group)
+    if several is None:
+        several = _several[group] = len(_backends(group)) > 1
+    return several
+
+
+def sequence_of_backend(wrapper: Any) -> int:
+    """`sequence_number` of a DDP object's group that has one backend; -1 if unknown."""
+    try:
+        number: int = wrapper.process_group._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError, TypeError):
+        return -1
+    return number
 
 
 def _backends(group: Any) -> list[Any]:

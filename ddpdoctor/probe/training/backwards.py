@@ -9,7 +9,7 @@ from typing import Any
 
 from ...storage.call_ring import Phase
 from ..recording.recorder import Recorder, current_recorder
-from ..recording.torch_compat import call_without_modes, sequence_number
+from ..recording.torch_compat import call_without_modes
 from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..tensors.tensor_watch import grad_of, mark
 from . import lifecycle
@@ -113,13 +113,11 @@ class Backwards(Watcher):
         steady_state.stage = Stage.BACKWARD
         backward.began = began = time.monotonic()
         if call is not None and now.sync:
-            DDPCollectives.current.backward_recurs(
-                step.call_log.log_recurring(call, frame, now.moved, began)
-            )
+            backward.logged = step.call_log.log_recurring(call, frame, now.moved, began)
         step.ring.enter(_BACKWARD, now.site, began)
         call_without_modes(_observe_fast, recorder, step, backward)
         backward.frame = None
-        step.sequence = sequence_number(wrapper.process_group)
+        step.sequence = step.sequence_of(wrapper)
         return backward
 
     def _ends_fast(self, recorder: Recorder, backward: Backward, result: None) -> None:
@@ -138,7 +136,7 @@ class Backwards(Watcher):
         self.count += 1
         self.step = recorder.step
         backward.nested = self.nested
-        averaged = sequence_number(getattr(step.wrapper(), "process_group", None)) != step.sequence
+        averaged = step.sequence_of(step.wrapper()) != step.sequence
         if averaged:
             self.synced += 1
             backward.synced.add(model.number)
@@ -148,7 +146,12 @@ class Backwards(Watcher):
             model.answered()
         else:
             backward.models = []
-        DDPCollectives.current.backward_closes(recorder, step.call_log, backward, ended)
+        if backward.logged >= 0:
+            if averaged:
+                step.ring.done(backward.logged, ended)
+            else:
+                step.call_log.void(backward.logged)
+            backward.logged = -1
         step.ring.enter(_USER, backward.site, ended)
         if lifecycle.backward_ends.on_fast_path:
             lifecycle.backward_ends.fire_fast(recorder, backward)
@@ -166,6 +169,9 @@ class Backwards(Watcher):
             # It began on the fast path and raised: what has passed of the step ends before it.
             steady_state.stage = Stage.BETWEEN
             steady_state.stop(recorder)
+        if backward.logged >= 0:
+            DDPCollectives.current.backward_recurs(backward.logged)
+            backward.logged = -1
         backward.error, backward.nested = error, self.nested
         waiting = 0
         for observation in backward.observations:

@@ -138,6 +138,8 @@ class Backward:
         continued: at the end, models whose forward an earlier backward left unfinished.
         unannounced: at the end, models whose parameters it reached although no forward of theirs
             was pending; each with whether its group communicated.
+        logged: on the fast path, number in the ring of the collective that averages its gradients;
+            -1 if it averages none, or is over.
     """
 
     number: int
@@ -155,6 +157,7 @@ class Backward:
     continued: list[Model] = field(default_factory=list)
     unannounced: list[tuple[Model, bool]] = field(default_factory=list)
     error: BaseException | None = None
+    logged: int = -1
 
 
 @dataclass(slots=True)

@@ -22,7 +22,13 @@ from ..collectives.call_log import CallLog, Recurring
 from ..collectives.timed_ring import TimedRing
 from ..recording.hooks import Hook
 from ..recording.recorder import Recorder
-from ..recording.torch_compat import interposed, joins
+from ..recording.torch_compat import (
+    interposed,
+    joins,
+    sequence_number,
+    sequence_of_backend,
+    several_backends,
+)
 from ..tensors.tensor_watch import NO_TENSOR
 from .limits import ALIKE, FAST_PATH_AFTER, MOST_ALIKE, MOST_CALLS
 from .records import Backward, Forward, Optimizer, Step
@@ -119,8 +125,9 @@ class Plan:
         syncs: backwards that synchronise.
         first: the first call; `next`: the one to come.
         averaged: the last backward of this step synchronised.
-        sequence: torch's count of the group's collectives before the backward; `before`: (id,
-            version) of the sampled gradient then.
+        sequence_of: asks torch, for a wrapper, how many collectives its group has had.
+        sequence: that count before the backward; `before`: (id, version) of the sampled gradient
+            then.
     """
 
     model: Model
@@ -129,6 +136,7 @@ class Plan:
     call_log: CallLog
     ring: TimedRing
     syncs: int
+    sequence_of: Callable[[Any], int]
     first: PlannedCall
     next: PlannedCall
     averaged: bool = False
@@ -205,13 +213,15 @@ class SteadyState:
     def _expect(self, log: CallLog, history: list[ObservedCall | None]) -> None:
         seen = _may_repeat(history)
         wrapper = seen[0].of.wrapper if seen else None
-        if wrapper is None or joins(wrapper()):
+        if wrapper is None or joins(ddp := wrapper()):
             return
         first = _plan_calls(seen, log)
         syncs = sum(one.sync for one in seen if one.kind is Backward)
         model = seen[0].of
         sampled = model.sampled[0]
-        self.expected = Plan(model, wrapper, sampled, log, log.ring, syncs, first, first)
+        group = getattr(ddp, "process_group", None)
+        asks = _added_up if group is not None and several_backends(group) else sequence_of_backend
+        self.expected = Plan(model, wrapper, sampled, log, log.ring, syncs, asks, first, first)
 
     def pause(self) -> None:
         """Take the ordinary path in the next step, although it is expected to be like the last."""
@@ -252,6 +262,10 @@ class SteadyState:
         """Whether a step is on the fast path and its last backward averaged a model's gradients."""
         step = self.expected
         return step is not None and step.model is model and step.averaged
+
+
+def _added_up(wrapper: Any) -> int:
+    return sequence_number(getattr(wrapper, "process_group", None))
 
 
 def _may_repeat(history: list[ObservedCall | None]) -> list[ObservedCall]:

@@ -161,5 +161,8 @@ neither identity nor version."""
 ZERO_PARAMETERS = 2000
 """Larger holdings are not looked at: every gradient is read as a whole."""
 
+ZERO_IN_TURN = 64
+"""Gradients that are read before a step that is due, unless its number is a power of two."""
+
 ZERO_SAMPLES = 4
 """Samples that must agree before a gradient counts as always zero (steps 0, 1, 2 and 4)."""

@@ -1,7 +1,7 @@
 """Which parameters have gradients that are always exactly zero, and change all the same?
 
 Gradients are read before steps that are powers of two, and after `ZERO_SAMPLES` of these before
-every step that is due. Weight decay or momentum may still move such parameters.
+every step that is due, some in turn where they are many. Weight decay or momentum may still move such parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import OptimizerModel, Step
 from .gradient_sync import GradientSync
-from .limits import ZERO_PARAMETERS, ZERO_SAMPLES
+from .limits import ZERO_IN_TURN, ZERO_PARAMETERS, ZERO_SAMPLES
 
 
 class AlwaysZero:
@@ -58,12 +58,17 @@ class ZeroGradientWatch(Watcher):
             watched = known.setdefault(holding, AlwaysZero())
             if watched.always == set() or not (rare or watched.samples >= ZERO_SAMPLES):
                 continue
-            seen = _zero_by_position(holding, watched.always)
+            asked = watched.always
+            if asked is not None and not rare and len(asked) > ZERO_IN_TURN:
+                each = -(-len(asked) // ZERO_IN_TURN)
+                asked = {*sorted(asked)[watched.samples % each :: each]}
+            seen = _zero_by_position(holding, asked)
             if seen is None:
                 continue
+            zero = {position for position, is_zero in seen.items() if is_zero}
             if watched.always is None:
-                watched.alive = {position for position, zero in seen.items() if not zero}
-            watched.always = {position for position, zero in seen.items() if zero}
+                watched.alive = seen.keys() - zero
+            watched.always = zero | ((watched.always or set()) - (asked or set()))
             watched.samples += 1
             if watched.emitted - watched.always:
                 _emit(recorder, holding, watched, step)
