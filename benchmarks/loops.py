@@ -1,7 +1,8 @@
-"""Training loops to measure, as users write them. Run by overhead.py under torchrun.
+"""Training loops to measure, as users write them. Run by overhead.py and peers.py under torchrun.
 
 With `switch`, an examined run goes without the doctor's hooks for every other `WINDOW` steps: two
-runs on a busy machine differ by more than the doctor costs, two windows of one run do not.
+runs on a busy machine differ by more than the doctor costs, two windows of one run do not. With
+`traceml`, steps are marked as TraceML asks for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,6 +111,16 @@ class Switch:
         self._probe.set_recorder(self._active)
 
 
+def marked(model: nn.Module, how: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A context for each step of a tool that needs one."""
+    if how != "traceml":
+        return nullcontext
+    import traceml_ai
+
+    traceml_ai.init(mode="auto")
+    return lambda: traceml_ai.trace_step(model)
+
+
 def main(name: str, steps: int, path: str, how: str, after: int) -> None:
     """Count `steps` of a loop, once `after` have been taken."""
     dist.init_process_group("gloo")
@@ -118,15 +131,17 @@ def main(name: str, steps: int, path: str, how: str, after: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     wall, cpu = [], []
     switch = Switch() if how == "switch" else None
+    step_context = marked(model, how)
     for step in range(-after, steps):
         if switch and step >= 0:
             switch.before(step)
         began, busy = time.perf_counter(), time.thread_time()
-        inputs, targets = batch()
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
+        with step_context():
+            inputs, targets = batch()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
         wall.append(time.perf_counter() - began)
         cpu.append(time.thread_time() - busy)
         if switch and step >= 0:
