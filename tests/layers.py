@@ -83,7 +83,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "shim": ("probe", "__init__"),
     "monitor": (*REPORTED, "config"),
     "render": REPORTED,
-    "launch": (*REPORTED, "_version", "config", "monitor", "render"),
+    "nodes": ("events", "storage"),
+    "launch": (*REPORTED, "_version", "config", "monitor", "nodes", "render"),
     "embedded": (
         *REPORTED,
         "_version",

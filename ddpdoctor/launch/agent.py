@@ -43,19 +43,30 @@ def main() -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from .meeting import Meeting
     from .worker_watch import Observer
 
     observer = Observer(Path(orders.node_file))
     observer.install()
+    meeting = Meeting(Path(orders.node_file).parent)
+    if orders.several:
+        meeting.install()
+    status = 1  # as an exception that nobody catches
     try:
         run.main(sys.argv[1:])
+        status = 0
     except Exception as error:
         if isinstance(error, ChildFailedError):
             observer.failed(error)
         with contextlib.suppress(OSError, ValueError):  # stderr may be closed
             sys.stderr.write(message_of(error))
             sys.stderr.flush()
-        sys.exit(1)  # as an exception that nobody catches
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        meeting.end(status)
+    sys.exit(status)
 
 
 def message_of(error: Exception) -> str:

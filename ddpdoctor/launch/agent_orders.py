@@ -15,6 +15,7 @@ class Orders:
     Attributes:
         environment: variables to add for the ranks.
         node_file: where to record the starts and ends of processes.
+        several: the run has several nodes.
         supervisor: the supervisor's pid.
         safe_path: the user's PYTHONSAFEPATH; the supervisor sets it only for the agent.
     """
@@ -22,6 +23,7 @@ class Orders:
     environment: dict[str, str]
     node_file: str
     supervisor: int
+    several: bool = False
     safe_path: str | None = None
 
     def to_text(self) -> str:

@@ -16,14 +16,16 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from .._version import __version__
-from ..events import ExaminedInside
+from ..events import ExaminedInside, Stopped
 from ..monitor.monitor import Monitor
 from ..report import registry
+from ..report.findings import Report
 from ..run import Recording, Run
 from ..storage.run_folder import EventWriter, FolderError, RunFolder, RunInfo, plain_name
 from . import outcome, supervisor, torchrun
 from .agent_orders import VARIABLE, Orders
 from .environment import LaunchError, environment
+from .other_nodes import OtherNodes
 from .rendezvous_wait import Gathering
 
 if TYPE_CHECKING:
@@ -42,6 +44,21 @@ class Session:
     info: RunInfo
     monitor: Monitor
     options: Options
+
+    def others(self) -> OtherNodes:
+        """The other nodes of the run."""
+        return OtherNodes(self.folder, self.monitor.settle, self.preliminary)
+
+    def preliminary(self, status: int) -> Report:
+        """The report on all nodes, while torchrun waits to hand it on.
+
+        Args:
+            status: of torchrun, which has ended its ranks.
+        """
+        run = Recording(self.folder).refresh(self.folder.attempts()[-1])
+        stop = next((s for n in run.nodes.values() for s in n.of(Stopped)), None)
+        info = outcome.ended(self.info, run, status, stop.by if stop else "")
+        return outcome.examine(self.folder, self.options, info)
 
     def write_info(self) -> None:
         """Write `run.json`. Nodes that share a folder have one, that of the first node."""
@@ -64,8 +81,11 @@ class Session:
             with outcome.reported("run.json"):
                 self.write_info()
                 unsaved = None
-            report = outcome.examine(self.folder, self.options, unsaved)
+            others = self.others()
+            report = others.verdict() or outcome.examine(self.folder, self.options, unsaved)
             outcome.publish(self.folder, report, self.options)
+            if short := others.shortfall():
+                outcome.say(short)
         except Exception as error:  # training's status must come through whatever we got wrong
             outcome.say(f"no report ({error!r}); the records are in {self.folder.path}")
             if os.environ.get("DDPDOCTOR_DEBUG"):
@@ -87,6 +107,7 @@ def run(options: Options, torchrun_args: Sequence[str], *, gathers_s: float | No
         orders = Orders(
             environment=added,
             node_file=str(session.folder.node_path(session.monitor.node_rank).resolve()),
+            several=session.info.nodes > 1,
             supervisor=os.getpid(),
             safe_path=os.environ.get("PYTHONSAFEPATH"),
         )
@@ -162,7 +183,12 @@ def _watched(
     """Run the launcher to its end; returns its status and who stopped it (see `Supervisor`)."""
     with _live(session) as view:
         watch = supervisor.Supervisor(
-            session.monitor, forward=forward, view=view, say=outcome.say, gathering=gathering
+            session.monitor,
+            forward=forward,
+            view=view,
+            say=outcome.say,
+            gathering=gathering,
+            others=session.others() if session.info.nodes > 1 else None,
         )
         try:
             status = watch.run(command, environ, new_session=new_session)

@@ -21,6 +21,7 @@ import psutil
 from ..monitor import system
 from ..monitor.monitor import Monitor
 from ..run import Run
+from .other_nodes import OtherNodes
 from .outcome import say
 from .rendezvous_wait import Gathering
 
@@ -72,7 +73,8 @@ class Supervisor:
         stopped_by: `doctor`, `interrupt`, `terminate`, or empty.
 
     Args:
-        gathering: the wait for other nodes, if the launcher is torchrun.
+        gathering: the wait for other nodes, if the launcher is torchrun; others: these nodes, once
+            they are there.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Supervisor:
         view: Callable[[Run], None] | None = None,
         say: Callable[[str], None] = lambda line: None,
         gathering: Gathering | None = None,
+        others: OtherNodes | None = None,
     ) -> None:
         self.stopped_by = ""
+        self._others = others
         self._say = say
         self._gathering = gathering
         self._unheard = math.inf
@@ -144,7 +148,10 @@ class Supervisor:
 
     def _look(self) -> None:
         reason = self._monitor.tick()
-        for line in self._monitor.stall_detector.take_notices():
+        lines = self._monitor.stall_detector.take_notices()
+        if self._others:
+            lines, reason = self._others.look(lines, reason)
+        for line in lines:
             self._say(line)
         if self._gathering and not self.stopped_by:
             line, alone = self._gathering.look(self._monitor.begun)

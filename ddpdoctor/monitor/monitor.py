@@ -231,6 +231,14 @@ class Monitor:
 
     def finish(self) -> None:
         """Look for the last time, after the launcher's process has ended, and close the file."""
+        self.settle()
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+        self._gpus.close()
+
+    def settle(self) -> None:
+        """The ranks have ended: write what is known of that. A second time only what is new."""
         self.tick()
         try:
             for watched in self.watched.values():
@@ -247,10 +255,6 @@ class Monitor:
                 self.stall_detector.finish(run, set(self.watched))
         except Exception as error:
             self.failed(error)
-        if self._writer:
-            self._writer.close()
-            self._writer = None
-        self._gpus.close()
 
     def _discover(self, run: Run) -> None:
         """Find the ranks of this node: those that torchrun started, and those that recorded it."""

@@ -127,6 +127,7 @@ class StallDetector:
         self._ending = False
         self._next_look = 0.0
         self._stood_once: set[int] = set()
+        self._finished: set[int] = set()
 
     def take_notices(self) -> list[str]:
         """The notices, to be printed now."""
@@ -161,8 +162,9 @@ class StallDetector:
         """Record where ranks were as they crashed or got SIGTERM, from what faulthandler wrote."""
         seen = {e.rank for n in run.nodes.values() for e in n.of(RankStood)} | self._stood_once
         for rank in run.ranks.values():
-            if rank.pid not in pids or rank.ended is None:
+            if rank.pid not in pids or rank.ended is None or rank.pid in self._finished:
                 continue
+            self._finished.add(rank.pid)
             dump = stack_dumps.read(stack_dumps.beside(rank.path))
             frames = stack_dumps.crash(dump) if rank.ended.signal in CRASHES else ()
             crashed = bool(frames)

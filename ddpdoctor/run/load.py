@@ -30,17 +30,18 @@ class Recording:
     def refresh(self, attempt: int = 0) -> Run:
         """What the folder says now of one attempt."""
         records: dict[int, list[Rank]] = {}
-        for number, path in self.folder.rank_files(attempt):
-            if (rank := self._follow(path, Rank(number))) is None:
-                continue
-            rank.path = path
-            rank.look_again()
-            records.setdefault(number, []).append(rank)
-        nodes = {
-            n: facts
-            for n, path in self.folder.node_files()
-            if (facts := self._follow(path, Facts())) is not None
-        }
+        nodes: dict[int, Facts] = {}
+        for at, folder in ((None, self.folder), *self.folder.other_nodes()):
+            for number, path in folder.rank_files(attempt):
+                if (rank := self._follow(path, Rank(number))) is None:
+                    continue
+                rank.path = path
+                rank.look_again()
+                records.setdefault(number, []).append(rank)
+            for number, path in folder.node_files():
+                if (facts := self._follow(path, Facts())) is not None:
+                    # Without --node-rank every node thinks it is the first.
+                    nodes[number if at is None else at] = facts
         for one in (r for several in records.values() for r in several):
             one.ended, one.stopped = end_of(one, nodes.values(), attempt)
         info = self.folder.read_info() or UNKNOWN

@@ -3,6 +3,7 @@
 Layout (names are public, see the README):
 
     run.json  findings.json  rank-<R>.log  rank-<R>.jsonl  rank-<R>.stacks.txt  node-<N>.jsonl
+    nodes/<N>/  (the same of node N, where it has no access to this folder and has sent it)
 
 Rank numbers are zero-padded to the width of the largest. A restart by the launcher
 (`--max-restarts`) writes to `restart-<K>/`, one folder per attempt. Two processes
@@ -32,6 +33,10 @@ LONGEST_LINE = 4 * 1024 * 1024
 _RANK_FILE = re.compile(r"rank-(\d+)(?:\.pid-(\d+))?\.jsonl")
 _NODE_FILE = re.compile(r"node-(\d+)\.jsonl")
 _RESTART_FOLDER = re.compile(r"restart-(\d+)")
+_NUMBER = re.compile(r"\d{1,7}")
+
+NODES = "nodes"
+"""Where a run folder keeps what other nodes sent."""
 
 
 class FolderError(Exception):
@@ -116,8 +121,11 @@ class RunFolder:
 
     def attempts(self) -> list[int]:
         """Numbers of the launcher's attempts that left records, in order."""
-        restarts = (int(m[1]) for m, path in _children(self.path, _RESTART_FOLDER) if path.is_dir())
-        return sorted({0, *restarts})
+        found = {0}
+        for folder in (self, *(other for _, other in self.other_nodes())):
+            inside = _children(folder.path, _RESTART_FOLDER)
+            found.update(int(m[1]) for m, path in inside if path.is_dir())
+        return sorted(found)
 
     def attempt_path(self, attempt: int) -> Path:
         return self.path / f"restart-{attempt}" if attempt else self.path
@@ -133,6 +141,11 @@ class RunFolder:
 
     def node_files(self) -> list[tuple[int, Path]]:
         return [(int(m[1]), p) for m, p in _children(self.path, _NODE_FILE)]
+
+    def other_nodes(self) -> list[tuple[int, RunFolder]]:
+        """The records that other nodes sent, by the number of the node."""
+        inside = self.path / NODES
+        return [(int(m[0]), RunFolder(p)) for m, p in _children(inside, _NUMBER) if p.is_dir()]
 
 
 def rank_stem(rank: int, world_size: int) -> str:

@@ -1,7 +1,8 @@
 """Which parameters have gradients that are always exactly zero, and change all the same?
 
 Gradients are read before steps that are powers of two, and after `ZERO_SAMPLES` of these before
-every step that is due, some in turn where they are many. Weight decay or momentum may still move such parameters.
+every step that is due, some in turn where they are many. Weight decay or momentum may still move
+such parameters.
 """
 
 from __future__ import annotations

@@ -1,0 +1,138 @@
+"""What the supervisors of the nodes of a run do for each other: that of the first node judges for
+all, the others say what it says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ..nodes.desk import ALONE, FOLLOWS, LEADS, Desk, Standing
+from ..nodes.messages import Orders
+from ..report.findings import Report
+from ..storage.run_folder import RunFolder
+
+FRESH_S = 5.0
+"""The first node counts as reachable for so long after it was heard of."""
+
+OWN_S = 5.0
+"""Where this node has found a reason to stop the run, it waits so long for the first one's."""
+
+SILENT_S = 10.0
+"""A node that was not heard of for so long is named."""
+
+MOST_NOTICES = 200
+
+
+class OtherNodes:
+    """Call `look` at every tick, and `settle` once `over`.
+
+    Args:
+        report: makes the report of all nodes, given torchrun's status.
+        settle: has the monitor write all that it knows of this node's ranks.
+    """
+
+    def __init__(
+        self, folder: RunFolder, settle: Callable[[], None], report: Callable[[int], Report]
+    ) -> None:
+        self._desk = Desk(folder.path)
+        self._settle, self._report = settle, report
+        self._said: list[str] = []
+        self._stop = ""
+        self._final = b""
+        self._told = 0
+        self._own: tuple[str, float] | None = None
+        self._settled = False
+        self._silent: set[int] = set()
+        self._standing: Standing | None = None
+
+    def look(self, lines: Sequence[str], reason: str | None) -> tuple[list[str], str | None]:
+        """What to tell the user, and why to stop the run, from what this node alone would say.
+
+        Returns:
+            The lines, and the reason, None for none.
+        """
+        self._standing = standing = self._desk.standing()
+        if standing is None:
+            return list(lines), reason
+        if standing.status >= 0 and not self._settled:
+            self._settled = True
+            self._settle()
+            self._desk.settle()
+        if standing.role == LEADS:
+            return self._lead(standing, [*lines, *self._gone(standing)], reason)
+        if standing.role == FOLLOWS and time.monotonic() - standing.at < FRESH_S:
+            return self._follow(reason)
+        return list(lines), reason
+
+    def _lead(
+        self, standing: Standing, lines: list[str], reason: str | None
+    ) -> tuple[list[str], str | None]:
+        if not standing.heard:
+            return lines, reason
+        self._said = [*self._said, *lines][-MOST_NOTICES:]
+        self._stop = self._stop or reason or ""
+        if standing.complete and not self._final:
+            self._final = self._report(standing.status).to_json()
+        orders = Orders(tuple(self._said), self._stop, self._final)
+        if orders != self._desk.orders() and orders != Orders():
+            self._desk.write_orders(orders)
+        return lines, reason
+
+    def _gone(self, standing: Standing) -> list[str]:
+        """A line for each node that is not heard of any more, and for each that is again."""
+        lines = []
+        for number, heard in standing.heard.items():
+            silent = not heard.over and time.monotonic() - heard.at > SILENT_S
+            if silent and number not in self._silent:
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENT_S))
+                lines.append(f"node {number} ({heard.host}) has not been heard of since {since}")
+                self._silent.add(number)
+            elif not silent and number in self._silent:
+                lines.append(f"node {number} ({heard.host}) is heard of again")
+                self._silent.discard(number)
+        return lines
+
+    def _follow(self, reason: str | None) -> tuple[list[str], str | None]:
+        orders = self._desk.orders() or Orders()
+        lines = list(orders.notices[self._told :])
+        self._told = max(self._told, len(orders.notices))
+        now = time.monotonic()
+        if reason and self._own is None:
+            self._own = reason, now
+        if orders.stop:
+            return lines, orders.stop
+        alone = self._own is not None and now - self._own[1] > OWN_S
+        return lines, self._own[0] if alone and self._own else None
+
+    def verdict(self) -> Report | None:
+        """The first node's report on all nodes, where this is another one and has it."""
+        standing = self._desk.standing()
+        if standing is None or standing.role != FOLLOWS:
+            return None
+        orders = self._desk.orders()
+        if orders is None or not orders.report:
+            return None
+        try:
+            return msgspec.json.decode(orders.report, type=Report)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def shortfall(self) -> str:
+        """Why this node's report is not that of all nodes; empty where it is."""
+        standing = self._desk.standing()
+        if standing is None or standing.nodes < 2 or self.verdict() is not None:
+            return ""
+        if standing.role == LEADS:
+            missing = [n for n in range(1, standing.nodes) if n not in standing.heard]
+            late = [n for n, h in standing.heard.items() if not h.over]
+            names = ", ".join(str(n) for n in sorted({*missing, *late}))
+            return f"not all of the other nodes' records arrived (node {names})" if names else ""
+        if standing.role in (ALONE, FOLLOWS):
+            why = f" ({standing.why})" if standing.why else ""
+            return (
+                f"the first node's verdict did not arrive{why}: "
+                "this is what the ranks of this node tell"
+            )
+        return ""

@@ -1,0 +1,120 @@
+"""The files of a run folder by which the launcher's process, which can reach the other nodes, and
+the monitor's, which judges, agree.
+
+    nodes/link.json    how the launcher's process stands with the other nodes
+    nodes/orders.json  what the first node says to the others, also on these
+    nodes/settled      the monitor has written all that it knows of the ranks of this node
+    nodes/<N>/         records of node N, on the first node
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..storage.run_folder import NODES, write_private
+from .messages import Orders
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+ALONE, LEADS, FOLLOWS, SHARES = "alone", "leads", "follows", "shares"
+
+
+class Heard(msgspec.Struct):
+    """Another node, as the first one knows it.
+
+    Attributes:
+        at: when it was heard of last, on the monotonic clock; over: nothing more will come.
+        ahead_s: by how much its wall clock is ahead of ours.
+    """
+
+    host: str
+    at: float
+    over: bool = False
+    ahead_s: float = 0.0
+
+
+class Standing(msgspec.Struct):
+    """How this node stands with the others.
+
+    Attributes:
+        role: `LEADS` (this is the first node), `FOLLOWS`, `SHARES` (the first node reads this very
+            folder), or `ALONE` (the others are not known, or cannot be reached: `why`).
+        node: this node's number; nodes: how many there are.
+        heard: the other nodes, on the first one.
+        at: when the first node was heard of last, on the others.
+        status: torchrun's, once it has ended; -1 before. complete: all records are here.
+    """
+
+    role: str = ALONE
+    node: int = 0
+    nodes: int = 1
+    why: str = ""
+    heard: dict[int, Heard] = {}
+    at: float = 0.0
+    status: int = -1
+    complete: bool = False
+
+
+class Desk:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / NODES
+        self._standing = self.path / "link.json"
+        self._orders = self.path / "orders.json"
+        self._settled = self.path / "settled"
+        self._token = self.path / "token"
+
+    def write_standing(self, standing: Standing) -> None:
+        self._write(self._standing, msgspec.json.encode(standing))
+
+    def standing(self) -> Standing | None:
+        return _read(self._standing, Standing)
+
+    def write_orders(self, orders: Orders) -> None:
+        self._write(self._orders, msgspec.json.encode(orders))
+
+    def orders(self) -> Orders | None:
+        return _read(self._orders, Orders)
+
+    def orders_changed(self) -> float:
+        """When the orders were written last; 0 for never."""
+        try:
+            return self._orders.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def settle(self) -> None:
+        self._write(self._settled, b"")
+
+    def settled(self) -> bool:
+        return self._settled.exists()
+
+    def mark(self, token: str) -> None:
+        """Leave a mark by which another node knows this folder."""
+        self._write(self._token, token.encode())
+
+    def marked(self, token: str) -> bool:
+        try:
+            return self._token.read_bytes() == token.encode()
+        except OSError:
+            return False
+
+    def node_folder(self, number: int) -> Path:
+        return self.path / str(number)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            write_private(path, content)
+
+
+def _read(path: Path, kind: type[S]) -> S | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,350 @@
+"""The thread of the launcher's process that meets the other nodes in torchrun's store.
+
+The first node leads: the others send it what they record, and it sends its verdict. A store that
+does not answer is tried again; meanwhile each node judges for itself.
+
+Keys, below `ddpdoctor/<attempt>/`:
+
+    token           made up by the first node
+    posted          how many parcels were announced
+    news/<n>        the n-th announcement: `<node>/<number>`
+    parcel/<node>/<number>
+    orders          how often the orders changed; orders/<n>: the orders
+    read            how many nodes have read the last orders
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from .desk import ALONE, FOLLOWS, LEADS, SHARES, Desk, Heard, Standing
+from .messages import MessageError, Orders, Parcel, packed, unpacked
+from .mirror import Inbox, Outbox
+
+PERIOD_S = 0.25
+HEARTBEAT_S = 2.0
+STORE_S = 5.0
+"""The longest that one question to the store may take."""
+
+AGAIN_S = 2.0
+"""After a failure of the store, the time until it is asked again."""
+
+SILENT_S = 10.0
+"""A node that was not heard of for so long is not waited for at the end."""
+
+WAITING = 8
+"""Parcels that the first node has not taken yet: a node sends no more then."""
+
+LOST_S = 5.0
+"""An announced parcel that has not come after this time never will."""
+
+LAST_PARCELS_S, VERDICT_S, READ_S, SETTLED_S = 10.0, 15.0, 3.0, 5.0
+"""At the end: how long the first node waits for the others' records, the others for its verdict,
+the first node for their reading it, and all for their own monitor."""
+
+
+class Store(Protocol):
+    """What is used of `torch.distributed.Store`. `add` and `set` are answered at once."""
+
+    def set(self, key: str, value: Any) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
+    def clone(self) -> Store: ...
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+
+class Link:
+    """One attempt of a run. `start` begins the thread, `end` has it finish and waits.
+
+    Args:
+        store: torchrun's, for this rendezvous; kept, so that a store in this process lives as long.
+        origin: see `Parcel`; version: of ddpdoctor.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        *,
+        node: int,
+        nodes: int,
+        attempt: int,
+        origin: str,
+        host: str,
+        version: str,
+    ) -> None:
+        self._kept = store
+        self._store: Store | None = None
+        self._prefix = f"ddpdoctor/{attempt}/"
+        self._desk = Desk(folder)
+        self._node, self._origin, self._host, self._version = node, origin, host, version
+        self._standing = Standing(node=node, nodes=nodes, why="they have not been heard of yet")
+        self._stop = threading.Event()
+        self._status = -1
+        self._written: bytes | float = 0.0
+        self._thread = threading.Thread(target=self._run, name="ddpdoctor nodes", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self, status: int | None) -> None:
+        """Finish: at the end of torchrun, with its status; None where another attempt follows."""
+        if status is None:
+            self._status = -2
+        else:
+            self._status = status
+        self._stop.set()
+        self._thread.join(SETTLED_S + LAST_PARCELS_S + VERDICT_S + READ_S)
+
+    def _run(self) -> None:
+        role = _Lead(self) if self._node == 0 else _Follower(self)
+        while True:
+            try:
+                self._store = self._kept.clone()
+                with contextlib.suppress(AttributeError):
+                    self._store.set_timeout(timedelta(seconds=STORE_S))
+                self._serve(role)
+                return
+            except Exception as error:  # of the store: its types differ between versions of torch
+                why = " ".join(str(error).split())[:200]
+                self._tell(role=ALONE, why=why or type(error).__name__)
+            if self._stop.wait(AGAIN_S):
+                self._tell(status=self._status)
+                return
+
+    def _serve(self, role: _Lead | _Follower) -> None:
+        role.meet()
+        while not self._stop.wait(PERIOD_S):
+            role.look()
+            if time.monotonic() - float(self._written) >= HEARTBEAT_S / 2:
+                self._tell()
+        if self._status >= 0:
+            role.look()
+            self._tell(status=self._status)
+            _wait(self._desk.settled, SETTLED_S)
+            role.finish()
+
+    def _tell(self, **changes: Any) -> None:
+        for name, value in changes.items():
+            setattr(self._standing, name, value)
+        self._written = time.monotonic()
+        self._desk.write_standing(self._standing)
+
+    # The store, with the keys of this attempt.
+
+    def set(self, key: str, value: bytes) -> None:
+        assert self._store is not None
+        self._store.set(self._prefix + key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        assert self._store is not None
+        return int(self._store.add(self._prefix + key, amount))
+
+    def get(self, key: str) -> bytes | None:
+        """What stands under a key; None for nothing."""
+        assert self._store is not None
+        if not self._store.check([self._prefix + key]):
+            return None
+        return bytes(self._store.get(self._prefix + key))
+
+    def take(self, key: str) -> bytes | None:
+        """As `get`, and nothing stands there any more."""
+        found = self.get(key)
+        if found is not None:
+            assert self._store is not None
+            self._store.delete_key(self._prefix + key)
+        return found
+
+
+class _Lead:
+    """The first node: takes the others' records, and hands on what its monitor says."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._token = secrets.token_hex(8)
+        self._next_news = 1
+        self._missing_since = 0.0
+        self._next: dict[int, int] = {}
+        self._folders: dict[str, tuple[int, Inbox]] = {}
+        self._ordered = 0.0
+
+    def meet(self) -> None:
+        link = self._link
+        link._desk.mark(self._token)
+        link.set("token", self._token.encode())
+        link._tell(role=LEADS, why="")
+
+    def look(self) -> None:
+        link = self._link
+        posted = link.add("posted", 0)
+        while self._next_news <= posted:
+            said = link.take(f"news/{self._next_news}")
+            now = time.monotonic()
+            if said is None:
+                self._missing_since = self._missing_since or now
+                if now - self._missing_since < LOST_S:
+                    break
+            else:
+                node, number = map(int, said.decode().split("/"))
+                self._take(node, number)
+            self._missing_since = 0.0
+            self._next_news += 1
+        changed = link._desk.orders_changed()
+        if changed != self._ordered:
+            self._ordered = changed
+            if orders := link._desk.orders():
+                self._post(orders)
+
+    def _take(self, node: int, until: int) -> None:
+        link = self._link
+        for number in range(self._next.get(node, 1), until + 1):
+            data = link.take(f"parcel/{node}/{number}")
+            self._next[node] = number + 1
+            try:
+                parcel = unpacked(data, Parcel) if data is not None else None
+            except MessageError:
+                continue
+            if parcel is not None:
+                self._accept(node, parcel)
+
+    def _accept(self, node: int, parcel: Parcel) -> None:
+        known = self._folders.get(parcel.origin)
+        if known is None:
+            taken = {number for number, _ in self._folders.values()}
+            free = next(n for n in range(node, node + len(taken) + 1) if n not in taken)
+            known = self._folders[parcel.origin] = free, Inbox(self._link._desk.node_folder(free))
+        number, inbox = known
+        if parcel.pieces:
+            inbox.take(parcel.pieces)
+        ahead = parcel.wall - time.time()
+        before = self._link._standing.heard.get(number)
+        if before is not None:  # it was on its way for some time: the least of these is kept
+            ahead = max(ahead, before.ahead_s)
+        self._link._standing.heard[number] = Heard(
+            parcel.host, time.monotonic(), parcel.over, round(ahead, 3)
+        )
+
+    def _post(self, orders: Orders) -> None:
+        link = self._link
+        number = link.add("ordered", 1)
+        link.set(f"orders/{number}", packed(orders))
+        link.add("orders", 1)
+
+    def finish(self) -> None:
+        """Wait for the records of the others, then for our verdict, then for their reading it."""
+        _wait(self._all_over, LAST_PARCELS_S, self.look)
+        self._link._tell(complete=True)
+        others = [h for h in self._link._standing.heard.values() if h.over]
+        if not others:
+            return
+        _wait(self._verdict_posted, VERDICT_S, self.look)
+        _wait(lambda: self._link.add("read", 0) >= len(others), READ_S)
+
+    def _all_over(self) -> bool:
+        heard = self._link._standing.heard.values()
+        now = time.monotonic()
+        return all(h.over or now - h.at > SILENT_S for h in heard)
+
+    def _verdict_posted(self) -> bool:
+        orders = self._link._desk.orders()
+        return orders is not None and bool(orders.report)
+
+
+class _Follower:
+    """Any other node: sends its records, and takes the first node's orders."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._outbox = Outbox(link._desk.folder)
+        self._number = 0
+        self._posted_at = 0.0
+        self._orders = 0
+        self._shares = False
+        self._begun = False
+        self._unsent: bytes | None = None
+        self._last = Orders()
+
+    def meet(self) -> None:
+        self._begun = False
+
+    def look(self) -> None:
+        link = self._link
+        if not self._begun:
+            token = link.get("token")
+            if token is None:
+                return
+            self._begun, self._shares = True, link._desk.marked(token.decode())
+            link._tell(role=SHARES if self._shares else FOLLOWS, why="")
+        if not self._shares:
+            self._post()
+            self._read_orders()
+        link._standing.at = time.monotonic()
+
+    def _post(self, *, over: bool = False) -> bool:
+        """Send what is new; whether something was, or the rest of what could not be sent before."""
+        link, now = self._link, time.monotonic()
+        oldest = self._number - WAITING
+        if oldest > 0 and link.get(f"parcel/{link._node}/{oldest}") is not None:
+            return False
+        if self._unsent is None:
+            pieces = self._outbox.pieces()
+            if not pieces and not over and now - self._posted_at < HEARTBEAT_S:
+                return False
+            self._number += 1
+            self._unsent = packed(
+                Parcel(
+                    link._origin, link._version, link._host, time.time(), tuple(pieces), over=over
+                )
+            )
+        self._posted_at = now
+        link.set(f"parcel/{link._node}/{self._number}", self._unsent)
+        number = link.add("posted", 1)
+        link.set(f"news/{number}", f"{link._node}/{self._number}".encode())
+        self._unsent = None
+        return not over
+
+    def _read_orders(self) -> None:
+        link = self._link
+        count = link.add("orders", 0)
+        if count == self._orders:
+            return
+        self._orders = count
+        data = link.get(f"orders/{count}")
+        try:
+            orders = unpacked(data, Orders) if data is not None else None
+        except MessageError:
+            return
+        if orders is not None:
+            self._last = orders
+            link._desk.write_orders(orders)
+
+    def finish(self) -> None:
+        """Send the rest, and wait for the verdict."""
+        if self._shares or not self._begun:
+            return
+        deadline = time.monotonic() + LAST_PARCELS_S
+        self._posted_at = time.monotonic()  # no heartbeat: it would look like news
+        while self._post() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._post(over=True)
+        _wait(lambda: bool(self._last.report), LAST_PARCELS_S + VERDICT_S, self._read_orders)
+        self._link.add("read", 1)
+        self._link._tell(complete=bool(self._last.report))
+
+
+def _wait(condition: Any, most_s: float, meanwhile: Any = None) -> None:
+    deadline = time.monotonic() + most_s
+    while time.monotonic() < deadline:
+        if meanwhile is not None:
+            meanwhile()
+        if condition():
+            return
+        time.sleep(0.05)
