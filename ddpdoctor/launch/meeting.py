@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import platform
 import secrets
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Meeting:
         @functools.wraps(original)
         def rendezvous(agent: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
             if self._link is not None:
-                self._link.end(None)
+                self._link.close(None)
                 self._link = None
             result = original(agent, group, *args, **kwargs)
             try:
@@ -51,12 +52,29 @@ class Meeting:
                 self._alone(repr(error)[:200])
             return result
 
-        SimpleElasticAgent._rendezvous = rendezvous  # type: ignore[method-assign]
+        setattr(SimpleElasticAgent, "_rendezvous", rendezvous)  # noqa: B010  (a method)
+        barrier = getattr(SimpleElasticAgent, "_exit_barrier", None)
+        if barrier is None:
+            return
+
+        @functools.wraps(barrier)
+        def exit_barrier(agent: Any, *args: Any, **kwargs: Any) -> Any:
+            # It waits up to five minutes for the launchers of the other nodes.
+            if self._link is not None:
+                succeeded = getattr(agent._worker_group.state, "name", "") == "SUCCEEDED"
+                self._link.ranks_ended(0 if succeeded else 1)
+            return barrier(agent, *args, **kwargs)
+
+        setattr(SimpleElasticAgent, "_exit_barrier", exit_barrier)  # noqa: B010  (a method)
 
     def end(self, status: int) -> None:
-        """torchrun has ended: exchange what is left, within some seconds."""
-        if self._link is not None:
-            self._link.end(status)
+        """torchrun has ended: exchange what is left, within some seconds. A signal that comes
+        meanwhile is late: the ranks have ended."""
+        if self._link is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, _late)
+        self._link.close(status)
 
     def _met(self, agent: Any, group: Any) -> None:
         if group.group_world_size < 2:
@@ -75,3 +93,7 @@ class Meeting:
 
     def _alone(self, why: str) -> None:
         Desk(self._folder).write_standing(Standing(nodes=2, why=why))
+
+
+def _late(number: int, frame: Any) -> None:
+    """A handler that does nothing; unlike SIG_IGN, a child would not inherit it."""

@@ -22,6 +22,9 @@ OWN_S = 5.0
 SILENT_S = 10.0
 """A node that was not heard of for so long is named."""
 
+WAITS_S = 8.0
+"""torchrun waits for the launchers of other nodes, five minutes at most: said after this time."""
+
 MOST_NOTICES = 200
 
 
@@ -41,6 +44,7 @@ class OtherNodes:
         self._said: list[str] = []
         self._stop = ""
         self._final = b""
+        self._final_at, self._waits = 0.0, ""
         self._told = 0
         self._own: tuple[str, float] | None = None
         self._settled = False
@@ -74,7 +78,12 @@ class OtherNodes:
         self._said = [*self._said, *lines][-MOST_NOTICES:]
         self._stop = self._stop or reason or ""
         if standing.complete and not self._final:
-            self._final = self._report(standing.status).to_json()
+            report = self._report(standing.status)
+            self._final, self._final_at = report.to_json(), time.monotonic()
+            worst = next((f.summary for f in report.findings), "no faults found")
+            self._waits = f"all ranks have ended: {worst}; torchrun waits for the other launchers"
+        if self._waits and time.monotonic() - self._final_at > WAITS_S:
+            lines, self._waits = [*lines, self._waits], ""
         orders = Orders(tuple(self._said), self._stop, self._final)
         if orders != self._desk.orders() and orders != Orders():
             self._desk.write_orders(orders)

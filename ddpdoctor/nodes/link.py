@@ -16,9 +16,11 @@ Keys, below `ddpdoctor/<attempt>/`:
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,7 +64,8 @@ class Store(Protocol):
 
 
 class Link:
-    """One attempt of a run. `start` begins the thread, `end` has it finish and waits.
+    """One attempt of a run. `start` begins the thread; `ranks_ended` has it exchange what is left,
+    for as long as torchrun waits for the other nodes; `close` some seconds longer, and waits.
 
     Args:
         store: torchrun's, for this rendezvous; kept, so that a store in this process lives as long.
@@ -87,7 +90,8 @@ class Link:
         self._desk = Desk(folder)
         self._node, self._origin, self._host, self._version = node, origin, host, version
         self._standing = Standing(node=node, nodes=nodes, why="they have not been heard of yet")
-        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._closed_at = math.inf
         self._status = -1
         self._written: bytes | float = 0.0
         self._thread = threading.Thread(target=self._run, name="ddpdoctor nodes", daemon=True)
@@ -95,13 +99,17 @@ class Link:
     def start(self) -> None:
         self._thread.start()
 
-    def end(self, status: int | None) -> None:
-        """Finish: at the end of torchrun, with its status; None where another attempt follows."""
-        if status is None:
-            self._status = -2
-        else:
-            self._status = status
-        self._stop.set()
+    def ranks_ended(self, status: int) -> None:
+        """The ranks of this node have ended, and torchrun will end with that status."""
+        self._status = status
+        self._ended.set()
+
+    def close(self, status: int | None) -> None:
+        """torchrun ends, with that status; None where another attempt follows."""
+        if self._status < 0:
+            self._status = -1 if status is None else status
+        self._closed_at = time.monotonic()
+        self._ended.set()
         self._thread.join(SETTLED_S + LAST_PARCELS_S + VERDICT_S + READ_S)
 
     def _run(self) -> None:
@@ -116,21 +124,33 @@ class Link:
             except Exception as error:  # of the store: its types differ between versions of torch
                 why = " ".join(str(error).split())[:200]
                 self._tell(role=ALONE, why=why or type(error).__name__)
-            if self._stop.wait(AGAIN_S):
+            if self._ended.wait(AGAIN_S):
                 self._tell(status=self._status)
                 return
 
     def _serve(self, role: _Lead | _Follower) -> None:
         role.meet()
-        while not self._stop.wait(PERIOD_S):
+        while not self._ended.wait(PERIOD_S):
             role.look()
             if time.monotonic() - float(self._written) >= HEARTBEAT_S / 2:
                 self._tell()
         if self._status >= 0:
             role.look()
             self._tell(status=self._status)
-            _wait(self._desk.settled, SETTLED_S)
+            self.wait(self._desk.settled, SETTLED_S)
             role.finish()
+
+    def wait(
+        self, condition: Callable[[], bool], most_s: float, meanwhile: Callable[[], object] = int
+    ) -> None:
+        """Wait until a condition holds, or torchrun has ended for so long."""
+        while time.monotonic() < self._closed_at + most_s:
+            meanwhile()
+            if condition():
+                return
+            if time.monotonic() - float(self._written) >= HEARTBEAT_S / 2:
+                self._tell()
+            time.sleep(0.05)
 
     def _tell(self, **changes: Any) -> None:
         for name, value in changes.items():
@@ -240,13 +260,13 @@ class _Lead:
 
     def finish(self) -> None:
         """Wait for the records of the others, then for our verdict, then for their reading it."""
-        _wait(self._all_over, LAST_PARCELS_S, self.look)
+        self._link.wait(self._all_over, LAST_PARCELS_S, self.look)
         self._link._tell(complete=True)
         others = [h for h in self._link._standing.heard.values() if h.over]
         if not others:
             return
-        _wait(self._verdict_posted, VERDICT_S, self.look)
-        _wait(lambda: self._link.add("read", 0) >= len(others), READ_S)
+        self._link.wait(self._verdict_posted, VERDICT_S, self.look)
+        self._link.wait(lambda: self._link.add("read", 0) >= len(others), READ_S)
 
     def _all_over(self) -> bool:
         heard = self._link._standing.heard.values()
@@ -289,7 +309,7 @@ class _Follower:
         link._standing.at = time.monotonic()
 
     def _post(self, *, over: bool = False) -> bool:
-        """Send what is new; whether something was, or the rest of what could not be sent before."""
+        """Send what is new, or could not be sent before; whether something was."""
         link, now = self._link, time.monotonic()
         oldest = self._number - WAITING
         if oldest > 0 and link.get(f"parcel/{link._node}/{oldest}") is not None:
@@ -309,7 +329,10 @@ class _Follower:
         number = link.add("posted", 1)
         link.set(f"news/{number}", f"{link._node}/{self._number}".encode())
         self._unsent = None
-        return not over
+        return True
+
+    def _post_over(self) -> bool:
+        return self._post(over=True)
 
     def _read_orders(self) -> None:
         link = self._link
@@ -330,21 +353,11 @@ class _Follower:
         """Send the rest, and wait for the verdict."""
         if self._shares or not self._begun:
             return
-        deadline = time.monotonic() + LAST_PARCELS_S
         self._posted_at = time.monotonic()  # no heartbeat: it would look like news
-        while self._post() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self._post(over=True)
-        _wait(lambda: bool(self._last.report), LAST_PARCELS_S + VERDICT_S, self._read_orders)
+        self._link.wait(lambda: not self._post(), LAST_PARCELS_S)
+        self._link.wait(self._post_over, LAST_PARCELS_S)
+        self._link.wait(
+            lambda: bool(self._last.report), LAST_PARCELS_S + VERDICT_S, self._read_orders
+        )
         self._link.add("read", 1)
         self._link._tell(complete=bool(self._last.report))
-
-
-def _wait(condition: Any, most_s: float, meanwhile: Any = None) -> None:
-    deadline = time.monotonic() + most_s
-    while time.monotonic() < deadline:
-        if meanwhile is not None:
-            meanwhile()
-        if condition():
-            return
-        time.sleep(0.05)
