@@ -46,6 +46,9 @@ PATIENCE = 1.5
 ANSWERS_WITHIN_S, UNANSWERED_S = 1.0, 0.5
 """Seconds a rank has to write its stack before it counts as silent; after the second number it is
 sent a signal."""
+OTHERS_S = 3.0
+"""What other nodes have seen of their ranks arrives in that time; nothing is stopped for an unknown
+reason before."""
 BUSY = 0.3
 """Share of a core. While every rank computes, none waits for another, and the limit is
 `WHILE_BUSY` times as long."""
@@ -253,7 +256,11 @@ class StallDetector:
         if (proof is not None and not stall.proven) or (late and not stall.recorded):
             stall.recorded, stall.proven = True, proof is not None
             self._record(run, live, stall, limit, now)
-        reason = self._stop(proof, findings, late)
+        reason = None
+        if proof is None and not findings and run.info.nodes > 1 and now - stall.asked < OTHERS_S:
+            stall.judged = ()
+        else:
+            reason = self._stop(proof, findings, late)
         if stall.recorded and not stall.noticed and findings and reason is None:
             # A suspicion rests on what was just recorded: the checks see it at the next look.
             stall.noticed, stall.told = True, now

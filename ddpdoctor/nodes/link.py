@@ -40,6 +40,9 @@ AGAIN_S = 2.0
 SILENT_S = 10.0
 """A node that was not heard of for so long is not waited for at the end."""
 
+CLOCKS_AGREE_S = 2.0
+"""Wall clocks that differ by less are believed: the first message is on its way for some time."""
+
 WAITING = 8
 """Parcels that the first node has not taken yet: a node sends no more then."""
 
@@ -242,14 +245,15 @@ class _Lead:
             free = next(n for n in range(node, node + len(taken) + 1) if n not in taken)
             known = self._folders[parcel.origin] = free, Inbox(self._link._desk.node_folder(free))
         number, inbox = known
-        if parcel.pieces:
-            inbox.take(parcel.pieces)
-        ahead = parcel.wall - time.time()
         before = self._link._standing.heard.get(number)
-        if before is not None:  # it was on its way for some time: the least of these is kept
-            ahead = max(ahead, before.ahead_s)
+        if before is None:
+            ahead = round(parcel.wall - time.time(), 3)
+            inbox.set_clock(ahead if abs(ahead) > CLOCKS_AGREE_S else 0.0)
+        else:
+            ahead = before.ahead_s
+        inbox.take(parcel.pieces)
         self._link._standing.heard[number] = Heard(
-            parcel.host, time.monotonic(), parcel.over, round(ahead, 3)
+            parcel.host, time.monotonic(), parcel.over, ahead
         )
 
     def _post(self, orders: Orders) -> None:

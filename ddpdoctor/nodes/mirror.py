@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..storage.run_folder import CLOCK, write_private
 from .messages import Piece
 
 AT_ONCE = 4 << 20
@@ -84,6 +85,15 @@ class Inbox:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._left = LARGEST_NODE
+
+    def set_clock(self, ahead_s: float) -> None:
+        """Write down by how much the node's wall clock is ahead of ours.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(self._folder / CLOCK, str(ahead_s).encode())
 
     def take(self, pieces: Iterable[Piece]) -> None:
         """Write what came; pieces of files that are none of ours are dropped.

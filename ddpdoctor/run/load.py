@@ -11,6 +11,7 @@ import msgspec
 
 from ..events import ProcessEnded
 from ..storage.run_folder import Lines, RunFolder, RunInfo
+from . import clocks
 from .merge_records import end_of, of_one_world
 from .rank import Facts, Rank
 from .run import Run
@@ -23,8 +24,11 @@ UNKNOWN = RunInfo(schema_version=0, id="", command=[], started_at="", tool_versi
 class Recording:
     """A run folder being read: call `refresh` as often as it may have grown."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, clock: float | None = None) -> None:
+        """`clock`: by how much the wall clock is ahead of the monotonic clock on which all times
+        are to be told; None for that of the first node."""
         self.folder = folder
+        self.clock = clock
         self._files: dict[object, tuple[Lines, Facts]] = {}
 
     def refresh(self, attempt: int = 0) -> Run:
@@ -32,16 +36,17 @@ class Recording:
         records: dict[int, list[Rank]] = {}
         nodes: dict[int, Facts] = {}
         for at, folder in ((None, self.folder), *self.folder.other_nodes()):
+            ahead = 0.0 if at is None else folder.clock_ahead_s()
+            for number, path in folder.node_files():
+                if (facts := self._follow(path, Facts(), ahead)) is not None:
+                    # Without --node-rank every node thinks it is the first.
+                    nodes[number if at is None else at] = facts
             for number, path in folder.rank_files(attempt):
-                if (rank := self._follow(path, Rank(number))) is None:
+                if (rank := self._follow(path, Rank(number), ahead)) is None:
                     continue
                 rank.path = path
                 rank.look_again()
                 records.setdefault(number, []).append(rank)
-            for number, path in folder.node_files():
-                if (facts := self._follow(path, Facts())) is not None:
-                    # Without --node-rank every node thinks it is the first.
-                    nodes[number if at is None else at] = facts
         for one in (r for several in records.values() for r in several):
             one.ended, one.stopped = end_of(one, nodes.values(), attempt)
         info = self.folder.read_info() or UNKNOWN
@@ -54,10 +59,20 @@ class Recording:
             rank.stalled = run.stall is not None
         return run
 
-    def _follow(self, path: Path, fresh: F) -> F | None:
-        """Everything in a file so far; None where it is no file of ours (a link, a folder)."""
+    def _follow(self, path: Path, fresh: F, ahead_s: float = 0.0) -> F | None:
+        """Everything in a file so far; None where it is no file of ours (a link, a folder).
+
+        Args:
+            ahead_s: by how much the wall clock of its node is ahead of the first one's.
+        """
         lines, facts = self._files.setdefault(path, (Lines(path), fresh))
         for event in lines.events():
+            if facts.last is None and (offset := clocks.offset(event)) is not None:
+                self.clock = offset if self.clock is None else self.clock
+                apart = offset - ahead_s - self.clock
+                facts.shift = apart if abs(apart) > clocks.SAME_S else 0.0
+            if facts.shift or ahead_s:
+                event = clocks.shifted(event, facts.shift, ahead_s)
             facts.add(event)
         facts.unreadable, facts.torn = lines.unreadable, lines.torn
         facts.refused = f"{path.name} may not be read ({lines.refused})" if lines.refused else ""
@@ -66,7 +81,12 @@ class Recording:
 
 def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
     """One run from its folders, one per node."""
-    runs = [Recording(folder).refresh(attempt) for folder in folders]
+    runs = []
+    clock = None
+    for folder in folders:
+        recording = Recording(folder, clock)
+        runs.append(recording.refresh(attempt))
+        clock = recording.clock
     ranks: dict[int, Rank] = {}
     nodes: dict[int, Facts] = {}
     for run in runs:

@@ -30,9 +30,14 @@ E = TypeVar("E", bound=Event)
 
 
 class Facts:
-    """Events of one source, by kind, in the order they were recorded."""
+    """Events of one source, by kind, in the order they were recorded.
+
+    Attributes:
+        shift: seconds that were added to their times, see `clocks`.
+    """
 
     def __init__(self) -> None:
+        self.shift = 0.0
         self._by_kind: dict[type[Event], list[Event]] = {}
         self.last: Event | None = None
         self.unreadable = 0
@@ -102,7 +107,7 @@ class Rank(Facts):
     def ring(self) -> Ring | None:
         """Its last calls and where it is; read when asked for, then the same until looked again."""
         if self._ring[0] != self.path and self.path is not None:
-            read = read_ring(self.path.with_suffix(".ring"), self.numbers)
+            read = read_ring(self.path.with_suffix(".ring"), self.numbers, self.shift)
             mine = read and self.started and read.pid == self.started.pid
             self._ring = self.path, read if mine else None
         return self._ring[1]

@@ -114,13 +114,16 @@ class Ring:
         nonce: names the socket on which the rank can be asked (see `ask_address`), 0 for none.
     """
 
-    def __init__(self, data: bytes, numbers: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, data: bytes, numbers: Mapping[int, int] | None = None, shift: float = 0.0
+    ) -> None:
         """Raises ValueError where these bytes are no ring of this version.
 
         Args:
             numbers: the run's numbers of the ranks in it, None where they are those.
+            shift: seconds to add to its times.
         """
-        self._numbers = numbers
+        self._numbers, self._shift = numbers, shift
         if len(data) < _HEAD_BYTES + SLOTS * _SLOT_BYTES:
             raise ValueError("too short")
         magic, version, slots, self.pid, _, self.nonce = _HEAD.unpack_from(data, 0)
@@ -129,7 +132,8 @@ class Ring:
         self._data = data
         phase, self.phase_site, self.phase_since = _PHASE.unpack_from(data, PHASE_AT)
         self.step, self.count, moved_at = _MOVED.unpack_from(data, _MOVED_AT)
-        self.progress_at = max(self.phase_since, moved_at)
+        self.phase_since += shift
+        self.progress_at = max(self.phase_since, moved_at + shift)
         self.phase = Phase(phase) if phase in Phase._value2member_map_ else Phase.USER
 
     @cached_property
@@ -161,8 +165,8 @@ class Ring:
                         step,
                         peer,
                         State(state),
-                        began,
-                        ended,
+                        began + self._shift,
+                        ended + self._shift if ended else 0.0,
                     )
                 )
         return tuple(sorted(found, key=lambda c: c.number))
@@ -274,12 +278,14 @@ def ask_address(pid: int, nonce: int) -> str:
     return f"\0ddpdoctor-{pid}-{nonce:x}"
 
 
-def read_ring(path: Path, numbers: Mapping[int, int] | None = None) -> Ring | None:
-    """What the ring file of a rank says, or None where there is none that can be read. `numbers`:
-    as of `Ring`."""
+def read_ring(
+    path: Path, numbers: Mapping[int, int] | None = None, shift: float = 0.0
+) -> Ring | None:
+    """What the ring file of a rank says, or None where there is none that can be read. `numbers`,
+    `shift`: as of `Ring`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            return Ring(file.read(_HEAD_BYTES + SLOTS * _SLOT_BYTES), numbers)
+            return Ring(file.read(_HEAD_BYTES + SLOTS * _SLOT_BYTES), numbers, shift)
     except (OSError, ValueError):
         return None

@@ -36,7 +36,9 @@ _RESTART_FOLDER = re.compile(r"restart-(\d+)")
 _NUMBER = re.compile(r"\d{1,7}")
 
 NODES = "nodes"
-"""Where a run folder keeps what other nodes sent."""
+"""Where a run folder keeps what other nodes sent; in each of these `CLOCK` says how its clock
+goes."""
+CLOCK = "clock-ahead"
 
 
 class FolderError(Exception):
@@ -141,6 +143,14 @@ class RunFolder:
 
     def node_files(self) -> list[tuple[int, Path]]:
         return [(int(m[1]), p) for m, p in _children(self.path, _NODE_FILE)]
+
+    def clock_ahead_s(self) -> float:
+        """By how much this node's wall clock is ahead of the first node's, by what that has
+        written down."""
+        try:
+            return float((self.path / CLOCK).read_bytes()[:40])
+        except (OSError, ValueError):
+            return 0.0
 
     def other_nodes(self) -> list[tuple[int, RunFolder]]:
         """The records that other nodes sent, by the number of the node."""
