@@ -22,7 +22,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "How did a process start and end?": (
         "ProcessStarted ProcessEnded ProcessState RankExiting SignalSent Stopped SpawnFailed"
-        " SpawnEnded ExaminedInside MonitorStarted"
+        " SpawnEnded ExaminedInside MonitorStarted NodeSilent"
     ),
     "Which exceptions were there?": "ExceptionRaised ExceptionPassed ThreadFailed SamplerRefused",
     "Which process groups are there?": "InitEntered GroupReady GroupDestroyed TrainsAlone",
@@ -77,7 +77,8 @@ WHEN: dict[str, str] = {
         " ScheduleEnded"
     ),
     "every time": (
-        "CallRun InitEntered GroupReady GroupDestroyed ProcessStarted ProcessEnded RankExiting"
+        "NodeSilent CallRun InitEntered GroupReady GroupDestroyed ProcessStarted ProcessEnded"
+        " RankExiting"
         " ExceptionRaised ThreadFailed SignalSent SpawnFailed SpawnEnded Stopped StallSeen"
         " StallOver RankStood FlightLog SamplerRefused EpochBegan IndicesRead EpochEnded StepDone"
         " Wrapped CommHook Unwrapped DataParallelMade ReadyTwice"

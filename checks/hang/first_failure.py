@@ -37,13 +37,14 @@ from ddpdoctor.report.declarations import WAITING, Condition, Effect, When
 from ddpdoctor.report.errors import error_kinds
 from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Run, fold_ranks, ranks_text, shorten
+from ddpdoctor.run import Location, Run, fold_ranks, ranks_text, shorten, silent_nodes
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
 QUIT = "bdb.BdbQuit"
 NO_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 
+NOBODY = "; no rank was seen to fail on its own"
 LOST_PEERS = "lost-peers"
 """Rule of a finding that is itself a consequence: no rank was seen to fail on its own."""
 
@@ -193,8 +194,10 @@ class FirstFailure(Check):
             label="waited here",
             summary=f"{ranks_text(ranks)} lost the connection to other ranks: {first.text}",
             cause=(translate(message) or "another rank exited or did not arrive")
-            + "; no rank was seen to fail on its own",
-            fix="look at the ranks not named here, and at the network between them",
+            + ("; " + silent if (silent := silent_nodes(run)) else NOBODY),
+            fix="look at what became of that node: its power, memory and network"
+            if silent
+            else "look at the ranks not named here, and at the network between them",
             fix_kind=FixKind.CHECK,
             evidence={MESSAGE: message[:2000]},
             errors=error_kinds(message),

@@ -87,6 +87,7 @@ from .node import (
     MemoryLimit,
     MonitorStarted,
     NodeSample,
+    NodeSilent,
     ProcessEnded,
     ProcessStarted,
     ProcessState,

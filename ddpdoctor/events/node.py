@@ -30,6 +30,20 @@ class MonitorStarted(Event, frozen=True, tag="monitor-started"):
     gpu_trouble: str = ""
 
 
+class NodeSilent(Event, frozen=True, tag="node-silent"):
+    """The first node has not heard of another one any more, which had not said that it was done.
+
+    Attributes:
+        node: its number; host: its name; ranks: those whose records it had sent.
+        wall: when it was heard of last, seconds since the epoch.
+    """
+
+    node: int
+    host: str
+    ranks: tuple[int, ...]
+    wall: float
+
+
 class ProcessStarted(Event, frozen=True, tag="process-started"):
     """The launcher started a process for a rank, whether or not the rank itself ever reports.
 

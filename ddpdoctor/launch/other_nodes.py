@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from ..events import Event, NodeSilent
 from ..nodes.desk import ALONE, FOLLOWS, LEADS, Desk, Standing
 from ..nodes.messages import Orders
 from ..report.findings import Report
+from ..run import silence_text
 from ..storage.run_folder import RunFolder
 
 FRESH_S = 5.0
@@ -19,7 +21,7 @@ FRESH_S = 5.0
 OWN_S = 5.0
 """Where this node has found a reason to stop the run, it waits so long for the first one's."""
 
-SILENT_S = 10.0
+SILENT_S = 8.0
 """A node that was not heard of for so long is named."""
 
 WAITS_S = 8.0
@@ -33,14 +35,18 @@ class OtherNodes:
 
     Args:
         report: makes the report of all nodes, given torchrun's status.
-        settle: has the monitor write all that it knows of this node's ranks.
+        settle: has the monitor write all that it knows of this node's ranks; `record` an event.
     """
 
     def __init__(
-        self, folder: RunFolder, settle: Callable[[], None], report: Callable[[int], Report]
+        self,
+        folder: RunFolder,
+        settle: Callable[[], None],
+        record: Callable[[Event], None],
+        report: Callable[[int], Report],
     ) -> None:
-        self._desk = Desk(folder.path)
-        self._settle, self._report = settle, report
+        self._folder, self._desk = folder, Desk(folder.path)
+        self._settle, self._record, self._report = settle, record, report
         self._said: list[str] = []
         self._stop = ""
         self._final = b""
@@ -93,15 +99,28 @@ class OtherNodes:
         """A line for each node that is not heard of any more, and for each that is again."""
         lines = []
         for number, heard in standing.heard.items():
-            silent = not heard.over and time.monotonic() - heard.at > SILENT_S
+            for_s = time.monotonic() - heard.at
+            silent = not heard.over and for_s > SILENT_S
             if silent and number not in self._silent:
-                since = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENT_S))
-                lines.append(f"node {number} ({heard.host}) has not been heard of since {since}")
+                event = NodeSilent(
+                    at=time.monotonic(),
+                    node=number,
+                    host=heard.host,
+                    ranks=self._ranks_of(number),
+                    wall=time.time() - for_s,
+                )
+                self._record(event)
+                lines.append(silence_text(event))
                 self._silent.add(number)
             elif not silent and number in self._silent:
                 lines.append(f"node {number} ({heard.host}) is heard of again")
                 self._silent.discard(number)
         return lines
+
+    def _ranks_of(self, node: int) -> tuple[int, ...]:
+        folders = (folder for number, folder in self._folder.other_nodes() if number == node)
+        found = {r for f in folders for n in f.attempts() for r, _ in f.rank_files(n)}
+        return tuple(sorted(found))
 
     def _follow(self, reason: str | None) -> tuple[list[str], str | None]:
         orders = self._desk.orders() or Orders()

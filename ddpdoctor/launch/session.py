@@ -47,7 +47,8 @@ class Session:
 
     def others(self) -> OtherNodes:
         """The other nodes of the run."""
-        return OtherNodes(self.folder, self.monitor.settle, self.preliminary)
+        monitor = self.monitor
+        return OtherNodes(self.folder, monitor.settle, monitor.record, self.preliminary)
 
     def preliminary(self, status: int) -> Report:
         """The report on all nodes, while torchrun waits to hand it on.

@@ -207,6 +207,10 @@ class Monitor:
         except Exception as error:
             self.failed(error)
 
+    def record(self, event: Event) -> None:
+        """Write down what was observed elsewhere in the process of the monitor."""
+        self._write(event)
+
     def stopped(self, by: str, reason: str) -> None:
         """Record that the run is about to be stopped."""
         self._write(Stopped(at=time.monotonic(), by=by, reason=reason))

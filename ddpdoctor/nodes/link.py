@@ -6,6 +6,7 @@ does not answer is tried again; meanwhile each node judges for itself.
 Keys, below `ddpdoctor/<attempt>/`:
 
     token           made up by the first node
+    lead            how often the first node has said that it is there
     posted          how many parcels were announced
     news/<n>        the n-th announcement: `<node>/<number>`
     parcel/<node>/<number>
@@ -198,6 +199,7 @@ class _Lead:
         self._next: dict[int, int] = {}
         self._folders: dict[str, tuple[int, Inbox]] = {}
         self._ordered = 0.0
+        self._said_at = -math.inf
 
     def meet(self) -> None:
         link = self._link
@@ -207,6 +209,9 @@ class _Lead:
 
     def look(self) -> None:
         link = self._link
+        if time.monotonic() - self._said_at >= HEARTBEAT_S / 2:
+            self._said_at = time.monotonic()
+            link.add("lead", 1)
         posted = link.add("posted", 0)
         while self._next_news <= posted:
             said = link.take(f"news/{self._next_news}")
@@ -295,6 +300,7 @@ class _Follower:
         self._begun = False
         self._unsent: bytes | None = None
         self._last = Orders()
+        self._lead = 0
 
     def meet(self) -> None:
         self._begun = False
@@ -310,7 +316,6 @@ class _Follower:
         if not self._shares:
             self._post()
             self._read_orders()
-        link._standing.at = time.monotonic()
 
     def _post(self, *, over: bool = False) -> bool:
         """Send what is new, or could not be sent before; whether something was."""
@@ -340,6 +345,9 @@ class _Follower:
 
     def _read_orders(self) -> None:
         link = self._link
+        lead, before = link.add("lead", 0), self._lead
+        if lead != before:
+            self._lead, link._standing.at = lead, time.monotonic()
         count = link.add("orders", 0)
         if count == self._orders:
             return
@@ -360,8 +368,12 @@ class _Follower:
         self._posted_at = time.monotonic()  # no heartbeat: it would look like news
         self._link.wait(lambda: not self._post(), LAST_PARCELS_S)
         self._link.wait(self._post_over, LAST_PARCELS_S)
-        self._link.wait(
-            lambda: bool(self._last.report), LAST_PARCELS_S + VERDICT_S, self._read_orders
-        )
+        self._link.wait(self._judged_or_gone, LAST_PARCELS_S + VERDICT_S, self._read_orders)
         self._link.add("read", 1)
         self._link._tell(complete=bool(self._last.report))
+
+    def _judged_or_gone(self) -> bool:
+        silent = time.monotonic() - self._link._standing.at
+        if silent > SILENT_S:
+            self._link._standing.why = f"it has not been heard of for {silent:.0f} s"
+        return bool(self._last.report) or silent > SILENT_S

@@ -251,7 +251,14 @@ def test_schedulers_are_spoken_of_where_one_stepped():
 
 @pytest.mark.parametrize(
     ("skew", "drift", "explained"),
-    [(5, 6, True), (5, 5, False), (0, 1, True), (352, 352, True), (352, 349, True), (352, 343, False)],
+    [
+        (5, 6, True),
+        (5, 5, False),
+        (0, 1, True),
+        (352, 352, True),
+        (352, 349, True),
+        (352, 343, False),
+    ],
 )
 def test_copies_that_drift_after_it_are_its_consequence(skew, drift, explained):
     mine = HyperparameterSkew().finding(

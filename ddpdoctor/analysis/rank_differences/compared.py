@@ -224,7 +224,8 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.ObjectsGathered, e.FlightLog,
     ),
     _OUTSIDE: (
-        e.MonitorStarted, e.ProcessStarted, e.ProcessEnded, e.ProcessState, e.SpawnFailed,
+        e.MonitorStarted, e.NodeSilent, e.ProcessStarted, e.ProcessEnded, e.ProcessState,
+        e.SpawnFailed,
         e.SpawnEnded, e.ExaminedInside, e.Stopped, e.StallSeen, e.StallOver, e.RankStood,
         e.DataParallelMade, e.Gathered,
     ),
