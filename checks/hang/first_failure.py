@@ -37,7 +37,7 @@ from ddpdoctor.report.declarations import WAITING, Condition, Effect, When
 from ddpdoctor.report.errors import error_kinds
 from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Evidence, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Run, fold_ranks, ranks_text, shorten, silent_nodes
+from ddpdoctor.run import Location, Run, fold_ranks, ranks_text, shorten, silence_text, silences
 
 RAISED_BY_US = "ddpdoctor.FaultFound"
 QUIT = "bdb.BdbQuit"
@@ -185,6 +185,7 @@ class FirstFailure(Check):
     def _report_lost(self, run: Run, lost: list[Failure]) -> Finding:
         first = lost[0]
         message = first.exception.message if first.exception else ""
+        silent = ", ".join(silence_text(event) for event in silences(run.nodes.values()))
         ranks = tuple(sorted(f.rank.rank for f in lost))
         return self.finding(
             rule=LOST_PEERS,
@@ -194,7 +195,7 @@ class FirstFailure(Check):
             label="waited here",
             summary=f"{ranks_text(ranks)} lost the connection to other ranks: {first.text}",
             cause=(translate(message) or "another rank exited or did not arrive")
-            + ("; " + silent if (silent := silent_nodes(run)) else NOBODY),
+            + (f"; {silent}" if silent else NOBODY),
             fix="look at what became of that node: its power, memory and network"
             if silent
             else "look at the ranks not named here, and at the network between them",

@@ -74,6 +74,7 @@ class RankMissing(Check):
         "stopped": "a signal or a debugger stopped the rank",
         "busy": "the rank computes",
         "idle": "the rank waits and uses no CPU time",
+        "node-silent": "the node of the rank has not been heard of any more",
         "unobserved": "what the rank does was not seen",
     }
     requires = (seen(CallSite, otherwise="no collective was seen"),)
@@ -140,6 +141,8 @@ class RankMissing(Check):
 
 
 def _rule(stand: RankSnapshot) -> str:
+    if stand.rank.silent is not None:
+        return "node-silent"
     if stand.stopped:
         return "stopped"
     if stand.stood is not None and stand.stood.joins_threads:
@@ -176,6 +179,8 @@ def _label(stand: RankSnapshot, ranks: tuple[int, ...]) -> str:
 
 
 def _fix(stand: RankSnapshot, waiting: RankSnapshot, why: Overdue, sender: Rank | None) -> str:
+    if stand.rank.silent is not None:
+        return f"look at the node {stand.rank.silent.host} and at the network between the nodes"
     if stand.stopped and stand.stood is not None:
         node = f" on {stand.rank.node}" if stand.rank.node else ""
         if stand.stood.state == "t":
@@ -208,6 +213,8 @@ def _fix(stand: RankSnapshot, waiting: RankSnapshot, why: Overdue, sender: Rank 
 
 
 def _cause(stand: RankSnapshot, why: Overdue, sender: Rank | None) -> str:
+    if stand.rank.silent is not None:
+        return "the node has lost its power, its memory or its network, or was stopped as a whole"
     if stand.stopped:
         if stand.stood is not None and stand.stood.state == "t":
             return "a debugger stopped its process"

@@ -36,12 +36,14 @@ class NodeSilent(Event, frozen=True, tag="node-silent"):
     Attributes:
         node: its number; host: its name; ranks: those whose records it had sent.
         wall: when it was heard of last, seconds since the epoch.
+        over: it is heard of again.
     """
 
     node: int
     host: str
     ranks: tuple[int, ...]
     wall: float
+    over: bool = False
 
 
 class ProcessStarted(Event, frozen=True, tag="process-started"):

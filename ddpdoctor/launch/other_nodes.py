@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ..events import Event, NodeSilent
+from ..events import NodeSilent
+from ..monitor.monitor import Monitor
 from ..nodes.desk import ALONE, FOLLOWS, LEADS, Desk, Standing
 from ..nodes.messages import Orders
 from ..report.findings import Report
@@ -21,6 +22,10 @@ FRESH_S = 5.0
 OWN_S = 5.0
 """Where this node has found a reason to stop the run, it waits so long for the first one's."""
 
+LATE_S = 4.0
+"""Where a node was not heard of for so long, what its ranks do now is not known: no deadlock is
+concluded from what they did then."""
+
 SILENT_S = 8.0
 """A node that was not heard of for so long is named."""
 
@@ -31,22 +36,18 @@ MOST_NOTICES = 200
 
 
 class OtherNodes:
-    """Call `look` at every tick, and `settle` once `over`.
+    """Call `look` at every tick.
 
     Args:
+        monitor: of this node.
         report: makes the report of all nodes, given torchrun's status.
-        settle: has the monitor write all that it knows of this node's ranks; `record` an event.
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        settle: Callable[[], None],
-        record: Callable[[Event], None],
-        report: Callable[[int], Report],
+        self, folder: RunFolder, monitor: Monitor, report: Callable[[int], Report]
     ) -> None:
         self._folder, self._desk = folder, Desk(folder.path)
-        self._settle, self._record, self._report = settle, record, report
+        self._monitor, self._report = monitor, report
         self._said: list[str] = []
         self._stop = ""
         self._final = b""
@@ -68,8 +69,10 @@ class OtherNodes:
             return list(lines), reason
         if standing.status >= 0 and not self._settled:
             self._settled = True
-            self._settle()
+            self._monitor.settle()
             self._desk.settle()
+        waited = [time.monotonic() - h.at for h in standing.heard.values() if not h.over]
+        self._monitor.unheard = standing.role == LEADS and max(waited, default=0.0) > LATE_S
         if standing.role == LEADS:
             return self._lead(standing, [*lines, *self._gone(standing)], reason)
         if standing.role == FOLLOWS and time.monotonic() - standing.at < FRESH_S:
@@ -101,20 +104,19 @@ class OtherNodes:
         for number, heard in standing.heard.items():
             for_s = time.monotonic() - heard.at
             silent = not heard.over and for_s > SILENT_S
-            if silent and number not in self._silent:
-                event = NodeSilent(
-                    at=time.monotonic(),
-                    node=number,
-                    host=heard.host,
-                    ranks=self._ranks_of(number),
-                    wall=time.time() - for_s,
-                )
-                self._record(event)
-                lines.append(silence_text(event))
-                self._silent.add(number)
-            elif not silent and number in self._silent:
-                lines.append(f"node {number} ({heard.host}) is heard of again")
-                self._silent.discard(number)
+            if silent is (number in self._silent):
+                continue
+            (self._silent.add if silent else self._silent.discard)(number)
+            event = NodeSilent(
+                at=time.monotonic(),
+                node=number,
+                host=heard.host,
+                ranks=self._ranks_of(number),
+                wall=time.time() - for_s,
+                over=not silent,
+            )
+            self._monitor.record(event)
+            lines.append(silence_text(event))
         return lines
 
     def _ranks_of(self, node: int) -> tuple[int, ...]:

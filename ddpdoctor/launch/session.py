@@ -47,8 +47,7 @@ class Session:
 
     def others(self) -> OtherNodes:
         """The other nodes of the run."""
-        monitor = self.monitor
-        return OtherNodes(self.folder, monitor.settle, monitor.record, self.preliminary)
+        return OtherNodes(self.folder, self.monitor, self.preliminary)
 
     def preliminary(self, status: int) -> Report:
         """The report on all nodes, while torchrun waits to hand it on.

@@ -95,6 +95,7 @@ class Monitor:
         run: the latest attempt, as recorded in the folder so far.
         troubles: the monitor's own errors, each once.
         watched: the processes of this node's ranks, by pid.
+        unheard: other nodes' records are late: nothing can be concluded from them.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Monitor:
         self.node_rank = node_rank
         self.options = options
         self.launcher = launcher
+        self.unheard = False
         self.recording = Recording(folder)
         self._verdicts = Judge(folder)
         self.run: Run | None = None
@@ -171,6 +173,8 @@ class Monitor:
 
     def judge(self, run: Run) -> str | None:
         """Why the run has to be stopped because it is deadlocked or stalled, or None."""
+        if self.unheard and self.options.on_hang != "stop":
+            return None
         return self.stall_detector.look(run, self.rank_pids())
 
     def _spawned_twice(self, run: Run) -> str | None:

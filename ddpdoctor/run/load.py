@@ -15,6 +15,7 @@ from . import clocks
 from .merge_records import end_of, of_one_world
 from .rank import Facts, Rank
 from .run import Run
+from .silent_nodes import silences
 
 F = TypeVar("F", bound=Facts)
 
@@ -49,9 +50,13 @@ class Recording:
                 records.setdefault(number, []).append(rank)
         for one in (r for several in records.values() for r in several):
             one.ended, one.stopped = end_of(one, nodes.values(), attempt)
+            one.silent = None
         info = self.folder.read_info() or UNKNOWN
         if attempt != self.folder.attempts()[-1]:  # what stands there is how the last one ended
             info = msgspec.structs.replace(info, outcome=None, exit_code=None)
+        for event in silences(nodes.values()):
+            for one in (r for number in event.ranks for r in records.get(number, ())):
+                one.silent = event
         ranks, others = of_one_world(records)
         run = Run(info, ranks, nodes, attempt)
         run.others = others

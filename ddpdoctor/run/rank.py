@@ -13,6 +13,7 @@ from ..events import (
     ExceptionRaised,
     GroupReady,
     Named,
+    NodeSilent,
     OptimizerSeen,
     Pace,
     ProcessEnded,
@@ -80,6 +81,7 @@ class Rank(Facts):
         stalled: the run stood still when it ended.
         as_recorded: with the numbers of its own world, where those are others than the run's.
         path: its event file; numbers: the run's of the ranks in its ring, None where they are.
+        silent: its node was not heard of any more; None where it is.
         alive: its end is not on record and its process is there still; known to a post-mortem.
     """
 
@@ -90,6 +92,7 @@ class Rank(Facts):
         self.stopped: Stopped | None = None
         self.twins: list[Rank] = []
         self.stalled = self.alive = False
+        self.silent: NodeSilent | None = None
         self.as_recorded: Rank | None = None
         self._ring: tuple[Path | None, Ring | None] = (None, None)
         self.path: Path | None = None

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from ..events import NodeSilent
 from .phrases import ranks_text
-from .run import Run
+from .rank import Facts
 
 
 def silence_text(event: NodeSilent) -> str:
     """`node 1 (gpu-7, ranks 8-15) has not been heard of since 12:03:10`"""
     whom = f"{event.host}, {ranks_text(event.ranks)}" if event.ranks else event.host
     since = time.strftime("%H:%M:%S", time.localtime(event.wall))
+    if event.over:
+        return f"node {event.node} ({whom}) is heard of again"
     return f"node {event.node} ({whom}) has not been heard of since {since}"
 
 
-def silent_nodes(run: Run) -> str:
-    """The nodes that were not heard of any more; empty for none."""
-    last = {e.node: e for node in run.nodes.values() for e in node.of(NodeSilent)}
-    return ", ".join(silence_text(event) for _, event in sorted(last.items()))
+def silences(nodes: Iterable[Facts]) -> list[NodeSilent]:
+    """For each node that was not heard of any more in the end, since when; given the records of the
+    monitors."""
+    last = {e.node: e for node in nodes for e in node.of(NodeSilent)}
+    return [event for _, event in sorted(last.items()) if not event.over]

@@ -128,6 +128,8 @@ class RankSnapshot:
         at = f"{' at' if self.surely else ', last seen at'} {where}" if where else ""
         if self.gone:
             return "gone"
+        if self.rank.silent is not None:
+            return f"on {silence_text(self.rank.silent)}"
         if self.stopped:
             traced = self.stood is not None and self.stood.state == "t"
             return f"{'stopped by a debugger' if traced else 'stopped by a signal (SIGSTOP)'}{at}"
