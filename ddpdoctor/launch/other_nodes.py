@@ -23,11 +23,10 @@ OWN_S = 5.0
 """Where this node has found a reason to stop the run, it waits so long for the first one's."""
 
 LATE_S = 4.0
-"""Where a node was not heard of for so long, what its ranks do now is not known: no deadlock is
-concluded from what they did then."""
+"""Where a node was not heard of for so long, nothing is concluded from what its ranks did then."""
 
 SILENT_S = 8.0
-"""A node that was not heard of for so long is named."""
+"""A node that was not heard of for so long is named, and what its ranks do is unknown."""
 
 WAITS_S = 8.0
 """torchrun waits for the launchers of other nodes, five minutes at most: said after this time."""
@@ -72,7 +71,8 @@ class OtherNodes:
             self._monitor.settle()
             self._desk.settle()
         waited = [time.monotonic() - h.at for h in standing.heard.values() if not h.over]
-        self._monitor.unheard = standing.role == LEADS and max(waited, default=0.0) > LATE_S
+        late = any(LATE_S < seconds <= SILENT_S for seconds in waited)
+        self._monitor.unheard = standing.role == LEADS and late
         if standing.role == LEADS:
             return self._lead(standing, [*lines, *self._gone(standing)], reason)
         if standing.role == FOLLOWS and time.monotonic() - standing.at < FRESH_S:

@@ -10,13 +10,14 @@ from .phrases import ranks_text
 from .rank import Facts
 
 
-def silence_text(event: NodeSilent) -> str:
-    """`node 1 (gpu-7, ranks 8-15) has not been heard of since 12:03:10`"""
+def silence_text(event: NodeSilent, which: str = "") -> str:
+    """`node 1 (gpu-7, ranks 8-15) has not been heard of since 12:03:10`, with `which` after the
+    node."""
     whom = f"{event.host}, {ranks_text(event.ranks)}" if event.ranks else event.host
     since = time.strftime("%H:%M:%S", time.localtime(event.wall))
     if event.over:
-        return f"node {event.node} ({whom}) is heard of again"
-    return f"node {event.node} ({whom}) has not been heard of since {since}"
+        return f"node {event.node} ({whom}){which} is heard of again"
+    return f"node {event.node} ({whom}){which} has not been heard of since {since}"
 
 
 def silences(nodes: Iterable[Facts]) -> list[NodeSilent]:

@@ -19,7 +19,7 @@ from ...events import (
     TorchLoaded,
 )
 from ...report.findings import Steps
-from ...run import Call, Facts, Location, Phase, Rank, Run, State, shorten, stopped_in
+from ...run import Call, Facts, Location, Phase, Rank, Run, State, shorten, silence_text, stopped_in
 from ..calls.call_logs import CallLogs, CallRecord, GroupKey, call_logs
 from .failures import call_failed, destroyed, is_over, lost_peer
 from .thresholds import BUSY, QUIET_S, STALL_S
@@ -70,6 +70,8 @@ class RankSnapshot:
     @property
     def waits_for_good(self) -> bool:
         """Whether the rank makes no progress any more unless another rank does."""
+        if self.rank.silent is not None:
+            return False
         return self.over if self.gone else self.blocked and self.still_s >= QUIET_S
 
     @property
@@ -129,7 +131,7 @@ class RankSnapshot:
         if self.gone:
             return "gone"
         if self.rank.silent is not None:
-            return f"on {silence_text(self.rank.silent)}"
+            return f"on {silence_text(self.rank.silent, ', which')}"
         if self.stopped:
             traced = self.stood is not None and self.stood.state == "t"
             return f"{'stopped by a debugger' if traced else 'stopped by a signal (SIGSTOP)'}{at}"
