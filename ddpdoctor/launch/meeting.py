@@ -29,6 +29,7 @@ class Meeting:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._origin = secrets.token_hex(8)
+        self._places: dict[str, int] = {}
         self._link: Link | None = None
 
     def install(self) -> None:
@@ -85,6 +86,7 @@ class Meeting:
             node=group.group_rank,
             nodes=group.group_world_size,
             attempt=group.spec.max_restarts - agent._remaining_restarts,
+            places=self._places,
             origin=self._origin,
             host=platform.node(),
             version=__version__,

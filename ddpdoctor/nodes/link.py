@@ -73,6 +73,7 @@ class Link:
 
     Args:
         store: torchrun's, for this rendezvous; kept, so that a store in this process lives as long.
+        places: which number the folder of each node has, by `Parcel.origin`; of all attempts.
         origin: see `Parcel`; version: of ddpdoctor.
     """
 
@@ -84,6 +85,7 @@ class Link:
         node: int,
         nodes: int,
         attempt: int,
+        places: dict[str, int],
         origin: str,
         host: str,
         version: str,
@@ -91,7 +93,7 @@ class Link:
         self._kept = store
         self._store: Store | None = None
         self._prefix = f"ddpdoctor/{attempt}/"
-        self._desk = Desk(folder)
+        self._desk, self._places = Desk(folder), places
         self._node, self._origin, self._host, self._version = node, origin, host, version
         self._standing = Standing(node=node, nodes=nodes, why="they have not been heard of yet")
         self._ended = threading.Event()
@@ -141,7 +143,8 @@ class Link:
         if self._status >= 0:
             role.look()
             self._tell(status=self._status)
-            self.wait(self._desk.settled, SETTLED_S)
+            deadline = time.monotonic() + SETTLED_S
+            self.wait(lambda: self._desk.settled() or time.monotonic() > deadline, SETTLED_S)
             role.finish()
 
     def wait(
@@ -197,7 +200,8 @@ class _Lead:
         self._next_news = 1
         self._missing_since = 0.0
         self._next: dict[int, int] = {}
-        self._folders: dict[str, tuple[int, Inbox]] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._told = Orders()
         self._ordered = 0.0
         self._said_at = -math.inf
 
@@ -244,12 +248,15 @@ class _Lead:
                 self._accept(node, parcel)
 
     def _accept(self, node: int, parcel: Parcel) -> None:
-        known = self._folders.get(parcel.origin)
-        if known is None:
-            taken = {number for number, _ in self._folders.values()}
-            free = next(n for n in range(node, node + len(taken) + 1) if n not in taken)
-            known = self._folders[parcel.origin] = free, Inbox(self._link._desk.node_folder(free))
-        number, inbox = known
+        places = self._link._places
+        if parcel.origin not in places:
+            taken = {*places.values()}
+            free = (n for n in range(node, node + len(taken) + 1) if n not in taken)
+            places[parcel.origin] = next(free)
+        number = places[parcel.origin]
+        inbox = self._inboxes.get(number)
+        if inbox is None:
+            inbox = self._inboxes[number] = Inbox(self._link._desk.node_folder(number))
         before = self._link._standing.heard.get(number)
         if before is None:
             ahead = round(parcel.wall - time.time(), 3)
@@ -266,6 +273,7 @@ class _Lead:
         number = link.add("ordered", 1)
         link.set(f"orders/{number}", packed(orders))
         link.add("orders", 1)
+        self._told = orders
 
     def finish(self) -> None:
         """Wait for the records of the others, then for our verdict, then for their reading it."""
@@ -283,8 +291,7 @@ class _Lead:
         return all(h.over or now - h.at > SILENT_S for h in heard)
 
     def _verdict_posted(self) -> bool:
-        orders = self._link._desk.orders()
-        return orders is not None and bool(orders.report)
+        return bool(self._told.report)
 
 
 class _Follower:
