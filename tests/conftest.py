@@ -14,7 +14,7 @@ REAL = {
     "broken_probe", "test_alive", "test_architecture", "test_chaos", "test_checkup",
     "test_cli_preflight", "test_fail_open", "test_launch", "test_no_harm", "test_preloaded",
     "test_real", "test_routine", "test_samples", "test_spawning", "test_tracebacks",
-    "test_users_objects",
+    "test_two_nodes", "test_users_objects",
 }  # fmt: skip
 """Modules that start ranks. torch itself aborts at teardown now and then, ports are taken, a busy
 machine stalls: one run of such a test proves nothing, so a failing one is tried again."""

@@ -1,0 +1,146 @@
+"""Two nodes with folders of their own, through the real command: one verdict on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sampling import LIMIT_S, SAMPLES, inherited
+
+DOCTOR = [sys.executable, "-m", "ddpdoctor"]
+ELSEWHERE = [
+    "unshare",
+    "--uts",
+    "--time",
+    "--monotonic",
+    "500000",
+    "--boottime",
+    "500000",
+    "--fork",
+]
+"""Begins a command on a host of another name, which was booted at another time."""
+
+
+def elsewhere() -> list[str]:
+    """`ELSEWHERE` with a name for the host; empty where that is not allowed."""
+    asked = [*ELSEWHERE, "sh", "-c", 'hostname other && exec "$@"', "sh"]
+    try:
+        allowed = subprocess.run([*asked, "true"], capture_output=True).returncode == 0
+    except OSError:
+        allowed = False
+    return asked if allowed else []
+
+
+def nodes(place: Path, script: Path, *options: str, each: int = 1) -> list[subprocess.Popen[str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for number in range(2):
+        (place / str(number)).mkdir()
+        ranks = ["--nnodes", "2", "--nproc-per-node", str(each), "--node-rank", str(number)]
+        address = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command = [*DOCTOR, "run", "--out", "out", "--no-live", *options, *ranks, *address]
+        started.append(
+            subprocess.Popen(
+                [*(elsewhere() if number else ()), *command, str(script)],
+                cwd=place / str(number),
+                env=inherited(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    return started
+
+
+def ended(started: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    try:
+        return [(node.communicate(timeout=LIMIT_S)[0], node.returncode)[::-1] for node in started]
+    finally:
+        for node in started:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+def findings(place: Path, node: int) -> Any:
+    return json.loads((place / str(node) / "out" / "findings.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sample", "options", "status", "finds"),
+    [
+        ("hang/rank_missing", ["--hang-after", "3", "--on-hang", "stop"], 4, ("DDP603", [1])),
+        ("data/sampler_missing", [], 0, ("DDP501", [0, 1])),
+    ],
+)
+def test_both_nodes_have_the_verdict(
+    sample: str, options: list[str], status: int, finds: tuple[str, list[int]], tmp_path: Path
+) -> None:
+    ends = ended(nodes(tmp_path, SAMPLES / f"{sample}.py", *options))
+    assert [end for end, _ in ends] == [status, status], ends[0][1]
+    first, second = (findings(tmp_path, node) for node in range(2))
+    assert first["findings"] == second["findings"], ends[1][1]
+    assert [(f["code"], f["ranks"]) for f in first["findings"]] == [finds]
+    assert [rank["rank"] for rank in first["ranks"]] == [0, 1]
+    if elsewhere():
+        assert [rank["node"] for rank in second["ranks"]] == [socket.gethostname(), "other"]
+    if status == 4:
+        stops = [
+            line for _, text in ends for line in text.splitlines() if "stopping the run" in line
+        ]
+        assert len(set(stops)) == 1 and len(stops) == 2 and "rank 1 has not reached" in stops[0]
+    said = subprocess.run(
+        [*DOCTOR, "report", str(tmp_path / "0" / "out"), "--format", "json"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    again = json.loads(said.stdout)
+    assert [(f["code"], f["ranks"]) for f in again["findings"]] == [finds]
+    alone = subprocess.run(
+        [*DOCTOR, "report", str(tmp_path / "1" / "out")], capture_output=True, text=True
+    )
+    assert "rank 0 was not observed" in " ".join((alone.stdout + alone.stderr).split())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_node_that_vanishes(gone: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "for _ in range(3000):\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "    time.sleep(0.02)\n"
+    )
+    started = nodes(tmp_path, script, each=2)
+    lead = tmp_path / "0" / "out" / "nodes" / "1"
+    deadline = time.monotonic() + LIMIT_S
+    while not list(lead.glob("rank-*.ring")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(2)
+    found = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True)
+    folder = str(tmp_path / str(gone))
+    for pid in map(int, found.stdout.split()):
+        if os.path.exists(f"/proc/{pid}") and os.readlink(f"/proc/{pid}/cwd") == folder:
+            os.kill(pid, signal.SIGKILL)
+    ends = ended(started)
+    status, text = ends[1 - gone]
+    assert status == 1, text
+    (error,) = [f for f in findings(tmp_path, 1 - gone)["findings"] if f["severity"] == "error"]
+    if gone == 1:
+        assert "node 1 (" in error["cause"] and "has not been heard of since" in error["cause"]
+        assert "ranks 2-3" in error["cause"]
+    else:
+        assert "the first node's verdict did not arrive" in text
