@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..events import MonitorStarted, ProcessEnded
+from ..events import ProcessEnded, ProcessStarted
 from ..storage.run_folder import Lines, RunFolder, RunInfo
 from . import clocks
 from .merge_records import end_of, of_one_world
@@ -94,13 +94,13 @@ def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
         clock = recording.clock
     ranks: dict[int, Rank] = {}
     nodes: dict[int, Facts] = {}
-    monitors: list[MonitorStarted | None] = []
     for run in runs:
+        known = {*ranks}
         ranks.update(run.ranks)
         for number, node in run.nodes.items():
-            if (began := node.first(MonitorStarted)) and began in monitors:
-                continue  # the first node has a copy
-            monitors.append(began)
+            its = {e.rank for e in node.of(ProcessStarted)}
+            if its and its <= known:
+                continue  # the first node has a copy of what another folder holds
             # Without --node-rank every node thinks it is the first.
             nodes[number if number not in nodes else max(nodes) + 1] = node
     joined = Run(joined_info(runs), ranks, nodes, attempt)

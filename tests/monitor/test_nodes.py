@@ -12,7 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from ddpdoctor.events import MonitorStarted, NodeSilent, RankStarted, StallSeen, StepDone
+from ddpdoctor.events import (
+    MonitorStarted,
+    NodeSilent,
+    ProcessStarted,
+    RankStarted,
+    StallSeen,
+    StepDone,
+)
 from ddpdoctor.launch import other_nodes
 from ddpdoctor.launch.other_nodes import OtherNodes
 from ddpdoctor.nodes import link as linking
@@ -407,6 +414,18 @@ def test_folders_of_several_nodes_have_one_clock(tmp_path: Path) -> None:
     run = load([RunFolder(tmp_path / "0"), RunFolder(tmp_path / "1")])
     assert [rank.started.at for rank in run.ranks.values()] == [11.0, 11.0]
     assert [rank.wall(11.0) for rank in run.ranks.values()] == [1001.0, 1001.0]
+
+
+def test_a_node_whose_copy_is_there_counts_once(tmp_path: Path) -> None:
+    ranks = [ProcessStarted(at=10.0, rank=1, local_rank=0, pid=11, wall=1000.0)]
+    for folder in (tmp_path / "0" / "nodes" / "1", tmp_path / "1"):
+        write(folder / "node-1.jsonl", monitored(10.0, 1000.0), *ranks)
+        write(folder / "rank-1.jsonl", started(1, 11.0, 1001.0))
+    write(tmp_path / "0" / "node-0.jsonl", monitored(10.0, 1000.0))
+    write(tmp_path / "0" / "rank-0.jsonl", started(0, 11.0, 1001.0))
+    for order in ("01", "10"):
+        run = load([RunFolder(tmp_path / number) for number in order])
+        assert sorted(run.ranks) == [0, 1] and len(run.nodes) == 2
 
 
 def test_a_wall_clock_that_is_minutes_ahead_is_set_back(tmp_path: Path) -> None:
