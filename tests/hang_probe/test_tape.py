@@ -153,7 +153,7 @@ def main():
 def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(ROUNDS)
-    tried, _, loop = statements.enclosing(str(path), 14)
+    tried, *_, loop = statements.enclosing(str(path), 14)
     assert [(w.line, w.text) for w in tried.ways] == [(15, "except RuntimeError:")]
     assert [(w.line, w.text, w.first, w.last) for w in loop.ways] == [
         (6, "except ValueError as e:", 4, 16),
@@ -226,14 +226,44 @@ def evaluate(net):
 """
 
 
+def test_a_branch_within_a_statement_that_leaves_the_block(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def load(name):\n"
+        "    if rank == 0:\n"
+        "        try:\n"
+        "            fetch(name)\n"
+        "        except OSError as error:\n"
+        "            log(error)\n"
+        "            return None\n"
+        "        except ValueError as error:\n"
+        "            raise Unfit from error\n"
+        "    for part in parts:\n"
+        "        if part is None:\n"
+        "            break\n"
+        "        if not part:\n"
+        "            return None\n"
+        "    with lock:\n"
+        "        return_code = 0\n"
+        "    all_true(name)\n"
+    )
+    inside = statements.enclosing(str(path), 17)
+    assert [(e.kind, e.text, e.line, e.opener, e.test) for e in inside] == [
+        ("past", "if not part:", 14, 13, "not part"),
+        ("past", "except OSError as error:", 7, 5, ""),
+    ]
+
+
 def test_statements_before_a_line_that_leave_its_block(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(PAST)
     inside = statements.enclosing(str(path), 21)
     assert [(e.kind, e.text, e.line, e.opener, e.test) for e in inside] == [
         ("with", "with no_grad():", 20, 0, ""),
+        ("past", "if x.any():", 17, 16, "x.any()"),
         ("past", "if len(x) < 2:", 15, 13, "len(x) < 2"),
         ("for", "for x in loader:", 12, 0, ""),
+        ("past", "elif quiet:", 11, 10, "quiet"),
         ("past", "if rank != 0: return", 7, 7, "rank != 0"),
         ("past", "if net is None:", 4, 3, "net is None"),
     ]

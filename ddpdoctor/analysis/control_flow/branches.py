@@ -49,6 +49,11 @@ def unbranched(head: Statement, what: str) -> str:
             f"{what} on every rank: put this call alone under `if {rest}:`, and leave the rest of "
             f"the block under `{part}`"
         )
+    if head.kind == "past" and head.text.startswith("except"):
+        return (
+            f"{what} on every rank: where `{head.text}` catches an error, do not leave at once; "
+            "`all_reduce` an error flag first, and leave on all ranks or on none"
+        )
     out_of = f"before `{head.text}`" if head.kind == "past" else f"out of `{head.label}`"
     shared = ""
     if head.kind in ("if", "elif", "past") and not on_rank((head,)):

@@ -175,14 +175,38 @@ def _statement(source: Source, node: ast.stmt, arm: Arm, made: set[str]) -> Stat
 
 
 def _early_leaves(source: Source, block: list[ast.stmt]) -> Iterator[Statement]:
-    for choice in _leaving(block):
-        yield Statement(
-            line=choice.body[-1].lineno,
-            text=_head(source, choice.lineno, choice.test),
-            opener=choice.lineno,
-            kind="past",
-            test=source.written(choice.test)[:TEXT_LIMIT],
-        )
+    """The branches before the last statement of a block that leave it, the last one first."""
+    for node in reversed(block[:-1]):
+        for leave, arm in _leaves_in(source, node, None, False):
+            yield Statement(
+                line=leave.lineno,
+                text=_head(source, arm.line, arm.test),
+                opener=arm.line,
+                kind="past",
+                test=source.written(arm.test)[:TEXT_LIMIT] if arm.test is not None else "",
+            )
+
+
+def _leaves_in(
+    source: Source, node: ast.stmt, branch: Arm | None, nested: bool
+) -> Iterator[tuple[ast.stmt, Arm]]:
+    """The statements in a branch of a statement that leave the block it is in; each with the
+    innermost branch around it. An exception that is raised deeper inside is left out: it is on
+    record itself.
+
+    Args:
+        branch: the innermost one around the statement; nested: it is in a loop of the block.
+    """
+    if isinstance(node, Defined):
+        return
+    jumps = isinstance(node, (ast.Continue, ast.Break)) and not nested
+    raises = isinstance(node, ast.Raise) and branch is not None and branch.kind == "if"
+    if branch is not None and (jumps or raises or isinstance(node, ast.Return) or _exit_of(node)):
+        yield node, branch
+    for arm in _arms(source, node):
+        inner = arm if arm.kind in _BRANCHES else branch
+        for each in arm.body:
+            yield from _leaves_in(source, each, inner, nested or arm.kind in _ROUNDS)
 
 
 def _leaving(block: list[ast.stmt]) -> Iterator[ast.If]:
