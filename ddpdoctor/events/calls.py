@@ -152,11 +152,14 @@ class Place(Part, frozen=True):
 
     Attributes:
         hands_on: the line passes only values computed from the arguments of its function.
+        rounds: of the loops over a `range` around it, by line: how many rounds they have by the
+            values that their variables had when the line ran first.
     """
 
     site: int
     inside: tuple[Statement, ...] = ()
     hands_on: bool = False
+    rounds: dict[int, int] = {}
 
 
 CALLERS = 4

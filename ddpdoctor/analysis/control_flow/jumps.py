@@ -122,9 +122,25 @@ def same_function(a: Location, b: Location) -> bool:
     return (a.file, a.function) == (b.file, b.function)
 
 
-def uneven(loop: Location) -> bool:
-    """Whether a loop may have a different number of rounds on each rank."""
-    return not SAME_ON_ALL.match(loop.source) and not OF_MODEL.match(loop.source)
+def same_rounds(loop: Location, *ranks: Rank) -> bool:
+    """Whether a loop has the same number of rounds on these ranks, unless a statement ends it: by
+    its head, or by the values that its variables had."""
+    if SAME_ON_ALL.match(loop.source):
+        return True
+    key = (loop.file, loop.line, loop.function)
+    counts = {
+        site.places[depth].rounds.get(loop.line, -1)
+        for rank in ranks
+        for site in rank.of(CallSite)
+        for at, _, depth, _ in loops_around(rank, site)
+        if at == key
+    }
+    return len(counts) == 1 and counts.pop() >= 0
+
+
+def uneven(loop: Location, *ranks: Rank) -> bool:
+    """Whether a loop may have a different number of rounds on each of these ranks."""
+    return not same_rounds(loop, *ranks) and not OF_MODEL.match(loop.source)
 
 
 def whole(made: CallRecord, loop: Location) -> bool:
@@ -172,7 +188,7 @@ def exits(
         }
         sure = sure or same_round
     sure = sure or _ENDLESS.match(loop.source) is not None
-    counted = even and SAME_ON_ALL.match(loop.source) is not None
+    counted = even and same_rounds(loop, leaver, stay.rank)
     return tuple(
         way
         for way in ended.values()

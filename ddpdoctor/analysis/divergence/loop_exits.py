@@ -15,7 +15,6 @@ from ..control_flow.branches import condition
 from ..control_flow.caught_exceptions import handler
 from ..control_flow.jumps import (
     OF_MODEL,
-    SAME_ON_ALL,
     Key,
     catching,
     depth_in,
@@ -24,6 +23,7 @@ from ..control_flow.jumps import (
     in_same_run,
     loops_around,
     same_function,
+    same_rounds,
     uneven,
     ways_out,
     whole,
@@ -136,7 +136,7 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> 
     if (
         left is None
         or left.how is not LoopExitKind.UNKNOWN
-        or not SAME_ON_ALL.match(left.loop.source)
+        or not same_rounds(left.loop, leaver, waiting.rank)
     ):
         return left
     if left.ways or ways_out(waiting, left.loop)[1] or depth_in(waiting, left.loop) != 0:
@@ -179,6 +179,7 @@ def _reported_loop(
     not known to have been finished: whoever leaves that one has left the inner ones, too.
     """
     numbers = [rank.rank for rank, _ in left]
+    ranks = [*(rank for rank, _ in left), *(made.rank for _, stay in loops for made in stay)]
     candidate: LeftLoop | None = None
     ways: tuple[Location, ...] = ()
     short: Location | None = None
@@ -201,10 +202,10 @@ def _reported_loop(
         elif candidate is None or (
             same_function(candidate.loop, head)
             if one_function
-            else not (uneven(candidate.loop) and whole(stay[0], head))
+            else not (uneven(candidate.loop, *ranks) and whole(stay[0], head))
         ):
             candidate = LeftLoop(numbers, head, how, ways=ways)
-            same = same and not broken and SAME_ON_ALL.match(head.source) is not None
+            same = same and not broken and same_rounds(head, *ranks)
     if candidate and candidate.ways and short and same:
         return replace(candidate, loop=short, how=LoopExitKind.SKIPPED)
     return candidate
@@ -223,7 +224,7 @@ def _uneven_within(loop: Location, leaver: Rank, stay: CallRecord) -> Iterator[L
     heads = (head for _, head, _, _ in loops_around(stay.rank, stay.site))
     for head in takewhile(lambda head: head != loop, heads):
         if (
-            uneven(head)
+            uneven(head, leaver, stay.rank)
             and _how((leaver, inf), until_call(stay), head, False) is LoopExitKind.UNKNOWN
         ):
             yield head

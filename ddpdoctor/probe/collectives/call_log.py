@@ -21,6 +21,7 @@ from ..recording.code_locations import USER
 from ..recording.recorder import Recorder
 from ..recording.threads import Threads
 from ..source.loop_keys import LoopKey, keyed
+from ..source.loop_rounds import rounds
 from ..source.passthrough import passes_through
 from ..source.statements import enclosing
 from . import stack_server
@@ -431,7 +432,8 @@ class CallLog:
             code, line = frame.f_code, frame.f_lineno
             site = self.recorder.sites.place(code.co_filename, line, code.co_name)
             handed = handed and passes_through(code, line, called)
-            places.append(Place(site, enclosing(code.co_filename, line), handed))
+            around = enclosing(code.co_filename, line)
+            places.append(Place(site, around, handed, rounds(around, frame)))
             called = code
         return tuple(places)
 
