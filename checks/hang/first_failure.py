@@ -97,6 +97,7 @@ class FirstFailure(Check):
         "worker-exception": "a DataLoader worker of a rank raised first",
         "rank-specific-path": "a rank did not find a file that another wrote under its own path",
         "exit-status": "a rank exited with a non-zero status first, without an exception",
+        "other-moment": "a file is not there yet, or any more, as another rank writes or moves it",
         "unrecorded": "a process without any record ended first",
         "spawned-process": "a process that `spawn` started, which is no rank, raised first",
         LOST_PEERS: "ranks only lost their peers; none was seen to fail on its own",
@@ -157,7 +158,7 @@ class FirstFailure(Check):
         else:
             summary = f"{at_step}{ranks_text(ranks)} ended with {first.text}"
         return self.finding(
-            rule="rank-specific-path" if missing else _rule(first),
+            rule=missing.rule if missing else _rule(first),
             deadlocked=left_waiting(run, ranks),
             ranks=ranks,
             steps=None if step is None else Steps.of([step]),

@@ -67,3 +67,24 @@ def test_a_file_that_nobody_was_seen_to_write() -> None:
 def test_it_was_written_there_on_another_machine() -> None:
     there, own = "/out/20261123_000749/last.pt", "/out/20261123_000750/last.pt"
     assert failing(there, own, there).rule == "exception"
+
+
+@pytest.mark.parametrize(
+    ("path", "later", "said"),
+    [
+        ("/out/step-3/model.pt", 0.5, "writes /out/step-3/model.pt only 0.5 s later"),
+        ("/out/step-3/model.pt", -0.5, "/out/step-3 was renamed or removed since"),
+        ("/out/step-4/model.pt", 0.5, ""),
+    ],
+)
+def test_a_folder_that_is_not_there_yet_or_any_more(path: str, later: float, said: str) -> None:
+    frame = Frame(file=f"{CWD}/train.py", line=58, function="main", user=True)
+    raised = ExceptionRaised(
+        at=5.0, kind="RuntimeError", message="Parent directory /out/step-3 does not exist.",
+        frames=(frame,), step=3,
+    )  # fmt: skip
+    wrote = FileWritten(at=5.0 + later, path=path, site=1, how="save", step=3)
+    events = {0: [SAVED, *steps(3), wrote], 1: [READ, *steps(3), raised]}
+    (finding,) = FirstFailure().examine(make_run(events, ended={0: -15, 1: 1}))
+    assert (finding.rule == "other-moment") is bool(said)
+    assert said in finding.cause

@@ -1,10 +1,12 @@
-"""A file that a rank does not find because every rank built the path itself, from the clock or with
-a random name."""
+"""A file or folder that a rank does not find: because every rank built the path itself, from the
+clock or with a random name; or because another rank has not written it yet, or has removed it."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...events import FileRead, FileWritten
 from ...report.findings import Related
@@ -13,6 +15,8 @@ from .failures import Failure
 from .thresholds import DIFFERING_FOLDERS, TIMESTAMP_DIGITS
 
 _MISSING = re.compile(r"No such file or directory: (?P<quote>['\"]?)(?P<path>.+)(?P=quote)")
+_NO_FOLDER = re.compile(r"Parent directory (?P<path>.+) does not exist")
+"""What torch.save says."""
 _COUNT = re.compile(r"(?<!\d)\d{1,4}(?!\d)")
 
 
@@ -22,6 +26,7 @@ class MissingFile:
 
     rank: Rank
     event: FileWritten
+    rule: ClassVar[str] = "rank-specific-path"
 
     @property
     def path(self) -> str:
@@ -47,9 +52,58 @@ class MissingFile:
         return (Related(f"rank {self.rank.rank} wrote its file here", spot),) if spot else ()
 
 
+@dataclass(frozen=True)
+class FileOfOtherTime(MissingFile):
+    """The very file, or one in the folder, that another rank wrote at another time.
+
+    Attributes:
+        later_s: how many seconds after the failure; negative for before it.
+        missed: the path that was not found.
+    """
+
+    later_s: float
+    missed: str
+    rule: ClassVar[str] = "other-moment"
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.rank.rank}"
+
+    @property
+    def cause(self) -> str:
+        if self.later_s >= 0:
+            return (
+                f"{self._who} writes {self.path} only {self.later_s:.2g} s later, and nothing "
+                "makes this rank wait for it"
+            )
+        return (
+            f"{self._who} had written {self.path} {-self.later_s:.2g} s before: {self.missed} was "
+            "renamed or removed since, while this rank still needed it"
+        )
+
+    @property
+    def fix(self) -> str:
+        if self.later_s >= 0:
+            return (
+                f"call `dist.barrier()` on all ranks after {self._who} has made it; a folder can "
+                "be made by each rank: `os.makedirs(folder, exist_ok=True)`"
+            )
+        return (
+            "rename or remove it on one rank, once all ranks are done with it: call "
+            "`dist.barrier()` on all ranks before that line"
+        )
+
+    @property
+    def related(self) -> tuple[Related, ...]:
+        spot: Location | None = self.rank.location(self.event.site)
+        return (Related(f"{self._who} wrote here", spot),) if spot else ()
+
+
 def missing_file(run: Run, first: Failure) -> MissingFile | None:
-    """The file that another rank wrote under its own path, where a rank failed because it did not
-    find the file under its path; None where the paths are equal, or that is not clear."""
+    """What another rank wrote, where a rank failed because it did not find a file or folder: the
+    file under a path of its own, or the same one at another time. None where that is not clear."""
+    if (other := _of_other_time(run, first)) is not None:
+        return other
     missing = _MISSING.search(first.message)
     if missing is None or not first.kind_raised.endswith("FileNotFoundError"):
         return None
@@ -64,6 +118,27 @@ def missing_file(run: Run, first: Failure) -> MissingFile | None:
     return next(
         (o for o, folders in found if folders and _built_by_each_rank(o, first, folders)), None
     )
+
+
+def _of_other_time(run: Run, first: Failure) -> FileOfOtherTime | None:
+    """The write of another rank to the path that was not found, or into that folder, that is
+    nearest to the failure in time."""
+    missing = _NO_FOLDER.search(first.message)
+    if missing is None and first.kind_raised.endswith("FileNotFoundError"):
+        missing = _MISSING.search(first.message)
+    if missing is None:
+        return None
+    path = posixpath.normpath(posixpath.join(first.rank.cwd, missing["path"]))
+    found = [
+        FileOfOtherTime(rank, event, rank.wall(event.at) - first.at, shorten(path, first.rank.cwd))
+        for rank in run.ranks.values()
+        if rank is not first.rank and rank.node == first.rank.node
+        for event in rank.of(FileWritten)
+        if event.path == path or event.path.startswith(f"{path}/")
+    ]
+    # A file that was written before may be on another machine.
+    told = [other for other in found if other.later_s > 0 or other.event.path != path]
+    return min(told, key=lambda other: abs(other.later_s), default=None)
 
 
 def _differing_folders(path: str, other: str) -> list[tuple[str, str]] | None:
