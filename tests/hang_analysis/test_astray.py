@@ -15,13 +15,13 @@ SAVED, READ = site(1, "train.py", 28, "torch.save(state, path)"), site(2, "train
 def failing(looked_for: str, *saved: str, read: bool = True) -> Finding:
     frame = Frame(file=f"{CWD}/train.py", line=58, function="main", user=True)
     raised = ExceptionRaised(
-        at=0, kind="FileNotFoundError", frames=(frame,), step=3,
+        at=9.0, kind="FileNotFoundError", frames=(frame,), step=3,
         message=f"[Errno 2] No such file or directory: '{looked_for}'",
     )  # fmt: skip
     files: list[Event] = []
     for path in saved:
-        files.append(FileWritten(at=0, path=path, site=1, how="save", step=3))
-        files += [FileRead(at=0, path=path, site=2, how="load", step=3)] if read else []
+        files.append(FileWritten(at=8.0, path=path, site=1, how="save", step=3))
+        files += [FileRead(at=8.5, path=path, site=2, how="load", step=3)] if read else []
     events = {0: [SAVED, READ, *steps(3), *files], 1: [READ, *steps(3), raised]}
     (finding,) = FirstFailure().examine(make_run(events, ended={0: -15, 1: 1}))
     return finding
