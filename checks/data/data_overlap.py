@@ -54,7 +54,8 @@ class DataOverlap(LoaderCheck):
     - ranks that read the same files
     - a loader that is continued on all ranks from the state of one rank's loader (torchdata's
       `StatefulDataLoader`), although each rank made a dataset of its own
-    - a custom sampler whose shares overlap
+    - a custom sampler whose shares overlap; shares of a stream (of whole files, say) that each rank
+      shuffles in an order of its own
     - parts of one dataset (`Subset`, slices of a list) that each rank selects and that overlap
     - data that should differ between ranks but is the same on some of them
     - samples that are picked at random, from a generator in the same state on all ranks
@@ -347,6 +348,7 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
         "seed": drawn.fix if drawn else f"add the rank to the seed that {kind} draws from",
         "selections": on_each_rank(fault.selections.items()),
         "counts": some(fault.shared_by_epoch, 6),
+        **({"sampler": kind} if fault.readers[0].seen.iterable else {}),
     }
 
 

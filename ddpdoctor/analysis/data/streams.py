@@ -8,7 +8,14 @@ from typing import NamedTuple
 from .content import Row, distinct, overlap, rows, same_pass
 from .fault import LoaderFault
 from .loaders import Epoch, Loader, Reader
-from .thresholds import MATERIAL, NO_ACCIDENT, ONCE, OVERFITTED_BATCHES, WHOLE
+from .thresholds import (
+    MATERIAL,
+    NO_ACCIDENT,
+    ONCE,
+    OVERFITTED_BATCHES,
+    OWN_SHUFFLES,
+    WHOLE,
+)
 
 
 class Sharing(NamedTuple):
@@ -124,7 +131,9 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
     number, found = 0, sharing_in_epoch(readers, 0)
     if not found.ranks:
         number, found = sharing_later(readers)
-    if not found.ranks:
+    if shuffles := _own_shuffles(readers):
+        number, found = 0, Sharing(frozenset(r.rank.rank for r in readers), max(shuffles))
+    if not found.ranks or _by_chance(readers, number, found):
         return None
     common, of = found.best
     rule = "repeated-parts" if found.parts else "unsharded-stream"
@@ -132,6 +141,8 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
         rule = "restored-alike"
     if rule == "unsharded-stream" and _drawn(readers, number):
         rule = "equal-draws"
+    if shuffles:
+        rule = "different-shuffles"
     overlap = any(workers_share(r)[1] for r in readers) or all_workers_share(readers)
     return LoaderFault(
         "data-overlap",
@@ -142,6 +153,7 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
         parts=found.parts,
         first_epoch=number,
         compared=found.best,
+        shared_by_epoch=[common for common, _ in shuffles],
         workers_overlap=overlap,
         evidence={
             "samples compared": of,
@@ -158,12 +170,48 @@ def _drawn(readers: list[Reader], number: int) -> bool:
     return len(set(seen)) < ONCE * len(seen) and not readers[0].epochs[number].exhausted
 
 
+def _by_chance(readers: list[Reader], number: int, found: Sharing) -> bool:
+    """Whether ranks have only a part of their samples in common, and draw them with replacement:
+    some come twice in an epoch of one rank."""
+    common, of = found.best
+    rows_of = ([row for _, row in rows(r.epochs[number])] for r in readers)
+    again = any(len(set(mine)) < ONCE * len(mine) for mine in rows_of)
+    return common < WHOLE * of and again
+
+
 def _restored_alike(readers: list[Reader], number: int) -> bool:
     """Whether the loaders of these ranks were given the same state, over datasets that were other
     ones on each rank before."""
     began = [r.epochs[number].began for r in readers]
     states, held = {e.restored for e in began}, {e.restored_over for e in began}
     return len(states) == 1 and 0 not in states and len(held) == len(readers)
+
+
+def _own_shuffles(readers: list[Reader]) -> list[tuple[int, int]]:
+    """How many samples the first two ranks both delivered, and of how many, in each whole epoch,
+    where each takes its share of an order of its own: no sample comes twice in a share, the shares
+    together are as large as what all epochs hold, and the share of each changes, as does what two
+    of them have in common.
+    Empty where that is not seen."""
+    count = min(len(r.epochs) for r in readers)
+    epochs = [[{row for _, row in rows(r.epochs[n])} for r in readers] for n in range(count)]
+    whole = [
+        shares
+        for n, shares in enumerate(epochs)
+        if all(r.epochs[n].exhausted and r.epochs[n].trained for r in readers)
+        and all(len(s) == len(rows(r.epochs[n])) for s, r in zip(shares, readers, strict=True))
+    ]
+    sizes = {len(share) for shares in whole for share in shares}
+    if len(whole) < OWN_SHUFFLES or len(sizes) != 1 or min(sizes) < NO_ACCIDENT:
+        return []
+    every = set().union(*(share for shares in whole for share in shares))
+    shared = [(len(shares[0] & shares[1]), len(shares[0])) for shares in whole]
+    size = sizes.pop()
+    some = sum(common for common, _ in shared) >= MATERIAL * size * len(shared)
+    if len(every) != size * len(readers) or not some or len(set(shared)) < 2:
+        return []
+    change = all(len(set(map(frozenset, mine))) > 1 for mine in zip(*whole, strict=True))
+    return shared if change else []
 
 
 def worker_faults(loader: Loader) -> list[LoaderFault]:

@@ -79,6 +79,10 @@ selected its own from the same data."""
 
 # --- streams -------------------------------------------------------------------------------------
 
+OWN_SHUFFLES = 3
+"""Whole epochs of a stream from which it is told that ranks shuffle it differently: that no sample
+comes twice in a share is no chance in so many."""
+
 WHOLE = 0.8
 """Share of two passes over a stream that must agree. Not 1: each may drop its last batches."""
 
