@@ -38,7 +38,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
-        " LossScaled NonFinite"
+        " LossScaled LossCounted NonFinite"
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
@@ -98,7 +98,8 @@ WHEN: dict[str, str] = {
     ),
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
-        " Edited Rewritten NonFinite Bypassed LossScaled GradientReduced SteppedInside KeptBack"
+        " Edited Rewritten NonFinite Bypassed LossScaled LossCounted GradientReduced"
+        " SteppedInside KeptBack"
         " StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided"
     ),

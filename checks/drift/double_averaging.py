@@ -11,7 +11,7 @@ from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.analysis.replicas.thresholds import EXAMINED_STEPS, SAME_FACTOR
-from ddpdoctor.events import Averaged, Edited, GradientReduced, LossScaled
+from ddpdoctor.events import Averaged, Edited, GradientReduced, LossCounted, LossScaled
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run
@@ -21,6 +21,7 @@ SEVERAL = 0.0
 
 
 DIVIDED_LOSS = "divided-loss"
+COUNTED_LOSS = "counted-loss"
 DIVIDED_GRADIENTS = "divided-gradients"
 SUMMED_AGAIN = "summed-again"
 REDUCED_AGAIN = "reduced-again"
@@ -31,25 +32,27 @@ class DoubleAveraging(Check):
 
     ## What it finds
     With DDP, which averages gradients itself: a loss divided by the world size (or by a product
-    that contains it) before backward, gradients divided by it, or gradients or copies of them
-    all-reduced once more. Without a wrapper: gradients that the program synchronises manually and
-    divides once too often, or whose loss was divided before; and parameters that it sums over the
-    ranks between steps and does not divide.
+    that contains it) before backward; a sum of losses divided by a count that is summed over all
+    ranks (tokens, say), and not multiplied by the world size; gradients divided by it, or gradients
+    or copies of them all-reduced once more. Without a wrapper: gradients that the program
+    synchronises manually and divides once too often, or whose loss was divided before; and
+    parameters that it sums over the ranks between steps and does not divide.
 
     ## How it knows
     Each rank searches the last twelve nodes of the loss's autograd graph for a division by the
     world size or a multiple of it: in the first six backwards of a line, then in one of 17, and
-    whenever the loss is computed in a new way. The lines are recorded in a later forward. Between
-    the synchronised backward and the step, values of up to six gradients on the CPU are compared
-    (in the first 64 steps, then in about one of 110 as `--budget` allows), apart from what torch's
-    clipping changes, and so is what the program passes to collectives. Without a wrapper, four
-    steps compare what is applied with the mean of the ranks' own gradients, and the parameters
-    after an exchange with the mean of those before it. A division counts only
-    if its line names the world size, or a name assigned once in that file from a product or
-    quotient with it: any other 2 does not. A product counts where the loss is a mean, or a sum
-    divided by the world size times the number of its terms. All this proves the fault. A manual
-    all-reduce is an error if the gradients grow by the number of ranks summed; if something else
-    scales them as well, it is only called redundant.
+    whenever the loss is computed in a new way. The lines are recorded in a later forward. In early
+    backwards it also compares the divisors with the small tensors that were summed over the ranks
+    since the last one; two in a row must agree. Between the synchronised backward and the step,
+    values of up to six gradients on the CPU are compared (in the first 64 steps, then in about one
+    of 110 as `--budget` allows), apart from what torch's clipping changes, and so is what the
+    program passes to collectives. Without a wrapper, four steps compare what is applied with the
+    mean of the ranks' own gradients, and the parameters after an exchange with the mean of those
+    before it. A division counts only if its line names the world size, or a name assigned once in
+    that file from a product or quotient with it: any other 2 does not. A product counts where the
+    loss is a mean, or a sum divided by the world size times the number of its terms. All this
+    proves the fault. A manual all-reduce is an error if the gradients grow by the number of ranks
+    summed; if something else scales them as well, it is only called redundant.
 
     ## Why it hurts
     The effective learning rate is too small by the world size (too large, for a sum) and changes
@@ -61,7 +64,7 @@ class DoubleAveraging(Check):
 
     ## When it stays quiet
     - Division by the number of accumulation steps; losses that are reduced for logging only.
-    - `loss *= world_size`, where a sum over ranks is wanted.
+    - `loss * world_size / count`, or `loss *= world_size` where a sum over ranks is wanted.
     - Gradients that DDP does not average: in this backward (`no_sync`), or at all, or through a
       communication hook other than torch's.
     """
@@ -72,6 +75,7 @@ class DoubleAveraging(Check):
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
         DIVIDED_LOSS: "the loss is divided by the world size, and DDP averages",
+        COUNTED_LOSS: "the loss is divided by a count of all ranks, and DDP averages",
         DIVIDED_GRADIENTS: "gradients are divided by the world size after DDP averaged them",
         SUMMED_AGAIN: "gradients that DDP averaged are summed over the ranks once more",
         REDUCED_AGAIN: "gradients that DDP averaged are all-reduced once more, to no effect",
@@ -100,7 +104,12 @@ class DoubleAveraging(Check):
         for group in replicas(run):
             if group.left_out or not group.any.seen.averages:
                 continue
-            for judge in (self._divided_loss, self._divided_gradients, self._reduced):
+            for judge in (
+                self._divided_loss,
+                self._counted_loss,
+                self._divided_gradients,
+                self._reduced,
+            ):
                 for finding in judge(group):
                     key = (finding.location, judge)
                     if key not in reported:
@@ -130,6 +139,40 @@ class DoubleAveraging(Check):
             fix=f"remove the division by `{event.expression}`: DDP needs the mean over the local "
             "batch only",
             evidence={"divided_by": event.divisor, "written_as": event.expression},
+            at=event.at,
+        )
+
+    def _counted_loss(self, group: Replicas) -> Iterator[Finding]:
+        seen = {
+            n: e for n, m in group.members.items() if (e := next(iter(m.of(LossCounted)), None))
+        }
+        if len(seen) < len(group.members):
+            return
+        number, event = next(iter(seen.items()))
+        member = group.members[number]
+        rank, size = member.rank, event.size
+        if any(abs(_manual_factor(e) - size) < SAME_FACTOR for e in _edits(member)):
+            return  # the program makes up for it
+        divides = rank.location(event.site)
+        yield self._finding(
+            member,
+            rule=COUNTED_LOSS,
+            ranks=tuple(seen),
+            first=(first := own_step(member, event.step)),
+            count=member.last_step - first + 1,
+            location=divides or rank.location(event.count_site),
+            label="divides by a count of all ranks" if divides else "the count of all ranks",
+            related=(
+                *(_related(member, "counts over all ranks", event.count_site) if divides else ()),
+                *_related(member, "its backward", event.backward_site),
+            ),
+            summary=f"the loss of each rank is divided by a count over all {size} ranks, and DDP "
+            f"averages the gradients: they are {size} times too small",
+            cause="the mean over all ranks is the sum of all their losses over the count of all; "
+            f"DDP adds up the gradients and divides them by {size} once more",
+            fix=f"multiply the loss by the world size: `loss * {size} / count`, with "
+            "`dist.get_world_size()` for the number",
+            evidence={"divided_by": event.count, "ranks": size},
             at=event.at,
         )
 

@@ -121,6 +121,7 @@ from .sync import (
     EditedBeforeSync,
     GradientReduced,
     KeptBack,
+    LossCounted,
     LossScaled,
     SteppedInside,
     SyncPattern,

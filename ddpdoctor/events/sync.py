@@ -86,6 +86,27 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
     expression: str = ""
 
 
+class LossCounted(Event, frozen=True, tag="loss-counted"):
+    """The loss was divided by a number that was summed over the ranks of the model's group before,
+    and not multiplied by their number. Recorded once per line of the backward.
+
+    Attributes:
+        step: the first step for which this may hold.
+        count: the number; count_site the line that summed it.
+        size: of the group.
+        site: the user's line that divides, -1 where that was not found; `backward_site` the line of
+            the backward.
+    """
+
+    model: int
+    step: int
+    count: float
+    size: int
+    site: int
+    count_site: int
+    backward_site: int
+
+
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
     """The program itself reduced gradients that DDP averages. Recorded for the first calls of a
     line, then rarely, and for the last.

@@ -10,7 +10,7 @@ from recordings import make_run, steps
 from replicas import BACKWARD, LINE, STEP, replica, run_of
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
-from ddpdoctor.events import Edited, GradientReduced, LossScaled, Replica
+from ddpdoctor.events import Edited, GradientReduced, LossCounted, LossScaled, Replica
 from ddpdoctor.probe.recording.torch_compat import averages
 from ddpdoctor.probe.source.division import divided_by_world_size
 from ddpdoctor.probe.watchers.gradients import loss_scaling
@@ -38,6 +38,20 @@ def reduced(call, op="SUM"):
 
 def judge(*events):
     return list(DoubleAveraging().examine(run_of({n: list(events) for n in range(2)})))
+
+
+COUNTED = LossCounted(
+    at=0, model=0, step=0, count=117, size=2, site=LINE, count_site=LINE, backward_site=BACKWARD
+)
+
+
+def test_a_loss_that_is_divided_by_a_count_of_all_ranks():
+    (finding,) = judge(COUNTED)
+    assert (finding.rule, finding.severity) == ("counted-loss", Severity.ERROR)
+    assert finding.location.line == 33
+    (finding,) = judge(msgspec.structs.replace(COUNTED, site=-1))
+    assert finding.location.line == 33, "where it was counted"
+    assert judge(COUNTED, edit(2.0)) == [], "the gradients are multiplied afterwards"
 
 
 def test_a_divided_loss():

@@ -53,6 +53,15 @@ EXACT_BELOW = 1 << 53
 
 SCALER_CALLS_AT_MOST = 5000
 
+# loss_counts
+
+COUNTED_BACKWARDS = 64
+"""Backwards before which a count was summed that are looked at."""
+COUNTS_KEPT = 16
+"""Sums between two backwards that are compared with what the loss is divided by."""
+SMALLEST_COUNT = 3.0
+"""Smaller divisors may be anything."""
+
 # loss_scaling
 
 NODES_FOLLOWED = 12

@@ -1,0 +1,191 @@
+"""Is the loss divided by a count that was summed over all ranks, although DDP averages gradients?
+
+The mean over all tokens of all ranks is the sum of this rank's losses over the count of all, times
+the number of ranks: DDP divides by that once more.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from ....events import LossCounted
+from ...collectives import call_hooks
+from ...recording.frames import variables
+from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
+from ...source.ast_cache import last_name, parts_of
+from ...tensors.autograd_nodes import divisor_of
+from ...training import lifecycle
+from ...training.records import Backward
+from ...training.tracked_model import Model
+from ...training.wrapped_models import WrappedModels
+from .gradient_sync import GradientSync
+from .limits import COUNTED_BACKWARDS, COUNTS_KEPT, NODES_FOLLOWED, SMALLEST_COUNT
+
+MOST_NUMBERS, MOST_BYTES = 4, 256
+"""Of a tensor that may hold a count, and of its storage: it is kept until the next backward."""
+
+
+class _Count(NamedTuple):
+    """A small tensor that was summed over a group.
+
+    Attributes:
+        site: the line of the call; code: of the user's function with it; name: of the variable that
+            holds the tensor there, empty for none.
+    """
+
+    tensor: Any
+    group: int
+    site: int
+    code: CodeType | None
+    name: str
+
+
+class LossCounts(Watcher):
+    """
+    Attributes:
+        counts: small tensors that were summed over a group since the last backward.
+        looked: backwards looked at; emitted: sites of backwards that are on record.
+        seen: by site of the backward, in how many a count was the divisor, and the first step.
+    """
+
+    lost = "whether losses are divided by counts of all ranks"
+    after = (GradientSync,)
+
+    def __init__(self) -> None:
+        self.counts: list[_Count] = []
+        self.looked = 0
+        self.plain: Any = None
+        self.emitted: set[int] = set()
+        self.seen: dict[int, tuple[int, int]] = {}
+
+    def install(self) -> None:
+        import torch
+
+        self.plain = torch.Tensor
+
+    @on(call_hooks.called)
+    def _called(self, recorder: Recorder, call: call_hooks.Call) -> None:
+        if self.looked >= COUNTED_BACKWARDS or call.op != "all_reduce" or call.p2p:
+            return
+        if not str(call.reduction).endswith("SUM") or len(self.counts) >= COUNTS_KEPT:
+            return
+        for tensor in call.tensors:
+            small = type(tensor) is self.plain and 0 < tensor.numel() <= MOST_NUMBERS
+            if not small or not tensor.is_cpu or tensor.requires_grad:
+                continue
+            if tensor.untyped_storage().nbytes() > MOST_BYTES:
+                continue
+            frame = recorder.sites.user_frame(sys._getframe(1))
+            known = variables(frame) if frame is not None else {}
+            name = next((n for n, value in known.items() if value is tensor), "")
+            code = frame.f_code if frame is not None else None
+            self.counts.append(_Count(tensor, call.group, recorder.site(), code, name))
+
+    @on(lifecycle.backward_begins, fast_path=False)
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        counts, self.counts = self.counts, []
+        if not counts or backward.site in self.emitted:
+            return
+        self.looked += 1
+        pending = [m for m in WrappedModels.current.live() if m.pending and m.pending_sync]
+        for root in backward.roots:
+            node = getattr(root, "grad_fn", None)
+            for model in pending if node is not None else ():
+                mine = [c for c in counts if c.group == model.group]
+                if mine and (found := _divisor(node, mine, _size(model))) is not None:
+                    self._note(recorder, backward, model, *found)
+                    return
+
+    def _note(
+        self, recorder: Recorder, backward: Backward, model: Model, value: float, count: _Count
+    ) -> None:
+        times, step = self.seen.get(backward.site, (0, recorder.step))
+        self.seen[backward.site] = times + 1, step
+        if times == 0:
+            return  # two numbers may be equal by chance once
+        self.emitted.add(backward.site)
+        frame, sites = backward.frame, recorder.sites
+        site = -1
+        if count.code is not None and (line := _line_dividing_by(count.code, count.name)):
+            site = sites.number(count.code, line)
+        elif frame is not None and (line := _line_dividing(frame, value)):
+            site = sites.number(frame.f_code, line)
+        recorder.emit(
+            LossCounted(
+                at=time.monotonic(),
+                model=model.number,
+                step=step,
+                count=value,
+                size=_size(model),
+                site=site,
+                count_site=count.site,
+                backward_site=backward.site,
+            )
+        )
+
+
+def _size(model: Model) -> int:
+    group = getattr(model.ddp(), "process_group", None)
+    return int(group.size()) if group is not None else 0
+
+
+def _divisor(node: Any, counts: list[_Count], size: int) -> tuple[float, _Count] | None:
+    """The count that the loss is divided by; None where it is divided by none, or multiplied by the
+    number of ranks too."""
+    found: tuple[float, _Count] | None = None
+    for _ in range(NODES_FOLLOWED):
+        divisor, name = divisor_of(node), node.name()
+        if "AllReduce" in name or "AllGather" in name or abs(divisor * size - 1) < 1e-6:
+            return None
+        if found is None and divisor >= SMALLEST_COUNT and divisor != size:
+            equal = (c for c in counts if divisor in c.tensor.detach().flatten().tolist())
+            if (count := next(equal, None)) is not None:
+                found = divisor, count
+        ahead = [n for n, _ in node.next_functions if n is not None]
+        if len(ahead) != 1:
+            break
+        node = ahead[0]
+    return found if size > 1 else None
+
+
+def _line_dividing_by(code: CodeType, name: str) -> int:
+    """The line of a function that divides by a variable, or by one that is made from it; 0 for
+    none."""
+    names = {name} if name else set()
+    for node in parts_of(code) if names else ():
+        if isinstance(node, ast.Assign) and names & set(map(last_name, ast.walk(node.value))):
+            names |= {last_name(target) for target in node.targets} - {""}
+    return next((line for line, right in _divisions(code) if last_name(right) in names), 0)
+
+
+def _line_dividing(frame: FrameType, value: float) -> int:
+    """The line of a running function that divides by a variable of that value; 0 for none."""
+    known = variables(frame)
+    equal = (
+        line
+        for line, right in _divisions(frame.f_code)
+        if _value(known.get(last_name(right))) == value
+    )
+    return next(equal, 0)
+
+
+def _divisions(code: CodeType) -> Iterator[tuple[int, ast.expr]]:
+    """The divisions in a function: line and divisor."""
+    for node in parts_of(code):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            yield node.lineno, node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            yield node.lineno, node.value
+
+
+def _value(thing: Any) -> float | None:
+    if type(thing) in (int, float):
+        return float(thing)
+    plain = getattr(thing, "is_cpu", False) and thing.numel() == 1 and not thing.requires_grad
+    return float(thing) if plain else None
