@@ -152,8 +152,8 @@ class Place(Part, frozen=True):
 
     Attributes:
         hands_on: the line passes only values computed from the arguments of its function.
-        rounds: of the loops over a `range` around it, by line: how many rounds they have by the
-            values that their variables had when the line ran first.
+        rounds: of the loops over a `range` or a list around it, by line: how many rounds they have
+            by the values that their variables had when the line ran first.
     """
 
     site: int

@@ -20,11 +20,17 @@ class Sly:
         raise AssertionError("the user's code was run")
 
 
+class Lying(list[int]):
+    def __len__(self) -> int:
+        raise AssertionError("the user's code was run")
+
+
 def told(text: str, **known: Any) -> dict[int, int]:
     head = Statement(line=3, text=text, kind="for")
     args, sly, names = SimpleNamespace(epochs=5), Sly(), known
+    batches, lying = [(1, 2)] * 3, Lying([1, 2])
     frame = sys._getframe()
-    assert args and sly and names is not None
+    assert args and sly and batches and type(lying) is Lying and names is not None
     return rounds([head], frame)
 
 
@@ -35,6 +41,9 @@ def told(text: str, **known: Any) -> dict[int, int]:
         ("for epoch in range(args.epochs):", 5),
         ("for epoch in range(2, args.epochs + 1):", 4),
         ("for n in range(0, 10, 3):", 4),
+        ("for x, y in batches:", 3),
+        ("for n, (x, y) in enumerate(batches):", 3),
+        ("for n in enumerate(range(4)):", 4),
     ],
 )
 def test_rounds_are_told_by_values(text: str, count: int) -> None:
@@ -50,6 +59,7 @@ def test_rounds_are_told_by_values(text: str, count: int) -> None:
         "for epoch in range(args):",
         "for n in range(0, 10, 0):",
         "for x, y in loader:",
+        "for x in lying:",
         "for epoch in range(",
         "for epoch in range(*args):",
     ],

@@ -1,4 +1,5 @@
-"""How many rounds a loop over a `range` has, by the values that its variables have in a frame."""
+"""How many rounds a loop over a `range`, or over a list, has, by the values that its variables have
+in a frame."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from typing import Any
 from ...events import Statement
 from ..recording.frames import variables
 
-_RANGE = re.compile(r"for [^:]+? in (range\(.*\)):")
+_HEAD = re.compile(r"for [^:]+? in (.+):")
+_SIZED = (list, tuple, dict, set, str)
+"""Types of which the length can be asked without running code of the user's; not of what derives
+from them."""
 
 
 def rounds(heads: Iterable[Statement], frame: FrameType) -> dict[int, int]:
@@ -21,23 +25,37 @@ def rounds(heads: Iterable[Statement], frame: FrameType) -> dict[int, int]:
     and numbers."""
     found = {}
     for head in heads:
-        call = _parsed(head.text) if head.kind == "for" else None
-        given = [_value(argument, frame) for argument in call.args] if call else []
-        if given and None not in given and 0 not in given[2:]:
-            found[head.line] = len(range(*given))  # type: ignore[arg-type]
+        over = _parsed(head.text) if head.kind == "for" else None
+        count = _length(over, frame) if over is not None else None
+        if count is not None:
+            found[head.line] = count
     return found
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> ast.Call | None:
-    """The call of `range` in the head of a loop; None where there is none that is plain."""
-    found = _RANGE.fullmatch(text)
+def _parsed(text: str) -> ast.expr | None:
+    """What a loop runs over; None where its head cannot be parsed."""
+    found = _HEAD.fullmatch(text)
     try:
-        node = ast.parse(found[1], mode="eval").body if found else None
+        return ast.parse(found[1], mode="eval").body if found else None
     except (SyntaxError, ValueError, RecursionError):
         return None
-    plain = isinstance(node, ast.Call) and 0 < len(node.args) <= 3 and not node.keywords
-    return node if plain else None  # type: ignore[return-value]
+
+
+def _length(over: ast.expr, frame: FrameType) -> int | None:
+    """How many items an expression yields: a `range`, a list, or `enumerate` of these."""
+    if not isinstance(over, ast.Call):
+        value = _looked_up(over, frame)
+        return len(value) if type(value) in _SIZED else None
+    name = over.func.id if isinstance(over.func, ast.Name) else ""
+    if over.keywords or not over.args:
+        return None
+    if name == "enumerate":
+        return _length(over.args[0], frame)
+    given = [_value(argument, frame) for argument in over.args] if name == "range" else []
+    if not 0 < len(given) <= 3 or None in given or 0 in given[2:]:
+        return None
+    return len(range(*given))  # type: ignore[arg-type]
 
 
 def _value(node: ast.expr, frame: FrameType) -> int | None:
