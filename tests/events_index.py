@@ -55,7 +55,7 @@ QUESTIONS: dict[str, str] = {
         "Loaded StateTaken Edited Rewritten Clipped Averaged"
     ),
     "What did a loader deliver to a rank?": (
-        "LoaderSeen EpochBegan IndicesRead EpochEnded ContentRead RowsRead ForwardInput"
+        "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead ForwardInput"
         " ComparedValue SaveDecided"
         " SamplerRefused"
     ),
@@ -100,7 +100,7 @@ WHEN: dict[str, str] = {
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
         " Edited Rewritten NonFinite Bypassed LossScaled LossCounted GradientReduced"
         " SteppedInside KeptBack"
-        " StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
+        " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided"
     ),
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.data.loader_check import LoaderCheck
+from ddpdoctor.analysis.data.forward_inputs import equal_inputs, inputs
+from ddpdoctor.analysis.data.loader_check import LoaderCheck, no_loader
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
 from ddpdoctor.analysis.data.rng_state import (
     NAMES,
@@ -14,20 +15,25 @@ from ddpdoctor.analysis.data.rng_state import (
     worker_states,
 )
 from ddpdoctor.analysis.data.sharing_ranks import partners
-from ddpdoctor.events import WorkerRandom
-from ddpdoctor.report.findings import Finding, Severity
+from ddpdoctor.events import StepDraws, WorkerRandom
+from ddpdoctor.report.findings import Finding, Severity, Steps
 from ddpdoctor.run import Run, listed, whom
 
 SHOWN_RANKS, SHOWN_WORKERS = 16, 8
+FEWEST_STEPS = 2
+"""Steps in which the draws of all ranks must be equal."""
+
+STEP_DRAWS = "equal-step-draws"
 
 
 class IdenticalAugmentation(LoaderCheck):
-    """Ranks draw the same random numbers for their data
+    """Ranks draw the same random numbers for their data, or in their steps
 
     ## What it finds
     Random generators that are in the same state on several ranks when an epoch begins, and that
     loading batches then draws from. Also in worker processes, whether they get the state from the
-    ranks or a `worker_init_fn` seeds them without the rank.
+    ranks or a `worker_init_fn` seeds them without the rank. And torch's generator in the same state
+    on all ranks while training steps draw from it (noise, timesteps) after they have their batch.
 
     ## How it knows
     When an epoch begins, each rank digests the states of torch's, numpy's and Python's generators,
@@ -36,7 +42,9 @@ class IdenticalAugmentation(LoaderCheck):
     batch. Workers digest their generators after their first batch, and record which of them the
     first four batches advance. If workers cannot (they are not forked), the ranks' base seeds are
     compared, and digests of samples tell whether the second epoch has other content. The states of
-    the first epoch are compared between the ranks. The finding is proven.
+    the first epoch are compared between the ranks. In steps 1, 2, 4, 8, 16 and 32 the state of
+    torch's generator is also read when the batch is there and when the backward begins. The finding
+    is proven.
 
     ## Why it hurts
     The n-th sample of every rank gets the same crop, flip or noise, so there is less variety. It is
@@ -49,24 +57,66 @@ class IdenticalAugmentation(LoaderCheck):
     ## When it stays quiet
     - Loading data draws no random numbers.
     - The generators differ between ranks, or those of their workers do.
+    - The ranks' inputs are equal as well (see `data-overlap`).
+    - The model has dropout: what else a step draws is not told apart from it.
     - A stream is shuffled when it begins, equally on all ranks, which then shard it.
     """
 
     code = "DDP510"
     name = "identical-augmentation"
     severity = Severity.NOTE
+    requires = ()
     rules: ClassVar[Mapping[str, str]] = {
         "equal-rank-generators": "the ranks themselves draw, from generators in the same state",
         "equal-worker-generators": "workers draw, and get the same seeds from their ranks",
+        STEP_DRAWS: "training steps draw, from torch's generator in the same state on all ranks",
         "equal-worker-seeds": "workers draw, and are seeded with the same numbers on every rank, "
         "although the ranks' base seeds differ",
     }
 
+    def unobserved(self, run: Run) -> str | None:
+        return None if run.any(StepDraws) else no_loader(run)
+
     def examine(self, run: Run) -> Iterable[Finding]:
+        yield from self._in_steps(run)
         for loader in loaders(run):
             if loader.trains:
                 for ranks in partners(run, loader):
                     yield from self._judge(run, loader, loader.of(ranks))
+
+    def _in_steps(self, run: Run) -> Iterator[Finding]:
+        ranks = {n: {e.step: e for e in r.of(StepDraws)} for n, r in run.ranks.items()}
+        if len(ranks) < 2 or not all(ranks.values()):
+            return
+        steps = sorted(set.intersection(*(set(seen) for seen in ranks.values())))
+        drawn = {s: {(seen[s].before, seen[s].after) for seen in ranks.values()} for s in steps}
+        equal = [step for step, states in drawn.items() if len(states) == 1]
+        first = next(iter(ranks.values()))[steps[0]] if steps else None
+        if first is None or len(equal) < FEWEST_STEPS or len(equal) < len(steps) or first.dropout:
+            return
+        if any(True for given in inputs(run) for _ in equal_inputs(run, given)):
+            return  # reported by data-overlap
+        rank = run.ranks[next(iter(ranks))]
+        yield self.finding(
+            rule=STEP_DRAWS,
+            ranks=tuple(ranks),
+            steps=Steps.of(equal),
+            subjects=("torch's random generator",),
+            location=rank.location(first.site),
+            label="draws the same random numbers on these ranks",
+            summary=f"{whom(tuple(ranks), run.world_size)} draw the same random numbers in their "
+            f"training steps: torch's generator is in the same state on all in {len(equal)} of "
+            f"{len(steps)} steps looked at",
+            cause="the ranks use the same seed, and a step draws from torch's generator after it "
+            "has its batch (noise, timesteps, masks)",
+            fix="call `torch.manual_seed(seed + rank)` after the model is built; not where the "
+            "draw decides which layers run, which must be equal on all ranks",
+            evidence={
+                "steps looked at": steps,
+                "random state before": {n: f"{s[equal[0]].before:08x}" for n, s in ranks.items()},
+            },
+            at=rank.wall(first.at),
+        )
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
         if (drawn := equal_generators(readers)) is None:

@@ -37,6 +37,7 @@ from .data import (
     SamplerRefused,
     SaveDecided,
     ShardedOver,
+    StepDraws,
     WorkerRandom,
 )
 from .devices import (

@@ -218,6 +218,25 @@ class WorkerRandom(Part, frozen=True):
     drawn: tuple[str, ...] = ()
 
 
+class StepDraws(Event, frozen=True, tag="step-draws"):
+    """A training step drew random numbers from torch's generator after it had its batch. Recorded
+    in a few early steps.
+
+    Attributes:
+        step: optimizer steps taken before.
+        before, after: digests of the generator's state, as in `EpochBegan.random`.
+        dropout: the model has modules that draw by themselves.
+        site: the user's line of the forward.
+    """
+
+    model: int
+    step: int
+    before: int
+    after: int
+    dropout: bool
+    site: int
+
+
 class EpochEnded(Event, frozen=True, tag="epoch-ended"):
     """An iteration over a loader ended or was left early.
 
