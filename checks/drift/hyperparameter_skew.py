@@ -420,10 +420,26 @@ def _unequal_at_start(skew: Skew) -> Cause | None:
     made = skew.group.line(OptimizerSeen, skew.ranks)
     if skew.first or made is None:
         return None
+    if (schedule := _scheduled_apart(skew)) is not None:
+        return schedule
     text = "the options differ from the first step on: the optimizer was created with them, or "
     text += "they were set before it stepped"
     label = "options differ between ranks at the first step"
     return Cause(UNEQUAL_AT_START, text, SAME_VALUE, label, made)
+
+
+def _scheduled_apart(skew: Skew) -> Cause | None:
+    """All ranks made a scheduler with the same rates to start from, and it gave other ones."""
+    began = {n: next(iter(m.of(Hyperparameters)), None) for n, m in skew.group.members.items()}
+    events = [event for event in began.values() if event is not None]
+    if skew.option not in SCHEDULED or len(events) < len(began):
+        return None
+    if not all(e.scheduler for e in events) or len({e.initial for e in events}) != 1:
+        return None
+    number, event = next((n, e) for n, e in began.items() if e and n in (*skew.ranks, *began))
+    text = f"{event.scheduler} computes another rate on each rank, from the same one to start from"
+    spot = skew.group.members[number].rank.location(event.scheduler_site)
+    return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, "made differently on the ranks", spot)
 
 
 def _unknown_line(skew: Skew) -> Cause:

@@ -13,6 +13,9 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
         groups: per group, option to value; tensors are read, sequences are written as text. Only
             the first groups are recorded.
         set_sites: by option that changed, the user's line that assigns it, if one was found.
+        scheduler: in the first record, the class of the scheduler that was made for the optimizer,
+            empty for none; `scheduler_site` the line; `initial` the rates of the groups by which
+            schedulers multiply, empty where they have none.
     """
 
     optimizer: int
@@ -20,6 +23,9 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
     groups: tuple[dict[str, float | bool | str], ...]
     site: int = -1
     set_sites: dict[str, int] = {}
+    scheduler: str = ""
+    scheduler_site: int = -1
+    initial: tuple[float, ...] = ()
 
 
 class ScalerStep(Event, frozen=True, tag="scaler-step"):

@@ -241,6 +241,24 @@ def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_ma
     assert told[0].groups[0]["lr"] == 0.05
 
 
+@pytest.mark.parametrize(
+    ("initial", "rule", "line"),
+    [((0.1,), "unequal-schedules", 33), (None, "unequal-at-start", None)],
+)
+def test_a_scheduler_that_was_made_differently(initial, rule, line):
+    def first(rank):
+        told = rate(0, 0.1 + 0.01 * rank)
+        begin = initial or (0.1 + 0.01 * rank,)
+        return msgspec.structs.replace(
+            told, scheduler="LambdaLR", scheduler_site=LINE, initial=begin
+        )
+
+    made = OptimizerSeen(at=0, optimizer=0, kind="AdamW", site=OTHER)
+    (finding,) = HyperparameterSkew().examine(run_of({n: [made, first(n)] for n in range(2)}))
+    assert finding.rule == rule
+    assert line is None or finding.location.line == line
+
+
 def test_schedulers_are_spoken_of_where_one_stepped():
     by_hand, stepped = rate(2, 0.05), [scheduled(), rate(2, 0.05)]
     for told, rule in (([by_hand], "unknown-line"), (stepped, "scheduler-on-some-ranks")):

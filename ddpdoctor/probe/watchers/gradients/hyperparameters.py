@@ -67,6 +67,7 @@ class HyperparameterWatch(Watcher):
         self.scalers: WeakIdentityMap[Scaler] = WeakIdentityMap()
         self.scalers_made = 0
         self.made: WeakIdentityMap[list[dict[str, Any]]] = WeakIdentityMap()
+        self.scheduled_by: WeakIdentityMap[tuple[str, int]] = WeakIdentityMap()
         self.set_sites: WeakIdentityMap[int] = WeakIdentityMap()
         self.scheduler_calls: dict[int, int] = {}
         self.scheduler_depth = 0
@@ -81,6 +82,7 @@ class HyperparameterWatch(Watcher):
             torch.amp.GradScaler, "step", before=self._scaler_begins, after=self._scaler_ends
         )
         self.around(torch.amp.GradScaler, "update", before=self._scaler_updates)
+        self.around(lr_scheduler.LRScheduler, "__init__", before=self._scheduling)
         for kind in vars(lr_scheduler).values():
             if isinstance(kind, type) and "step" in vars(kind):
                 self.around(kind, "step", before=self._scheduler_begins, after=self._scheduler_ends)
@@ -91,6 +93,11 @@ class HyperparameterWatch(Watcher):
     def _made(self, recorder: Recorder, optimizer: Any, result: Any, error: Error) -> None:
         if optimizer is not None and error is None:
             self.made[optimizer] = _groups(optimizer)
+
+    def _scheduling(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+        if optimizer is not None and optimizer not in self.scheduled_by:
+            self.scheduled_by[optimizer] = type(args[0]).__name__, recorder.site()
 
     @on(lifecycle.step_due)
     def _step_due(self, recorder: Recorder, step: Step) -> None:
@@ -103,6 +110,7 @@ class HyperparameterWatch(Watcher):
         now = _groups(optimizer)
         if emitted.groups == now:
             return
+        scheduler, made = self.scheduled_by.pop(optimizer, ("", -1))
         set_sites = self._set_sites(recorder, emitted.groups or self.made.pop(optimizer, []), now)
         emitted.groups = now
         recorder.emit(
@@ -113,6 +121,9 @@ class HyperparameterWatch(Watcher):
                 groups=tuple(now),
                 site=step.site,
                 set_sites=set_sites,
+                scheduler=scheduler,
+                scheduler_site=made,
+                initial=_initial_rates(optimizer) if scheduler else (),
             )
         )
 
@@ -221,6 +232,12 @@ def _metric(args: Args, kwargs: Kwargs) -> float | None:
         return None
     number = _number(args[1] if len(args) > 1 else kwargs.get("metrics"))
     return float(number) if isinstance(number, (int, float)) else None
+
+
+def _initial_rates(optimizer: Any) -> tuple[float, ...]:
+    """The rates from which schedulers start, of the groups that have one."""
+    found = (group.get("initial_lr") for group in optimizer.param_groups)
+    return tuple(float(rate) for rate in found if isinstance(rate, (int, float)))
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
