@@ -1,7 +1,8 @@
 """Writes the parts of README and CONTRIBUTING that come from the code: `make readme`.
 
 The table of layers is made from `layers.MAY_IMPORT`, that of checks from the checks, the
-picture from a real run of a sample, that of costs from the last `benchmarks/overhead.py`.
+picture from a real run of a sample, those of costs from the last `benchmarks/overhead.py` and
+`benchmarks/peers.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PICTURE = ROOT / "samples" / "report.svg"
 PICTURED = "samples/model/unused_parameter.py"
-OVERHEAD = ROOT / "benchmarks" / "overhead.md"
+COSTS = {name: ROOT / "benchmarks" / f"{name}.md" for name in ("overhead", "peers")}
 
 
 def check_table() -> str:
@@ -45,8 +46,9 @@ def with_block(text: str, name: str, content: str) -> str:
 def updated(text: str) -> str:
     """The README as it should read now."""
     text = with_block(text, "checks", check_table())
-    if OVERHEAD.exists():
-        text = with_block(text, "overhead", OVERHEAD.read_text().strip())
+    for name, path in COSTS.items():
+        if path.exists():
+            text = with_block(text, name, path.read_text().strip())
     return text
 
 
