@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,11 @@ def command(tool: str, loop: str, steps: int, after: int, figures: Path, folder:
     if tool == "ddpdoctor":
         options = ["--quiet", "--no-live", "--out", str(folder), "--nproc-per-node", "2"]
         return [sys.executable, "-m", "ddpdoctor", "run", *options, script, *words]
+    with socket.socket() as probe:  # its default port may still be held by a run that was killed
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     options = ["--mode", "summary", "--logs-dir", str(folder), "--nproc-per-node", "2"]
+    options += ["--aggregator-port", port]
     return [
         *(sys.executable, "-m", "traceml_ai.launcher.cli", "run"),
         *options,
