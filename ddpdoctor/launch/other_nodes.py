@@ -55,7 +55,6 @@ class OtherNodes:
         self._own: tuple[str, float] | None = None
         self._settled = False
         self._silent: set[int] = set()
-        self._standing: Standing | None = None
 
     def look(self, lines: Sequence[str], reason: str | None) -> tuple[list[str], str | None]:
         """What to tell the user, and why to stop the run, from what this node alone would say.
@@ -63,7 +62,7 @@ class OtherNodes:
         Returns:
             The lines, and the reason, None for none.
         """
-        self._standing = standing = self._desk.standing()
+        standing = self._desk.standing()
         if standing is None:
             return list(lines), reason
         if standing.status >= 0 and not self._settled:

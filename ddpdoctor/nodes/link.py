@@ -99,7 +99,7 @@ class Link:
         self._ended = threading.Event()
         self._closed_at = math.inf
         self._status = -1
-        self._written: bytes | float = 0.0
+        self._written = 0.0
         self._thread = threading.Thread(target=self._run, name="ddpdoctor nodes", daemon=True)
 
     def start(self) -> None:
@@ -138,7 +138,7 @@ class Link:
         role.meet()
         while not self._ended.wait(PERIOD_S):
             role.look()
-            if time.monotonic() - float(self._written) >= HEARTBEAT_S / 2:
+            if time.monotonic() - self._written >= HEARTBEAT_S / 2:
                 self._tell()
         if self._status >= 0:
             role.look()
@@ -155,7 +155,7 @@ class Link:
             meanwhile()
             if condition():
                 return
-            if time.monotonic() - float(self._written) >= HEARTBEAT_S / 2:
+            if time.monotonic() - self._written >= HEARTBEAT_S / 2:
                 self._tell()
             time.sleep(0.05)
 
@@ -270,7 +270,7 @@ class _Lead:
 
     def _post(self, orders: Orders) -> None:
         link = self._link
-        number = link.add("ordered", 1)
+        number = link.add("orders", 0) + 1  # only the first node adds
         link.set(f"orders/{number}", packed(orders))
         link.add("orders", 1)
         self._told = orders

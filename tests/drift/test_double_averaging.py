@@ -277,7 +277,7 @@ def test_a_name_for_a_product_with_the_world_size(tmp_path):
 @pytest.mark.parametrize(("divisor", "told"), [(16.0, True), (8.0, False), (32.0, False)])
 def test_a_sum_divided_by_more_than_it_is_over(monkeypatch, divisor, told):
     """16 is that of the eight on each of two ranks; eight may be of all that was gathered."""
-    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "group_size", lambda model: 2)
     given = []
     monkeypatch.setattr(LossScaling.current, "_suspect", lambda *all_: given.append(all_))
     loss = torch.ones(8, requires_grad=True).sum() / divisor
@@ -307,7 +307,7 @@ def test_what_the_mean_of_a_sum_is_divided_by():
 
 def test_a_loss_whose_function_divides_by_a_plain_number(monkeypatch):
     """`cross_entropy` of probabilities; the program divides what it returns by two."""
-    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "group_size", lambda model: 2)
     given = []
     monkeypatch.setattr(LossScaling.current, "_suspect", lambda *all_: given.append(all_))
     model = SimpleNamespace(number=0, expected=[], parameters=[])
@@ -328,7 +328,7 @@ def suspecting(monkeypatch, lines, written, *loops, averaging=1):
     monkeypatch.setattr(LossScaling, "current", LossScaling())
     monkeypatch.setattr(loss_scaling, "made_at", lambda node: next(made))
     monkeypatch.setattr(loss_scaling, "classify", lambda file: "user")
-    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "group_size", lambda model: 2)
     monkeypatch.setattr(loss_scaling, "divided_by_world_size", written)
     told = []
     sites = SimpleNamespace(place=lambda file, line, function: line)
@@ -391,7 +391,7 @@ def test_without_a_second_backward_the_function_says_what_divides(
     code = compile(path.read_text(), str(path), "exec").co_consts[0]
     monkeypatch.setattr(LossScaling, "current", LossScaling())
     monkeypatch.setattr(loss_scaling, "made_at", lambda node: None)
-    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "group_size", lambda model: 2)
     told = []
     recorder = SimpleNamespace(
         step=0, emit=told.append, sites=SimpleNamespace(number=lambda code, line: line)
@@ -439,7 +439,7 @@ def test_a_model_that_is_frozen_in_this_backward_is_not_the_one(monkeypatch):
         return SimpleNamespace(number=number, expected=[0], parameters=held)
 
     told = []
-    monkeypatch.setattr(loss_scaling, "_group_size", lambda model: 2)
+    monkeypatch.setattr(loss_scaling, "group_size", lambda model: 2)
     monkeypatch.setattr(LossScaling.current, "_suspect", lambda *given: told.append(given[2]))
     loss = torch.ones(4, requires_grad=True).mean() / 2
     LossScaling.current._walk(None, None, loss.grad_fn, [model(0, True), model(1, False)])

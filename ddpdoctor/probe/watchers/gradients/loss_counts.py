@@ -26,6 +26,7 @@ from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from .gradient_sync import GradientSync
 from .limits import COUNTED_BACKWARDS, COUNTS_KEPT, NODES_FOLLOWED, SMALLEST_COUNT
+from .loss_scaling import group_size
 
 MOST_NUMBERS, MOST_BYTES = 4, 256
 """Of a tensor that may hold a count, and of its storage: it is kept until the next backward."""
@@ -50,7 +51,7 @@ class LossCounts(Watcher):
     """
     Attributes:
         counts: small tensors that were summed over a group since the last backward.
-        looked: backwards looked at; emitted: sites of backwards that are on record.
+        looked: backwards with such a sum before them; emitted: sites of those on record.
         seen: by site of the backward, in how many a count was the divisor, and the first step.
     """
 
@@ -73,7 +74,8 @@ class LossCounts(Watcher):
     def _called(self, recorder: Recorder, call: call_hooks.Call) -> None:
         if self.looked >= COUNTED_BACKWARDS or call.op != "all_reduce" or call.p2p:
             return
-        if not str(call.reduction).endswith("SUM") or len(self.counts) >= COUNTS_KEPT:
+        summed = str(call.reduction).rpartition(".")[2] == "SUM"
+        if not summed or len(self.counts) >= COUNTS_KEPT:
             return
         for tensor in call.tensors:
             small = type(tensor) is self.plain and 0 < tensor.numel() <= MOST_NUMBERS
@@ -90,15 +92,17 @@ class LossCounts(Watcher):
     @on(lifecycle.backward_begins, fast_path=False)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
         counts, self.counts = self.counts, []
-        if not counts or backward.site in self.emitted:
+        if not counts:
             return
         self.looked += 1
+        if backward.site in self.emitted:
+            return
         pending = [m for m in WrappedModels.current.live() if m.pending and m.pending_sync]
         for root in backward.roots:
             node = getattr(root, "grad_fn", None)
             for model in pending if node is not None else ():
                 mine = [c for c in counts if c.group == model.group]
-                if mine and (found := _divisor(node, mine, _size(model))) is not None:
+                if mine and (found := _divisor(node, mine, group_size(model))) is not None:
                     self._note(recorder, backward, model, *found)
                     return
 
@@ -122,17 +126,12 @@ class LossCounts(Watcher):
                 model=model.number,
                 step=step,
                 count=value,
-                size=_size(model),
+                size=group_size(model),
                 site=site,
                 count_site=count.site,
                 backward_site=backward.site,
             )
         )
-
-
-def _size(model: Model) -> int:
-    group = getattr(model.ddp(), "process_group", None)
-    return int(group.size()) if group is not None else 0
 
 
 def _divisor(node: Any, counts: list[_Count], size: int) -> tuple[float, _Count] | None:

@@ -143,7 +143,7 @@ class LossScaling(Watcher):
         self, recorder: Recorder, backward: Backward, node: Any, pending: list[Model]
     ) -> _Reduced:
         """Walk the graph from the loss to the node that reduces it to one number."""
-        sizes = {_group_size(m): m for m in pending if not _frozen(m)}
+        sizes = {group_size(m): m for m in pending if not _frozen(m)}
         divided: list[tuple[Any, float, Model]] = []
         undone = unread = False
         reduction, weight, rows = "", 1.0, 0
@@ -194,13 +194,13 @@ class LossScaling(Watcher):
         known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
         if not any(text for text, _, _ in known):
             self.suspected.setdefault(backward.site, recorder.step)
-            exact = [model for _, divisor, model in known if divisor == _group_size(model)]
+            exact = [model for _, divisor, model in known if divisor == group_size(model)]
             if (frame := backward.frame) is not None and exact:
                 event = LossScaled(
                     at=time.monotonic(),
                     model=exact[0].number,
                     step=self.suspected[backward.site],
-                    divisor=_group_size(exact[0]),
+                    divisor=group_size(exact[0]),
                     site=-1,
                     backward_site=backward.site,
                 )
@@ -212,7 +212,7 @@ class LossScaling(Watcher):
             file, line, function = next(
                 (f for f in reversed(frames) if classify(f[0]) == "user"), _NONE
             )
-            size = _group_size(model)
+            size = group_size(model)
             expression = divided_by_world_size(file, int(line)) if divisor == size else ""
             # A sum over gathered samples is rightly divided by their number, world size included.
             if not expression and averaging and (averaging == 1 or divisor == averaging * size):
@@ -374,7 +374,8 @@ def _model_of_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
     return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
 
 
-def _group_size(model: Model) -> int:
+def group_size(model: Model) -> int:
+    """How many ranks average the gradients of a model; 0 for unknown."""
     wrapper = model.ddp()
     group = getattr(wrapper, "process_group", None)
     return int(group.size()) if group is not None else 0
