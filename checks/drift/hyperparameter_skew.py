@@ -436,7 +436,7 @@ def _scheduled_apart(skew: Skew) -> Cause | None:
         return None
     if not all(e.scheduler for e in events) or len({e.initial for e in events}) != 1:
         return None
-    number, event = next((n, e) for n, e in began.items() if e and n in (*skew.ranks, *began))
+    number, event = next(zip(began, events, strict=True))
     text = f"{event.scheduler} computes another rate on each rank, from the same one to start from"
     spot = skew.group.members[number].rank.location(event.scheduler_site)
     return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, "made differently on the ranks", spot)

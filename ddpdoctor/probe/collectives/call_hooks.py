@@ -34,6 +34,11 @@ class Call:
         return operation(self.op).carries
 
     @property
+    def reduces_by(self) -> str:
+        """The reduce operation as a word: `SUM`, `AVG`, `PREMUL_SUM`."""
+        return reduction_name(self.reduction)
+
+    @property
     def gathers(self) -> bool:
         """Whether it gathers tensors, leaving the one passed in as it is."""
         kind = operation(self.op)
@@ -51,6 +56,12 @@ class Issued:
 
     number: int
     works: tuple[Any, ...]
+
+
+def reduction_name(reduction: Any) -> str:
+    """torch's reduce operation as a word: `SUM`, `AVG`, `PREMUL_SUM`."""
+    text = str(getattr(reduction, "name", None) or reduction)
+    return text.rpartition(".")[2].strip("<>").split(":")[0]
 
 
 called: Hook[Call] = Hook("called")

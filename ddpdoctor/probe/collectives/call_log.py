@@ -25,6 +25,7 @@ from ..source.loop_rounds import rounds
 from ..source.passthrough import passes_through
 from ..source.statements import enclosing
 from . import stack_server
+from .call_hooks import reduction_name
 from .call_origin import internal, shadows
 from .timed_ring import TimedRing
 
@@ -346,7 +347,7 @@ class CallLog:
                 numel=int(tensor.numel()) if tensor is not None and sized else -1,
                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
                 device="" if tensor is None else tensor.device.type,
-                reduce_op="" if reduce_op is None else _reduction(reduce_op),
+                reduce_op="" if reduce_op is None else reduction_name(reduce_op),
                 root=root,
                 shape=() if tensor is None else tuple(int(n) for n in tensor.shape),
                 ranks=ranks,
@@ -454,10 +455,6 @@ class CallLog:
         )
         self.recorder.emit(called, vital=True)
         return number
-
-
-def _reduction(op: Any) -> str:
-    return str(getattr(op, "name", None) or op).rpartition(".")[2].strip("<>").split(":")[0]
 
 
 def call_log_of(recorder: Recorder) -> CallLog | None:

@@ -74,8 +74,7 @@ class LossCounts(Watcher):
     def _called(self, recorder: Recorder, call: call_hooks.Call) -> None:
         if self.looked >= COUNTED_BACKWARDS or call.op != "all_reduce" or call.p2p:
             return
-        summed = str(call.reduction).rpartition(".")[2] == "SUM"
-        if not summed or len(self.counts) >= COUNTS_KEPT:
+        if call.reduces_by != "SUM" or len(self.counts) >= COUNTS_KEPT:
             return
         for tensor in call.tensors:
             small = type(tensor) is self.plain and 0 < tensor.numel() <= MOST_NUMBERS

@@ -52,7 +52,7 @@ class SecondReduction(Watcher):
                 continue
             found = {kind for t in call.tensors if (kind := self._match_gradient(model, t))}
             if found:
-                operation = str(call.reduction).rpartition(".")[2]
+                operation = call.reduces_by
                 self._emit_reduced(recorder, model, operation, copied=found == {COPY})
                 return
 

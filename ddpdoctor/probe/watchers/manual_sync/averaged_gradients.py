@@ -187,7 +187,7 @@ class AveragedGradients(Watcher):
         ):
             self.alone.clear()
         for local in self.local.values():
-            local.operations[str(call.reduction).rpartition(".")[2]] = None
+            local.operations[call.reduces_by] = None
 
     @on(lifecycle.step_begins, during="_looking")
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
