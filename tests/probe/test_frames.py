@@ -169,7 +169,7 @@ def test_the_frame_of_a_planned_call_keeps_nothing_alive(tmp_path: Path) -> None
 
     def step() -> weakref.ref[Activations]:
         activations = Activations()
-        PlannedCall(None, None, None, -1, False, 0, "forward", None).frame(recorder)
+        PlannedCall(None, None, None, -1, False, 0, "forward", None).find_frame(recorder)
         return weakref.ref(activations)
 
     gc.disable()

@@ -447,7 +447,7 @@ def test_a_running_backward_goes_on_as_it_began(recorder: Recorder) -> None:
     watched.stop(recorder)
     assert watched.expected is not None
     watched.stage = Stage.BETWEEN
-    watched.settle(recorder, broken=False)
+    watched.settle(recorder)
     assert watched.expected is None
 
 

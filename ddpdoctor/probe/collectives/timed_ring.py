@@ -26,6 +26,7 @@ class TimedRing(RingWriter):
     Attributes:
         thread: of the phases that are timed, the one that took the last optimizer step.
         own_s, waited_s: seconds by account: the line's number times 16, plus the phase.
+        in_evaluation: `EVALUATING` while the rank evaluates, else 0.
         long: by account, the stretches of `LONG_S` and more, see `Account`.
     """
 
@@ -39,7 +40,7 @@ class TimedRing(RingWriter):
         self._since = recorder.began
         self._own_ns = 0
         self._elsewhere = 0.0
-        self._evaluating = 0
+        self.in_evaluation = 0
         super().__init__(path)
 
     def phase(self, phase: int, site: int) -> float:
@@ -50,9 +51,24 @@ class TimedRing(RingWriter):
 
     def enter(self, phase: int, site: int, now: float) -> None:
         """The rank enters another phase, at a time that the caller knows."""
-        # As `RingWriter.enter`, without another call: six times in every step.
+        # As `RingWriter.enter` and `_switch`, without another call: six times in every step.
         WHERE.pack_into(self._map, PHASE_AT, phase, site, now, self.step, self._count, now)
-        self._switch(phase, site, now)
+        if get_ident() != self.thread:
+            return
+        own_ns = self.recorder.own_ns
+        spent = now - self._since - (own_ns - self._own_ns) * 1e-9
+        if self._elsewhere:
+            spent -= self._elsewhere
+            self._elsewhere = 0.0
+        account = self._open
+        self.own_s[account] += spent
+        if spent >= LONG_S and account & 7 != _BACKWARD:
+            self._add_long(account, spent)
+        if phase >= _FORWARD:
+            self.in_evaluation = 0
+        self._before = account
+        self._open = site << 4 | phase | self.in_evaluation
+        self._since, self._own_ns = now, own_ns
 
     def _switch(self, phase: int, site: int, now: float) -> None:
         if get_ident() != self.thread:
@@ -68,18 +84,18 @@ class TimedRing(RingWriter):
         if spent >= LONG_S and account & 7 != _BACKWARD:
             self._add_long(account, spent)
         if phase >= _FORWARD:
-            self._evaluating = 0
+            self.in_evaluation = 0
         self._before = account
-        self._open = site << 4 | phase | self._evaluating
+        self._open = site << 4 | phase | self.in_evaluation
         self._since, self._own_ns = now, own_ns
 
     def evaluating(self, on: bool) -> None:
         """Whether the rank evaluates, until it trains: in the loading or the forward that has just
         begun, and what follows."""
         if get_ident() == self.thread:
-            self._evaluating = EVALUATING if on else 0
+            self.in_evaluation = EVALUATING if on else 0
             if self._open & 7 in (_DATA, _FORWARD):
-                self._open = self._open & ~EVALUATING | self._evaluating
+                self._open = self._open & ~EVALUATING | self.in_evaluation
 
     def waited(self, seconds: float) -> None:
         """A collective has returned after so many seconds."""
@@ -115,9 +131,9 @@ class TimedRing(RingWriter):
     def accounts(self) -> tuple[float, tuple[Account, ...]]:
         """The time, and all accounts up to it."""
         now = time.monotonic()
-        as_it_is = self._open, self._before, self._evaluating
+        as_it_is = self._open, self._before, self.in_evaluation
         self._switch(Phase.USER, -1, now)
-        self._open, self._before, self._evaluating = as_it_is
+        self._open, self._before, self.in_evaluation = as_it_is
         return now, tuple(
             Account(
                 account & 15,

@@ -6,13 +6,14 @@ If a wrapper of ours fails, the original is called as if it were not there.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 from .frames import disguise, named, unframe
 from .recorder import Failure, Recorder, current, run_hook
-from .torch_compat import compiler_in_use, scripted_as, skip_frames, uncompiled
+from .torch_compat import compiler_in_use, interposed, scripted_as, skip_frames, uncompiled
 
 Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Recorder, Any, Any, BaseException | None], None]
@@ -26,18 +27,35 @@ class Gate(Protocol):
     looking: bool
 
 
+class Expecting(Protocol):
+    """Has a plan of the step that takes the fast path (`expected`), or None."""
+
+    expected: Any
+
+
 class FastPathHooks(Protocol):
-    """The hooks of a call in a step on the fast path (see `SteadyState`). Neither may raise.
+    """The hooks of a call in a step on the fast path (see `SteadyState`).
 
     Attributes:
+        steady: they are called only while a step is on the fast path, or may be.
         begins: called with (recorder, args, kwargs); returns None if this is not the call that
             comes next on the fast path, else a token for `ends`, or for `after` if the call fails.
         ends: called with (recorder, the token, the result).
+        failed: called with (recorder, exception) if one of these raises.
     """
 
+    steady: Expecting
     begins: Callable[..., Any]
     ends: Callable[..., None]
+    failed: Callable[..., None]
 
+
+class _Never:
+    expected = None
+
+
+NEVER = _Never()
+"""For functions without a fast path."""
 
 _undo: list[tuple[Any, str, Any]] = []
 
@@ -85,6 +103,8 @@ def around(
     part = f"{holders[0].__name__}.{name}"
     # What this wraps for torch.compile costs microseconds: used only while a compiler is active.
     hidden, compiler = (uncompiled(run_hook), compiler_in_use) if traced else (run_hook, None)
+    steady = NEVER if fast_path is None else fast_path.steady
+    clock = time.perf_counter_ns
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         recorder = current.recorder
@@ -99,10 +119,14 @@ def around(
         run = run_hook
         # torch's distributed checkpoints call methods as `partial(Module.state_dict, self=model)`.
         given = args or ((kwargs["self"],) if "self" in kwargs else ())
-        expected = (
-            fast_path is not None
-            and (token := fast_path.begins(recorder, given, kwargs)) is not None
-        )
+        if steady.expected is not None and interposed.compiler() is None:
+            began = clock()
+            try:
+                token = fast_path.begins(recorder, given, kwargs)  # type: ignore[union-attr]
+            except Exception as error:
+                fast_path.failed(recorder, error)  # type: ignore[union-attr]
+            recorder.own_ns += clock() - began
+        expected = token is not None
         if not expected:
             if compiler is not None:
                 compiler.now = compiler.ask()
@@ -123,7 +147,12 @@ def around(
             unframe(error)
             raise
         if expected:
-            fast_path.ends(recorder, token, result)  # type: ignore[union-attr]
+            began = clock()
+            try:
+                fast_path.ends(recorder, token, result)  # type: ignore[union-attr]
+            except Exception as error:
+                fast_path.failed(recorder, error)  # type: ignore[union-attr]
+            recorder.own_ns += clock() - began
             return result
         if failure is not None:
             recorder.trouble(part, failure, lost)

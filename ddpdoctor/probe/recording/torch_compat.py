@@ -421,7 +421,7 @@ def own_pre_hooks(optimizer: Any) -> Any:
 def pre_hooks_after(optimizer: Any, hook: Any) -> Any:
     """The step pre-hooks registered on this optimizer, if any pre-hook runs after `hook`; None if
     `hook`, a global one, is the last."""
-    own = own_pre_hooks(optimizer)
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if own is None:
         return None
     every = sys.modules["torch.optim.optimizer"].__dict__.get("_global_optimizer_pre_hooks", own)

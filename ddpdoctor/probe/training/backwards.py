@@ -3,13 +3,15 @@ which parameters got no gradient. Fires the hooks of `lifecycle`."""
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from ...storage.call_ring import Phase
 from ..recording.recorder import Recorder, current_recorder
-from ..recording.torch_compat import call_without_modes
+from ..recording.torch_compat import call_without_modes, interposed
 from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..tensors.tensor_watch import grad_of, mark
 from . import lifecycle
@@ -101,9 +103,15 @@ class Backwards(Watcher):
         call = now.call
         if call is None and now.sync and step.model.group >= 0:
             return None
-        frame = now.frame(recorder)
-        if frame is None:
-            return None
+        now.moved = False
+        try:
+            frame: FrameType | None = sys._getframe(now.depth)
+        except ValueError:
+            frame = None
+        if frame is None or frame.f_lasti != now.instruction or frame.f_code is not now.code:
+            frame = now.find_frame(recorder)
+            if frame is None:
+                return None
         self.depth += 1
         self.nested = 0
         recorder.moves += 1
@@ -115,7 +123,12 @@ class Backwards(Watcher):
         if call is not None and now.sync:
             backward.logged = step.call_log.log_recurring(call, frame, now.moved, began)
         step.ring.enter(_BACKWARD, now.site, began)
-        call_without_modes(_observe_fast, recorder, step, backward)
+        if interposed.functions() or interposed.dispatches():
+            call_without_modes(_observe_fast, recorder, step, backward)
+        else:
+            lifecycle.backward_begins.fire_fast(recorder, backward)
+            parameter = step.sampled()
+            step.before = mark(None if parameter is None else parameter.grad)
         backward.frame = None
         step.sequence = step.sequence_of(wrapper)
         return backward
@@ -156,7 +169,10 @@ class Backwards(Watcher):
         if lifecycle.backward_ends.on_fast_path:
             lifecycle.backward_ends.fire_fast(recorder, backward)
         backward.roots = ()
-        steady_state.settle(recorder, broken=averaged is not now.sync or not backward.models)
+        if averaged is not now.sync or not backward.models:
+            steady_state.broken = True
+        if steady_state.broken:
+            steady_state.settle(recorder)
 
     def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth -= 1

@@ -4,6 +4,7 @@ hooks in `lifecycle`."""
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -151,25 +152,36 @@ class Forwards(Watcher):
         step = steady_state.expected
         if step is None or (forward := (now := step.next).forward) is None:
             return None
-        wrapper, model, stage = step.wrapper(), step.model, steady_state.stage
+        wrapper: Any = args[0]
+        model, stage = step.model, steady_state.stage
         if (
             wrapper is None
-            or wrapper is not args[0]
+            or step.wrapper() is not wrapper
             or model.pending != now.pending
             or model.superseded
             or model.rebuilds
             or wrapper.require_backward_grad_sync is not now.sync
             or not (wrapper.training and self.grad_enabled())
             or stage == Stage.FORWARD
-            or (stage == Stage.NONE and step.examined())
         ):
             return None
-        call, broadcasts = now.call, DDPCollectives.current.broadcasts(wrapper) and model.group >= 0
+        # As `Plan.examined` in most steps, without its calls.
+        due = model.synced_backwards + step.syncs > model.next_examined
+        if due and stage == Stage.NONE and step.examined():
+            return None
+        collectives, call = DDPCollectives.current, now.call
+        broadcasts = collectives.buffers and model.group >= 0 and collectives.broadcasts(wrapper)
         if call is None and broadcasts:
             return None
-        frame = now.frame(recorder)
-        if frame is None:
-            return None
+        now.moved = False
+        try:
+            frame: FrameType | None = sys._getframe(now.depth)
+        except ValueError:
+            frame = None
+        if frame is None or frame.f_lasti != now.instruction or frame.f_code is not now.code:
+            frame = now.find_frame(recorder)
+            if frame is None:
+                return None
         steady_state.stage = Stage.FORWARD
         number = model.forwards
         model.began(forward.site, forward.sync, recorder.step)
@@ -179,7 +191,7 @@ class Forwards(Watcher):
         forward.error = None
         began = time.monotonic()
         if call is not None and broadcasts:
-            DDPCollectives.current.forward_recurs(
+            collectives.forward_recurs(
                 model, step.call_log.log_recurring(call, frame, now.moved, began)
             )
         step.ring.enter(_FORWARD, now.site, began)
@@ -206,7 +218,8 @@ class Forwards(Watcher):
         step, (forward, began) = steady_state.expected, token
         assert step is not None
         ended = time.monotonic()
-        DDPCollectives.current.forward_closes(recorder, step.call_log, forward, ended)
+        if (collectives := DDPCollectives.current).forwards:
+            collectives.forward_closes(recorder, step.call_log, forward, ended)
         step.ring.enter(_USER, forward.site, ended)
         step.next = step.next.following or step.first
         steady_state.stage = Stage.BETWEEN

@@ -7,8 +7,10 @@ another hook at their end for the time of the step.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from ...events import OptimizerSeen, StepDone
@@ -19,7 +21,7 @@ from ..recording.limits import FIRST_STEPS
 from ..recording.patching import on_restore
 from ..recording.recorder import Recorder, current, run_hook
 from ..recording.stopwatch import loading
-from ..recording.torch_compat import call_without_modes, own_pre_hooks, pre_hooks_after
+from ..recording.torch_compat import call_without_modes, interposed, own_pre_hooks, pre_hooks_after
 from ..recording.watcher import Args, Kwargs, Watcher, on
 from ..recording.weak_references import WeakIdentityMap
 from . import lifecycle
@@ -27,7 +29,7 @@ from .backwards import Backwards
 from .forwards import Forwards
 from .limits import JOINED_LATER_S, JOINED_S, PULSES_FIRST, STEPS_IN_FULL
 from .records import JoinedSteps, Optimizer, Step
-from .steady_state import FastPath, Stage, steady_state
+from .steady_state import Stage, steady_state
 from .wrapped_models import WrappedModels
 
 PART = "optimizer-step"
@@ -58,7 +60,6 @@ class Optimizers(Watcher):
         self.pulses = 0
         # Called once, when an optimizer steps in a process that is no rank.
         self._first_step: list[Callable[[], None]] = []
-        self._fast_path = FastPath(PART, self.lost, self._begins_fast, self._ends_fast)
 
     def at_first_step(self, call: Callable[[], None]) -> None:
         """Call `call` once when an optimizer steps in a process that is no rank, which may make it
@@ -116,29 +117,47 @@ class Optimizers(Watcher):
         if others is not None:
             others.pop(_LAST, None)
             others[_LAST] = self._last_pre_hook
-        elif self._fast_path.begins(recorder, (optimizer, args), kwargs) is None:
-            run_hook(recorder, PART, self.lost, self._begins, optimizer, args, kwargs)
+        else:
+            self._last_pre_hook(optimizer, args, kwargs)
 
     def _last_pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The last of the optimizer's own pre-hooks, for the time of one step, if there are
-        others."""
+        """The last of the optimizer's own pre-hooks, for the time of one step, if there are others;
+        else it is called by the one before all of them."""
         if (recorder := current.recorder) is None:
             return
-        if self._fast_path.begins(recorder, (optimizer, args), kwargs) is None:
-            run_hook(recorder, PART, self.lost, self._begins, optimizer, args, kwargs)
+        if steady_state.expected is not None and interposed.compiler() is None:
+            began = time.perf_counter_ns()
+            try:
+                begun = self._begins_fast(recorder, optimizer, args, kwargs)
+            except Exception as error:
+                begun = self._fast_path_failed(recorder, error)
+            recorder.own_ns += time.perf_counter_ns() - began
+            if begun:
+                return
+        run_hook(recorder, PART, self.lost, self._begins, optimizer, args, kwargs)
+
+    def _fast_path_failed(self, recorder: Recorder, error: Exception) -> bool:
+        steady_state.give_up()
+        recorder.trouble(PART, error, self.lost)
+        return False
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if (recorder := current.recorder) is None:
             return
+        began = time.perf_counter_ns()
         try:
             if others := own_pre_hooks(optimizer):
                 others.pop(_LAST, None)
         except Exception as error:
             recorder.trouble(PART, error, self.lost)
-        if steady_state.stage == Stage.STEP:
-            self._fast_path.ends(recorder, optimizer, None)
-        else:
+        if steady_state.stage != Stage.STEP:
             run_hook(recorder, PART, self.lost, self._ends, optimizer)
+            return
+        try:
+            self._ends_fast(recorder, optimizer)
+        except Exception as error:
+            self._fast_path_failed(recorder, error)
+        recorder.own_ns += time.perf_counter_ns() - began
 
     def _begins(self, recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
         known = self._known.get(optimizer)
@@ -165,16 +184,25 @@ class Optimizers(Watcher):
             if step.due:
                 lifecycle.step_due.fire(recorder, step)
 
-    def _begins_fast(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
-        """The optimizer step that comes next on the fast path; None if this call is not that."""
+    def _begins_fast(self, recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> bool:
+        """Begin the step that comes next on the fast path; False if this call is not that."""
         expected = steady_state.expected
         if expected is None or (known := (now := expected.next).optimizer) is None:
-            return None
+            return False
         step = known.step
-        if step is None or known.reference() is not args[0] or _has_closure(args[1], kwargs):
-            return None
-        if now.frame(recorder) is None:
-            return None
+        if step is None or known.reference() is not optimizer:
+            return False
+        if (kwargs or len(args) > 1) and _has_closure(args, kwargs):
+            return False
+        now.moved = False
+        try:
+            frame: FrameType | None = sys._getframe(now.depth)
+        except ValueError:
+            frame = None
+        if frame is None or frame.f_lasti != now.instruction or frame.f_code is not now.code:
+            frame = now.find_frame(recorder)
+            if frame is None:
+                return False
         number = step.number = known.steps
         steady_state.stage = Stage.STEP
         if number >= known.due_at:
@@ -185,7 +213,7 @@ class Optimizers(Watcher):
             call_without_modes(lifecycle.step_begins.fire_fast, recorder, step)
         step.began = known.began = began = time.monotonic()
         expected.ring.enter(_OPTIMIZER, now.site, began)
-        return step
+        return True
 
     def _record_step(self, recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
         """Record a step: at once, or together with steps that follow soon at the same line."""
@@ -199,7 +227,8 @@ class Optimizers(Watcher):
             self.waiting.append(known)
         joined.count += 1
         joined.step, joined.at = step, now
-        joined.backwards, joined.synced = Backwards.current.counts()
+        backwards = Backwards.current
+        joined.backwards, joined.synced = backwards.count, backwards.synced
         joined.wall_s += now - self.last_step_at
         if self.count > 1:
             _take_seconds(joined)
@@ -284,7 +313,7 @@ class Optimizers(Watcher):
         if known.steps == FIRST_STEPS + 1:  # the first steps, all sampled, have a cost of their own
             recorder.emit_cost(anyway=True)
 
-    def _ends_fast(self, recorder: Recorder, optimizer: Any, _: None) -> None:
+    def _ends_fast(self, recorder: Recorder, optimizer: Any) -> None:
         expected = steady_state.expected
         known = expected.next.optimizer if expected is not None else None
         if expected is None or known is None or known.step is None:

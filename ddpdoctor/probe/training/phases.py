@@ -32,10 +32,8 @@ class Phases(Watcher):
             (lifecycle.step_begins, Phase.OPTIMIZER),
             (hooks.leaving, Phase.LEAVING),
         ):
-            emitted = (
-                phase is not Phase.OPTIMIZER
-            )  # entered by `optimizers` itself on the fast path
-            moment.subscribe(self._enters(phase), fast_path=emitted, lost=self.lost)
+            # On the fast path `loaders` and `optimizers` enter their phases themselves.
+            moment.subscribe(self._enters(phase), fast_path=phase is Phase.LEAVING, lost=self.lost)
         self.around(
             ProcessGroups.current.holders(),
             "init_process_group",
@@ -52,7 +50,7 @@ class Phases(Watcher):
             (c10d, dist), "destroy_process_group", before=self._destroys, after=self._destroyed
         )
 
-    @on(lifecycle.loading_begins, lost="which time is spent in evaluations")
+    @on(lifecycle.loading_begins, fast_path=False, lost="which time is spent in evaluations")
     def _loading_begins(self, recorder: Recorder, loading: Loading) -> None:
         if log := recorder.call_log or call_log_of(recorder):
             log.ring.evaluating(evaluating())

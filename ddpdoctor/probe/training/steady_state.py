@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from ..collectives.timed_ring import TimedRing
 from ..recording.hooks import Hook
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import (
-    interposed,
     joins,
     sequence_number,
     sequence_of_backend,
@@ -33,6 +31,9 @@ from ..tensors.tensor_watch import NO_TENSOR
 from .limits import ALIKE, FAST_PATH_AFTER, MOST_ALIKE, MOST_CALLS
 from .records import Backward, Forward, Optimizer, Step
 from .tracked_model import Model
+
+DEEP = 1 << 30
+"""Deeper than any stack: `sys._getframe` raises ValueError."""
 
 
 class Stage:
@@ -69,7 +70,8 @@ class PlannedCall:
         pending: forwards that wait for their backward when it begins.
         hook: its name for `Sites.caller`.
         call: the collective that DDP issues in it; None if it has never issued one.
-        depth, code, instruction: of the user's frame that made the call last time.
+        depth, code, instruction: of the user's frame that made the call last time; the depth is
+            that above the hook, `DEEP` if it is not known.
         moved: this time it was another frame or instruction.
         following: the next call of the step, None for the last.
     """
@@ -82,28 +84,18 @@ class PlannedCall:
     pending: int
     hook: str
     call: Recurring | None
-    depth: int = 0
+    depth: int = DEEP
     code: CodeType | None = None
     instruction: int = -1
     moved: bool = True
     following: PlannedCall | None = None
 
-    def frame(self, recorder: Recorder) -> FrameType | None:
-        """The user's frame that makes this call; None if it is at another line than planned."""
-        # A frame that refers to itself lives until the next garbage collection, with those of its
-        # callers and the tensors in them: depth 0, which is not known yet, is not looked at.
-        if not self.depth:
-            return self._find_frame(recorder)
-        try:
-            frame = sys._getframe(self.depth)
-        except ValueError:
-            return self._find_frame(recorder)
-        if frame.f_code is not self.code or frame.f_lasti != self.instruction:
-            return self._find_frame(recorder)
-        self.moved = False
-        return frame
+    def find_frame(self, recorder: Recorder) -> FrameType | None:
+        """The user's frame that makes this call; None if it is at another line than planned.
 
-    def _find_frame(self, recorder: Recorder) -> FrameType | None:
+        The caller looks first whether the frame at `depth` above its own is still at `instruction`
+        of `code`.
+        """
         frame, site = recorder.sites.caller(self.hook)
         self.moved = True
         if frame is None or site != self.site:
@@ -175,6 +167,8 @@ class SteadyState:
     Attributes:
         expected: the plan of that step; None for the ordinary path.
         stage: how far the step has come on the fast path.
+        broken: a backward was not as planned, or `stop` came during it; its effects are read when
+            it is over.
         history: the calls of the step that is running; None for a call that cannot be on the fast
             path.
     """
@@ -190,7 +184,7 @@ class SteadyState:
         self._previous: list[ObservedCall | None] = []
         self._repeats = 0
         self._repeats_needed = ALIKE
-        self._broken = False
+        self.broken = False
 
     def observe(self, seen: ObservedCall | None) -> None:
         """Add a forward with gradients, or a backward, of the ordinary path."""
@@ -231,13 +225,13 @@ class SteadyState:
     def stop(self, recorder: Recorder) -> None:
         """Leave the fast path, as something unexpected happens."""
         if self.stage == Stage.BACKWARD:
-            self._broken = True  # left when the backward is over: its effects are read then
+            self.broken = True  # left when the backward is over: its effects are read then
         else:
             self._interrupt(recorder)
 
-    def settle(self, recorder: Recorder, *, broken: bool) -> None:
-        """Leave the fast path after a backward that was `broken`, or during which `stop` came."""
-        if broken or self._broken:
+    def settle(self, recorder: Recorder) -> None:
+        """Leave the fast path if the backward that has ended was `broken`."""
+        if self.broken:
             self._interrupt(recorder)
 
     def _interrupt(self, recorder: Recorder) -> None:
@@ -247,7 +241,7 @@ class SteadyState:
             self._repeats_needed = min(2 * self._repeats_needed, MOST_ALIKE)
             interrupted.fire(recorder, self.expected)
         self.expected, self.stage, self.history = None, Stage.NONE, []
-        self._repeats, self._broken = 0, False
+        self._repeats, self.broken = 0, False
 
     def observe_next_step(self) -> None:
         """Have watchers called at the next optimizer step, even on the fast path."""
@@ -322,43 +316,23 @@ class FastPath:
     """The hooks of `around` for calls on the fast path. If one fails, that is recorded, and no
     step takes the fast path any more.
 
+    These functions run in every step, when the training has thrown everything of ours out of the
+    processor's caches: what they touch counts, so that some of them repeat a few lines of others.
+
     Args:
         begins: called with (recorder, args, kwargs); returns a token, or None if this is not the
-            call that comes next. The user's modes are active (see `call_without_modes`).
+            call that comes next.
         ends: called with (recorder, token, result).
     """
 
-    __slots__ = ("begins", "ends")
+    __slots__ = ("begins", "ends", "failed", "steady")
 
     def __init__(
         self, part: str, lost: str, begins: Callable[..., Any], ends: Callable[..., None]
     ) -> None:
-        clock = time.perf_counter_ns
-
         def failed(recorder: Recorder, error: Exception) -> None:
             steady_state.give_up()
             recorder.trouble(part, error, lost)
 
-        def begin(recorder: Recorder, args: Any, kwargs: Any) -> Any:
-            if steady_state.expected is None:
-                return None
-            began = clock()
-            try:
-                if interposed.compiler() is not None:
-                    return None
-                return begins(recorder, args, kwargs)
-            except Exception as error:
-                return failed(recorder, error)
-            finally:
-                recorder.own_ns += clock() - began
-
-        def end(recorder: Recorder, token: Any, result: Any) -> None:
-            began = clock()
-            try:
-                ends(recorder, token, result)
-            except Exception as error:
-                failed(recorder, error)
-            finally:
-                recorder.own_ns += clock() - began
-
-        self.begins, self.ends = begin, end
+        self.steady = steady_state
+        self.begins, self.ends, self.failed = begins, ends, failed

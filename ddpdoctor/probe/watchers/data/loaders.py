@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from ....events import EpochBegan
 from ....events.process import LOADERS_LOST
+from ....storage.call_ring import Phase
 from ...recording import hooks, rng_state
 from ...recording.frames import disguise, unframe, updates_statistics
 from ...recording.import_hooks import when_imported
@@ -20,13 +21,13 @@ from ...recording.index_sample import halvings, kept
 from ...recording.patching import replace
 from ...recording.recorder import Recorder, current, run_hook
 from ...recording.stopwatch import loading as loading_time
-from ...recording.torch_compat import sequence_number
+from ...recording.torch_compat import interposed, sequence_number
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.sample_digests import Fingerprints
 from ...training import lifecycle
 from ...training.records import Forward, Loading, Step
-from ...training.steady_state import steady_state
+from ...training.steady_state import Plan, Stage, steady_state
 from . import samplers
 from .dataset_parts import DatasetParts
 from .iteration import EPOCHS_IN_FULL, Iteration, LoaderLine
@@ -43,6 +44,8 @@ in every epoch or never."""
 IDENTIFIED = 8
 """Loaders per line that makes them whose data set is examined; after that half of them, a quarter
 and so on: some programs make a loader per epoch."""
+
+_DATA, _USER = int(Phase.DATA), int(Phase.USER)  # plain numbers, see `Stage`
 
 UNKNOWN_LINE = Loading(-1)
 """Stands for a batch whose line in the user's code is unknown."""
@@ -68,6 +71,7 @@ class Loaders(Watcher):
         delivered: batches of all loaders so far.
         joins: nesting of `Join` contexts.
         sequence: torch's count of collectives before the process group was destroyed.
+        loading: the last wait for a batch of a step on the fast path.
         ordered: the sampler that has begun an order since the last index was asked for.
     """
 
@@ -91,6 +95,8 @@ class Loaders(Watcher):
         self.joins = 0
         self.sequence = -1
         self.ordered: Any = None
+        self.loading = Loading(-1)
+        self.grad_enabled: Callable[[], bool] = bool
 
     def install(self) -> None:
         import torch.distributed as dist
@@ -236,7 +242,17 @@ class Loaders(Watcher):
             iterator, functools.partial(self._dropped, identifier)
         )
         if recorded:
-            self._emit_epoch_began(recorder, iterator, loader, iteration, site)
+            began = samplers.epoch_began(
+                iterator,
+                loader,
+                step=recorder.step,
+                site=site,
+                number=(number, epoch),
+                given=self.restored.pop(loader, samplers.Restored()),
+                epochs_set=self.epochs_set,
+                joined=self.joins > 0,
+            )
+            recorder.emit(began, vital=True)
         iteration.notes = WorkerRNG.current.share(loader.num_workers if count < WATCHED else 0)
 
     def _dropped(self, identifier: int, _: object) -> None:
@@ -257,33 +273,6 @@ class Loaders(Watcher):
         """Keep the count of collectives: an iteration over an endless stream outlives the group."""
         self.sequence = self._sequence()
 
-    def _emit_epoch_began(
-        self, recorder: Recorder, iterator: Any, loader: Any, iteration: Iteration, site: int
-    ) -> None:
-        sampler = innermost(loader)
-        given = self.restored.pop(loader, samplers.Restored())
-        seed = getattr(iterator, "_base_seed", None)
-        recorder.emit(
-            EpochBegan(
-                at=time.monotonic(),
-                loader=iteration.loader,
-                epoch=iteration.number,
-                step=recorder.step,
-                site=site,
-                sampler_epoch=samplers.epoch_of(samplers.orders(loader)),
-                batches=length(loader),
-                seed=integer(getattr(sampler, "seed", None)),
-                epochs_set=self.epochs_set.get(sampler, 0) if weakly_referenceable(sampler) else 0,
-                joined=self.joins > 0,
-                random=rng_state.digests(rng_state.positions()),
-                base_seed=seed if loader.num_workers else None,
-                restored=given.state,
-                restored_over=given.over,
-                restored_site=given.site,
-            ),
-            vital=True,
-        )
-
     # --- batches ------------------------------------------------------------------------
 
     def _watch_batches(self, base: Any) -> None:
@@ -292,7 +281,7 @@ class Loaders(Watcher):
 
         next_index, next_batch = vars(base)["_next_index"], vars(base)["__next__"]
         iterations, clock = self.iterations, time.perf_counter_ns
-        grad_enabled = torch.is_grad_enabled
+        grad_enabled = self.grad_enabled = torch.is_grad_enabled
 
         def _next_index(iterator: Any) -> Any:
             self.ordered = None
@@ -322,7 +311,13 @@ class Loaders(Watcher):
                 if iteration and iteration.watch_random
                 else None
             )
-            loading = run_hook(recorder, "data.loading", self.lost, _loading) or UNKNOWN_LINE
+            plan = steady_state.expected
+            if plan is not None:
+                plan = self._begins_fast(recorder, plan)
+            if plan is None:
+                loading = run_hook(recorder, "data.loading", self.lost, _loading) or UNKNOWN_LINE
+            else:
+                loading = self.loading
             began = clock()
             try:
                 batch = next_batch(iterator)
@@ -335,12 +330,18 @@ class Loaders(Watcher):
                 raise
             now = clock()
             loading_time.ns += now - began
-            lifecycle.loading_ends.fire(recorder, loading)
+            if plan is None or lifecycle.loading_ends.on_fast_path:
+                lifecycle.loading_ends.fire(recorder, loading)
+            if plan is not None:
+                plan.ring.enter(_USER, loading.site, now * 1e-9)
             if iteration is not None:
                 self.delivered += 1
                 iteration.batches = batches = iteration.batches + 1
                 if self.tried or (self.pending and self.moved != recorder.moves):
-                    self._next_batch(recorder)
+                    if not self.tried and len(self.pending) == 1 and iteration in self.pending:
+                        iteration.trained += 1  # as `_next_batch` does, in most programs
+                    else:
+                        self._next_batch(recorder)
                 if grad_enabled():
                     iteration.grad_enabled = True
                     self.pending[iteration], self.moved = None, recorder.moves
@@ -355,6 +356,32 @@ class Loaders(Watcher):
         ):
             wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
             replace(base, name, disguise(wrapper, original))
+
+    def _begins_fast(self, recorder: Recorder, plan: Plan) -> Plan | None:
+        """Enter the wait for a batch before a step that is to take the fast path; None if other
+        watchers want to know of it, or it may be an evaluation's."""
+        if steady_state.stage != Stage.NONE or lifecycle.loading_begins.on_fast_path:
+            return None
+        began = time.perf_counter_ns()
+        try:
+            module = plan.model.inner()
+            if module is None or not (module.training and self.grad_enabled()):
+                return None
+            if interposed.compiler() is not None:
+                return None
+            site = recorder.sites.caller("fast loading")[1]
+            if site != self.loading.site:
+                self.loading = Loading(site)
+            ring = plan.ring
+            ring.enter(_DATA, site, began * 1e-9)
+            if ring.in_evaluation:
+                ring.evaluating(False)
+        except Exception as error:
+            recorder.trouble("data.loading", error, self.lost)
+            return None
+        finally:
+            recorder.own_ns += time.perf_counter_ns() - began
+        return plan
 
     def _batch_delivered(
         self, recorder: Recorder, iteration: Iteration, batch: Any, now: int, before: Any

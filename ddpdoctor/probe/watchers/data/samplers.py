@@ -14,7 +14,8 @@ from collections.abc import MutableMapping
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ....events import Layer, LoaderSeen, Payload, PerProcess, SamplerRefused
+from ....events import EpochBegan, Layer, LoaderSeen, Payload, PerProcess, SamplerRefused
+from ...recording import rng_state
 from ...recording.code_locations import own_files
 from ...recording.recorder import Recorder
 from ...source import process_order
@@ -148,6 +149,46 @@ def loader_seen(
         holds=made_of.holds,
         per_process=made_of.per_process,
         epoch_copied=copied and getattr(loader, "persistent_workers", False) is True,
+    )
+
+
+def epoch_began(
+    iterator: Any,
+    loader: Any,
+    *,
+    step: int,
+    site: int,
+    number: tuple[int, int],
+    given: Restored,
+    epochs_set: MutableMapping[Any, int],
+    joined: bool,
+) -> EpochBegan:
+    """The event that an iteration begins.
+
+    Args:
+        number: of the loader, and of its epoch.
+        given: the state that it begins with.
+        epochs_set: calls of `set_epoch`, by sampler.
+        joined: inside of a `Join` context.
+    """
+    sampler = innermost(loader)
+    seed = getattr(iterator, "_base_seed", None)
+    return EpochBegan(
+        at=time.monotonic(),
+        loader=number[0],
+        epoch=number[1],
+        step=step,
+        site=site,
+        sampler_epoch=epoch_of(orders(loader)),
+        batches=length(loader),
+        seed=integer(getattr(sampler, "seed", None)),
+        epochs_set=epochs_set.get(sampler, 0) if weakly_referenceable(sampler) else 0,
+        joined=joined,
+        random=rng_state.digests(rng_state.positions()),
+        base_seed=seed if loader.num_workers else None,
+        restored=given.state,
+        restored_over=given.over,
+        restored_site=given.site,
     )
 
 

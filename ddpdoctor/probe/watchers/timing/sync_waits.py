@@ -38,6 +38,7 @@ class SyncWaits(Watcher):
         self.handle: Any = None
         self.computed_at = 0.0
         self._measuring = Subscriptions()
+        self._runs = shielded("waits", self._backward_runs, self.lost)
 
     def install(self) -> None:
         from torch.nn.parallel.distributed import DistributedDataParallel
@@ -67,14 +68,15 @@ class SyncWaits(Watcher):
     @on(lifecycle.backward_begins, during="_measuring")
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
         self.computed_at = 0.0
-        nodes = (root.grad_fn for root in backward.roots if hasattr(root, "grad_fn"))
-        if (node := next((n for n in nodes if n is not None), None)) is not None:
-            self.handle = node.register_prehook(shielded("waits", self._backward_runs, self.lost))
+        for root in backward.roots:
+            if (node := getattr(root, "grad_fn", None)) is not None:
+                self.handle = node.register_prehook(self._runs)
+                return
 
     def _backward_runs(self, gradients: Any) -> None:
-        torch_compat.when_computed(shielded("waits", self._gradients_computed, self.lost))
+        torch_compat.when_computed(self._gradients_computed)
 
-    def _gradients_computed(self) -> None:
+    def _gradients_computed(self) -> None:  # called by torch: nothing here can fail
         self.computed_at = time.monotonic()
 
     @on(lifecycle.backward_ends, during="_measuring")
