@@ -155,8 +155,7 @@ class Forwards(Watcher):
         wrapper: Any = args[0]
         model, stage = step.model, steady_state.stage
         if (
-            wrapper is None
-            or step.wrapper() is not wrapper
+            step.wrapper() is not args[0]
             or model.pending != now.pending
             or model.superseded
             or model.rebuilds
