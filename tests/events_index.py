@@ -49,10 +49,10 @@ QUESTIONS: dict[str, str] = {
         " ZeroGradients"
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
-        "Replica Digests Sketch LateBuffers UnwrappedState"
+        "Replica Digests Sketch LateBuffers UnwrappedState OuterModule OuterDigests"
     ),
     "What changed tensors besides the optimizer?": (
-        "Loaded StateTaken Edited Rewritten Clipped Averaged"
+        "Loaded StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
     ),
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead ForwardInput"
@@ -89,15 +89,16 @@ WHEN: dict[str, str] = {
         " TrainingMode"
     ),
     "sampled, the same steps on all ranks": (
-        "Digests Sketch LateBuffers ForwardInput ContentRead RowsRead UnwrappedState Averaged Pace"
-        " ZeroGradients"
+        "Digests OuterDigests Sketch LateBuffers ForwardInput ContentRead RowsRead UnwrappedState"
+        " Averaged Pace ZeroGradients"
     ),
     "sampled in time": (
         "MemorySample RankSample NodeSample MemoryLimit DeviceMemory SyncTimes SearchCost"
         " ParameterUse ProbeCost TimeLedger"
     ),
     "the first few": (
-        "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken Clipped SchedulerStep"
+        "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken OuterModule"
+        " OuterStateTaken Clipped SchedulerStep"
         " Edited Rewritten NonFinite Bypassed LossScaled LossCounted GradientReduced"
         " SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"

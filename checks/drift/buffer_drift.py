@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.replicas import causes
+from ddpdoctor.analysis.replicas import causes, outer_modules
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
@@ -41,7 +41,9 @@ class BufferDrift(Check):
     ## What it finds
     Buffers (BatchNorm running statistics, codebooks, queues) that differ between ranks when the
     model or a submodule is evaluated, through the wrapper or not, or when its state is taken and a
-    file is written. Also buffers registered after the wrap (pruning masks), at the steps compared.
+    file is written. Also buffers registered after the wrap (pruning masks), at the steps compared,
+    and those of modules outside of the wrapper that take part in training (the centre of a loss, a
+    normaliser): where gradients flow through the module, or its state is saved.
 
     ## How it knows
     Each rank records digests (checksums) of all buffers at the first forward without gradients
@@ -50,7 +52,8 @@ class BufferDrift(Check):
     does not broadcast buffers, it also does before the forward after each step that
     `parameter-drift` compares. When `state_dict()` is taken, the next step is compared completely;
     it counts as saved if a file is written in the same step. Buffers registered after the wrap are
-    examined before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on. The digests of one moment are
+    examined before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on; modules outside of the wrapper as by
+    `parameter-drift`. The digests of one moment are
     compared between ranks, for floating-point buffers only. A difference proves the fault.
 
     ## Why it hurts
@@ -64,6 +67,8 @@ class BufferDrift(Check):
     ## When it stays quiet
     - The ordinary difference after each training forward: DDP repairs it by broadcasting rank 0's
       buffers at the next one, or the program does before it evaluates or saves.
+    - Buffers of modules outside of the wrapper that only count (no gradient, not saved), or are
+      equal again later. A note if only the wrapped model's input comes from them.
     - SyncBatchNorm, buffers that DDP ignores, counters and random states.
     - Buffers that are neither evaluated nor saved are a note at most, and so are those of an
       evaluated submodule if the model's next forward broadcasts them.
@@ -79,6 +84,7 @@ class BufferDrift(Check):
         UNEQUAL_AT_WRAP: "each rank made its own buffers, and DDP was told not to broadcast them",
         NOT_COPIED: "DDP broadcasts buffers, but has not since each rank updated its own",
         LATE: "the buffers were added after the wrap, and DDP does not know them",
+        **outer_modules.RULES,
     }
     effects = (
         Effect(
@@ -92,7 +98,8 @@ class BufferDrift(Check):
         groups = replicas(run)
         if not groups:
             return NO_COPIES
-        if not any(g.any.wrapped.buffers for g in groups) and not run.any(LateBuffers):
+        buffers = any(g.any.wrapped.buffers for g in groups) or run.any(LateBuffers)
+        if not buffers and not outer_modules.compared(run):
             return "the wrapped models have no buffers"
         return None
 
@@ -102,6 +109,9 @@ class BufferDrift(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge)
         yield from each_model(run, self._judge_late)
+        for outer in outer_modules.outer_modules(run):
+            if not outer.parameters:
+                yield self.finding(**outer.fields(run))
 
     def _judge_late(self, run: Run, group: Replicas) -> Iterator[Finding]:
         members = group.members.values()

@@ -10,6 +10,7 @@ from ddpdoctor.analysis.manual_sync import classify, optimizer_coverage, rules
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
+    outer_modules,
     separate_groups,
     skipped_steps,
     state_loading,
@@ -72,7 +73,9 @@ class ParameterDrift(Check):
     some ranks skip, and updates that a custom optimizer applies on some ranks only. And models that
     DDP averages within groups of ranks only (`process_group=` of one dimension of a mesh), although
     the groups start equal and work on one training: an error where they reduce values together,
-    exchange parts of batches or divide the data, else a warning.
+    exchange parts of batches or divide the data, else a warning. And modules that no wrapper and no
+    optimizer holds, but that training steps call on all ranks: a target or teacher network that is
+    a copy of a part of the wrapped model (other ones are a warning).
 
     ## How it knows
     Each rank records digests (checksums) of its parameters, and the digests of the same moment are
@@ -80,7 +83,10 @@ class ParameterDrift(Check):
     first 128 optimizer steps, then as often as `--budget` allows; all parameters at the first
     evaluations after training and at the end. Models that no optimizer holds are examined after
     backwards 0, 1, 2, 4, 9, 19, 49 and so on; models without a wrapper before steps 0, 1, 2, 4, 8
-    and so on, more often with at most 64 parameters. A difference proves the fault. It is only
+    and so on, more often with at most 64 parameters. Modules outside of wrappers are found by a
+    hook on all forwards in the steps after 1 and 32 (not in programs that use `torch.compile`) and
+    examined before steps 1, 2, 4, 9, 19, 49 and so on, and at the end. A difference proves the
+    fault. It is only
     suspected where a manual all-reduce stops before half of the run, stops in one group while
     another group continues, or leaves out whole layers.
 
@@ -103,6 +109,8 @@ class ParameterDrift(Check):
       a warning.
     - Copies that differ only after the last step are a note, unless some ranks took fewer steps for
       equally many synchronised backwards.
+    - Modules outside of wrappers that some ranks do not call in training steps, whose tensors are
+      equal again later, or beside a wrapped model that itself differs.
     - Manual synchronisation: gradients synchronised in less than half of the steps, unless an
       all-reduce made in every step stops for good and nothing replaces it; groups whose ranks send
       to each other; copies that are equal again later.
@@ -129,6 +137,7 @@ class ParameterDrift(Check):
         **rules.RULES,
         **optimizer_coverage.RULES,
         **separate_groups.RULES,
+        **outer_modules.RULES,
     }
     effects = (
         Effect(("gradient-drift",), rules=(causes.UNEQUAL_PARAMETERS,), when=(_DIFFER,)),
@@ -180,6 +189,9 @@ class ParameterDrift(Check):
             yield self.finding(**fields)
         for one in separate_groups.apart(run):
             yield self.finding(**one.fields(run))
+        for outer in outer_modules.outer_modules(run):
+            if outer.parameters:
+                yield self.finding(**outer.fields(run))
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         fault = None if group.left_out else _fault(run, group)

@@ -88,6 +88,66 @@ class LateBuffers(Event, frozen=True, tag="late-buffers"):
     values: str
 
 
+class OuterModule(Event, frozen=True, tag="outer-module"):
+    """A module that no wrapper and no optimizer holds was called in a training step, or evaluated
+    after one: a target or teacher network, moving averages of the weights, a loss with buffers, a
+    normaliser.
+
+    Attributes:
+        number: of the module on this rank, in the order of the records.
+        kind: class name.
+        site: the line that made or copied it, -1 if unknown; `call_site` the line that calls it.
+        copied: it was made by `copy.deepcopy` or the like; `made_at` when.
+        names, shapes: of its floating-point parameters, `parameters` in number, and then of its
+            persistent floating-point buffers.
+        learning: gradients flow through it, so that it shapes the loss.
+        feeds: what it returned was given to the forward of a wrapped model.
+        like: number of the wrapped model that has a part of the same class with the same
+            parameters, and the name of that part; None for none.
+    """
+
+    number: int
+    kind: str
+    site: int
+    call_site: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: int
+    step: int
+    copied: bool = False
+    made_at: float = 0.0
+    learning: bool = False
+    feeds: bool = False
+    like: tuple[int, str] | None = None
+
+
+class OuterDigests(Event, frozen=True, tag="outer-digests"):
+    """Digests of the tensors of an `OuterModule`, in the order of its names.
+
+    Attributes:
+        module: its number.
+        optimizer, step: before that step of the optimizer; -1 for the end of the run.
+        values: packed.
+    """
+
+    module: int
+    optimizer: int
+    step: int
+    values: str
+
+
+class OuterStateTaken(Event, frozen=True, tag="outer-state-taken"):
+    """`state_dict` of an `OuterModule`, or of a module around it, was called.
+
+    Attributes:
+        step: optimizer steps of this process before it.
+    """
+
+    module: int
+    step: int
+    site: int
+
+
 class Sketch(Event, frozen=True, tag="sketch"):
     """A random projection of all tensors of a kind. The distance between the sketches of two ranks
     estimates that of the tensors within some ten percent.

@@ -214,7 +214,10 @@ _OUTSIDE = "recorded beside the ranks, or of one process by itself"
 _OURS = "of the doctor itself"
 
 NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
-    _DIGESTS: (e.Digests, e.LateBuffers, e.Sketch, e.Averaged, e.Rewritten),
+    _DIGESTS: (
+        e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
+        e.Averaged, e.Rewritten,
+    ),
     _DATA: (e.ContentRead, e.RowsRead, e.IndicesRead, e.ComparedValue, e.SaveDecided),
     _TIME: (
         e.Pace, e.TimeLedger, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,

@@ -9,6 +9,7 @@
 | `distributed_c10d._world.pg_map` | 2.4-2.15 | groups made before the doctor came |
 | `DistributedDataParallel._get_ddp_logging_data` | 2.4-2.15 | which parameters made torch raise |
 | `torch._C._dynamo.eval_frame.get_eval_frame_callback` | 2.6-2.13 | calls of compiled submodules |
+| `torch._dynamo.eval_frame.cached_backends` | 2.13 | compiled twice: modules outside of wrappers |
 | `torch._C._dynamo.eval_frame.set_code_exec_strategy` | 2.13 | slower start of compiled steps |
 | `torch._C._distributed_c10d._dump_fr_trace_json` | 2.8-2.15 | DDP's own collectives in a hang |
 | `torch._C._distributed_c10d._dump_nccl_trace_json` | 2.5-2.15 | the same on NCCL |
@@ -378,6 +379,13 @@ def compiling() -> bool:
         callback = torch.compiler.is_compiling()
     idle = (None, False)
     return callback not in idle or compiler_in_use.now not in idle
+
+
+def compiles() -> bool:
+    """Whether the program has asked torch.compile for anything: a global hook on modules would make
+    it compile that again."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return any(getattr(frames, "cached_backends", {}).values())  # None: of what it skips
 
 
 def compiled(modules: Iterable[Any]) -> bool:

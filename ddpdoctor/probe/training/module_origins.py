@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,7 +22,8 @@ class ModuleOrigins(Watcher):
     Attributes:
         lines: the user's line that called a module's class.
         parameters: by module, the user's line that assigned each parameter.
-        copies: modules that were copied or unpickled, without their constructor.
+        copies: modules that were copied or unpickled, without their constructor: the user's line
+            that did it, and when.
         registrations: how many parameters were registered.
         user_code: whether a code object is the user's.
     """
@@ -31,7 +33,7 @@ class ModuleOrigins(Watcher):
     def __init__(self) -> None:
         self.lines: WeakIdentityMap[tuple[CodeType, int]] = WeakIdentityMap()
         self.parameters: WeakIdentityMap[dict[str, tuple[CodeType, int]]] = WeakIdentityMap()
-        self.copies: WeakIdentityMap[None] = WeakIdentityMap()
+        self.copies: WeakIdentityMap[tuple[tuple[CodeType, int] | None, float]] = WeakIdentityMap()
         self.registrations = 0
         self.user_code: dict[CodeType, bool] = {}
 
@@ -73,7 +75,7 @@ class ModuleOrigins(Watcher):
                 unframe(error)
                 raise
             try:
-                self.copies[module] = None
+                self.copies[module] = self._user_line(sys._getframe(1)), time.monotonic()
             except Exception as error:
                 self._missed(error)
 
@@ -88,6 +90,15 @@ class ModuleOrigins(Watcher):
         recorder = current_recorder()
         line = self.origin_line(module)
         return recorder.sites.number(*line) if recorder is not None and line else -1
+
+    def copied(self, module: Any) -> tuple[int, float] | None:
+        """For a module that was copied: the site of the user's line that did it, and when."""
+        recorder = current_recorder()
+        known = self.copies.get(module)
+        if known is None or recorder is None:
+            return None
+        line, at = known
+        return recorder.sites.number(*line) if line else -1, at
 
     def parameter_site(self, module: Any, name: str) -> int:
         """The site of the user's line that assigned this parameter to a module; -1 if a library
@@ -156,7 +167,10 @@ class ModuleOrigins(Watcher):
             if not names or variables(frame).get(names[0], module) is not module:
                 break
             frame = frame.f_back
+        if (line := self._user_line(frame)) is not None:
+            self.lines[module] = line
+
+    def _user_line(self, frame: FrameType | None) -> tuple[CodeType, int] | None:
         while frame is not None and not self.is_user(frame.f_code):
             frame = frame.f_back
-        if frame is not None:
-            self.lines[module] = (frame.f_code, frame.f_lineno)
+        return None if frame is None else (frame.f_code, frame.f_lineno)

@@ -110,6 +110,21 @@ After that they are traced only where the next edit is due, if the last two set 
 STATE_SEARCHES = 3
 """Searches of the source of running functions for a line that edits optimizer state, per model."""
 
+# outer_modules
+
+OUTER_LOOKED_AT = (1, 32)
+"""Optimizer steps of the process after which the modules that are called are looked at, for two
+steps of each optimizer; some modules are used later only."""
+OUTER_CALLED, OUTER_MODULES = 4096, 16
+"""Modules that are noted meanwhile, and those outside of wrappers that are then compared."""
+OUTER_TENSORS, OUTER_ELEMENTS = 4000, 1 << 22
+"""Tensors per module; with more elements than that it is digested later only as the budget
+allows."""
+OUTER_STATES = 20
+"""Calls of `state_dict` recorded per module."""
+OUTER_EVALUATIONS = 4
+"""Copies of the model whose first evaluation is waited for."""
+
 # replica_digests
 
 STATES_AT_MOST = 64

@@ -1,0 +1,233 @@
+"""Modules that no wrapper holds, take part in training, and are not equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...events import FileWritten, OuterDigests, OuterModule, OuterStateTaken
+from ...events.pack import unpack
+from ...report.findings import FixKind, Related, Severity, Steps
+from ...run import Location, Rank, Run, odd_ones, plural, some
+from . import causes
+from .majority import Split
+from .replicas import Replicas, divergence, replicas
+
+RULE = "outside-the-wrapper"
+RULES = {RULE: "a module outside of every wrapper takes part in training, and ranks differ in it"}
+
+END = -1
+"""Stands for the end of the run among the steps."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """One module as all ranks of a model have it.
+
+    Attributes:
+        model: the wrapped model that is trained with it.
+        ranks, seen: by global rank, the rank and its record of the module.
+        names: of the tensors that differ; `parameters` those of them that are no buffers.
+        steps: at which they differ, `END` last; `compared` at how many they were looked at from the
+            first of them on.
+        split: the ranks in groups that agree, at the first of these steps.
+        first_look: they differ since the module was first looked at.
+        saved: the line that takes its state before a file is written.
+    """
+
+    model: Replicas
+    ranks: dict[int, Rank]
+    seen: dict[int, OuterModule]
+    names: list[str]
+    parameters: list[str]
+    steps: list[int]
+    compared: int
+    split: Split
+    first_look: bool
+    saved: Location | None
+
+    @property
+    def any(self) -> OuterModule:
+        return next(iter(self.seen.values()))
+
+    @property
+    def part(self) -> str:
+        """The part of the wrapped model that it looks like, as an expression; empty for none."""
+        like = self.any.like
+        return "" if like is None else f"model.module{'.' if like[1] else ''}{like[1]}"
+
+    def _line(self, site: str) -> Location | None:
+        spots = (rank.location(getattr(self.seen[n], site)) for n, rank in self.ranks.items())
+        return next((spot for spot in spots if spot is not None), None)
+
+    def _since(self) -> str:
+        first = self.steps[0]
+        if first == END:
+            return " at the end of the run"
+        when = f" when first examined, before step {first}"
+        return when if self.first_look else f" since step {first}"
+
+    def severity(self) -> Severity | None:
+        """None where it does not matter, as far as was seen."""
+        one = self.any
+        if self.parameters:
+            # Ranks may hold other random projections on purpose, but no other copies.
+            return Severity.ERROR if one.like is not None else Severity.WARNING
+        if one.learning or self.saved is not None:
+            return Severity.WARNING
+        return Severity.NOTE if one.feeds else None
+
+    def cause(self) -> str:
+        one = self.any
+        rest = "DDP makes equal, and keeps equal, only the module that it wraps"
+        if not self.parameters:
+            return f"each rank updates them from its own data; {rest}"
+        if self.first_look:
+            wrapped = self.model.any.wrapped
+            before = one.copied and one.made_at < wrapped.at
+            made = "copied before the wrap" if before else "copied" if one.copied else "made"
+            return f"it was {made} on each rank, from weights of its own; {rest}"
+        return f"the ranks update it from different values; {rest}"
+
+    def fix(self) -> str:
+        if not self.parameters:
+            return (
+                "update them from values of all ranks (`dist.all_reduce(x); x /= world_size` before"
+                " the update), or average the buffers before they are used or saved"
+            )
+        sent = "for t in module.state_dict().values(): dist.broadcast(t, src=0)"
+        if self.first_look and self.any.copied and self.part:
+            return (
+                f"copy it after the wrap (`copy.deepcopy({self.part})`), when all ranks have rank "
+                f"0's weights, or send it once: `{sent}`"
+            )
+        if self.first_look:
+            return f"make it from the same seed on every rank, or send it once: `{sent}`"
+        return f"update it from values that are equal on all ranks, or send it: `{sent}`"
+
+    def fields(self, run: Run) -> dict[str, object]:
+        """The fields of a finding."""
+        one, names = self.any, self.parameters or self.names
+        made, called = self._line("site"), self._line("call_site")
+        what = plural(len(names), "parameter" if self.parameters else "buffer")
+        related = [Related("called here", called)] if called and made and called != made else []
+        if self.saved is not None:
+            related.append(Related("saved here", self.saved))
+        steps = [s for s in self.steps if s != END]
+        return {
+            "rule": RULE,
+            "severity": self.severity(),
+            "ranks": odd_ones(self.split),
+            "steps": Steps.of(steps),
+            "subjects": tuple(names),
+            "location": made or called,
+            "label": "copied here, apart from the wrapped model"
+            if one.copied
+            else f"{one.kind} is outside of the wrapped model",
+            "related": tuple(related),
+            "summary": f"{what} {some(names)} of {one.kind}, which DDP does not wrap, "
+            f"{causes.differ(len(names), self.split, run)}{self._since()}",
+            "cause": self.cause(),
+            "fix": self.fix(),
+            "fix_kind": FixKind.CHECK,
+            "evidence": {
+                "tensors_that_differ": f"{len(self.names)} of {len(one.names)}",
+                "comparisons_that_differ_since": f"{len(self.steps)} of {self.compared}",
+                "gradients_flow_through_it": "yes" if one.learning else "no",
+                **({"same_class_and_shapes_as": self.part} if self.part else {}),
+            },
+            "at": max(rank.wall(self.seen[n].at) for n, rank in self.ranks.items()),
+        }
+
+
+def outer_modules(run: Run) -> Iterator[Outer]:
+    """The modules outside of wrappers in which ranks differ that train copies of one model."""
+    told: set[object] = set()
+    for group in replicas(run):
+        # What follows from parameters that differ is no fault of its own.
+        if group.left_out or divergence(group, "parameters") is not None:
+            continue
+        ranks = {n: m.rank for n, m in group.members.items()}
+        for look, seen in _on_all(ranks).items():
+            if (key := (tuple(ranks), look)) in told:
+                continue
+            told.add(key)
+            if (found := _compared(group, ranks, seen)) is not None:
+                yield found
+
+
+def compared(run: Run) -> bool:
+    """Whether any such module was looked at on several ranks."""
+    return any(_on_all({n: m.rank for n, m in g.members.items()}) for g in replicas(run))
+
+
+def _on_all(ranks: dict[int, Rank]) -> dict[object, dict[int, OuterModule]]:
+    """The modules that all ranks have, by look: of modules that look alike, the n-th of each."""
+    found: dict[object, dict[int, OuterModule]] = {}
+    for number, rank in ranks.items():
+        count: dict[object, int] = {}
+        for event in rank.of(OuterModule):
+            look = event.kind, event.names, event.shapes, event.parameters
+            nth = count[look] = count.get(look, 0) + 1
+            found.setdefault((look, nth), {})[number] = event
+    return {look: seen for look, seen in found.items() if seen.keys() == ranks.keys()}
+
+
+def _compared(
+    group: Replicas, ranks: dict[int, Rank], seen: dict[int, OuterModule]
+) -> Outer | None:
+    tables = {n: _digests(rank, seen[n]) for n, rank in ranks.items()}
+    common = set.intersection(*(set(table) for table in tables.values()))
+    moments = [*sorted(common - {END}), *sorted(common & {END})]
+    names = next(iter(seen.values())).names
+    differing = {
+        moment: [p for p, values in enumerate(zip(*rows, strict=False)) if len({*values}) > 1]
+        for moment in moments
+        if (rows := [table[moment] for table in tables.values()])
+    }
+    found = [moment for moment in moments if differing[moment]]
+    # Tensors that are made equal again now and then are exchanged by the program.
+    if not found or not differing[moments[-1]]:
+        return None
+    last = sorted(set(differing[moments[-1]]))
+    steps = [moment for moment in found if set(differing[moment]) & {*last}]
+    since = moments[moments.index(steps[0]) :]
+    if len(steps) < len(since):
+        return None
+    count = next(iter(seen.values())).parameters
+    outer = Outer(
+        model=group,
+        ranks=ranks,
+        seen=seen,
+        names=[names[p] for p in last],
+        parameters=[names[p] for p in last if p < count],
+        steps=steps,
+        compared=len(since),
+        split=_split(tables, steps[0]),
+        first_look=steps[0] == moments[0],
+        saved=_saved(ranks, seen),
+    )
+    return outer if outer.severity() is not None else None
+
+
+def _digests(rank: Rank, module: OuterModule) -> dict[int, list[int]]:
+    events = (e for e in rank.of(OuterDigests) if e.module == module.number)
+    return {e.step: list(unpack(e.values)) for e in events}
+
+
+def _split(tables: dict[int, dict[int, list[int]]], moment: int) -> Split:
+    sides: dict[tuple[int, ...], list[int]] = {}
+    for number, table in tables.items():
+        sides.setdefault(tuple(table[moment]), []).append(number)
+    return sorted((tuple(side) for side in sides.values()), key=lambda side: (-len(side), side))
+
+
+def _saved(ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> Location | None:
+    """The line at which the state of the module was taken before a file was written."""
+    for number, rank in ranks.items():
+        files = rank.of(FileWritten)
+        for event in rank.of(OuterStateTaken):
+            mine = event.module == seen[number].number
+            if mine and any(f.step == event.step and f.at >= event.at for f in files):
+                return rank.location(event.site)
+    return None

@@ -1,0 +1,91 @@
+"""DDP402 and DDP403 of modules outside of the wrapper, on literal events."""
+
+import pytest
+from ddpdoctor.checks.drift.buffer_drift import BufferDrift
+from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from replicas import LINE, digests, run_of
+
+from ddpdoctor.events import FileWritten, OuterDigests, OuterModule, OuterStateTaken
+from ddpdoctor.events.pack import pack
+from ddpdoctor.report.findings import Severity
+
+
+def module(*names, parameters=0, **more):
+    shapes = tuple((2,) for _ in names)
+    fields = {"at": 0, "number": 0, "kind": "Target", "site": LINE, "call_site": LINE, "step": 3}
+    return OuterModule(**fields, names=names, shapes=shapes, parameters=parameters, **more)
+
+
+def seen(step, *values):
+    return OuterDigests(at=step, module=0, optimizer=0, step=step, values=pack(values))
+
+
+def judged(*ranks):
+    run = run_of(dict(enumerate(ranks)))
+    return [*ParameterDrift().examine(run), *BufferDrift().examine(run)]
+
+
+def copy_of_encoder(**more):
+    return module("w", "mean", parameters=1, like=(0, "encoder"), **more)
+
+
+@pytest.mark.parametrize(
+    ("like", "severity"), [((0, "encoder"), Severity.ERROR), (None, Severity.WARNING)]
+)
+def test_parameters(like, severity):
+    target = module("w", "mean", parameters=1, like=like)
+    ranks = [[target, seen(4, 1 + n, 5), seen(9, 1 + n, 6)] for n in range(2)]
+    (found,) = judged(*ranks)
+    assert (found.code, found.severity, found.subjects) == ("DDP402", severity, ("w",))
+    assert (found.steps.first, found.steps.count) == (4, 2)
+
+
+def test_a_copy_from_before_the_wrap_and_one_that_is_updated_differently():
+    target = copy_of_encoder(copied=True, made_at=-5.0)
+    (found,) = judged(*([target, seen(4, 1 + n, 5)] for n in range(2)))
+    assert "before the wrap" in found.cause
+    assert "copy.deepcopy(model.module.encoder)" in found.fix
+    (found,) = judged(*([target, seen(4, 1, 5), seen(9, n, 5)] for n in range(2)))
+    assert "different values" in found.cause
+    assert found.steps.first == 9
+
+
+@pytest.mark.parametrize(
+    ("flags", "severity"),
+    [({"learning": True}, Severity.WARNING), ({"feeds": True}, Severity.NOTE), ({}, None)],
+)
+def test_buffers(flags, severity):
+    ranks = [[module("mean", **flags), seen(4, n), seen(-1, n + 5)] for n in range(2)]
+    found = judged(*ranks)
+    assert [(f.code, f.severity) for f in found] == [("DDP403", severity)] * (severity is not None)
+
+
+def test_buffers_that_are_saved():
+    ranks = [[module("mean"), seen(4, n), seen(-1, n + 5)] for n in range(2)]
+    ranks[0].append(OuterStateTaken(at=7, module=0, step=9, site=LINE))
+    assert judged(*ranks) == []
+    ranks[0].append(FileWritten(at=8, path="/x/a.pt", site=LINE, step=9, how="save"))
+    (found,) = judged(*ranks)
+    assert found.severity is Severity.WARNING
+    assert "saved here" in [one.label for one in found.related]
+
+
+def test_silent():
+    target = copy_of_encoder()
+    equal = [[target, seen(4, 1, 5), seen(-1, 2, 6)] for _ in range(2)]
+    assert judged(*equal) == []
+    again = [[target, seen(4, 1 + n, 5), seen(-1, 2, 6)] for n in range(2)]
+    assert judged(*again) == []
+    one_rank_only = [[target, seen(4, 1, 5)], []]
+    assert judged(*one_rank_only) == []
+    other_shapes = [
+        [target, seen(4, 1, 5)],
+        [module("w", "v", "mean", parameters=2), seen(4, 2, 3, 5)],
+    ]
+    assert judged(*other_shapes) == []
+
+
+def test_the_wrapped_model_itself_differs():
+    drifting = [digests("parameters", {1: [1, 2, 3, n]}) for n in range(2)]
+    ranks = [[drifting[n], copy_of_encoder(), seen(4, 1 + n, 5)] for n in range(2)]
+    assert ["outside-the-wrapper" in f.rule for f in judged(*ranks)] == [False]
