@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpdoctor.analysis.divergence.faults import NEVER_CREATED
+from ddpdoctor.analysis.waiting import shared_groups
 from ddpdoctor.analysis.waiting.failures import (
     Failure,
     at_teardown,
@@ -23,6 +24,7 @@ from ddpdoctor.analysis.waiting.failures import (
     whereabouts,
 )
 from ddpdoctor.analysis.waiting.sent_signals import sent as signal_sent
+from ddpdoctor.analysis.waiting.shared_groups import shared_group
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, snapshot_of
 from ddpdoctor.analysis.waiting.thresholds import CLEAN_UP_S, LINES_SHOWN
 from ddpdoctor.analysis.waiting.wait_graph import victims
@@ -183,6 +185,8 @@ class RankDied(Check):
         if rule == "native-crash" and backend:
             rule = "backend-abort"
         others = [s for s in now.by_rank.values() if s.rank.rank not in ranks]
+        key = next((s.key for s in rest), None)
+        shared = shared_group(now, key) if rule == "backend-abort" else None
         return self.finding(
             rule=rule,
             ranks=ranks,
@@ -193,16 +197,22 @@ class RankDied(Check):
             label=f"{ranks_text([sender.rank])} sends the signal here"
             if sent and sender
             else f"{ranks_text([rank.rank])} {_was(rule, crashed=bool(crashed))} here",
-            related=_elsewhere(others, where) if rule == "backend-abort" else (),
+            related=(
+                *_elsewhere(others, where),
+                *([Related(f"thread {shared.thread} calls here", shared.line)] if shared else []),
+            )
+            if rule == "backend-abort"
+            else (),
             summary=f"{ranks_text(ranks)} {how}"
             + (" (out of memory)" if starved else "")
             + ("" if step is None else f" at step {step}")
             + (" while exiting, after the program had ended" if over else "")
             + (f", {placed} {where}" if where else ""),
             cause=_of_backend(backend, rank, others, where)
+            + (f"; here {shared.cause}" if shared else "")
             if rule == "backend-abort"
             else _cause(rule, rank, sender, siblings, stacks_left=stacks_left),
-            fix=_fix(rule, rank, sender, crashed=bool(crashed)),
+            fix=shared_groups.FIX if shared else _fix(rule, rank, sender, crashed=bool(crashed)),
             fix_kind=FixKind.CHECK,
             evidence={**({"signal": name} if name else {}), **memory, **victims(now, rest)},
             at=first.at,

@@ -6,12 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.divergence.attribution import first
-from ddpdoctor.analysis.divergence.departures import (
-    EXPLANATIONS,
-    RULES,
-    UNEVEN_SINCE,
-    departure,
-)
+from ddpdoctor.analysis.divergence.departure import departure
+from ddpdoctor.analysis.divergence.departures import EXPLANATIONS, RULES, UNEVEN_SINCE
 from ddpdoctor.analysis.divergence.faults import NEVER_CREATED
 from ddpdoctor.analysis.divergence.loop_exits import SHIFTED_SCHEDULE
 from ddpdoctor.events import CallSite

@@ -7,12 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.calls.call_logs import OF_DEVICES
+from ddpdoctor.analysis.control_flow.early_returns import early_return_to
 from ddpdoctor.analysis.control_flow.jumps import ways_around
+from ddpdoctor.analysis.divergence.early_return import not_skipped
+from ddpdoctor.analysis.divergence.early_return import related as ways_of
 from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
 from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.failures import backends
+from ddpdoctor.analysis.waiting.message_cycles import gone_on, met_without, wrong_peers
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
-from ddpdoctor.analysis.waiting.stale_store import CAUSE, FIX, formed_again
+from ddpdoctor.analysis.waiting.standstill_reasons import reason_for
 from ddpdoctor.analysis.waiting.wait_graph import (
     across_groups,
     cycles,
@@ -89,6 +93,9 @@ class Stall(Check):
         "group-formed-again": "the group was formed again over the store of an earlier one",
         "missing-record": "the calls of some members of the group are not on record",
         "same-collective": "all ranks are in the same collective",
+        "skipped-collective": "a rank went on to a message without the collective of the others",
+        "unwaited-send": "ranks wait for messages that others sent and did not wait for",
+        "several-threads": "all ranks are in the same collective, and threads share its group",
         "waiting-messages": "all ranks wait, each for another one",
         "own-code": "not all ranks wait in communication, and no rank is known to be missing",
     }
@@ -138,10 +145,12 @@ class Stall(Check):
             "if the order is right, make no rank wait for more messages than the other one sends"
         )
         on = next((i for i, s in enumerate(ring) if s.call is not None and s.call.peer < 0), None)
-        if wrong := _wrong_peers(now, ring):
+        if on is not None and (met := met_without(now, ring[on], ring[on - 1])):
+            return self._skipped(now, met, ring[on - 1], waits, evidence, at)
+        if wrong := wrong_peers(now, ring):
             rule, (cause, fix) = "wrong-peers", wrong
         elif on is not None:
-            rule, (cause, fix) = "message-after-collective", _gone_on(ring[on], ring[on - 1])
+            rule, (cause, fix) = "message-after-collective", gone_on(ring[on], ring[on - 1])
         return self.finding(
             rule=rule,
             deadlocked=not now.failed,
@@ -154,6 +163,47 @@ class Stall(Check):
             summary=waits,
             cause=cause,
             fix=fix,
+            fix_kind=FixKind.CHECK,
+            evidence=evidence,
+            at=at,
+        )
+
+    def _skipped(
+        self,
+        now: Snapshot,
+        met: list[RankSnapshot],
+        absent: RankSnapshot,
+        waits: str,
+        evidence: Evidence,
+        at: float,
+    ) -> Finding:
+        """All other members of a group are in a collective, which one rank went past."""
+        rank, made = absent.rank.rank, met[0].made
+        assert made is not None
+        back = early_return_to(made, absent.made) if absent.made else None
+        others = ranks_text([s.rank.rank for s in met])
+        how = f"came back from `{back.function}` without it: {back.text}" if back else "did not"
+        where = met[0].location
+        return self.finding(
+            rule="skipped-collective",
+            deadlocked=not now.failed,
+            severity=Severity.ERROR,
+            ranks=(rank,),
+            steps=absent.steps,
+            subjects=(made.signature.op,),
+            location=where,
+            label=f"skipped by rank {rank}",
+            related=(
+                *(ways_of(back) if back else ()),
+                *wait_lines([absent], where),
+            ),
+            summary=f"rank {rank} went on without {made.place}, in which {others} are: {waits}",
+            cause=f"{others} reached {made.place}, which all ranks of {met[0].key} have to call; "
+            f"rank {rank} {how}",
+            fix=not_skipped(back, made)
+            if back
+            else f"call {made.signature.op} on rank {rank} as well, or create a group of the ranks "
+            "that call it",
             fix_kind=FixKind.CHECK,
             evidence=evidence,
             at=at,
@@ -250,26 +300,29 @@ class Stall(Check):
         seen = [s for s in stands if not s.unknown] or stands
         least = min(seen, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
         thread = failed_threads.failed_thread(now, least)
-        again = formed_again(stands) if _together(stands) and not unknown else None
-        rule = "group-formed-again" if again else _rule(stands, unknown)
+        rule = _rule(stands, unknown)
         here = f"{_are(_with(stands, least))} here"
-        together = rule in ("group-formed-again", "same-collective")
+        together = rule == "same-collective"
+        told = reason_for(now, stands, least, rule)
+        spot = told.line if told else least.location
         return self.finding(
-            rule=rule,
-            ranks=tuple(s.rank.rank for s in stands),
-            confidence=Confidence.SUSPECTED,
+            rule=told.rule if told else rule,
+            ranks=(told and told.ranks) or tuple(s.rank.rank for s in stands),
+            confidence=Confidence.PROVEN if told and told.proven else Confidence.SUSPECTED,
+            severity=Severity.ERROR if told and told.proven else Severity.WARNING,
+            deadlocked=bool(told and told.proven and not now.failed),
             steps=least.steps,
-            location=again or least.location,
-            label="the group was formed again here" if again else here,
+            location=spot,
+            label=told.label if told else here,
             related=(Related(here, least.location),)
-            if again and least.location
+            if told and least.location
             else failed_threads.failed_thread_line(thread, least),
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together else _doing(stands, least)),
-            cause=CAUSE
-            if again
+            cause=told.cause
+            if told
             else _why(rule, stands, unknown) + failed_threads.failed_thread_remark(thread),
-            fix=FIX if again else _fix(rule, stands, unknown),
+            fix=told.fix if told else _fix(rule, stands, unknown),
             fix_kind=FixKind.CHECK,
             evidence={
                 "waited_s": round(waited, 1),
@@ -293,7 +346,8 @@ def _rule(stands: list[RankSnapshot], unknown: list[int]) -> str:
 def _together(stands: list[RankSnapshot]) -> bool:
     """Whether all ranks wait in the same call of the same group."""
     calls = {(s.key, s.call.index, s.made.signature.op) for s in stands if s.call and s.made}
-    return len(calls) == 1 and all(s.blocked for s in stands)
+    collective = all(s.call is not None and s.call.index >= 0 for s in stands)
+    return collective and len(calls) == 1 and all(s.blocked for s in stands)
 
 
 def _by_lines(now: Snapshot, rings: Iterable[list[RankSnapshot]]) -> list[list[list[RankSnapshot]]]:
@@ -416,42 +470,3 @@ def _with(stands: list[RankSnapshot], one: RankSnapshot) -> list[int]:
 
 def _are(ranks: list[int]) -> str:
     return f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'}"
-
-
-def _wrong_peers(now: Snapshot, ring: list[RankSnapshot]) -> tuple[str, str] | None:
-    """Cause and fix, where all ranks exchange messages in one batch and none receives from a rank
-    that sends to it; otherwise None."""
-    sent: dict[int, list[int]] = {}
-    for rank, stand in now.by_rank.items():
-        for peer in stand.made.signature.sends if stand.made else ():
-            sent.setdefault(peer, []).append(rank)
-    for stand in ring:
-        taken = set(stand.made.signature.receives if stand.made else ())
-        given = set(sent.get(stand.rank.rank, ()))
-        if not taken or not given or taken & given:
-            return None
-    made, first = ring[0].made, ring[0].rank.rank
-    takes = sorted(set(made.signature.receives)) if made else []
-    gives = sent[first]
-    return (
-        f"no rank receives from the rank that sends to it: rank {first} receives from "
-        f"{ranks_text(takes)}, but {ranks_do(gives, 'send')} to it",
-        "check the peers of the receives: a rank that sends to `(rank + 1) % world_size` receives "
-        "from `(rank - 1) % world_size`",
-    )
-
-
-def _gone_on(collective: RankSnapshot, waiting: RankSnapshot) -> tuple[str, str]:
-    """Cause and fix, where one rank is in a collective and another waits to exchange a message with
-    it."""
-    rank, other = collective.rank.rank, waiting.rank.rank
-    op = waiting.made.signature.op if waiting.made else ""
-    answer = {"send": "recv", "isend": "irecv", "recv": "send", "irecv": "isend"}.get(op, "")
-    call = f"`dist.{answer}`" if answer else "call"
-    place = collective.made.place if collective.made else "a collective"
-    return (
-        f"rank {rank} reached {place} without the {call} that rank {other} waits for: it is "
-        "missing, or comes only afterwards",
-        f"make the matching {call} on rank {rank} before that, or remove the message on rank "
-        f"{other}",
-    )

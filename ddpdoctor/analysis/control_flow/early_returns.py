@@ -71,6 +71,17 @@ def early_return_in_round(call: CallRecord) -> EarlyReturn | None:
     return None
 
 
+def early_return_to(call: CallRecord, other: CallRecord) -> EarlyReturn | None:
+    """The same for a rank that is known to have gone past a call, from where it is now."""
+    if condition(call) is not None:
+        return None
+    for depth in range(1, len(places(call))):
+        spot = call.location_at(depth)
+        if spot is not None and _line(other, spot) is not None:
+            return _found(call, depth)
+    return None
+
+
 def _is_plain(call: CallRecord, depth: int) -> bool:
     """Whether every round of the loops in one function comes to the line that led to a call."""
     spot, place = call.location_at(depth), places(call)[depth]

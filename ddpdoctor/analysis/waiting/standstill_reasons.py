@@ -1,0 +1,69 @@
+"""What is on record of ranks that all stand in one collective, or wait for messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...events.operations import operation
+from ...run import Location
+from . import shared_groups, stale_store
+from .shared_groups import shared_group
+from .snapshot import RankSnapshot, Snapshot
+from .unwaited_sends import KEEP_HANDLES, unwaited_send
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What is on record of ranks that stand still, beyond where they are.
+
+    Attributes:
+        ranks: those at fault; empty where that is all of them.
+        proven: they can never go on.
+    """
+
+    rule: str
+    line: Location | None
+    label: str
+    cause: str
+    fix: str
+    ranks: tuple[int, ...] = ()
+    proven: bool = False
+
+
+def reason_for(
+    now: Snapshot, stands: list[RankSnapshot], least: RankSnapshot, rule: str
+) -> Reason | None:
+    """Why all ranks stand in the same collective, or wait for messages; None where nothing says."""
+    if rule == "same-collective":
+        if again := stale_store.formed_again(stands):
+            label = "the group was formed again here"
+            return Reason("group-formed-again", again, label, stale_store.CAUSE, stale_store.FIX)
+        if shared := shared_group(now, least.key):
+            return Reason(
+                "several-threads",
+                shared.line,
+                f"thread {shared.thread} uses {shared.key}",
+                shared.cause,
+                shared_groups.FIX,
+                proven=shared.mixed,
+            )
+    if rule == "waiting-messages":
+        for stand in stands:
+            peer = now.by_rank.get(stand.call.peer) if stand.call else None
+            sent = unwaited_send(now, peer, (stand.rank.rank,)) if peer else None
+            if sent is not None and peer is not None and _receives(stand):
+                sender, receiver = peer.rank.rank, stand.rank.rank
+                return Reason(
+                    "unwaited-send",
+                    sent.location,
+                    "the handle is not waited for",
+                    f"rank {sender} sent with `isend` to rank {receiver}, which waits {stand.doing}"
+                    ", and did not wait for the handle: a message whose handle is gone may be lost",
+                    KEEP_HANDLES,
+                    (sender,),
+                )
+    return None
+
+
+def _receives(stand: RankSnapshot) -> bool:
+    return stand.made is not None and operation(stand.made.signature.op).receives
