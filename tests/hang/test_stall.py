@@ -10,7 +10,18 @@ from ddpdoctor.checks.hang.stall import Stall
 from recordings import ring_of, started, torch_loaded
 from tapes import CWD, START, CallLog, run_of, stall, stood
 
-from ddpdoctor.events import CommHook, GroupDestroyed, InitEntered, Site, StackFrame, Statement, Way
+from ddpdoctor.events import (
+    CommHook,
+    FlightEntry,
+    FlightLog,
+    GroupDestroyed,
+    InitEntered,
+    Site,
+    StackFrame,
+    Statement,
+    StepDone,
+    Way,
+)
 from ddpdoctor.report.findings import Confidence, Finding, Severity
 from ddpdoctor.run import Run, load
 from ddpdoctor.storage.call_ring import State
@@ -351,3 +362,75 @@ def test_ranks_that_wait_for_a_key_of_a_store(tmp_path: Path, line: str, told: b
     seen = [stall(START + 40, START + 5), *(stood(r, 20, line) for r in made)]
     (finding,) = found(run_of(tmp_path, made, nodes={0: seen}))
     assert finding.rule == "own-code"
+
+
+def threads(*orders: tuple[str, str] | None) -> dict[int, CallLog]:
+    """The main thread and another one make the same calls of one group; with `orders`, torch's
+    flight recorder has those in flight in these."""
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    for rank, tape in made.items():
+        tape.call("all_gather", 24, thread="ckpt_0").call("all_reduce", 40)
+        tape.call("all_reduce", 40, state=State.BEGUN, at=START + 5)
+        if order := orders[rank]:
+            entries = (FlightEntry(18 + n, op, "", "", False) for n, op in enumerate(order))
+            tape.events.append(FlightLog(at=START + 7, group="0", entries=tuple(entries)))
+    return made
+
+
+def test_threads_that_share_a_group(tmp_path: Path) -> None:
+    made = threads(None, None)
+    (finding,) = found(
+        run_of(tmp_path, made, now=START + 50, nodes={0: [stall(START + 20, START + 5)]})
+    )
+    assert (finding.rule, str(finding.location)) == ("several-threads", "train.py:24")
+    assert (finding.confidence, finding.deadlocked) == (Confidence.SUSPECTED, False)
+
+
+def test_threads_that_shared_a_group_in_another_order(tmp_path: Path) -> None:
+    made = threads(("all_reduce", "all_gather"), ("all_gather", "all_reduce"))
+    (finding,) = found(
+        run_of(tmp_path, made, now=START + 50, nodes={0: [stall(START + 20, START + 5)]})
+    )
+    assert finding.rule == "several-threads"
+    assert (finding.confidence, finding.deadlocked) == (Confidence.PROVEN, True)
+
+
+@pytest.mark.parametrize(("state", "rule"), [
+    (State.RETURNED, "unwaited-send"), (State.DONE, "waiting-messages"),
+])  # fmt: skip
+def test_a_handle_that_nobody_waits_for(tmp_path: Path, state: State, rule: str) -> None:
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    made[0].call("isend", 22, peer=1, state=state).call(
+        "recv", 27, peer=1, state=State.BEGUN, at=START + 5
+    )
+    made[1].call("isend", 30, peer=0).call("recv", 36, peer=0, state=State.BEGUN, at=START + 5)
+    (finding,) = found(
+        run_of(tmp_path, made, now=START + 50, nodes={0: [stall(START + 20, START + 5)]})
+    )
+    assert finding.rule == rule
+    assert "same collective" not in finding.cause
+    assert finding.ranks == ((0,) if rule == "unwaited-send" else (0, 1))
+
+
+@pytest.mark.parametrize(("steps", "rule"), [
+    (6, "skipped-collective"), (5, "message-after-collective"),
+])  # fmt: skip
+def test_a_stage_that_went_past_the_collective_of_the_others(
+    tmp_path: Path, steps: int, rule: str
+) -> None:
+    made = {rank: CallLog(rank, 3) for rank in range(3)}
+    for rank in range(2):
+        made[rank].call("all_gather", 47, state=State.BEGUN, at=START + 5, step=6)
+    made[2].call("recv", 73, peer=1, state=State.BEGUN, at=START + 5, step=steps)
+    for rank, tape in made.items():
+        tape.events += [step_done(n) for n in range(steps if rank == 2 else 6)]
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert finding.rule == rule
+    assert (finding.ranks == (2,)) is (rule == "skipped-collective")
+
+
+def step_done(step: int) -> StepDone:
+    return StepDone(
+        at=START + 1 + step / 10, optimizer=0, step=step, site=-1, wall_s=0.1, data_s=0.0,
+        forward_s=0.0, backward_s=0.0, optimizer_s=0.0, backwards=1, synced=1,
+    )  # fmt: skip
