@@ -169,10 +169,7 @@ def _fix(loader: Loader, reader: Reader, *, own: bool, gathered: bool) -> str:
                 f"second of each) and keeps the first {length}"
             )
         )
-        return (
-            f"nothing if the program {once} before averaging; otherwise do that, or read each "
-            "sample once with `sampler=range(rank, len(dataset), world_size)`"
-        )
+        return f"nothing if the program {once} before averaging; otherwise do that"
     once = "count each sample once" if own else f"keep the first {length}"
     return (
         f"gather the predictions and {once}, or read each sample once "

@@ -67,6 +67,7 @@ class DdpBypassed(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "wrapper-bypassed": "the forward ran on the inner model, not on the wrapper",
         "wrapper-discarded": "the program did not keep the wrapper, and trains the model itself",
+        "no-forward": "the wrapped module has no `forward`: other modules call its parts",
         "manual-update": "the program itself applies gradients that bypassed the wrapper",
     }
     requires = (models.needs_ddp,)
@@ -93,6 +94,8 @@ class DdpBypassed(Check):
         call = next((e.call_site for e in reversed(events) if e.call_site >= 0), -1)
         spot = rank.location(call) or rank.location(first.site)
         wrapper, title = seen.wrapper, seen.title
+        if not wrapped.forward and not last.discarded:
+            return self._without_forward(seen)
         return self.finding(
             rule=_rule(last),
             ranks=seen.ranks,
@@ -115,6 +118,32 @@ class DdpBypassed(Check):
                 "forwards through the wrapper": last.forwards,
                 "collectives in that backward": 0,
                 "first at step": first.step,
+            },
+            at=rank.wall(first.at),
+        )
+
+    def _without_forward(self, seen: models.Seen[Bypassed]) -> Finding:
+        """Adapters, say, that replace the forwards of another model's layers."""
+        rank, wrapped, events = seen.rank, seen.wrapped, seen.records[seen.rank]
+        first, last = events[0], _to_its_end(rank, events[-1])
+        called = next((e.call_site for e in reversed(events) if e.call_site >= 0), first.site)
+        return self.finding(
+            rule="no-forward",
+            ranks=seen.ranks,
+            steps=Steps(first.step, last.step, last.count),
+            subjects=(seen.title,),
+            location=rank.location(wrapped.site),
+            label=f"wraps {seen.title}, which defines no `forward`",
+            related=models.related(rank, (("calls parts of it", called), ("backward", first.site))),
+            summary=f"{_applied(seen.title, last)}, {seen.where}",
+            cause="DDP synchronises gradients only after its own forward, and the wrapped module "
+            "has none: another model calls its parts, so each rank applied its own gradients",
+            fix="wrap one module whose `forward` calls that model, with these parameters in it; or "
+            "leave the wrapper out and average after each backward: `for p in parameters: "
+            "dist.all_reduce(p.grad); p.grad /= world_size`, with equal weights at the start",
+            evidence={
+                "steps without synchronisation": last.count,
+                "forwards through the wrapper": last.forwards,
             },
             at=rank.wall(first.at),
         )

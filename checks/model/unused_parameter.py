@@ -19,7 +19,7 @@ from ddpdoctor.events.model import ALWAYS_EXAMINED
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When
 from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, Related, Severity
-from ddpdoctor.run import Rank, Run, plural, some, title_of
+from ddpdoctor.run import Location, Rank, Run, plural, some, title_of
 
 
 class Called(enum.Enum):
@@ -82,6 +82,13 @@ REASONS = {
         "{ddp.unused}, or use it with weight zero in the steps that "
         "skip it: `loss + 0.0 * sum(p.sum() for p in part.parameters())`",
     ),
+    "parameter-in-some-steps": Reason(
+        "the loss of some steps depends on other parameters of a module, and not on these",
+        "has no gradient in this backward, unlike the rest of its module",
+        "the loss of these steps depends on other parameters of {part}{more}, and not on this one: "
+        "a penalty on derivatives does not depend on the biases after the last activation",
+        "use it with weight zero in these steps: add `0.0 * output.sum()` to the loss",
+    ),
     "output-in-some-steps": Reason(
         "the module was called, and the loss uses its output in other steps",
         "called, but its output is not used in the loss in some steps",
@@ -90,7 +97,7 @@ REASONS = {
     ),
 }
 
-SOME_STEPS = ("used-in-some-steps", "output-in-some-steps")
+SOME_STEPS = ("used-in-some-steps", "output-in-some-steps", "parameter-in-some-steps")
 """Rules for parameters that get a gradient in other steps."""
 
 
@@ -196,6 +203,7 @@ class UnusedParameter(Check):
         parts.sort(key=lambda p: p not in lost)  # the module at fault leads
         rules = {p: rules[p] for p in parts}
         rule = rules[parts[0]]
+        where = _place(rank, wrapped, event, parts[0], rule)
         yield self.finding(
             rule=NEVER_LEARNS if lost else rule,
             severity=Severity.NOTE if allowed and not lost else Severity.ERROR,
@@ -204,11 +212,11 @@ class UnusedParameter(Check):
                 ((r, () if later else e.indices) for r, e in seen.items()), model
             ),
             subjects=names,
-            location=models.made_at(rank, wrapped, parts[0]),
+            location=where,
             label=REASONS[rule].label,
             related=(
                 *(_gathered(rank) if lost and rule == "output-not-in-loss" else ()),
-                *_related(rank, wrapped, event, parts[0]),
+                *(r for r in _related(rank, wrapped, event, parts[0]) if r.location != where),
             ),
             summary=f"{some(names)} of {title_of(rank, wrapped)} "
             f"{plural(len(names), 'gets', 'get')} no gradient "
@@ -295,6 +303,8 @@ def _rule(event: UnusedParameters, part: Part, *, always: bool) -> str:
     unspent = set(part.positions) <= set(event.unspent)
     if set(part.positions) <= set(event.frozen):
         return "frozen-after-wrap"
+    if not always and not part.whole and part.module and _called(event, part) is Called.YES:
+        return "parameter-in-some-steps"
     if not always:
         return "output-in-some-steps" if unspent else "used-in-some-steps"
     called = _called(event, part)
@@ -304,6 +314,15 @@ def _rule(event: UnusedParameters, part: Part, *, always: bool) -> str:
         return "one-parameter"
     rules = {Called.YES: "output-not-in-loss", Called.NO_GRAD: "called-under-no-grad"}
     return rules.get(called, "not-in-loss")
+
+
+def _place(
+    rank: Rank, wrapped: Wrapped, event: UnusedParameters, part: Part, rule: str
+) -> Location | None:
+    """The line that makes the module; of a single parameter that one loss leaves out, the line of
+    the backward."""
+    backward = rank.location(event.site) if rule == "parameter-in-some-steps" else None
+    return backward or models.made_at(rank, wrapped, part)
 
 
 def _related(

@@ -63,6 +63,7 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
             (`lightning.pytorch.trainer`); empty if the program did so itself.
         adopted: it was wrapped before the probe started; `site` is that line, or else the line of
             its next call.
+        forward: its class defines `forward`; otherwise only parts of it can be called.
     """
 
     model: int
@@ -77,6 +78,7 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
     device: str = ""
     frozen_site: int = -1
     adopted: bool = False
+    forward: bool = True
     by: str = ""
 
     @property

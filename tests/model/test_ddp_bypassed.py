@@ -5,13 +5,14 @@ import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
 from recordings import make_run, site, steps
 from wraps import codes, group, rank
 
-from ddpdoctor.events import Bypassed, GroupDestroyed, RankExiting, SyncPattern
+from ddpdoctor.events import Bypassed, GroupDestroyed, RankExiting, SyncPattern, Wrapped
 from ddpdoctor.events.drift import UNHELD
 from ddpdoctor.probe.source.call_resolver import call_in_frames
 from ddpdoctor.probe.watchers.graph import wrapper_bypass
@@ -224,3 +225,14 @@ def test_who_chose_to_call_the_model_is_not_who_was_given_it(monkeypatch, call, 
     monkeypatch.setattr(WrapperBypass.current, "modules", weakref.WeakSet([net]))
     monkeypatch.setattr(WrapperBypass.current, "model", SimpleNamespace(ddp=lambda: wrapper))
     assert call(Chooses(wrapper, net)) == named
+
+
+def test_a_wrapped_module_without_a_forward_cannot_be_called():
+    events = [
+        msgspec.structs.replace(e, forward=False) if isinstance(e, Wrapped) else e
+        for e in rank(bypassed(0, 4))
+    ]
+    (found,) = CHECK.examine(make_run({0: events, 1: events}))
+    assert found.rule == "no-forward"
+    assert found.location is not None
+    assert "call the wrapper" not in found.fix

@@ -111,7 +111,7 @@ def test_what_is_not_called_at_first_and_later_is(times, called):
 def test_what_is_called_and_left_out_in_some_steps_is_not_found_by_a_search_of_the_output():
     late = unused([5], backward=5, step=4, called=("", *ALL))
     (found,) = find(unused([]), *steps(4), late, use(5, {5: 1}))
-    assert found.rule == "used-in-some-steps"
+    assert found.rule == "parameter-in-some-steps"
 
 
 def test_another_backward_over_the_same_forward_brings_the_rest():

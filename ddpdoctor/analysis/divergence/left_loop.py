@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 from ...report.findings import Evidence
@@ -155,7 +156,11 @@ class LeftLoop:
                 "other collective, and skip on all ranks or on none"
             )
         if self.skipped:
-            return f"{alone}share the condition with `all_reduce`, or take the step with `loss * 0`"
+            share = f"{alone}share the condition with `all_reduce`"
+            # NaN times zero is NaN.
+            if any(_FINITE.search(way.source) for way in self.ways):
+                return f"{share}, and skip on all ranks or on none"
+            return f"{share}, or take the step with `loss * 0`"
         if self.how is LoopExitKind.RAISED:
             return (
                 "raise the exception again, so that the rank exits with a non-zero status and the "
@@ -171,6 +176,10 @@ class LeftLoop:
             "its bounds from values that are equal on all of them, and `all_reduce` any condition "
             "to stop or to skip"
         )
+
+
+_FINITE = re.compile(r"finite|nan\b|inf\b", re.IGNORECASE)
+"""What a condition asks that looks for NaN and infinity."""
 
 
 def _either(ways: tuple[Location, ...]) -> str:

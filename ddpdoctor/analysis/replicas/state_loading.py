@@ -160,7 +160,9 @@ class Loads:
     def _fix(self, number: int, event: Loaded, also_loaded: bool = False) -> str:
         if self.what != "weights":
             return (
-                "load the same state on every rank: `torch.load(path, map_location=...)` everywhere"
+                "load the same state on every rank (`torch.load(path, map_location=...)`); if only "
+                "one rank has the file, load it there and send it: "
+                "`dist.broadcast_object_list([state], src=0)`"
             )
         fix = "load the same weights on every rank, or "
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun

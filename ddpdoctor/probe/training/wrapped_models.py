@@ -131,6 +131,7 @@ class WrappedModels(Watcher):
                 device=str(named[0][1].device) if named else "",
                 frozen_site=-1 if adopted or all(model.trainable) else _frozen_site(recorder),
                 adopted=adopted,
+                forward=_has_forward(module),
                 by="" if adopted else recorder.sites.library_called(),
             )
         )
@@ -163,6 +164,13 @@ class WrappedModels(Watcher):
         model = self._emit(recorder, wrapper.module, given, adopted=True)
         self._complete(recorder, model, wrapper)
         return model
+
+
+def _has_forward(module: Any) -> bool:
+    import torch.nn
+
+    own = getattr(type(module), "forward", None)
+    return own is not torch.nn.Module.forward or "forward" in vars(module)
 
 
 def _frozen_site(recorder: Recorder) -> int:
