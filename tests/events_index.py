@@ -55,7 +55,8 @@ QUESTIONS: dict[str, str] = {
         "Loaded StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
     ),
     "What did a loader deliver to a rank?": (
-        "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead ForwardInput"
+        "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead RowsChosen"
+        " ForwardInput"
         " ComparedValue SaveDecided"
         " SamplerRefused"
     ),
@@ -89,8 +90,8 @@ WHEN: dict[str, str] = {
         " TrainingMode"
     ),
     "sampled, the same steps on all ranks": (
-        "Digests OuterDigests Sketch LateBuffers ForwardInput ContentRead RowsRead UnwrappedState"
-        " Averaged Pace ZeroGradients"
+        "Digests OuterDigests Sketch LateBuffers ForwardInput ContentRead RowsRead RowsChosen"
+        " UnwrappedState Averaged Pace ZeroGradients"
     ),
     "sampled in time": (
         "MemorySample RankSample NodeSample MemoryLimit DeviceMemory SyncTimes SearchCost"

@@ -13,6 +13,7 @@ from ddpdoctor.analysis.data.forward_inputs import (
     EqualInputs,
     equal_gradients,
     equal_inputs,
+    equal_parts,
     inputs,
 )
 from ddpdoctor.analysis.data.loader_check import (
@@ -54,12 +55,14 @@ class DataOverlap(LoaderCheck):
     - ranks that read the same files
     - a loader that is continued on all ranks from the state of one rank's loader (torchdata's
       `StatefulDataLoader`), although each rank made a dataset of its own
+    - a stream of files or parts of which each rank takes its share from an order of its own
     - a custom sampler whose shares overlap; shares of a stream (of whole files, say) that each rank
       shuffles in an order of its own
     - parts of one dataset (`Subset`, slices of a list) that each rank selects and that overlap
     - data that should differ between ranks but is the same on some of them
     - samples that are picked at random, from a generator in the same state on all ranks
-    - a loop without a loader that feeds the same slices or the same random positions
+    - a loop without a loader that feeds the same slices or the same random positions, or of several
+      inputs one that is the same on all ranks while others differ (a warning)
 
     Also where this begins only later in the run.
 
@@ -67,8 +70,10 @@ class DataOverlap(LoaderCheck):
     With loaders, the delivered indices are compared between the ranks (all of them up to 262,144
     per line that makes the loader, then one in 2, in 4 and so on), and so are digests of some 256
     samples of epochs 0, 1, 2, 4, 8 and so on. Streams have no indices; of these, all rows of an
-    epoch of at most 4096 are digested, too. What a `Subset` selects is recorded up to 16,384
-    samples, regular selections up to 262,144.
+    epoch of at most 4096 are digested, too. Of the first 16,384 rows of such an epoch up to 1024
+    are kept, chosen by their own digests: ranks that deliver the same rows in another order choose
+    the same ones. What a `Subset` selects is recorded up to 16,384 samples, regular selections up
+    to 262,144.
 
     Without loaders, the inputs of wrapped models, and of models of `fully_shard`, are compared, at
     the first 16 forwards, then at every eighth and ever fewer. Without a wrapper, it is some values
@@ -167,6 +172,15 @@ class DataOverlap(LoaderCheck):
             "shuffle equally on all ranks, by `seed + epoch` without the rank, and let each rank "
             "take its own share of that order",
         ),
+        "overlapping-streams": Words(
+            "ranks deliver partly the same samples of a stream",
+            "the parts of {kind} that the ranks deliver overlap: each rank takes its part from an "
+            "order of its own{files}",
+            "bring the files, or the parts, into one order on all ranks before each takes its "
+            "share: `Random(seed).shuffle(files)` without the rank in the seed, then "
+            "`files[rank::world_size]`",
+            "delivers partly the same samples on these ranks",
+        ),
         "overlapping-shares": Words(
             "the sampler yields some samples on several ranks",
             "the shares that {sampler} yields overlap",
@@ -175,6 +189,12 @@ class DataOverlap(LoaderCheck):
         "equal-inputs": Words(
             "without a loader, ranks feed a model the same inputs",
             "each of these ranks takes the same samples from the same data",
+            SHARD_INPUTS,
+        ),
+        "equal-part-of-inputs": Words(
+            "without a loader, one of several inputs is the same on all ranks, and others differ",
+            "this input comes from the same samples on every rank, in the same order; what differs "
+            "was added to it at random on each",
             SHARD_INPUTS,
         ),
         "equal-random-inputs": Words(
@@ -220,7 +240,8 @@ class DataOverlap(LoaderCheck):
         for fault in self.faults(run):
             yield self._of_loader(run, fault)
         for given in inputs(run):
-            if sets := [same for same in equal_inputs(run, given) if not same.intended]:
+            found_equal = list(equal_inputs(run, given)) or list(equal_parts(run, given))
+            if sets := [same for same in found_equal if not same.intended]:
                 yield self._of_inputs(run, sets)
         for work in () if found else equal_gradients(run):
             yield self._of_gradients(run, work)
@@ -237,6 +258,8 @@ class DataOverlap(LoaderCheck):
         what = "the same samples"
         if audit is not None:
             what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
+        elif fault.rule == "overlapping-streams":
+            what = "partly the same samples ({} of {} compared)".format(*fault.compared)
         elif fault.compared[1] and not workers:
             what = "the same samples ({} of {} compared)".format(*fault.compared)
         # The batches of all ranks, also where several sets of ranks have the same fault.
@@ -263,15 +286,19 @@ class DataOverlap(LoaderCheck):
         who = _sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)
         return self.finding(
             rule=same.rule,
-            severity=Severity.NOTE if same.toy else Severity.ERROR,
-            confidence=Confidence.SUSPECTED if same.toy else Confidence.PROVEN,
+            severity=Severity.NOTE
+            if same.toy
+            else Severity.WARNING
+            if same.part >= 0
+            else Severity.ERROR,
+            confidence=Confidence.SUSPECTED if same.toy or same.part >= 0 else Confidence.PROVEN,
             ranks=tuple(sorted({r for ranks in parts for r in ranks})),
             subjects=(f"inputs of {same.kind}",),
             location=rank.location(same.event.site),
             steps=_steps(rank, same) if same.late else None,
             label="the same inputs on these ranks",
-            summary=f"{who} feed {same.kind} the same inputs at all {len(same.forwards)} compared "
-            "forwards"
+            summary=f"{who} feed {same.kind} the same {_inputs(same)} at all "
+            f"{len(same.forwards)} compared forwards"
             + (f" from forward {same.forwards[0]} on" if same.late else "")
             + (" (equal random numbers)" if same.drawn else "")
             + (" (they never change)" if same.constant else ""),
@@ -346,10 +373,22 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
         if drawn and drawn.names
         else "its random generator",
         "seed": drawn.fix if drawn else f"add the rank to the seed that {kind} draws from",
+        "files": _files(fault),
         "selections": on_each_rank(fault.selections.items()),
         "counts": some(fault.shared_by_epoch, 6),
         **({"sampler": kind} if fault.readers[0].seen.iterable else {}),
     }
+
+
+def _files(fault: LoaderFault) -> str:
+    partly = fault.partly
+    if partly is None or not partly.files:
+        return ""
+    return f" ({partly.files} of {partly.read} files are read by several ranks, at {partly.line})"
+
+
+def _inputs(same: EqualInputs) -> str:
+    return "inputs" if same.part < 0 else f"input {same.part + 1} of {len(same.event.parts)}"
 
 
 def _sets(parts: tuple[tuple[int, ...], ...]) -> str:

@@ -33,6 +33,7 @@ from .data import (
     LoaderSeen,
     Payload,
     PerProcess,
+    RowsChosen,
     RowsRead,
     SamplerRefused,
     SaveDecided,

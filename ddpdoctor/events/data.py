@@ -321,6 +321,25 @@ class RowsRead(Event, frozen=True, tag="rows"):
     rows: str
 
 
+class RowsChosen(Event, frozen=True, tag="rows-chosen"):
+    """Digests of rows of a stream, chosen by the digest itself, so that ranks that deliver the same
+    rows in another order choose the same ones.
+
+    Attributes:
+        looked: rows digested from the begin of the epoch on.
+        halved: of these, one in `2 ** halved` is chosen.
+        rows: packed digests of the largest part of the batch, each once.
+        again: how many of the chosen rows came again.
+    """
+
+    loader: int
+    epoch: int
+    looked: int
+    halved: int
+    rows: str
+    again: int = 0
+
+
 class ComparedValue(Event, frozen=True, tag="compared-value"):
     """A number that a running function compares by `<` and the like had changed when an iteration
     over a loader began.
@@ -363,6 +382,8 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         forward: number of the forward with gradients, per model.
         digest: of the content of the inputs, 0 if they could not be read (on a device).
         numbers: how many numbers the inputs hold; `rows` how many samples.
+        parts: if there are several inputs, a digest of each of the first ones; `sizes` how many
+            numbers they hold.
         begins: if the input is a slice of another tensor's rows, the first row.
         fed: a DataLoader delivered a batch since the last forward, or the inputs are its last one.
         drawn: lower bound for the random numbers drawn from global generators since the last step;
@@ -388,6 +409,8 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     loaders: tuple[int, ...] = ()
     kind: str = ""
     ranks: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     RANKS = ("ranks",)
 
 

@@ -64,7 +64,7 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fed]:
 def test_slices_of_columns_and_transposed_tensors_are_read() -> None:
     text = torch.arange(800.0).view(8, 100)
     for view in (text[:, 10:20], text.t(), text[:, 10], text[None, :, ::2]):
-        seen, _ = sample_digests.content((view,))
+        seen, *_ = sample_digests.content((view,))
         other = text.clone().as_strided(view.shape, view.stride(), view.storage_offset())
         assert seen and sample_digests.content((other,))[0] == seen
         other[..., -1] += 1

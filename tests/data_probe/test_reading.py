@@ -17,7 +17,8 @@ from ddpdoctor.probe.recording import rng_state
 from ddpdoctor.probe.recording.index_sample import halvings, kept
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.tensors import limits, sample_digests
-from ddpdoctor.probe.tensors.sample_digests import Fingerprints, begins, digest
+from ddpdoctor.probe.tensors.fingerprints import Fingerprints
+from ddpdoctor.probe.tensors.sample_digests import begins, digest
 from ddpdoctor.probe.watchers.data import iteration as reading_module
 from ddpdoctor.probe.watchers.data.dataset_entries import settings
 from ddpdoctor.probe.watchers.data.dataset_parts import payloads

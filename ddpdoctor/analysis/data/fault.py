@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...report.findings import Evidence
 from ...run import Location
@@ -91,6 +92,25 @@ REASONS: tuple[tuple[str, Callable[[Difference], bool]], ...] = (
 )
 
 
+class PartlyShared(NamedTuple):
+    """Rows that several ranks deliver, while each has others of its own.
+
+    Attributes:
+        epoch: the first in which it is so.
+        common: the rows of the first rank that another one delivers too, of `of` compared.
+        files: files that several ranks read at one line in that epoch, of `read` in all; 0 where
+            that is not on record.
+        line: that line.
+    """
+
+    epoch: int
+    common: int
+    of: int
+    files: int = 0
+    read: int = 0
+    line: Location | None = None
+
+
 @dataclass(eq=False)
 class LoaderFault:
     """One loader whose data is divided wrongly among ranks.
@@ -108,6 +128,7 @@ class LoaderFault:
         workers_overlap: the workers of one rank do not divide the stream either.
         generators: random generators in the same state on all ranks.
         selections: what each rank selects from one dataset, in words.
+        partly: rows of a stream that several ranks deliver, while each has others of its own.
         shared_by_epoch: how many samples several ranks read, by epoch, where that changes.
         difference: how the ranks' datasets differ.
         facts: what the sentences of the rule are filled in with.
@@ -128,6 +149,7 @@ class LoaderFault:
     workers_overlap: bool = False
     generators: EqualGenerators | None = None
     selections: dict[int, str] = field(default_factory=dict)
+    partly: PartlyShared | None = None
     shared_by_epoch: list[int] = field(default_factory=list)
     difference: Difference | None = None
     facts: dict[str, object] = field(default_factory=dict)

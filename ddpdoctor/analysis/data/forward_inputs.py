@@ -13,7 +13,7 @@ from ...events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
 from ...run import Rank, Run
 from .data_calls import exchange_in_own_group, received_from_peers
 from .loaders import Reader, batch_size
-from .thresholds import DRAWN_SHARE, FEWEST, LATER, NO_ACCIDENT, TOY_DRAWS
+from .thresholds import DRAWN_SHARE, FEWEST, LATER, NO_ACCIDENT, RICH, TOY_DRAWS
 
 
 @dataclass(eq=False)
@@ -124,6 +124,7 @@ class EqualInputs:
         differed: the last compared forward before, with other inputs; -1 where there is none.
         drawn: the inputs were drawn from the global random generators just before.
         constant: they (nearly) never change over time: toy data.
+        part: only this one of several inputs is the same, counted from 0; -1 for all.
         intended: one of the ranks sent them to the others, or the ranks exchange what they compute
             from them in a smaller group of their own.
     """
@@ -136,6 +137,7 @@ class EqualInputs:
     intended: bool
     differed: int
     constant: bool
+    part: int = -1
 
     @property
     def event(self) -> ForwardInput:
@@ -143,6 +145,8 @@ class EqualInputs:
 
     @property
     def rule(self) -> str:
+        if self.part >= 0:
+            return "equal-part-of-inputs"
         if self.drawn:
             return "equal-random-inputs"
         return "constant-inputs" if self.constant else "equal-inputs"
@@ -189,6 +193,34 @@ def equal_inputs(run: Run, given: Inputs) -> Iterator[EqualInputs]:
             common[begin - 1] if begin else -1,
             constant,
         )
+
+
+def equal_parts(run: Run, given: Inputs) -> Iterator[EqualInputs]:
+    """The first of several inputs that is the same on all ranks at every compared forward, while
+    another one differs on each: what differs was drawn from generators in states of their own, so
+    that what does not is data that the ranks do not divide.
+
+    Inputs of one number per sample (a time, a class) and those that never change may be common.
+    """
+    numbers = [
+        n
+        for n in given.common()
+        if all(f[n].parts and f[n].training and not f[n].fed for f in given.by_rank.values())
+    ]
+    ranks = tuple(sorted(given.by_rank))
+    forwards = [[given.by_rank[r][n] for r in ranks] for n in numbers]
+    if len(numbers) < NO_ACCIDENT or any(len({e.digest for e in f}) < len(f) for f in forwards):
+        return
+    for part in range(min(len(e.parts) for f in forwards for e in f)):
+        digests = [{e.parts[part] for e in f} for f in forwards]
+        rich = all(e.sizes[part] >= RICH * max(1, e.rows) for f in forwards for e in f)
+        if rich and all(len(d) == 1 for d in digests):
+            if len(set().union(*digests)) < NO_ACCIDENT:
+                continue
+            intended = all(_intended(run.ranks[r], frozenset(ranks), len(numbers)) for r in ranks)
+            events = [f[0] for f in forwards]
+            yield EqualInputs(given.kind, ranks, numbers, events, False, intended, -1, False, part)
+            return
 
 
 def _intended(rank: Rank, ranks: frozenset[int], times: int) -> bool:

@@ -15,6 +15,7 @@ from ...events import (
     IndicesRead,
     LoaderSeen,
     OptimizerSeen,
+    RowsChosen,
     RowsRead,
     StepDone,
     Wrapped,
@@ -36,7 +37,7 @@ Line = tuple[str, int] | None
 """File and number of a line, None where it is unknown."""
 
 
-E = TypeVar("E", IndicesRead, ContentRead, RowsRead)
+E = TypeVar("E", IndicesRead, ContentRead, RowsRead, RowsChosen)
 
 
 class Turn(NamedTuple):
@@ -62,6 +63,7 @@ class Epoch:
     Attributes:
         number: counted from 0, over all loaders that the same line made anew for each epoch.
         parts: records of the indices delivered before the end of the epoch.
+        chosen: the last record of rows that were chosen by their digests.
         steps: optimizer steps taken since it began, for an epoch without an end on record.
     """
 
@@ -73,6 +75,7 @@ class Epoch:
     content: list[ContentRead]
     rows: list[RowsRead]
     steps: int = 0
+    chosen: RowsChosen | None = None
 
     @property
     def batches(self) -> int:
@@ -281,7 +284,7 @@ def _readers(rank: Rank) -> list[Reader]:
     """The rank's loaders, one reader each, in order of first iteration."""
     ends = {(e.loader, e.epoch): e for e in rank.of(EpochEnded)}
     parts, content = _by_epoch(rank, IndicesRead), _by_epoch(rank, ContentRead)
-    rows = _by_epoch(rank, RowsRead)
+    rows, chosen = _by_epoch(rank, RowsRead), _by_epoch(rank, RowsChosen)
     seen = {e.loader: e for e in rank.of(LoaderSeen)}
     readers: dict[int, Reader] = {n: Reader(rank, e) for n, e in seen.items()}
     for began in rank.of(EpochBegan):
@@ -291,6 +294,7 @@ def _readers(rank: Rank) -> list[Reader]:
             continue
         ended = ends.get(key)
         epoch = Epoch(0, reader.seen, began, ended, parts[key], content[key], rows[key])
+        epoch.chosen = chosen[key][-1] if key in chosen else None
         if ended is None:
             epoch.steps = sum(s.count for s in rank.of(StepDone) if s.at > began.at)
         reader.epochs.append(epoch)

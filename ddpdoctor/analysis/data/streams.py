@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from math import inf
 from typing import NamedTuple
 
-from .content import Row, distinct, overlap, rows, same_pass
-from .fault import LoaderFault
+from ...events import FileRead
+from ...run import Location
+from .content import Row, distinct, numbers_of, overlap, rows, same_pass
+from .fault import LoaderFault, PartlyShared
 from .loaders import Epoch, Loader, Reader
 from .thresholds import (
+    MANY,
     MATERIAL,
     NO_ACCIDENT,
     ONCE,
@@ -131,8 +135,12 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
     number, found = 0, sharing_in_epoch(readers, 0)
     if not found.ranks:
         number, found = sharing_later(readers)
+    partly = None
     if shuffles := _own_shuffles(readers):
         number, found = 0, Sharing(frozenset(r.rank.rank for r in readers), max(shuffles))
+    elif not found.ranks and (partly := partly_shared(readers)):
+        number = partly.epoch
+        found = Sharing(frozenset(r.rank.rank for r in readers), (partly.common, partly.of))
     if not found.ranks or _by_chance(readers, number, found):
         return None
     common, of = found.best
@@ -143,6 +151,8 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
         rule = "equal-draws"
     if shuffles:
         rule = "different-shuffles"
+    if partly is not None and common < WHOLE * of:
+        rule = "overlapping-streams"
     overlap = any(workers_share(r)[1] for r in readers) or all_workers_share(readers)
     return LoaderFault(
         "data-overlap",
@@ -155,12 +165,65 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
         compared=found.best,
         shared_by_epoch=[common for common, _ in shuffles],
         workers_overlap=overlap,
+        partly=partly,
         evidence={
             "samples compared": of,
             "delivered by several ranks": common,
+            **(
+                {"files read by several ranks": f"{partly.files} of {partly.read}"}
+                if partly and partly.files
+                else {}
+            ),
             "workers of one rank overlap too": overlap,
         },
     )
+
+
+def partly_shared(readers: list[Reader]) -> PartlyShared | None:
+    """Whether every rank delivers rows that others deliver, too, in every epoch on record; None
+    where they divide the stream, or draw it with replacement."""
+    first: PartlyShared | None = None
+    for number in range(min(len(r.epochs) for r in readers)):
+        epochs = [r.epochs[number] for r in readers]
+        chosen = [e.chosen for e in epochs if e.chosen is not None and e.trained]
+        if len(chosen) < len(readers):
+            continue
+        mask = (1 << max(c.halved for c in chosen)) - 1
+        kept = [{row for row in numbers_of(c.rows) if not row & mask} for c in chosen]
+        if min(map(len, kept)) < MANY or any(
+            c.again > (1 - ONCE) * len(k) for c, k in zip(chosen, kept, strict=True)
+        ):
+            return None
+        others = [set().union(*(k for k in kept if k is not mine)) for mine in kept]
+        shares = [len(k & rest) / len(k) for k, rest in zip(kept, others, strict=True)]
+        if min(shares) < MATERIAL:
+            return None
+        if first is None:
+            files, read, line = _files_shared(readers, number)
+            first = PartlyShared(number, len(kept[0] & others[0]), len(kept[0]), files, read, line)
+    return first
+
+
+def _files_shared(readers: list[Reader], number: int) -> tuple[int, int, Location | None]:
+    """How many files several ranks read at one line in an epoch, and of how many; (0, 0) where all
+    ranks read the same ones, or none in common."""
+    by_line: dict[Location, list[set[str]]] = {}
+    for reader in readers:
+        epoch = reader.epochs[number]
+        until = epoch.ended.at if epoch.ended else inf
+        mine: dict[Location, set[str]] = {}
+        for event in reader.rank.of(FileRead):
+            spot = reader.rank.location(event.site)
+            if spot is not None and epoch.began.at <= event.at <= until:
+                mine.setdefault(spot, set()).add(event.path)
+        for spot, paths in mine.items():
+            by_line.setdefault(spot, []).append(paths)
+    for spot, sets in by_line.items():
+        every = set().union(*sets)
+        common = [p for p in every if sum(p in s for s in sets) > 1]
+        if len(sets) == len(readers) and common and all(s < every for s in sets):
+            return len(common), len(every), spot
+    return 0, 0, None
 
 
 def _drawn(readers: list[Reader], number: int) -> bool:

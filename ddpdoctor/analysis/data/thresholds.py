@@ -96,6 +96,10 @@ FEWEST, LATER = 3, 4
 """Compared forwards with equal inputs that suffice: where all are equal, and where they are equal
 from one of them to the last."""
 
+RICH = 4
+"""Numbers per sample from which on an input is data, and no time, class or weight that ranks may
+have in common."""
+
 DRAWN_SHARE = 6
 """Inputs count as random toy data where one forward in this many follows a draw of as many random
 numbers: not every forward does, as a GAN draws once for two."""

@@ -218,7 +218,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
         e.Averaged, e.Rewritten,
     ),
-    _DATA: (e.ContentRead, e.RowsRead, e.IndicesRead, e.ComparedValue, e.SaveDecided),
+    _DATA: (e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided),
     _TIME: (
         e.Pace, e.TimeLedger, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,
         e.MemoryHeld, e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,

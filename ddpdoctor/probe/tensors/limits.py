@@ -39,6 +39,9 @@ among the first `EPOCH_SAMPLES`."""
 EPOCH_ROWS = 4096
 """Rows digested per epoch, of batches that an iterable data set makes itself."""
 
+ROWS_LOOKED_AT, ROWS_CHOSEN = 16_384, 1024
+"""Rows of a stream that are digested per epoch, and how many of them are kept at most."""
+
 WINDOW = 64
 WINDOWS = 4
 """A sample is digested by `WINDOWS` pieces of `WINDOW` bytes, evenly spread: a cache line each."""

@@ -9,137 +9,27 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import time
 import zlib
-from array import array
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...events import ContentRead, RowsRead
-from ...events.pack import pack
-from ..recording.recorder import Recorder
 from .limits import (
     BATCH_PARTS,
-    EPOCH_BATCHES,
-    EPOCH_ROWS,
-    EPOCH_SAMPLES,
-    LABEL_NUMBERS,
     LEAVES,
     NESTED_AT_MOST,
     PADDED,
     PIECES,
-    SAMPLES_PER_BATCH,
     STATE_ENTRIES,
     WINDOW,
     WINDOWS,
 )
 
 
-class Fingerprints:
-    """Digests of some samples of one epoch of a loader.
-
-    Args:
-        length: samples in an epoch, -1 if unknown.
-        iterable: the data set is iterable: samples have no indices.
-    """
-
-    def __init__(self, length: int, batch_size: int | None, iterable: bool) -> None:
-        first = EPOCH_BATCHES * max(1, batch_size or 1)
-        population = min(length, first) if length > 0 else EPOCH_SAMPLES
-        self.halved = 0 if iterable else max(0, (population // EPOCH_SAMPLES).bit_length() - 1)
-        self.iterable = iterable
-        self.indices = array("q")
-        self.batches = array("i")
-        self.columns = [array("I") for _ in range(2 * BATCH_PARTS)]
-        self.numbers = [True] * BATCH_PARTS
-        self.rows, self.rows_from = array("I"), array("i")
-        self.rows_left = EPOCH_ROWS if iterable else 0
-        self.taken = 0
-
-    def take(self, number: int, given: Any, batch: Any) -> bool:
-        """Digest samples of a delivered batch; False once the epoch's samples are complete.
-
-        Args:
-            number: of the batch in the epoch.
-            given: the indices that the sampler yielded: a list, or one if batching is off.
-        """
-        from ..recording.index_sample import kept, key
-
-        if not isinstance(given, list):  # no automatic batching: one entry, whatever it holds
-            self._add(number, key(given), list(leaves(batch, None)), None)
-            if self.rows_left > 0:
-                self._add_rows(number, batch)
-        else:
-            size = first_dimension(batch) if self.iterable else len(given)
-            parts = list(leaves(batch, size))
-            rows = min(len(given), size or 0, SAMPLES_PER_BATCH) if self.iterable else len(given)
-            for row, index in enumerate(given[:rows]):
-                found = key(index)
-                if found is not None and not kept(found, self.halved):
-                    continue
-                self._add(number, found, parts, row)
-                if self.iterable and self.taken >= EPOCH_SAMPLES:
-                    break
-        return number < EPOCH_BATCHES and (not self.iterable or self.taken < EPOCH_SAMPLES)
-
-    def _add(self, number: int, index: int | None, parts: list[Any], row: int | None) -> None:
-        digests = [d for part in parts for d in digest(part, row)]
-        if not any(digests):
-            return
-        for n, part in enumerate(parts):
-            self.numbers[n] = self.numbers[n] and _few_numbers(part)
-        self.taken += 1
-        self.batches.append(number)
-        if index is not None:
-            self.indices.append(index)
-        digests += [0] * (2 * BATCH_PARTS - len(digests))
-        for column, value in zip(self.columns, digests, strict=False):
-            column.append(value)
-
-    def _add_rows(self, number: int, batch: Any) -> None:
-        size = first_dimension(batch) or 0
-        self.rows_left -= max(1, size)
-        sizes = [(n, p) for p in leaves(batch, size) if (n := _host_bytes(p))] if size else []
-        if self.rows_left >= 0 and sizes:
-            _, part = max(sizes, key=lambda s: s[0])
-            self.rows.extend(_digest_rows(part, size))
-            self.rows_from.extend([number] * size)
-
-    def write(self, recorder: Recorder, loader: int, epoch: int) -> None:
-        if self.rows:
-            rows = array("i", self.rows.tobytes())
-            recorder.emit(RowsRead(at=time.monotonic(), loader=loader, epoch=epoch,
-                                 batches=pack(self.rows_from), rows=pack(rows)))  # fmt: skip
-            del self.rows[:], self.rows_from[:]
-        if not self.batches:
-            return
-        pairs = [self.columns[n : n + 2] for n in range(0, 2 * BATCH_PARTS, 2)]
-        kinds = ["n" if few else "-" for few in self.numbers]
-        used = [(c, kind) for (head, body), kind in zip(pairs, kinds, strict=True)
-                for c in ([head] if head == body else [head, body]) if any(c)]  # fmt: skip
-        indices = self.indices if len(self.indices) == len(self.batches) else ()
-        recorder.emit(
-            ContentRead(
-                at=time.monotonic(),
-                loader=loader,
-                epoch=epoch,
-                batches=pack(self.batches),
-                columns=tuple(pack(array("i", c.tobytes())) for c, _ in used),
-                indices=pack(i & 0x7FFFFFFF for i in indices),
-                numbers="".join(kind for _, kind in used),
-            )
-        )
-        del self.batches[:], self.indices[:]
-        for column in self.columns:
-            del column[:]
-
-
-def _few_numbers(part: Any) -> bool:
-    """Whether a part of a batch holds one or a few whole numbers for each sample."""
-    if isinstance(part, (list, tuple)):
-        return bool(part) and type(part[0]) is int
-    kind, shape = str(getattr(part, "dtype", "")), getattr(part, "shape", ())
-    return "int" in kind and len(shape) > 0 and math.prod(shape[1:]) <= LABEL_NUMBERS
+def rows_of(batch: Any, size: int) -> list[int]:
+    """A digest of each row of the largest plain tensor in a batch of so many samples; empty if
+    there is none."""
+    sizes = [(n, p) for p in leaves(batch, size) if (n := _host_bytes(p))] if size else []
+    return _digest_rows(max(sizes, key=lambda s: s[0])[1], size) if sizes else []
 
 
 def _host_bytes(part: Any) -> int:
@@ -417,17 +307,34 @@ def digest_state(state: Any, *, whole: bool = True) -> int:
     return value or 1
 
 
-def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> tuple[int, int]:
-    """A digest of the first inputs of a model, 0 if one cannot be read; and how many elements all
-    inputs have.
+class Content(NamedTuple):
+    """What a model is given.
+
+    Attributes:
+        digest: of its first inputs; 0 if one cannot be read.
+        numbers: how many elements all inputs have.
+        parts: a digest of each of the first inputs, and `sizes` their elements; empty if one cannot
+            be read.
+    """
+
+    digest: int
+    numbers: int
+    parts: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+def content(inputs: tuple[Any, ...], own: Collection[Any] = ()) -> Content:
+    """Digests of the inputs of a model.
 
     Args:
         own: inputs in this `memory` do not count: they are outputs of the model itself.
     """
-    total = 0
+    total, parts, sizes = 0, [], []
     for leaf in leaves(inputs, None, without=own):
         head, body = digest(leaf, None)
         if not body:
-            return 0, size_of(inputs, own)
+            return Content(0, size_of(inputs, own))
+        parts.append(head + 7 * body & 0xFFFFFFFF)
+        sizes.append(_size(leaf))
         total = total * 31 + head + 7 * body & 0xFFFFFFFF
-    return total, size_of(inputs, own)
+    return Content(total, size_of(inputs, own), tuple(parts), tuple(sizes))

@@ -162,7 +162,7 @@ def _record(
     batches, found = Loaders.current.delivered, delivered_by(memories(inputs))
     known.fed, known.delivered = batches > known.delivered or bool(found), batches
     own = known.own & memories(inputs) if known.own else known.own
-    digested, numbers = content(inputs, own)
+    found_in = content(inputs, own)
     before, known.positions = known.positions, None
     recorder.emit(
         ForwardInput(
@@ -170,8 +170,10 @@ def _record(
             model=model.number,
             forward=number,
             site=given.site,
-            digest=digested,
-            numbers=numbers,
+            digest=found_in.digest,
+            numbers=found_in.numbers,
+            parts=found_in.parts if len(found_in.parts) > 1 else (),
+            sizes=found_in.sizes if len(found_in.parts) > 1 else (),
             rows=samples(inputs),
             begins=begins(inputs),
             carried=bool(own),

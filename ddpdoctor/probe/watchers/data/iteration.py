@@ -18,7 +18,8 @@ from ....events import EpochEnded, IndicesRead
 from ....events.pack import pack_ascending
 from ...recording.index_sample import SCATTER, halvings, kept, key
 from ...recording.recorder import Recorder
-from ...tensors.sample_digests import Fingerprints, memories
+from ...tensors.fingerprints import Fingerprints
+from ...tensors.sample_digests import memories
 from .worker_rng import Notes
 
 CAP = 1 << 18

@@ -24,7 +24,7 @@ from ...recording.stopwatch import loading as loading_time
 from ...recording.torch_compat import interposed, sequence_number
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
-from ...tensors.sample_digests import Fingerprints
+from ...tensors.fingerprints import Fingerprints
 from ...training import lifecycle
 from ...training.records import Forward, Loading, Step
 from ...training.steady_state import Plan, Stage, steady_state

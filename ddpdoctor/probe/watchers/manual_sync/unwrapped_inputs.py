@@ -80,7 +80,7 @@ class UnwrappedInputs(Watcher):
         import torch
 
         if torch.is_grad_enabled():
-            digest, numbers = content(args)
+            digest, numbers, *_ = content(args)
             before = self.positions
             drawn = rng_state.drawn(before, rng_state.positions()) if before else -1
             self.first[optimizer] = FirstInputs(digest, numbers, drawn, recorder.site())
