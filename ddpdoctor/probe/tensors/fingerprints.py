@@ -1,4 +1,4 @@
-"""Digests of some samples of an epoch, to compare between ranks that read the same or other data."""
+"""Digests of samples of an epoch, to compare ranks that read the same or other data."""
 
 from __future__ import annotations
 
