@@ -18,10 +18,12 @@ from ddpdoctor.analysis.process.slow_windows import (
 )
 from ddpdoctor.analysis.process.thresholds import (
     AGREED,
+    FEWER_STRETCHES,
     FEWEST_STRETCHES,
     FEWEST_WINDOWS,
     LAG_SHARE,
     LOST_S,
+    MOST_LOST,
     PLANNED_SHARE,
 )
 from ddpdoctor.events import LoaderSeen, Pace, TimeLedger
@@ -78,8 +80,8 @@ class Straggler(Check):
     collectives than the one that waits least, between any two records of these sums, it waits for
     that one. A rank is reported if the others have waited a fifth of the training time for it, and
     a second at least, and it spent half of that at one line, in long stretches after at least four
-    steps, that the median rank does not have. In an evaluation or in `torch.save`, less than a
-    third is a note.
+    steps (two, if two fifths of the time are lost), that the median rank does not have. In an
+    evaluation or in `torch.save`, less than a third is a note.
 
     ## Why it hurts
     Every step takes as long as on the slowest rank. The steps of the other ranks look equally long,
@@ -263,9 +265,11 @@ def _longest_line(run: Run, ledger: Ledger, number: int) -> tuple[Line | None, f
         rank: {place(rank, line): line.own_s for line in time.lines}
         for rank, time in ledger.ranks.items()
     }
+    most = ledger.lost_for(number) >= MOST_LOST * ledger.training_s
+    least = FEWER_STRETCHES if most else FEWEST_STRETCHES
     longest: tuple[Line | None, float] = (None, 0.0)
     for line in ledger.ranks[number].lines:
-        if line.account == START or line.stretches < FEWEST_STRETCHES:
+        if line.account == START or line.stretches < least:
             continue
         at = place(number, line)
         excess = line.long_s - statistics.median_low(s.get(at, 0.0) for s in spent.values())

@@ -132,7 +132,9 @@ class Ledger:
         for name in LOSSES:
             spent = sum(r.accounts.get(name, 0.0) for r in self.ranks.values())
             lost[f"to {'the doctor' if name == DOCTOR else name}"] = spent / whole
-        work = sum(r.training_s for r in self.ranks.values()) / whole - sum(lost.values())
+        present = sum(r.training_s for r in self.ranks.values()) / whole
+        lost["as ranks ended earlier"] = len(self.ranks) - present
+        work = len(self.ranks) - sum(lost.values())
         worst = sorted(((s, what) for what, s in lost.items() if s >= SAID), reverse=True)[
             :MOST_SAID
         ]

@@ -70,7 +70,10 @@ def test_less_than_a_second() -> None:
 
 
 def test_few_stretches() -> None:
-    assert not stragglers(late(seconds=3.0, rounds=3))
+    assert not stragglers(late(seconds=3.0, rounds=3, usual=6.0))
+    (finding,) = stragglers(late(seconds=3.0, rounds=3))  # most of the run
+    assert finding.evidence["long stretches at this line"] == 3
+    assert not stragglers(late(seconds=9.0, rounds=1))
 
 
 def test_all_ranks_do_the_same_at_the_same_time() -> None:

@@ -78,6 +78,9 @@ FEWEST_STRETCHES = 4
 """Long stretches in which a rank keeps the others waiting, at least: fewer may be a checkpoint and
 an evaluation."""
 
+MOST_LOST, FEWER_STRETCHES = 0.4, 2
+"""Where the others lose that share of the run, fewer stretches will do."""
+
 LOST_S = 1.0
 """What the others wait for them in sum, at least."""
 
