@@ -163,8 +163,9 @@ class LeftLoop:
             return f"{share}, or take the step with `loss * 0`"
         if self.how is LoopExitKind.RAISED:
             return (
-                "raise the exception again, so that the rank exits with a non-zero status and the "
-                "launcher ends the others"
+                "if ranks are to stop there, decide it together: `all_reduce` the condition before "
+                "the exception is raised; otherwise raise it again, so that the rank exits with a "
+                "non-zero status and the launcher ends the others"
             )
         if self.exits and not self._or_skipped:
             return (

@@ -82,6 +82,7 @@ def left_loop(suspect: Suspect) -> LeftLoop | None:
         for rest, all_ in loops.items()
     )
     left = next((left for left in found if left is not None), None)
+    last = still = None
     if left is not None:
         still = next(m for r, m in divergence.calls.items() if r not in left.ranks)
         last = next((m for m in divergence.before if m.rank.rank in left.ranks), None)
@@ -91,8 +92,28 @@ def left_loop(suspect: Suspect) -> LeftLoop | None:
     if (rounds := skipped_round(divergence)) is not None:
         return rounds
     usual = suspect.rounds and left and left.how is LoopExitKind.UNKNOWN
-    again = usual or (left is not None and _came_again(suspect, left))
-    return None if again else left  # then the others are in a later round of the loop
+    if left is None or usual or _came_again(suspect, left):
+        return None  # then the others are in a later round of the loop
+    return _ended_by_itself(left, last.rank, last.site, still) if last and still else left
+
+
+def _ended_by_itself(
+    left: LeftLoop, leaver: Rank, last: CallSite | None, stay: CallRecord
+) -> LeftLoop:
+    """The loop, with how it ended where none of its statements ends it: by an exception that was
+    caught around it in the middle of its loader's epoch, or else because its items were used up."""
+    settled = left.how not in (LoopExitKind.BROKE, LoopExitKind.UNKNOWN)
+    if settled or left.ways or left.exits or ways_out(stay, left.loop)[1]:
+        return left
+    caught = tuple(catching(leaver, last))
+    if left.how is LoopExitKind.BROKE:
+        return replace(left, how=LoopExitKind.RAISED, ways=caught) if caught else left
+    # An exception may have ended it, and a handler may be in a caller that is not on record.
+    raised = leaver.exception is not None or leaver.first(ExceptionPassed) is not None
+    known = not (caught or raised) and last is not None and len(last.places) < CALLERS
+    items = left.loop.source.startswith(("for ", "async for "))
+    own = items and not same_rounds(left.loop, leaver, stay.rank)
+    return replace(left, how=LoopExitKind.FEWER) if known and own else left
 
 
 def _began(divergence: CallDivergence, left: list[int], stay: list[int], loop: Location) -> bool:
