@@ -95,7 +95,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "probe.recording",
     ),
     "attach": (*REPORTED, "monitor", "render"),
-    "cli": (*REPORTED, "_version", "config", "monitor", "render", "launch", "attach"),
+    "leftovers": (*READ, "_version"),
+    "cli": (*REPORTED, "_version", "config", "monitor", "render", "launch", "attach", "leftovers"),
     "__init__": ("_version", "embedded", "report"),
     "__main__": ("cli",),
 }

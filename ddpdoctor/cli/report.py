@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import render
 from ..attach import records
-from ..config import resolve
+from ..config import Options, resolve
+from ..leftovers import search
+from ..leftovers.folder import write_folder
 from ..render import streams
+from ..report.findings import Check
 from ..report.postmortem import Attempts, open_run
 from ..report.registry import select
 from ..run import fold_ranks
@@ -26,7 +31,11 @@ FAILED_ON = 3
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folders", nargs="+", metavar="RUN_DIR", help="a run folder, or a file of `attach --json`"
+        "folders",
+        nargs="+",
+        metavar="RUN_DIR",
+        help="a run folder; a file of `attach --json`; or what a run without the doctor left "
+        "behind: flight-recorder dumps, torchrun's --log-dir, logs",
     )
     parser.add_argument(
         "--format",
@@ -48,7 +57,21 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     checks = select(options.select, options.ignore)
     if all(map(records.is_record, map(Path, args.folders))):
         return _looks(args)
-    attempts = open_run(args.folders)
+    paths = list(map(Path, args.folders))
+    left = None if any(map(search.is_run, paths)) else search.search(paths)
+    if left is None or not left.anything:
+        return _report(args, checks, options, args.folders)
+    for line in left.told():
+        print(f"ddpdoctor: {line}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="ddpdoctor-") as temporary:
+        made = write_folder(Path(temporary) / "run", left).path
+        return _report(args, checks, options, [made])
+
+
+def _report(
+    args: argparse.Namespace, checks: Sequence[Check], options: Options, folders: list[str | Path]
+) -> int:
+    attempts = open_run(folders)
     report = attempts.report(checks, options.unwanted())
     for name, write in (("json", render.write_json), ("html", render.write_html)):
         if path := getattr(args, name, None):
@@ -65,7 +88,8 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         content = render.OF_RUNS[args.format](attempts.last, report)
     else:
         content = render.FORMATS[args.format](report)
-    streams.emit(content, sys.stdout)
+    shown = ", ".join(args.folders)  # not the folder that was made of what was left behind
+    streams.emit(content.replace(str(folders[0]), shown), sys.stdout)
     return FAILED_ON if options.fails(report.worst()) else 0
 
 
