@@ -306,6 +306,8 @@ def _words(failure: Failure) -> str:
 def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> tuple[list[int], str]:
     """The ranks that the launcher ended while they were still on their way, and where to: where a
     rank failed before there was a group, or after it had destroyed its own."""
+    if run.left_behind:
+        return [], ""  # where the others were is not on record
     rest = [r for r in run.ranks.values() if r.rank not in ranks]
     early = not any(r.of(InitEntered) or r.steps for r in (first.rank, *rest))
     over = (e.at for e in first.rank.of(GroupDestroyed) if not e.name)

@@ -34,7 +34,7 @@ from ..events import (
 from ..events.calls import CALLERS
 from ..events.process import Frame
 from ..storage.call_ring import Phase, RingWriter, State
-from ..storage.run_folder import EventWriter, RunFolder, RunInfo, rank_stem
+from ..storage.run_folder import LEFT_BEHIND, EventWriter, RunFolder, RunInfo, rank_stem
 from .flight_dumps import Dump, Entry
 from .search import Leftovers
 
@@ -81,7 +81,7 @@ def write_folder(path: Path, found: Leftovers) -> RunFolder:
             node=NODE,
             outcome="failed" if found.raised or found.codes else "hung",
             exit_code=1,
-            launcher=f"left behind ({backend or 'logs'})",
+            launcher=f"{LEFT_BEHIND} ({backend or 'logs'})",
         )
     )
     return folder

@@ -45,6 +45,10 @@ class FolderError(Exception):
     """The folder cannot be used. The message is one line that says what to type instead."""
 
 
+LEFT_BEHIND = "left behind"
+"""The begin of `RunInfo.launcher` of a run that the doctor did not examine."""
+
+
 class RunInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`run.json`: what was run and how it ended.
 
