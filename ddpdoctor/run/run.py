@@ -45,6 +45,11 @@ class Run:
         self.nodes = nodes
         self.attempt = attempt
 
+    @property
+    def left_behind(self) -> bool:
+        """Whether the doctor did not examine it, and read only what it left behind."""
+        return self.info.launcher.startswith(LEFT_BEHIND)
+
     @cached_property
     def world_size(self) -> int:
         claimed = [r.started.world_size for r in self.ranks.values() if r.started]
