@@ -18,7 +18,7 @@ from ..events import (
     ThreadsSeen,
     TorchLoaded,
 )
-from ..storage.run_folder import RunInfo
+from ..storage.run_folder import LEFT_BEHIND, RunInfo
 from .align_numbers import numbered_alike
 from .rank import E, Facts, Rank
 from .subgroup_ranks import under_the_launchers_numbers
