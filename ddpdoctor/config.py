@@ -45,6 +45,7 @@ class Options:
         on_hang: `auto | report | stop`.
         budget: percent of the run's time.
         every: steps between two examinations of tensors; None to follow the budget (`auto`).
+        max_steps: optimizer steps after which training ends; None for never.
         debug_level: `off | info | detail`.
         live: None for "on a terminal only".
         baseline: a `findings.json`; what it has does not count.
@@ -59,6 +60,7 @@ class Options:
     on_hang: str = "auto"
     budget: float = 1.0
     every: int | None = None
+    max_steps: int | None = None
     debug_level: str = "info"
     json: Path | None = None
     html: Path | None = None
@@ -209,6 +211,13 @@ SETTINGS = (
         "N",
         "examine tensors for drift every N steps; auto follows the budget (default: auto)",
         _or_auto(_number(int, 1, math.inf, "a whole number of steps, 1 or more, or auto")),
+    ),
+    Setting(
+        "max_steps",
+        "N",
+        "end training with status 0 after N optimizer steps, on every rank: a smoke test "
+        "(default: never)",
+        _number(int, 1, math.inf, "a whole number of steps, 1 or more"),
     ),
     Setting(
         "debug_level",

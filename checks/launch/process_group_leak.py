@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import GroupReady, RankExiting
+from ddpdoctor.events import GroupReady, NotObserved, RankExiting
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, ranks_do
@@ -29,7 +29,7 @@ class ProcessGroupLeak(Check):
     Call `torch.distributed.destroy_process_group()` at the end of the program on every rank.
 
     ## When it stays quiet
-    - runs in which a rank failed or was killed
+    - runs in which a rank failed or was killed, or that `--max-steps` ended
     """
 
     code = "DDP105"
@@ -39,6 +39,8 @@ class ProcessGroupLeak(Check):
     requires = (seen(GroupReady, otherwise="no process group was created"),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        if any(e.check == self.name for r in run.ranks.values() for e in r.of(NotObserved)):
+            return
         states = {r.state for r in run.ranks.values()}
         if run.outcome() == "killed" or not states <= {"finished", "running"}:
             return

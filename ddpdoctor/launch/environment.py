@@ -63,6 +63,7 @@ def _probe_options(options: Options) -> str:
     chosen = {
         "budget": options.budget,
         "every": options.every,
+        "max_steps": options.max_steps,
         "select": options.select,
         "ignore": options.ignore,
         "hang_after": options.hang_after,

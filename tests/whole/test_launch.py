@@ -394,3 +394,25 @@ def test_two_nodes_share_a_folder(place: Path) -> None:
     assert sorted(recorded().ranks) == [0, 1]
     assert sorted(recorded().nodes) == [0, 1]
     assert {r.state for r in recorded().ranks.values()} == {"finished"}
+
+
+SMOKE = """
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    dist.init_process_group("gloo")
+    model = DDP(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(10_000):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        optimizer.step()
+    raise RuntimeError("not reached")
+"""
+
+
+@pytest.mark.parametrize("steps", [3, 200])
+def test_training_ends_after_so_many_steps_on_every_rank(place: Path, steps: int) -> None:
+    done = doctor(*TWO, "--max-steps", str(steps), script(SMOKE))
+    assert done.returncode == 0, done.stderr.decode()
+    assert {rank.steps for rank in recorded().ranks.values()} == {steps}
+    assert json.loads(Path("out/findings.json").read_text())["findings"] == []
