@@ -59,8 +59,9 @@ class _Gradients:
         backward_site: the line of that backward.
     """
 
-    def __init__(self, parameters: list[Reference]) -> None:
-        self.parameters = parameters
+    def __init__(self, every: list[Reference]) -> None:
+        self.every = every
+        self.parameters = parameters = spread(every, LOOKED_AT)
         self.looked_at = TensorWatch(
             range(len(parameters)), partial(_gradients_of, parameters), values, _identities
         )
@@ -182,8 +183,7 @@ class EditsBeforeSync(Watcher):
                         one.keep()
                 continue
             if one is None:
-                chosen = [model.parameters[p] for p in spread(model.expected, LOOKED_AT)]
-                one = self.models[model] = _Gradients(chosen)
+                one = self.models[model] = _Gradients([model.parameters[p] for p in model.expected])
             one.waiting, one.backward_site = True, backward.site
             one.keep()
 
@@ -240,15 +240,15 @@ def _unwrapped(known: Optimizer) -> _Gradients | None:
         return None
     mine: _Gradients | None = known.notes.get(_Gradients)
     if mine is None:
-        mine = known.notes[_Gradients] = _Gradients(spread(unwrapped.parameters, LOOKED_AT))
+        mine = known.notes[_Gradients] = _Gradients(list(unwrapped.parameters))
     return mine
 
 
 def _exchanged(one: _Gradients, all_of: Step | None = None) -> bool:
-    """Whether the program passed the gradients to collectives since the last backward: those that
-    are looked at, or all those of a step."""
+    """Whether the program passed the gradients to collectives since the last backward: those of
+    `one`, or of a step. All of them are asked for: a flat buffer is known by its size."""
     if all_of is not None and (optimizer := all_of.optimizer()) is not None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
     else:
-        held = [p for ref in one.parameters if (p := ref()) is not None]
+        held = [p for ref in one.every if (p := ref()) is not None]
     return Exchanges.current.gradients_exchanged(held)
