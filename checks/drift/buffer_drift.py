@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.replicas import causes, outer_modules
+from ddpdoctor.analysis.manual_sync import outer_modules
+from ddpdoctor.analysis.replicas import causes
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
@@ -96,7 +97,7 @@ class BufferDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
-        if not groups:
+        if not groups and not outer_modules.compared(run):
             return NO_COPIES
         buffers = any(g.any.wrapped.buffers for g in groups) or run.any(LateBuffers)
         if not buffers and not outer_modules.compared(run):

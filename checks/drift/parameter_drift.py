@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ddpdoctor.analysis.manual_sync import classify, optimizer_coverage, rules
+from ddpdoctor.analysis.manual_sync import (
+    classify,
+    optimizer_coverage,
+    outer_modules,
+    rules,
+)
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
-    outer_modules,
     separate_groups,
     skipped_steps,
     state_loading,

@@ -89,17 +89,19 @@ class LateBuffers(Event, frozen=True, tag="late-buffers"):
 
 
 class OuterModule(Event, frozen=True, tag="outer-module"):
-    """A module that no wrapper and no optimizer holds was called in a training step, or evaluated
-    after one: a target or teacher network, moving averages of the weights, a loss with buffers, a
-    normaliser.
+    """A module that no wrapper holds was called in a training step, or evaluated after one: a
+    target or teacher network, moving averages of the weights, a loss with buffers, a normaliser.
 
     Attributes:
         number: of the module on this rank, in the order of the records.
         kind: class name.
         site: the line that made or copied it, -1 if unknown; `call_site` the line that calls it.
+        owners: for each of these the line that made the part which holds it, -1 if unknown.
         copied: it was made by `copy.deepcopy` or the like; `made_at` when.
         names, shapes: of its floating-point parameters, `parameters` in number, and then of its
             persistent floating-point buffers.
+        trained: an optimizer holds parameters of it, so that only its buffers are listed.
+        evaluated: it was called after `eval()`, not in a training step.
         learning: gradients flow through it, so that it shapes the loss.
         feeds: what it returned was given to the forward of a wrapped model.
         like: number of the wrapped model that has a part of the same class with the same
@@ -116,6 +118,9 @@ class OuterModule(Event, frozen=True, tag="outer-module"):
     step: int
     copied: bool = False
     made_at: float = 0.0
+    owners: tuple[int, ...] = ()
+    trained: bool = False
+    evaluated: bool = False
     learning: bool = False
     feeds: bool = False
     like: tuple[int, str] | None = None

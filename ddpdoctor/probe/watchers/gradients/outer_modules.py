@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ....events import OuterDigests, OuterModule, OuterStateTaken
 from ....events.drift import full
 from ....events.pack import pack
+from ...collectives.process_groups import ProcessGroups
 from ...recording import hooks
 from ...recording.devices import capturing
 from ...recording.hooks import Subscriptions
@@ -123,7 +124,7 @@ class OuterModules(Watcher):
     def _open(self, until: int) -> None:
         import torch.nn
 
-        if WrappedModels.current.live() and not compiles():
+        if ProcessGroups.current.exist() and not compiles():
             self.until, self.awaited = until, 0
             register = torch.nn.modules.module.register_module_forward_hook
             self.handle = register(shielded("outer modules", self._returns, self.lost))
@@ -175,7 +176,7 @@ class OuterModules(Watcher):
             found = _own_tensors(module, wrapped)
             if found is None or not 0 < len(found[0]) + len(found[1]) <= OUTER_TENSORS:
                 continue
-            parameters, buffers = found
+            parameters, buffers, trained = found
             copied = ModuleOrigins.current.copied(module)
             site, at = copied or (ModuleOrigins.current.origin_site(module), 0.0)
             self.optimizer = max(0, self.optimizer)
@@ -192,6 +193,9 @@ class OuterModules(Watcher):
                     step=recorder.step,
                     copied=copied is not None,
                     made_at=at,
+                    owners=tuple(_made(module, name) for name, _ in (*parameters, *buffers)),
+                    trained=trained,
+                    evaluated=self.awaited > 0,
                     learning=one.learning,
                     feeds=one.feeds,
                     like=_part_like(module),
@@ -280,12 +284,14 @@ def _wrapped_modules() -> set[int]:
 Named = list[tuple[str, Any]]
 
 
-def _own_tensors(module: Any, wrapped: set[int]) -> tuple[Named, Named] | None:
-    """Floating-point parameters and persistent buffers of the parts of a module that are in no
-    wrapped model, by name; None if some are trained, or sharded."""
+def _own_tensors(module: Any, wrapped: set[int]) -> tuple[Named, Named, bool] | None:
+    """Floating-point parameters that no optimizer holds, and persistent buffers, of the parts of a
+    module that are in no wrapped model, by name; and whether an optimizer holds others of its
+    parameters. None if some are sharded."""
     held = Optimizers.current.parameters()
     parameters: Named = []
     buffers: Named = []
+    trained = False
     for path, part in module.named_modules():
         if id(part) in wrapped:
             continue
@@ -293,23 +299,33 @@ def _own_tensors(module: Any, wrapped: set[int]) -> tuple[Named, Named] | None:
         for name, tensor in part._parameters.items():
             if tensor is None:
                 continue
-            if (
-                id(tensor) in held
-                or hasattr(tensor, "device_mesh")
-                or "FSDP" in type(part).__name__
-            ):
+            if hasattr(tensor, "device_mesh") or "FSDP" in type(part).__name__:
                 return None
-            if tensor.is_floating_point():
+            trained |= id(tensor) in held
+            if tensor.is_floating_point() and id(tensor) not in held:
                 parameters.append((before + name, tensor))
         for name, tensor in part._buffers.items():
             kept = name not in part._non_persistent_buffers_set
             if tensor is not None and kept and tensor.is_floating_point():
                 buffers.append((before + name, tensor))
-    return parameters, buffers
+    return parameters, buffers, trained
+
+
+def _made(module: Any, name: str) -> int:
+    """The site of the line that made the part of a module which holds a tensor."""
+    for part in name.split(".")[:-1]:
+        module = module._modules.get(part)
+    return ModuleOrigins.current.origin_site(module)
 
 
 def _part_like(module: Any) -> tuple[int, str] | None:
-    """A part of a wrapped model with the class and the parameters of a module."""
+    """A part of a wrapped model with the class and the parameters of a module, or of the only one
+    inside of it (`AveragedModel`)."""
+    inside = list(module._modules.values())
+    if len(inside) == 1 and not module._parameters and inside[0] is not None:
+        found = _part_like(inside[0])
+        if found is not None:
+            return found
     look = _look(module)
     for model in WrappedModels.current.live() if look else ():
         inner = model.inner()

@@ -9,9 +9,10 @@ from ...events import FileWritten, OuterDigests, OuterModule, OuterStateTaken
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
 from ...run import Location, Rank, Run, odd_ones, plural, some
-from . import causes
-from .majority import Split
-from .replicas import Replicas, divergence, replicas
+from ..replicas import causes
+from ..replicas.majority import Split
+from ..replicas.replicas import divergence, replicas
+from .copies import same, trained_copies
 
 RULE = "outside-the-wrapper"
 RULES = {RULE: "a module outside of every wrapper takes part in training, and ranks differ in it"}
@@ -25,7 +26,7 @@ class Outer:
     """One module as all ranks of a model have it.
 
     Attributes:
-        model: the wrapped model that is trained with it.
+        wrapped: when the model that is trained with it was wrapped; 0 for no wrapper.
         ranks, seen: by global rank, the rank and its record of the module.
         names: of the tensors that differ; `parameters` those of them that are no buffers.
         steps: at which they differ, `END` last; `compared` at how many they were looked at from the
@@ -35,7 +36,7 @@ class Outer:
         saved: the line that takes its state before a file is written.
     """
 
-    model: Replicas
+    wrapped: float
     ranks: dict[int, Rank]
     seen: dict[int, OuterModule]
     names: list[str]
@@ -60,6 +61,16 @@ class Outer:
         spots = (rank.location(getattr(self.seen[n], site)) for n, rank in self.ranks.items())
         return next((spot for spot in spots if spot is not None), None)
 
+    def _owner(self, name: str) -> Location | None:
+        """The line that made the part which holds a tensor."""
+        for n, rank in self.ranks.items():
+            one = self.seen[n]
+            if len(one.owners) == len(one.names):
+                spot = rank.location(one.owners[one.names.index(name)])
+                if spot is not None:
+                    return spot
+        return None
+
     def _since(self) -> str:
         first = self.steps[0]
         if first == END:
@@ -73,18 +84,22 @@ class Outer:
         if self.parameters:
             # Ranks may hold other random projections on purpose, but no other copies.
             return Severity.ERROR if one.like is not None else Severity.WARNING
-        if one.learning or self.saved is not None:
+        if one.like is not None:
+            # What DDP's next broadcast repairs in the model itself has been copied.
+            return Severity.NOTE if self.saved is not None or one.evaluated else None
+        if self.saved is not None or (one.learning and not one.trained):
             return Severity.WARNING
         return Severity.NOTE if one.feeds else None
 
     def cause(self) -> str:
         one = self.any
         rest = "DDP makes equal, and keeps equal, only the module that it wraps"
+        if not self.wrapped:
+            rest = "the program averages gradients only"
         if not self.parameters:
             return f"each rank updates them from its own data; {rest}"
         if self.first_look:
-            wrapped = self.model.any.wrapped
-            before = one.copied and one.made_at < wrapped.at
+            before = one.copied and one.made_at < self.wrapped
             made = "copied before the wrap" if before else "copied" if one.copied else "made"
             return f"it was {made} on each rank, from weights of its own; {rest}"
         return f"the ranks update it from different values; {rest}"
@@ -108,12 +123,14 @@ class Outer:
     def fields(self, run: Run) -> dict[str, object]:
         """The fields of a finding."""
         one, names = self.any, self.parameters or self.names
-        made, called = self._line("site"), self._line("call_site")
+        owner = self._owner(names[0])
+        made, called = owner or self._line("site"), self._line("call_site")
         what = plural(len(names), "parameter" if self.parameters else "buffer")
         related = [Related("called here", called)] if called and made and called != made else []
         if self.saved is not None:
             related.append(Related("saved here", self.saved))
         steps = [s for s in self.steps if s != END]
+        whose = "which DDP does not wrap" if self.wrapped else "which nothing keeps equal"
         return {
             "rule": RULE,
             "severity": self.severity(),
@@ -123,9 +140,11 @@ class Outer:
             "location": made or called,
             "label": "copied here, apart from the wrapped model"
             if one.copied
-            else f"{one.kind} is outside of the wrapped model",
+            else "what is made here is outside of the wrapped model"
+            if self.wrapped
+            else "what is made here is not kept equal",
             "related": tuple(related),
-            "summary": f"{what} {some(names)} of {one.kind}, which DDP does not wrap, "
+            "summary": f"{what} {some(names)} of {one.kind}, {whose}, "
             f"{causes.differ(len(names), self.split, run)}{self._since()}",
             "cause": self.cause(),
             "fix": self.fix(),
@@ -143,22 +162,31 @@ class Outer:
 def outer_modules(run: Run) -> Iterator[Outer]:
     """The modules outside of wrappers in which ranks differ that train copies of one model."""
     told: set[object] = set()
-    for group in replicas(run):
-        # What follows from parameters that differ is no fault of its own.
-        if group.left_out or divergence(group, "parameters") is not None:
-            continue
-        ranks = {n: m.rank for n, m in group.members.items()}
+    for ranks, wrapped in _groups(run):
         for look, seen in _on_all(ranks).items():
-            if (key := (tuple(ranks), look)) in told:
+            # Models that are trained without a wrapper belong to copies without one.
+            if (look in told) or (wrapped and any(e.trained for e in seen.values())):
                 continue
-            told.add(key)
-            if (found := _compared(group, ranks, seen)) is not None:
+            told.add(look)
+            if (found := _compared(wrapped, ranks, seen)) is not None:
                 yield found
 
 
 def compared(run: Run) -> bool:
     """Whether any such module was looked at on several ranks."""
-    return any(_on_all({n: m.rank for n, m in g.members.items()}) for g in replicas(run))
+    return any(_on_all(ranks) for ranks, _ in _groups(run))
+
+
+def _groups(run: Run) -> Iterator[tuple[dict[int, Rank], float]]:
+    """The ranks that train copies of a model, and when it was wrapped. What follows from parameters
+    that differ is no fault of its own."""
+    for group in replicas(run):
+        if not group.left_out and divergence(group, "parameters") is None:
+            yield {n: m.rank for n, m in group.members.items()}, group.any.wrapped.at
+    for copies in trained_copies(run):
+        exchanged = any(s.exchanged == "gradients" for look in copies.looks for s in look.values())
+        if exchanged and all(map(same, copies.looks)):
+            yield {n: rank for n, (rank, _) in copies.members.items()}, 0.0
 
 
 def _on_all(ranks: dict[int, Rank]) -> dict[object, dict[int, OuterModule]]:
@@ -173,9 +201,7 @@ def _on_all(ranks: dict[int, Rank]) -> dict[object, dict[int, OuterModule]]:
     return {look: seen for look, seen in found.items() if seen.keys() == ranks.keys()}
 
 
-def _compared(
-    group: Replicas, ranks: dict[int, Rank], seen: dict[int, OuterModule]
-) -> Outer | None:
+def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> Outer | None:
     tables = {n: _digests(rank, seen[n]) for n, rank in ranks.items()}
     common = set.intersection(*(set(table) for table in tables.values()))
     moments = [*sorted(common - {END}), *sorted(common & {END})]
@@ -196,7 +222,7 @@ def _compared(
         return None
     count = next(iter(seen.values())).parameters
     outer = Outer(
-        model=group,
+        wrapped=wrapped,
         ranks=ranks,
         seen=seen,
         names=[names[p] for p in last],
