@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from ...events import Event, ExceptionRaised, GroupDestroyed, RankExiting
+from ...events import (
+    Event,
+    ExceptionRaised,
+    GroupDestroyed,
+    GroupReady,
+    RankExiting,
+    Wrapped,
+)
 from ...events.base import Part
 from ...run import Location, Rank, Run, listed, ranks_text
 from .compared import COMPARED, Recorded
@@ -120,8 +127,27 @@ def _of_kind(
     """What ranks recorded differently in events of one kind."""
     tables = _by_key(members, kind)
     for key in dict.fromkeys(key for table in tables.values() for key in table):
-        records = {n: table.get(key, {}) for n, table in tables.items()}
-        yield from _of_one(members, kind, key, records, last, before)
+        sharing = _sharing(members, kind, key)
+        records = {r.rank: tables[r.rank].get(key, {}) for r in sharing}
+        yield from _of_one(sharing, kind, key, records, last, before)
+
+
+def _sharing(members: Collection[Rank], kind: type[Event], key: Key) -> Collection[Rank]:
+    """The ranks that share what a key is about: a model that some ranks wrap in a group of theirs
+    is nothing to the others."""
+    names = COMPARED[kind].key
+    if "model" not in names:
+        return members
+    number = key[names.index("model")]
+    groups = [
+        {g.group: g.ranks for g in rank.of(GroupReady)}.get(wrapped.group, ())
+        for rank in members
+        for wrapped in rank.of(Wrapped)
+        if wrapped.model == number
+    ]
+    ranks = {r for group in groups for r in group}
+    found = [rank for rank in members if rank.rank in ranks]
+    return found if len(found) > 1 else members
 
 
 def _of_one(

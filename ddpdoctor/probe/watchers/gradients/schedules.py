@@ -5,6 +5,9 @@ Only schedules that end, or turn around, after a number of steps that they are g
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +31,40 @@ def _falling(scheduler: Any) -> int:
     return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else 0
 
 
+_TOTAL = re.compile(
+    r"(?:.*_)?(?:total|train\w*|max|num|n|all)_\w*(?:steps?|iters?|iterations|updates)"
+    r"|total|t_total|T_max|(?:total|max|num)(?:steps|iters|updates)",
+    re.IGNORECASE,
+)
+_OTHER = re.compile(r"warm|per|epoch|cycle|hold|start|min", re.IGNORECASE)
+
+
+def _by_function(scheduler: Any) -> int:
+    """The number of steps that the function of a `LambdaLR` is given under a name for it: by
+    `functools.partial`, in its closure, as an attribute, or as a global variable."""
+    functions = getattr(scheduler, "lr_lambdas", None) or [None]
+    found: dict[str, Any] = {}
+    function = functions[0]
+    while isinstance(function, functools.partial):
+        names = getattr(getattr(function.func, "__code__", None), "co_varnames", ())
+        found |= dict(zip(names, function.args, strict=False)) | function.keywords
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        found |= getattr(function, "__dict__", {})
+    else:
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # it is empty
+                found[name] = cell.cell_contents
+        found |= {n: function.__globals__.get(n) for n in code.co_names}
+    totals = {
+        value
+        for name, value in found.items()
+        if type(value) is int and value > 1 and _TOTAL.fullmatch(name) and not _OTHER.search(name)
+    }
+    return totals.pop() if len(totals) == 1 else 0
+
+
 def _sequence(scheduler: Any) -> int:
     last, begins = torch_compat.last_in_sequence(scheduler)
     plan = PLANS.get(type(last).__name__)
@@ -38,6 +75,7 @@ def _sequence(scheduler: Any) -> int:
 PLANS: Mapping[str, Callable[[Any], int]] = {
     "OneCycleLR": lambda scheduler: int(scheduler.total_steps),
     "CosineAnnealingLR": lambda scheduler: int(scheduler.T_max),
+    "LambdaLR": _by_function,
     "LinearLR": _falling,
     "PolynomialLR": lambda scheduler: int(scheduler.total_iters),
     "SequentialLR": _sequence,
