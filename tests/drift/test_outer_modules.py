@@ -70,6 +70,14 @@ def test_buffers_that_are_saved():
     assert "saved here" in [one.label for one in found.related]
 
 
+def test_buffers_that_every_rank_saves_are_its_own():
+    ranks = [[module("mean", learning=True), seen(4, n), seen(-1, n + 5)] for n in range(2)]
+    for number, events in enumerate(ranks):
+        events.append(OuterStateTaken(at=7, module=0, step=9, site=LINE))
+        events.append(FileWritten(at=8, path=f"/x/{number}.pt", site=LINE, step=9, how="save"))
+    assert judged(*ranks) == []
+
+
 def test_silent():
     target = copy_of_encoder()
     equal = [[target, seen(4, 1, 5), seen(-1, 2, 6)] for _ in range(2)]

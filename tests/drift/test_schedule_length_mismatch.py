@@ -1,5 +1,7 @@
 """DDP413 on literal events."""
 
+import functools
+
 import pytest
 import torch
 from ddpdoctor.checks.drift.schedule_length_mismatch import ScheduleLengthMismatch
@@ -11,7 +13,7 @@ from ddpdoctor.probe.recording import hooks, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
-from ddpdoctor.probe.watchers.gradients.schedules import ScheduleLengths
+from ddpdoctor.probe.watchers.gradients.schedules import PLANS, ScheduleLengths
 from ddpdoctor.storage.run_folder import EventWriter
 
 MADE, STEPPED = 11, 12
@@ -204,3 +206,42 @@ def test_a_schedule_that_goes_on_from_a_loaded_state(schedules):
     cosine.step()
     (event,) = schedules()
     assert (event.calls, event.counted) == (1, 6)
+
+
+def factor(step, num_warmup_steps, num_training_steps):
+    return min(step / num_warmup_steps, num_training_steps - step)
+
+
+class Plan:
+    def __init__(self, **values):
+        self.__dict__ |= values
+
+    def __call__(self, step):
+        return 1.0
+
+    def scaled(self, total_steps, step):
+        return step / total_steps
+
+
+def closure(**values):
+    total_steps, epoch_steps = values["total_steps"], values["epoch_steps"]
+    return lambda step: (step % epoch_steps) / total_steps
+
+
+@pytest.mark.parametrize(
+    ("function", "planned"),
+    [
+        (functools.partial(factor, num_warmup_steps=4, num_training_steps=90), 90),
+        (functools.partial(functools.partial(factor, num_warmup_steps=4), num_training_steps=9), 9),
+        (functools.partial(Plan().scaled, 70), 70),
+        (closure(total_steps=80, epoch_steps=20), 80),
+        (Plan(max_steps=60, warmup_steps=6), 60),
+        (Plan(max_steps=60, total_steps=70), 0),
+        (Plan(steps_per_epoch=60), 0),
+        (lambda step: 0.9**step, 0),
+    ],
+)
+def test_the_length_that_a_function_was_planned_for(function, planned):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
+    assert PLANS["LambdaLR"](scheduler) == planned

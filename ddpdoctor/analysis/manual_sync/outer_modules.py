@@ -34,6 +34,7 @@ class Outer:
         split: the ranks in groups that agree, at the first of these steps.
         first_look: they differ since the module was first looked at.
         saved: the line that takes its state before a file is written.
+        kept: every rank writes the state of its own to a file, so ranks are meant to differ.
     """
 
     wrapped: float
@@ -46,6 +47,7 @@ class Outer:
     split: Split
     first_look: bool
     saved: Location | None
+    kept: bool
 
     @property
     def any(self) -> OuterModule:
@@ -87,6 +89,8 @@ class Outer:
         if one.like is not None:
             # What DDP's next broadcast repairs in the model itself has been copied.
             return Severity.NOTE if self.saved is not None or one.evaluated else None
+        if self.kept:
+            return None
         if self.saved is not None or (one.learning and not one.trained):
             return Severity.WARNING
         return Severity.NOTE if one.feeds else None
@@ -97,7 +101,7 @@ class Outer:
         if not self.wrapped:
             rest = "the program averages gradients only"
         if not self.parameters:
-            return f"each rank updates them from its own data; {rest}"
+            return f"each rank writes values of its own into them; {rest}"
         if self.first_look:
             before = one.copied and one.made_at < self.wrapped
             made = "copied before the wrap" if before else "copied" if one.copied else "made"
@@ -221,6 +225,7 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
     if len(steps) < len(since):
         return None
     count = next(iter(seen.values())).parameters
+    saved = _saved(ranks, seen)
     outer = Outer(
         wrapped=wrapped,
         ranks=ranks,
@@ -231,7 +236,8 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
         compared=len(since),
         split=_split(tables, steps[0]),
         first_look=steps[0] == moments[0],
-        saved=_saved(ranks, seen),
+        saved=next(iter(saved.values()), None),
+        kept=saved.keys() == ranks.keys(),
     )
     return outer if outer.severity() is not None else None
 
@@ -248,12 +254,13 @@ def _split(tables: dict[int, dict[int, list[int]]], moment: int) -> Split:
     return sorted((tuple(side) for side in sides.values()), key=lambda side: (-len(side), side))
 
 
-def _saved(ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> Location | None:
-    """The line at which the state of the module was taken before a file was written."""
+def _saved(ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> dict[int, Location | None]:
+    """By rank that writes it to a file: the line at which the state of the module was taken."""
+    found: dict[int, Location | None] = {}
     for number, rank in ranks.items():
         files = rank.of(FileWritten)
         for event in rank.of(OuterStateTaken):
             mine = event.module == seen[number].number
             if mine and any(f.step == event.step and f.at >= event.at for f in files):
-                return rank.location(event.site)
-    return None
+                found.setdefault(number, rank.location(event.site))
+    return found

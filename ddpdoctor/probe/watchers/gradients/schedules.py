@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 from ....events import ScheduleEnded
@@ -47,6 +47,7 @@ def _by_function(scheduler: Any) -> int:
     function = functions[0]
     while isinstance(function, functools.partial):
         names = getattr(getattr(function.func, "__code__", None), "co_varnames", ())
+        names = names[1:] if isinstance(function.func, MethodType) else names
         found |= dict(zip(names, function.args, strict=False)) | function.keywords
         function = function.func
     code = getattr(function, "__code__", None)
