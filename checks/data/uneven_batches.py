@@ -23,7 +23,7 @@ from ddpdoctor.events.amp import told_at
 from ddpdoctor.report.declarations import WAITING, Condition, Effect, When
 from ddpdoctor.report.errors import LOST_PEER, error_kinds
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
-from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_text
+from ddpdoctor.run import Phase, Rank, Run, equal_ranks, odd_ones, ranks_text
 
 PLAIN = ("RandomSampler", "SequentialSampler")
 """torch's own samplers that read the whole dataset."""
@@ -150,7 +150,7 @@ class UnevenBatches(LoaderCheck):
             epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) is not None}
             if len(epochs) < 2 or any(e.began.joined for e in epochs.values()):
                 continue
-            counts = _known(epochs) or _consumed(epochs)
+            counts = _known(epochs) or _consumed(run, epochs)
             if counts:
                 reported = self._report(run, loader, readers, number, epochs, counts)
                 yield replace(reported, steps=_steps(loader, readers, number, counts))
@@ -335,20 +335,25 @@ def _known(epochs: dict[int, Epoch]) -> dict[int, int]:
     return lengths if differ and reached else {}
 
 
-def _consumed(epochs: dict[int, Epoch]) -> dict[int, int]:
+def _consumed(run: Run, epochs: dict[int, Epoch]) -> dict[int, int]:
     """Batches delivered, by rank, if one rank is exhausted and another continues; empty
     otherwise."""
     exhausted = {r: e.batches for r, e in epochs.items() if e.exhausted}
     if not exhausted:
         return {}
+    least = min(exhausted.values())
     counts = {
         # a rank without an end on record that took as many steps waits in one more
-        r: e.batches + (e.ended is None and e.batches >= min(exhausted.values()))
+        r: e.batches + (e.ended is None and e.batches >= least and _in_a_batch(run.ranks[r]))
         for r, e in epochs.items()
     }
-    least = min(exhausted.values())
     behind = [r for r, n in counts.items() if n < least]
     return counts if len(set(counts.values())) > 1 and not behind else {}
+
+
+def _in_a_batch(rank: Rank) -> bool:
+    """False where it asks for the next batch, of which nobody knows whether it would come."""
+    return rank.ring is None or rank.ring.phase not in (Phase.DATA, Phase.OPTIMIZER)
 
 
 def _reached(epoch: Epoch, count: int) -> int | str:

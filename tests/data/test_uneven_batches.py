@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.report.errors import error_kinds
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
+from ddpdoctor.run import Phase, Rank
 
 FAILED = {0: 1, 1: 0}
 
@@ -237,3 +239,13 @@ def test_batches_are_told_once_where_only_what_was_delivered_is_known() -> None:
     assert "delivered" not in finding.evidence
     (known,) = examine(part(36, ended=False), part(24))
     assert known.evidence["delivered"] == {0: "at least 2", 1: 6}
+
+
+@pytest.mark.parametrize(
+    ("phase", "told"), [(Phase.BACKWARD, True), (Phase.DATA, False), (Phase.OPTIMIZER, False)]
+)
+def test_a_rank_that_waits_for_a_batch_is_not_said_to_have_it(phase: Phase, told: bool) -> None:
+    long = [*_unknown_length(24, ended=False), *steps(4, first=2)]
+    run = run_of(long, [*_unknown_length(24), *steps(6)], ended={0: -15, 1: -15})
+    with mock.patch.object(Rank, "ring", mock.Mock(phase=phase)):
+        assert bool(found(UnevenBatches(), run)) is told

@@ -111,8 +111,9 @@ class Outer:
     def fix(self) -> str:
         if not self.parameters:
             return (
-                "update them from values of all ranks (`dist.all_reduce(x); x /= world_size` before"
-                " the update), or average the buffers before they are used or saved"
+                "update them from values of all ranks: average what goes into a running mean "
+                "(`dist.all_reduce(x); x /= world_size`), gather what goes into a queue or a bank "
+                "(`dist.all_gather`). If each rank is meant to have its own, ignore this"
             )
         sent = "for t in module.state_dict().values(): dist.broadcast(t, src=0)"
         if self.first_look and self.any.copied and self.part:

@@ -314,7 +314,7 @@ def _own_tensors(module: Any, wrapped: set[int]) -> tuple[Named, Named, bool] | 
 def _made(module: Any, name: str) -> int:
     """The site of the line that made the part of a module which holds a tensor."""
     for part in name.split(".")[:-1]:
-        module = module._modules.get(part)
+        module = module._modules[part]
     return ModuleOrigins.current.origin_site(module)
 
 
