@@ -73,7 +73,9 @@ class DataStall(Check):
 
     ## How to fix it
     Start workers with `multiprocessing_context="forkserver"`, start no threads before the loader,
-    open files inside the worker, and pass `timeout=` to the loader so that it raises.
+    open files inside the worker, and pass `timeout=` to the loader so that it raises. Where a rank
+    forks while a thread of gloo takes the GIL, Python itself may block in `os.fork` of the worker
+    (CPython issue 112275; solved in 3.12): `persistent_workers=True` forks once, not in each epoch.
 
     ## When it stays quiet
     - A slow first batch that comes in the end.
