@@ -7,7 +7,7 @@ from replicas import LINE, digests, run_of
 
 from ddpdoctor.events import FileWritten, OuterDigests, OuterModule, OuterStateTaken
 from ddpdoctor.events.pack import pack
-from ddpdoctor.report.findings import Severity
+from ddpdoctor.report.findings import Severity, Steps
 
 
 def module(*names, parameters=0, **more):
@@ -37,7 +37,7 @@ def test_parameters(like, severity):
     ranks = [[target, seen(4, 1 + n, 5), seen(9, 1 + n, 6)] for n in range(2)]
     (found,) = judged(*ranks)
     assert (found.code, found.severity, found.subjects) == ("DDP402", severity, ("w",))
-    assert (found.steps.first, found.steps.count) == (4, 2)
+    assert found.steps == Steps(4, 9, 2, compared=2)
 
 
 def test_a_copy_from_before_the_wrap_and_one_that_is_updated_differently():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ...events import FileWritten, OuterDigests, OuterModule, OuterStateTaken
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
@@ -134,13 +136,14 @@ class Outer:
         related = [Related("called here", called)] if called and made and called != made else []
         if self.saved is not None:
             related.append(Related("saved here", self.saved))
-        steps = [s for s in self.steps if s != END]
+        steps = Steps.of(s for s in self.steps if s != END)
         whose = "which DDP does not wrap" if self.wrapped else "which nothing keeps equal"
         return {
             "rule": RULE,
             "severity": self.severity(),
             "ranks": odd_ones(self.split),
-            "steps": Steps.of(steps),
+            # From the first on, they differ at every step that was compared.
+            "steps": steps and replace(steps, compared=steps.count),
             "subjects": tuple(names),
             "location": made or called,
             "label": "copied here, apart from the wrapped model"

@@ -116,7 +116,7 @@ class OuterModules(Watcher):
             return
         if id(module) in _wrapped_modules() or any(known() is module for known in self.known):
             return
-        if isinstance(_part_like(module), tuple):
+        if _part_like(module) is not None:
             self.evaluations += 1
             self._open(recorder.step + 1)
             self.awaited = id(module)
