@@ -18,9 +18,7 @@ _PREFIXES = (
 
 _FRAME = re.compile(r'\s+File "([^"]+)", line (\d+), in (.+)')
 _BEGIN = "Traceback (most recent call last):"
-_LAST = re.compile(
-    r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Timeout|\w*)): ?(.*)"
-)
+_LAST = re.compile(r"([A-Za-z_][\w.]*): ?(.*)")
 _BARE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)$")
 _ENTRY = re.compile(
     r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)"
