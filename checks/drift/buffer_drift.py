@@ -311,17 +311,12 @@ REDUCE = (
 def _make_equal(group: Replicas, names: list[str]) -> str:
     """How to make these buffers equal: SyncBatchNorm does it for those of BatchNorm only, and does
     not run on the CPU."""
-    if group.any.wrapped.device == "cpu":
-        return REDUCE
     kinds = {m.name: m.kind for m in group.any.wrapped.modules}
     norm = [_of_batch_norm(kinds, name) for name in names]
-    return (
-        SYNC_NORM
-        if all(norm)
-        else f"{SYNC_NORM}; for the others, {REDUCE}"
-        if any(norm)
-        else REDUCE
-    )
+    rest = REDUCE if all(norm) else outer_modules.UPDATE
+    if group.any.wrapped.device == "cpu" or not any(norm):
+        return rest
+    return SYNC_NORM if all(norm) else f"{SYNC_NORM}; for the others, {rest}"
 
 
 def _of_batch_norm(kinds: dict[str, str], name: str) -> bool:

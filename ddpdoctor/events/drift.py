@@ -133,12 +133,15 @@ class OuterDigests(Event, frozen=True, tag="outer-digests"):
         module: its number.
         optimizer, step: before that step of the optimizer; -1 for the end of the run.
         values: packed.
+        queues: positions of the tensors in which the step before wrote one block of rows or columns
+            and left the rest, as what is put into a queue does.
     """
 
     module: int
     optimizer: int
     step: int
     values: str
+    queues: tuple[int, ...] = ()
 
 
 class OuterStateTaken(Event, frozen=True, tag="outer-state-taken"):

@@ -16,8 +16,9 @@ def module(*names, parameters=0, **more):
     return OuterModule(**fields, names=names, shapes=shapes, parameters=parameters, **more)
 
 
-def seen(step, *values):
-    return OuterDigests(at=step, module=0, optimizer=0, step=step, values=pack(values))
+def seen(step, *values, queues=()):
+    fields = {"at": step, "module": 0, "optimizer": 0, "step": step}
+    return OuterDigests(**fields, values=pack(values), queues=queues)
 
 
 def judged(*ranks):
@@ -76,6 +77,15 @@ def test_buffers_that_every_rank_saves_are_its_own():
         events.append(OuterStateTaken(at=7, module=0, step=9, site=LINE))
         events.append(FileWritten(at=8, path=f"/x/{number}.pt", site=LINE, step=9, how="save"))
     assert judged(*ranks) == []
+
+
+@pytest.mark.parametrize(("names", "severity"), [((), Severity.WARNING), ((0,), Severity.NOTE)])
+def test_queues_that_each_rank_fills_by_itself(names, severity):
+    bank = module("queue", learning=True)
+    ranks = [[bank, seen(4, n), seen(5, n + 5, queues=names)] for n in range(2)]
+    (found,) = judged(*ranks)
+    assert found.severity is severity
+    assert ("its own queue" in found.cause) is (names == (0,))
 
 
 def test_silent():

@@ -15,6 +15,7 @@ from ddpdoctor.probe.tensors.digests import (
     check_suited,
     digests,
     scattered,
+    writes_a_block,
 )
 from ddpdoctor.probe.watchers.gradients import replica_digests
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
@@ -202,3 +203,16 @@ def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch
             recorder, watch, SimpleNamespace(number=number, closure=False), 1
         )
     assert looked == closely
+
+
+@pytest.mark.parametrize(
+    ("rows", "a_block"),
+    [((0, 1), True), ((3, 4, 5), True), ((5, 0), True), ((2,), False), ((1, 4), False)]
+    + [(range(6), False), ((), False)],
+)
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (3, 6)], ids=str)
+def test_blocks_that_are_written(shape, rows, a_block):
+    old, new = torch.zeros(shape), torch.zeros(shape)
+    for row in rows:
+        new.select(shape.index(6), row).fill_(1)
+    assert writes_a_block(old, new) is a_block

@@ -19,6 +19,13 @@ from .copies import same, trained_copies
 RULE = "outside-the-wrapper"
 RULES = {RULE: "a module outside of every wrapper takes part in training, and ranks differ in it"}
 
+UPDATE = (
+    "update them from values of all ranks: average what goes into a running mean "
+    "(`dist.all_reduce(x); x /= world_size`), gather what goes into a queue or a bank "
+    "(`dist.all_gather`)"
+)
+"""How to make buffers equal that each rank writes to."""
+
 END = -1
 """Stands for the end of the run among the steps."""
 
@@ -37,6 +44,7 @@ class Outer:
         first_look: they differ since the module was first looked at.
         saved: the line that takes its state before a file is written.
         kept: every rank writes the state of its own to a file, so ranks are meant to differ.
+        queues: every tensor that differs is written to in blocks, as a queue is.
     """
 
     wrapped: float
@@ -50,6 +58,7 @@ class Outer:
     first_look: bool
     saved: Location | None
     kept: bool
+    queues: bool
 
     @property
     def any(self) -> OuterModule:
@@ -93,15 +102,20 @@ class Outer:
             return Severity.NOTE if self.saved is not None or one.evaluated else None
         if self.kept:
             return None
-        if self.saved is not None or (one.learning and not one.trained):
+        if self.saved is not None or (one.learning and not one.trained and not self.queues):
             return Severity.WARNING
-        return Severity.NOTE if one.feeds else None
+        return Severity.NOTE if one.feeds or self.queues else None
 
     def cause(self) -> str:
         one = self.any
         rest = "DDP makes equal, and keeps equal, only the module that it wraps"
         if not self.wrapped:
             rest = "the program averages gradients only"
+        if self.queues:
+            return (
+                "each rank puts what it computes itself into its own queue: it compares its inputs "
+                "with those of one rank, and a checkpoint holds the queue of one rank"
+            )
         if not self.parameters:
             return f"each rank writes values of its own into them; {rest}"
         if self.first_look:
@@ -112,11 +126,7 @@ class Outer:
 
     def fix(self) -> str:
         if not self.parameters:
-            return (
-                "update them from values of all ranks: average what goes into a running mean "
-                "(`dist.all_reduce(x); x /= world_size`), gather what goes into a queue or a bank "
-                "(`dist.all_gather`). If each rank is meant to have its own, ignore this"
-            )
+            return f"{UPDATE}. If each rank is meant to have its own, ignore this"
         sent = "for t in module.state_dict().values(): dist.broadcast(t, src=0)"
         if self.first_look and self.any.copied and self.part:
             return (
@@ -230,6 +240,13 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
         return None
     count = next(iter(seen.values())).parameters
     saved = _saved(ranks, seen)
+    queues = {
+        position
+        for number, rank in ranks.items()
+        for event in rank.of(OuterDigests)
+        if event.module == seen[number].number
+        for position in event.queues
+    }
     outer = Outer(
         wrapped=wrapped,
         ranks=ranks,
@@ -242,6 +259,7 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
         first_look=steps[0] == moments[0],
         saved=next(iter(saved.values()), None),
         kept=saved.keys() == ranks.keys(),
+        queues=all(p in queues for p in last),
     )
     return outer if outer.severity() is not None else None
 

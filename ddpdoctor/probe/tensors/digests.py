@@ -171,6 +171,23 @@ def digests(tensors: Iterable[Any]) -> list[int]:
     return numbers(sums(on_cpu)[0])
 
 
+def writes_a_block(old: Any, new: Any) -> bool:
+    """Whether two versions of a tensor differ in one block of at least two rows (or columns, or
+    slices of another dimension) and agree in the rest; the block may go on at the beginning, as
+    that of a ring buffer does."""
+    import torch
+
+    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        changed = old != new
+        for dim, size in enumerate(changed.shape):
+            others = [d for d in range(changed.dim()) if d != dim]
+            slices = changed.any(others) if others else changed
+            edges = int((slices != slices.roll(1)).sum())
+            if edges == 2 and 2 <= int(slices.sum()) < size:
+                return True
+    return False
+
+
 def some_values(tensors: list[Any]) -> list[float]:
     """Up to `VALUES_SAMPLED` values, evenly spread, of each contiguous floating-point tensor on the
     CPU, in one list; nothing for others."""

@@ -120,6 +120,8 @@ OUTER_CALLED, OUTER_MODULES = 4096, 16
 OUTER_TENSORS, OUTER_ELEMENTS = 4000, 1 << 22
 """Tensors per module; with more elements than that it is digested later only as the budget
 allows."""
+OUTER_COPIED = 1 << 20
+"""Elements of a buffer up to which it is copied for one step, to see what the step writes."""
 OUTER_STATES = 20
 """Calls of `state_dict` recorded per module."""
 OUTER_EVALUATIONS = 4

@@ -25,7 +25,7 @@ from ...recording.recorder import Recorder, current_recorder, guarded, shielded
 from ...recording.torch_compat import compiles
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
-from ...tensors.digests import sums
+from ...tensors.digests import readable, sums, writes_a_block
 from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle
 from ...training.forwards import Forwards
@@ -35,6 +35,7 @@ from ...training.records import Forward, Step
 from ...training.wrapped_models import WrappedModels
 from .limits import (
     OUTER_CALLED,
+    OUTER_COPIED,
     OUTER_ELEMENTS,
     OUTER_EVALUATIONS,
     OUTER_LOOKED_AT,
@@ -71,6 +72,8 @@ class OuterModules(Watcher):
         optimizer: number of the one before whose steps modules are digested.
         known: modules that were recorded.
         taken: how often the state of each was taken.
+        copies: by module, its buffers before the step that runs, to see what it writes; `copied` the
+            modules of which this was asked.
     """
 
     lost = "modules outside of the wrapped models"
@@ -84,6 +87,8 @@ class OuterModules(Watcher):
         self.optimizer = -1
         self.known: list[Reference] = []
         self.taken: dict[int, int] = {}
+        self.copies: dict[int, list[Any]] = {}
+        self.copied: set[int] = set()
         self.waiting: Arrivals[OuterDigests] = Arrivals()
         self.looking = Subscriptions()
 
@@ -211,7 +216,7 @@ class OuterModules(Watcher):
         if not self.known:
             return
         self._write(recorder)
-        if step.known.number == self.optimizer and full(step.number):
+        if step.known.number == self.optimizer and (self.copies or full(step.number)):
             self._digest(recorder, step.number)
             self._write(recorder)
 
@@ -230,9 +235,32 @@ class OuterModules(Watcher):
             if elements > OUTER_ELEMENTS and step >= 10 and not recorder.affordable():
                 continue
             event = OuterDigests(
-                at=time.monotonic(), module=number, optimizer=self.optimizer, step=step, values=""
+                at=time.monotonic(),
+                module=number,
+                optimizer=self.optimizer,
+                step=step,
+                values="",
+                queues=self._queues(number, tensors[len(found[0]) :], len(found[0])),
             )
             self.waiting.add(event, Waiting(sums(tensors)[0]))
+
+    def _queues(self, number: int, buffers: list[Any], first: int) -> tuple[int, ...]:
+        """The positions of the buffers, counted from `first`, that look like queues by what the
+        step since the last call wrote. Asked of each module once, at the first two steps."""
+        if number in self.copies:
+            before = self.copies.pop(number)
+            return tuple(
+                first + n
+                for n, (old, new) in enumerate(zip(before, buffers, strict=False))
+                if old is not None and old.shape == new.shape and writes_a_block(old, new)
+            )
+        if number not in self.copied:
+            self.copied.add(number)
+            self.copies[number] = [
+                t.detach().clone() if readable(t) and t.numel() <= OUTER_COPIED else None
+                for t in buffers
+            ]
+        return ()
 
     def _write(self, recorder: Recorder, *, wait: bool = False) -> None:
         for event, (values,) in self.waiting.take(wait=wait):
