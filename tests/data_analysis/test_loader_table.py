@@ -117,15 +117,15 @@ def test_the_table_counts_no_rank_of_which_nothing_is_on_record() -> None:
     """Rank 1 was stopped in its first epoch."""
     ranks = [loader(0, [list(range(12))]), loader(0, [[]], ended=False)]
     (table,) = DataOverlap().tables(run_of(*ranks))
-    assert table.rows[0][4:] == ("12 read", "-", "-", "left early")
+    assert table.rows[0][3:] == ("100, 12 read", "-", "-", "-", "left early")
 
 
 def test_the_table_counts_what_a_single_rank_read_by_the_epoch() -> None:
     epochs = [list(range(12)), list(range(12)), list(range(8))]
     (table,) = DataOverlap().tables(run_of(loader(0, epochs[:2]), []))
-    assert table.rows[0][1:5] == ("0-1", "0", "100", "12 read")
+    assert table.rows[0][1:5] == ("0-1", "0", "100, 12 read", "-")
     (table,) = DataOverlap().tables(run_of(loader(0, epochs), []))
-    assert table.rows[0][4] == "8 to 12 read"
+    assert table.rows[0][3] == "100, 8 to 12 read"
 
 
 def test_the_table_says_of_epochs_that_were_left_in_what_order_and_not_what_nobody_read() -> None:

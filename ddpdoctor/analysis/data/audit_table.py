@@ -141,15 +141,20 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
     length = readers[0].seen.length
     epochs = max(len(r.epochs) for r in readers)
     over = [r for r in readers if any(e.ended is not None for e in r.epochs)]
-    read = sorted({e.samples for r in readers for e in r.epochs if e.ended is not None})
-    whose = "read by each" if len(over) > 1 else "read"
+    # Of a stream the samples are not known: the last batch of each worker may be a smaller one.
+    stream = length < 0
+    ended = [e.ended for r in readers for e in r.epochs if e.ended is not None]
+    read = sorted({e.batches if stream else e.samples for e in ended})
+    amount = " to ".join(map(str, dict.fromkeys((read[0], read[-1])))) if read else ""
+    whose = " by each" if len(over) > 1 else ""
+    delivered = f", {amount} {'batches ' if stream else ''}read{whose}" if read else ""
     left = any(e.ended is None for r in readers for e in r.epochs)
     return (
         _name(loader),
         fold_ranks(range(epochs)),
         fold_ranks(loader.readers),
-        str(length) if length >= 0 else "stream",
-        f"{' to '.join(map(str, dict.fromkeys((read[0], read[-1]))))} {whose}" if read else NOTHING,
+        f"{'stream' if stream else length}{delivered}",
+        NOTHING,
         NOTHING,
         NOTHING,
         _order_column(_order_of_stream(loader), left=left),
