@@ -50,6 +50,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
         "Replica Digests Sketch LateBuffers UnwrappedState OuterModule OuterDigests"
+        " MeshModel MeshDigests"
     ),
     "What changed tensors besides the optimizer?": (
         "Loaded StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
@@ -74,6 +75,7 @@ QUESTIONS: dict[str, str] = {
 WHEN: dict[str, str] = {
     "once": (
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
+        " MeshModel"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
         " ScheduleEnded"
     ),
@@ -90,7 +92,8 @@ WHEN: dict[str, str] = {
         " TrainingMode"
     ),
     "sampled, the same steps on all ranks": (
-        "Digests OuterDigests Sketch LateBuffers ForwardInput ContentRead RowsRead RowsChosen"
+        "Digests OuterDigests MeshDigests Sketch LateBuffers ForwardInput"
+        " ContentRead RowsRead RowsChosen"
         " UnwrappedState Averaged Pace ZeroGradients"
     ),
     "sampled in time": (

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "analysis.control_flow",
         "analysis.rank_differences",
     ),
+    "analysis.meshes": REPORTED,
     "analysis.replicas": (*REPORTED, "analysis.rank_differences"),
     "analysis.models": REPORTED,
     "analysis.manual_sync": (
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "analysis.replicas",
         "analysis.models",
     ),
-    "analysis.data": REPORTED,
+    "analysis.data": (*REPORTED, "analysis.meshes"),
     "analysis.process": REPORTED,
     "checks": ("events", "run", "report", "analysis.*"),
     "probe.recording": ("events", "storage"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ddpdoctor.analysis.data.fault import LoaderFault
 from ddpdoctor.analysis.data.loader_check import (
@@ -15,10 +15,15 @@ from ddpdoctor.analysis.data.loader_check import (
     since,
 )
 from ddpdoctor.analysis.data.loaders import Reader
+from ddpdoctor.analysis.meshes import mesh_drift
 from ddpdoctor.events import GroupReady, SamplerRefused
-from ddpdoctor.report.declarations import Effect, When, unless
+from ddpdoctor.report.declarations import Condition, Effect, When, unless
 from ddpdoctor.report.findings import Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run, ranks_do, ranks_text, some
+from ddpdoctor.run import Rank, Run, fold_ranks, plural, ranks_do, ranks_text, some
+
+SPLIT = "split-layers"
+DIMENSIONS = "mesh dimensions"
+"""The evidence that names the dimensions over which layers are split."""
 
 FIX = "omit both (torch takes them from the default group), or pass them: `DistributedSampler(\
 dataset, num_replicas=dist.get_world_size(), rank=dist.get_rank())`"
@@ -35,7 +40,9 @@ class SamplerRankMismatch(LoaderCheck):
     A `DistributedSampler` (or one like it) whose `num_replicas` and `rank` do not shard the data
     over the ranks that average gradients: a constant rank, the local rank on several nodes, the
     number of devices of one node, the default of another group. With `fully_shard` over a
-    two-dimensional mesh, these are all of its ranks, replicas and shards. Also the swapped form
+    two-dimensional mesh, these are all of its ranks, replicas and shards. Of models whose layers
+    are split over a dimension of a mesh (tensor parallelism), samplers or shuffles that give other
+    samples to the ranks along it. Also the swapped form
     `DistributedSampler(dataset, rank, world_size)`, which torch rejects with a message about the
     wrong argument.
 
@@ -45,7 +52,9 @@ class SamplerRankMismatch(LoaderCheck):
     with the group over which the wrapped model averages gradients (the default group if there is no
     wrapper), and with all other groups that the ranks have made. The indices delivered (all of them
     up to 262,144 per line that makes the loader, then one in 2, in 4 and so on) tell how many
-    samples several ranks read, and how many none. The finding is proven.
+    samples several ranks read, and how many none. Where layers are split, the orders of the indices
+    are compared along the dimension, and the gradients of what its ranks hold alike show that they
+    computed on other inputs. The finding is proven.
 
     ## Why it hurts
     Ranks read the same part of the data, or no rank reads some part of it.
@@ -75,6 +84,7 @@ class SamplerRankMismatch(LoaderCheck):
         "swapped-arguments": "torch rejects the sampler: rank and num_replicas are swapped",
         "invalid-rank": "torch rejects the sampler's rank",
         "wrong-group": "num_replicas and rank do not match the group that averages gradients",
+        SPLIT: "ranks over which layers are split (tensor parallelism) read different samples",
     }
     requires = (unless(no_loader, SamplerRefused),)
     effects = (
@@ -82,12 +92,26 @@ class SamplerRankMismatch(LoaderCheck):
             ("first-failure",), of=("swapped-arguments", "invalid-rank"), when=(When.SAME_LINE,)
         ),
         Effect(("uneven-batches", "sampler-padding-duplicates")),
+        Effect(
+            ("parameter-drift",),
+            of=(SPLIT,),
+            rules=(mesh_drift.RULE,),
+            when=(
+                Condition(
+                    "along these dimensions",
+                    lambda mine, other: (
+                        other.evidence.get(mesh_drift.DIMENSION)
+                        in cast("list[str]", mine.evidence[DIMENSIONS])
+                    ),
+                ),
+            ),
+        ),
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._refused(run)
         for fault in self.faults(run):
-            yield self._report(run, fault)
+            yield self._split(fault) if fault.rule == SPLIT else self._report(run, fault)
 
     def _refused(self, run: Run) -> Iterator[Finding]:
         """The finding of a sampler whose constructor raised, and that ended the program."""
@@ -126,6 +150,46 @@ class SamplerRankMismatch(LoaderCheck):
                 "world size": event.world_size,
             },
             at=rank.wall(event.at),
+        )
+
+    def _split(self, fault: LoaderFault) -> Finding:
+        reader = fault.readers[0]
+        dims, rest = (cast("list[str]", fault.facts[key]) for key in ("dims", "rest"))
+        lines = cast("list[tuple[int, ...]]", fault.facts["lines"])
+        over = f"mesh {plural(len(dims), 'dimension')} {some(dims)}"
+        reads = ", ".join(f"ranks {fold_ranks(line)}" for line in lines[:4])
+        given = {r.rank.rank: (r.seen.replicas, r.seen.sampler_rank) for r in fault.readers}
+        named = f'mesh["{rest[0]}"]' if len(rest) == 1 else "mesh"
+        heads = {r.rank.rank: list(e.head[:4]) for r in fault.readers if (e := r.epochs[0].ended)}
+        distributed = all(r.seen.distributed for r in fault.readers)
+        apart = (
+            "each rank of them takes another part of the data"
+            if distributed
+            else ("each of them shuffles in an order of its own")
+        )
+        return self.of_reader(
+            reader,
+            rule=SPLIT,
+            ranks=fault.ranks,
+            location=reader.sampler_at or reader.made_at,
+            label="gives other samples to ranks that compute parts of one result",
+            related=related(reader, sampler=False),
+            summary=f"{reads} read different samples of {dataset(reader)}, although layers are "
+            f"split between them over {over}",
+            cause=f"layers are split over {over}, so that its ranks compute parts of one result "
+            f"and need equal inputs, but {apart}; gradients of what they hold alike differ",
+            fix=(
+                f"`DistributedSampler(dataset, num_replicas={named}.size(), "
+                f"rank={named}.get_local_rank())`, which divides the data over the other ranks only"
+                if rest
+                else "use the same order on all ranks, without a distributed sampler: "
+                "`DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(0))`"
+            ),
+            evidence={
+                **({"(num_replicas, rank)": given} if distributed else {}),
+                "first indices": heads,
+                DIMENSIONS: dims,
+            },
         )
 
     def _report(self, run: Run, fault: LoaderFault) -> Finding:

@@ -12,6 +12,7 @@ from ddpdoctor.analysis.manual_sync import (
     outer_modules,
     rules,
 )
+from ddpdoctor.analysis.meshes import mesh_drift
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
@@ -77,8 +78,10 @@ class ParameterDrift(Check):
     some ranks skip, and updates that a custom optimizer applies on some ranks only. And models that
     DDP averages within groups of ranks only (`process_group=` of one dimension of a mesh), although
     the groups start equal and work on one training: an error where they reduce values together,
-    exchange parts of batches or divide the data, else a warning. And modules that no wrapper and no
-    optimizer holds, but that training steps call on all ranks: a target or teacher network that is
+    exchange parts of batches or divide the data, else a warning. Models of DTensors on a device
+    mesh (tensor parallelism, `fully_shard` with replicas): along each dimension of the mesh, what
+    its ranks hold alike. And modules that no wrapper and no optimizer holds, but that training
+    steps call on all ranks: a target or teacher network that is
     a copy of a part of the wrapped model (other ones are a warning).
 
     ## How it knows
@@ -87,7 +90,9 @@ class ParameterDrift(Check):
     first 128 optimizer steps, then as often as `--budget` allows; all parameters at the first
     evaluations after training and at the end. Models that no optimizer holds are examined after
     backwards 0, 1, 2, 4, 9, 19, 49 and so on; models without a wrapper before steps 0, 1, 2, 4, 8
-    and so on, more often with at most 64 parameters. Modules outside of wrappers are found by a
+    and so on, more often with at most 64 parameters. Of DTensors the part that a rank holds is
+    examined before steps 0, 1, 2, 4, 9, 19, 49 and so on, and at the end, with its gradient; the
+    placements tell which ranks hold the same part. Modules outside of wrappers are found by a
     hook on all forwards in the steps after 1 and 32 (not in programs that use `torch.compile`) and
     examined before steps 1, 2, 4, 9, 19, 49 and so on, and at the end. A difference proves the
     fault. It is only
@@ -104,7 +109,11 @@ class ParameterDrift(Check):
     the same file on every rank. Modify parameters on all ranks in the same way.
 
     ## When it stays quiet
-    - Sharded parameters, and parameters that DDP ignores (the report lists these as not compared).
+    - Parts of sharded parameters that one rank alone holds, and parameters that DDP ignores (the
+      report lists these as not compared).
+    - Dimensions of a mesh along which ranks send to each other (stages of a pipeline), unless
+      placements say that parameters are replicated. A warning where only equal beginnings show that
+      ranks train one model, a note where values differ by rounding errors.
     - Ranks of different groups that start with different parameters, train with other options,
       exchange activations (tensor, pipeline, expert parallelism), or are averaged by other means.
     - Local SGD: copies that differ for some steps and are averaged again; weights that are swapped
@@ -142,6 +151,7 @@ class ParameterDrift(Check):
         **optimizer_coverage.RULES,
         **separate_groups.RULES,
         **outer_modules.RULES,
+        **mesh_drift.RULES,
     }
     effects = (
         Effect(("gradient-drift",), rules=(causes.UNEQUAL_PARAMETERS,), when=(_DIFFER,)),
@@ -175,7 +185,8 @@ class ParameterDrift(Check):
         groups = replicas(run, unheld=True)
         if not groups and any(separate_groups.apart(run)):
             return None
-        if not groups and (classify.judged(run) or optimizer_coverage.compared(run)):
+        by_hand = classify.judged(run) or optimizer_coverage.compared(run)
+        if not groups and (by_hand or mesh_drift.compared(run)):
             return None
         if not groups:
             return NO_COPIES
@@ -193,6 +204,8 @@ class ParameterDrift(Check):
             yield self.finding(**fields)
         for one in separate_groups.apart(run):
             yield self.finding(**one.fields(run))
+        for part in mesh_drift.apart(run):
+            yield self.finding(**part.fields())
         for outer in outer_modules.outer_modules(run):
             if outer.parameters:
                 yield self.finding(**outer.fields(run))

@@ -56,6 +56,8 @@ from .drift import (
     Edited,
     LateBuffers,
     Loaded,
+    MeshDigests,
+    MeshModel,
     OuterDigests,
     OuterModule,
     OuterStateTaken,

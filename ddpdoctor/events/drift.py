@@ -156,6 +156,56 @@ class OuterStateTaken(Event, frozen=True, tag="outer-state-taken"):
     site: int
 
 
+class MeshModel(Event, frozen=True, tag="mesh-model"):
+    """An optimizer that is about to take its first step holds DTensors: parameters that are sharded
+    or replicated over a device mesh.
+
+    Attributes:
+        kind: class name of the model, empty if unknown; `site` the line that made it.
+        dims, sizes: names and sizes of the dimensions of the whole mesh (`dim 0` for one without a
+            name); `ranks` its ranks, row by row.
+        names, shapes: of the parameters, `shapes` of what this rank holds.
+        placed: of each parameter and for each dimension `s` (sharded), `r` (replicated, as its
+            placements say) or `-` (its mesh has not this dimension; a plain tensor).
+        split: the dimensions over which layers are split between ranks, which then need equal
+            inputs (tensor parallelism): sharded, but not by `fully_shard`.
+        parted: this rank sends to others, as the stages of a pipeline do.
+        step_site: the line of the optimizer's step.
+    """
+
+    optimizer: int
+    kind: str
+    site: int
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    placed: tuple[str, ...]
+    split: tuple[str, ...]
+    parted: bool
+    step_site: int
+
+    RANKS = ("ranks",)
+
+
+class MeshDigests(Event, frozen=True, tag="mesh-digests"):
+    """Digests of what this rank holds of the parameters of a `MeshModel`, in the order of its
+    names.
+
+    Attributes:
+        step: of the optimizer, before which they were taken; -1 for the end of the run.
+        gradients, values: packed digests of the gradients and of the parameters.
+        samples: of each parameter up to four values; empty where they cannot be read.
+    """
+
+    optimizer: int
+    step: int
+    gradients: str
+    values: str
+    samples: tuple[tuple[float, ...], ...] = ()
+
+
 class Sketch(Event, frozen=True, tag="sketch"):
     """A random projection of all tensors of a kind. The distance between the sketches of two ranks
     estimates that of the tensors within some ten percent.

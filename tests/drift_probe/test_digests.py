@@ -207,8 +207,15 @@ def test_some_of_the_steps_that_were_asked_for_are_looked_at_closely(monkeypatch
 
 @pytest.mark.parametrize(
     ("rows", "a_block"),
-    [((0, 1), True), ((3, 4, 5), True), ((5, 0), True), ((2,), False), ((1, 4), False)]
-    + [(range(6), False), ((), False)],
+    [
+        ((0, 1), True),
+        ((3, 4, 5), True),
+        ((5, 0), True),
+        ((2,), False),
+        ((1, 4), False),
+        (range(6), False),
+        ((), False),
+    ],
 )
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (3, 6)], ids=str)
 def test_blocks_that_are_written(shape, rows, a_block):

@@ -30,6 +30,7 @@ from .loaders import Reader, loaders
 from .parts import divided, leaking, overlapping
 from .rng_state import equal_generators
 from .sharing_ranks import groups_of, partners, sampler_fits
+from .split_layers import split_layers
 from .streams import stream_fault, worker_faults
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
@@ -42,7 +43,10 @@ Rule = Callable[[Division], LoaderFault | Intended | None]
 @lru_cache(maxsize=1)
 def faults(run: Run) -> tuple[LoaderFault, ...]:
     """The verdicts on all loaders: at most one per loader and check."""
-    found = [f for d in divided_loaders(run) if (f := _verdict(d, _rules(d))) is not None]
+    found = list(split_layers(run))
+    apart = {id(f.loader) for f in found}  # what else is wrong there follows from it
+    divisions = [d for d in divided_loaders(run) if id(d.loader) not in apart]
+    found += [f for d in divisions if (f := _verdict(d, _rules(d))) is not None]
     for loader in loaders(run):
         if loader.first.seen.iterable:
             sets = partners(run, loader)

@@ -8,6 +8,7 @@ from ...events import ForwardInput, GroupReady, ShardedOver, StepDone, Unwrapped
 from ...run import Rank, Run
 from .data_calls import only_reports_beyond, sums_over_all
 from .loaders import Loader, Reader
+from .split_layers import data_parallel
 
 
 def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset[int]]:
@@ -23,8 +24,11 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
     members = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
     if loader.trains and members and all(trains_alone(loader.readers[r]) for r in members):
         return []
+    on_mesh = data_parallel(run) if loader.trains else None
     wrapped = {r: s for r in members if (s := _wrap_group(run.ranks[r]))}
-    if wrapped:
+    if on_mesh is not None:
+        sets = set(on_mesh)
+    elif wrapped:
         sets = set(wrapped.values())
     elif loader.trains and not all(_averages(loader.readers[r]) for r in members):
         return []
@@ -96,12 +100,13 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
         all(r.trains and only_reports_beyond(r.rank, ranks) for r in readers)
     )
     limit = len(ranks) if independent else size
+    on_mesh = set(data_parallel(run) or ())
     return all(
         any(_divides(g, place, size) for g in (ranks, *groups_of(reader.rank)) if len(g) <= limit)
         or any(
-            _repeats(group, place, size, len(ranks))
+            _repeats(group, place, size, len(ranks)) and group <= ranks
             for group in groups_of(reader.rank)
-            if size > 1 or group not in _averaging(reader.rank)
+            if size > 1 or group not in _averaging(reader.rank) | on_mesh
         )
         for reader in readers
     )

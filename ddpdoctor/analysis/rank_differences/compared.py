@@ -216,6 +216,7 @@ _OURS = "of the doctor itself"
 NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     _DIGESTS: (
         e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
+        e.MeshModel, e.MeshDigests,
         e.Averaged, e.Rewritten,
     ),
     _DATA: (e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided),

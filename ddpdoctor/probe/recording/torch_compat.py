@@ -117,6 +117,22 @@ def sharding_mesh(module: Any) -> Any:
         return None
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The device mesh that a mesh is a part of; itself where torch does not tell."""
+    try:
+        return mesh._get_root_mesh()
+    except AttributeError:
+        return mesh
+
+
+def placements(parameter: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The device mesh of a parameter and its placements on it; (None, ()) for a plain tensor. Also
+    of the tensor that DDP keeps in the place of a DTensor."""
+    about = parameter if hasattr(parameter, "placements") else getattr(parameter, "_st_info", None)
+    mesh = getattr(about, "device_mesh", None) or getattr(about, "mesh", None)
+    return mesh, tuple(getattr(about, "placements", ())) if mesh is not None else ()
+
+
 def shard_forwards() -> Any:
     """torch's class whose `_root_pre_forward(module, args, kwargs)` runs before each forward of a
     module that `fully_shard` was applied to; None where it is not loaded, or torch has another."""

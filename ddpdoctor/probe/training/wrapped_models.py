@@ -15,7 +15,7 @@ from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import ignored_by_ddp
 from ..recording.watcher import Args, Error, Kwargs, Watcher
-from ..recording.weak_references import WeakIdentityMap
+from ..recording.weak_references import Reference, WeakIdentityMap
 from ..source.call_resolver import Found, setting_in_frames
 from . import lifecycle
 from .module_origins import ModuleOrigins
@@ -146,6 +146,7 @@ class WrappedModels(Watcher):
 
     def _complete(self, recorder: Recorder, model: Model, wrapper: Any) -> None:
         model.wrapper = weakref.ref(wrapper)
+        _localized(model, wrapper.module)
         self.supersede(model)
         model.find_unused = bool(wrapper.find_unused_parameters)
         model.static_graph = bool(wrapper.static_graph)
@@ -164,6 +165,16 @@ class WrappedModels(Watcher):
         model = self._emit(recorder, wrapper.module, given, adopted=True)
         self._complete(recorder, model, wrapper)
         return model
+
+
+def _localized(model: Model, module: Any) -> None:
+    """Take note of the parameters that DDP's constructor put in the place of DTensors (`DDP(...,
+    device_mesh=)`): these are the ones that it averages."""
+    now = dict(module.named_parameters())
+    for position, name in enumerate(model.names):
+        parameter = now.get(name)
+        if hasattr(parameter, "_st_info"):
+            model.parameters[position] = Reference(parameter)
 
 
 def _has_forward(module: Any) -> bool:

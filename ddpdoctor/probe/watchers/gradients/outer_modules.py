@@ -72,8 +72,8 @@ class OuterModules(Watcher):
         optimizer: number of the one before whose steps modules are digested.
         known: modules that were recorded.
         taken: how often the state of each was taken.
-        copies: by module, its buffers before the step that runs, to see what it writes; `copied` the
-            modules of which this was asked.
+        copies: by module, its buffers before the step that runs, to see what it writes; `copied`
+            the modules of which this was asked.
     """
 
     lost = "modules outside of the wrapped models"

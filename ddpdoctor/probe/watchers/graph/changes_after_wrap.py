@@ -239,6 +239,9 @@ def _missing_parameters(model: Model, inner: Any) -> dict[str, list[tuple[str, A
     kinds: dict[str, list[tuple[str, Any]]] = {}
     for position in model.expected:
         name, parameter = model.names[position], model.parameters[position]()
+        # In a forward DDP makes a DTensor of what it keeps of one, and leaves it in the module.
+        if hasattr(parameter, "_st_info"):
+            continue
         if parameter is not None and id(parameter) not in there:
             kind = "tied" if name in now else "removed"
             kinds.setdefault(kind, []).append((name, now.get(name, parameter)))

@@ -61,3 +61,10 @@ UNWRAPPED_FIRST = 64
 CHANGES_AT_MOST = 64
 """Extra digests because the exchange stopped or resumed, or came between steps: a program that
 exchanges in every other step must not cause one each time."""
+
+# mesh_models
+
+MESH_PARAMETERS = 2000
+"""Parameters of an optimizer up to which models of DTensors are compared."""
+MESH_ELEMENTS = 1 << 22
+"""Elements that a rank holds beyond which they are digested later only as the budget allows."""

@@ -22,6 +22,7 @@ class Parallelism(Watcher):
     Attributes:
         special: `all-to-all`, `point-to-point` or `in backward`; empty if nothing.
         partners: the other ranks involved; -1 stands for any rank.
+        sends: it has sent to or received from another rank, as the stages of a pipeline do.
         all_to_alls: `all_to_all` calls with floating-point tensors, outside and inside backwards.
     """
 
@@ -29,11 +30,13 @@ class Parallelism(Watcher):
 
     def __init__(self) -> None:
         self.special = ""
+        self.sends = False
         self._partners: set[int] = set()
         self.all_to_alls = [0, 0]
 
     def seen(self, kind: str, partners: Iterable[int]) -> None:
         """Note a call of one of the kinds above with these ranks."""
+        self.sends |= kind == POINT_TO_POINT
         # Pipelines send activations, but so do plain programs (a loss to rank 0): the weakest sign.
         if kind != POINT_TO_POINT or not self.special:
             self.special = kind

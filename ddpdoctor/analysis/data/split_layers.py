@@ -1,0 +1,76 @@
+"""Loaders that give other samples to ranks over which the layers of one model are split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...run import Run
+from ..meshes.mesh_drift import gradients_differ
+from ..meshes.mesh_models import MeshCopies, mesh_models
+from .fault import LoaderFault
+from .loaders import Reader, loaders, same_order
+from .thresholds import FEWEST_TO_ORDER
+
+SHARES_INPUTS = ("pp", "pipe", "stage", "cp", "sp", "seq", "context", "ep", "expert")
+"""Parts of the names that programs give to dimensions whose ranks may share samples."""
+
+
+def data_parallel(run: Run) -> list[frozenset[int]] | None:
+    """Sets of ranks that ought to divide the data, of models whose layers are split over ranks:
+    those along dimensions over which gradients are averaged. None where there is no such model, an
+    empty list where it is not known."""
+    found: list[frozenset[int]] = []
+    known = False
+    for copies in mesh_models(run):
+        if not copies.split:
+            continue
+        known = True
+        dims = [d for d in range(len(copies.any.dims)) if copies.any.sizes[d] > 1]
+        rest = [d for d in dims if d not in copies.split]
+        parted = any(event.parted for _, event in copies.ranks.values())
+        if not rest or parted or not all(_averaged(copies, d) for d in rest):
+            return []
+        found += [frozenset(line) for line in copies.lines(*rest)]
+    return list(dict.fromkeys(found)) if known else None
+
+
+def _averaged(copies: MeshCopies, dim: int) -> bool:
+    name = copies.any.dims[dim]
+    if any(part in name for part in SHARES_INPUTS):
+        return False
+    return not copies.comparable(dim) or copies.gradients_agree(dim)
+
+
+def split_layers(run: Run) -> Iterator[LoaderFault]:
+    """The training loaders that deliver other indices to ranks that need equal inputs. That they
+    need them shows in their gradients, which differ for what each of them holds alike."""
+    for copies in mesh_models(run):
+        dims = [d for d in copies.split if gradients_differ(copies, d)]
+        for loader in loaders(run) if dims else ():
+            lines = [line for line in copies.lines(*dims) if _apart(loader.of(line), len(line))]
+            if loader.trains and lines:
+                ranks = tuple(sorted(rank for line in lines for rank in line))
+                names = [copies.any.dims[d] for d in dims]
+                rest = [n for n in copies.any.dims if n not in copies.any.split]
+                yield LoaderFault(
+                    "sampler-rank-mismatch",
+                    "split-layers",
+                    loader,
+                    ranks,
+                    loader.of(ranks),
+                    facts={"dims": names, "rest": rest, "lines": lines},
+                )
+
+
+def _apart(readers: list[Reader], ranks: int) -> bool:
+    """Whether these ranks read other indices in every epoch that all of them ended."""
+    if len(readers) < ranks or any(r.seen.indexless or r.seen.iterable for r in readers):
+        return False
+    numbers = range(min(len(r.epochs) for r in readers))
+    ends = [[e for r in readers if (e := r.epochs[n].ended) and e.samples] for n in numbers]
+    compared = [
+        any(not same_order(first, other, FEWEST_TO_ORDER) for other in others)
+        for first, *others in filter(None, ends)
+        if len(others) == len(readers) - 1
+    ]
+    return bool(compared) and all(compared)
