@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.failures import failures
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, frame_location, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import (
     merged_stacks,
     missing,
@@ -17,7 +17,7 @@ from ddpdoctor.analysis.waiting.wait_graph import (
     wait_lines,
     waiting_for,
 )
-from ddpdoctor.events import LoaderSeen, RankStood, Worker
+from ddpdoctor.events import LoaderSeen, RankStood, StackFrame, Worker
 from ddpdoctor.report.declarations import Effect, seen
 from ddpdoctor.report.findings import (
     Check,
@@ -62,9 +62,9 @@ class DataStall(Check):
 
     ## How it knows
     Each rank records when it enters and leaves `next` of its loader. Once the run has stood still
-    for the stall time (see `rank-missing`), the node's monitor takes the stacks and reads from
-    `/proc` what the workers do. A stall is suspected; that a worker died is proven by torch's own
-    error.
+    for the stall time (see `rank-missing`), the node's monitor takes the stacks, also those of up
+    to eight workers that were forked, and reads from `/proc` what the workers do. A stall is
+    suspected; that a worker died is proven by torch's own error.
 
     ## Why it hurts
     A worker that is stuck (a lock held when the process was forked, a file system that does not
@@ -145,7 +145,10 @@ class DataStall(Check):
         loader = _loader(first.rank)
         workers = loader is None or bool(loader.workers)
         loop = first.rank.location(first.phase_site)
+        at = _worker_frame(first.stood)
         where = (loop or first.location) if workers else (first.location or loop)
+        if at is not None:
+            where = frame_location(at, first.rank)
         waited, still = now.waited(stuck), max(s.still_s for s in stuck)
         thread = failed_threads.failed_thread(now, first)
         related = [*failed_threads.failed_thread_line(thread, first), *wait_lines(waiting)]
@@ -159,12 +162,13 @@ class DataStall(Check):
             steps=first.steps,
             subjects=(loader.dataset,) if loader else (),
             location=where,
-            label=f"no batch for {waited:.0f} s",
+            label="a worker stands here" if at else f"no batch for {waited:.0f} s",
             related=tuple(related),
             summary=f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} waited "
             f"{waited:.0f} s for a batch; " + _workers_text(first.stood, loader),
-            cause=_cause(rule, first.stood, loader) + failed_threads.failed_thread_remark(thread),
-            fix=FIXES.get(rule, WORKERS) if workers else NO_WORKERS,
+            cause=_cause(rule, first.stood, loader, at)
+            + failed_threads.failed_thread_remark(thread),
+            fix=_fix(rule, at) if workers else NO_WORKERS,
             fix_kind=FixKind.CHECK,
             evidence={
                 **_workers(first.stood),
@@ -192,10 +196,22 @@ def _loader(rank: Rank) -> LoaderSeen | None:
 
 def _workers(stood: RankStood | None) -> Evidence:
     rows = [
-        {"pid": w.pid, "state": w.state, "cpu_s": w.cpu_s, "waits_in": w.waits_in}
+        {
+            "pid": w.pid,
+            "state": w.state,
+            "cpu_s": w.cpu_s,
+            "waits_in": w.waits_in,
+            **({"at": at} if (at := _places(w)) else {}),
+        }
         for w in (stood.workers if stood else ())
     ]
     return {"workers": rows}
+
+
+def _places(worker: Worker) -> str:
+    """`index (train.py:13) <- load (train.py:9)`."""
+    users = [f for f in worker.frames if f.user][:3] or worker.frames[:1]
+    return " <- ".join(f"{f.function} ({f.file.rpartition('/')[2]}:{f.line})" for f in users)
 
 
 def _workers_text(stood: RankStood | None, loader: LoaderSeen | None) -> str:
@@ -238,7 +254,29 @@ def _rule(stood: RankStood | None, loader: LoaderSeen | None) -> str:
     return "file-lock" if _locked(stood) else "workers-stalled"
 
 
-def _cause(rule: str, stood: RankStood | None, loader: LoaderSeen | None) -> str:
+def _worker_frame(stood: RankStood | None) -> StackFrame | None:
+    """The user's line at which a worker stands: one that waits for work runs no such code."""
+    for worker in stood.workers if stood is not None else ():
+        frame = next((f for f in worker.frames if f.user), None)
+        if frame is not None:
+            return frame
+    return None
+
+
+def _fix(rule: str, at: StackFrame | None) -> str:
+    if at is None:
+        return FIXES.get(rule, WORKERS)
+    return AT_LINE.get(rule, FIXES.get(rule, AT_LINE["workers-stalled"]))
+
+
+def _cause(
+    rule: str, stood: RankStood | None, loader: LoaderSeen | None, at: StackFrame | None
+) -> str:
+    if at is not None and rule == "worker-lock":
+        return (
+            f"a worker waits in {at.function} for a lock that another thread held when the worker "
+            "was forked, or that the worker itself has taken already and not released"
+        )
     match rule:
         case "worker-stopped":
             return "a worker is stopped by a signal"
@@ -259,6 +297,16 @@ def _cause(rule: str, stood: RankStood | None, loader: LoaderSeen | None) -> str
     return "the code that produces the batch does not return"
 
 
+AT_LINE = {
+    "worker-lock": "if code that holds the lock calls this line, use `threading.RLock()` or take "
+    "the lock once; if a thread of the program may hold it when workers start, start them with "
+    '`multiprocessing_context="forkserver"`',
+    "worker-sleeps": "add a limit to the waiting here; with `timeout=60` the DataLoader raises "
+    "when no batch comes",
+    "workers-stalled": "see what this line waits for (a file, a queue, the network) and add a "
+    "limit; with `timeout=60` the DataLoader raises when no batch comes",
+}
+"""The same where the line is known at which a worker stands."""
 FIXES = {"worker-sleeps": SLEEPS, "file-lock": LOCKED}
 """What to do about workers that deliver nothing, by rule."""
 

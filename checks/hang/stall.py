@@ -15,7 +15,12 @@ from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
 from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.failures import backends
 from ddpdoctor.analysis.waiting.message_cycles import gone_on, met_without, wrong_peers
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
+from ddpdoctor.analysis.waiting.snapshot import (
+    RankSnapshot,
+    Snapshot,
+    frame_location,
+    snapshot_of,
+)
 from ddpdoctor.analysis.waiting.standstill_reasons import reason_for
 from ddpdoctor.analysis.waiting.wait_graph import (
     across_groups,
@@ -40,7 +45,7 @@ from ddpdoctor.report.findings import (
     Related,
     Severity,
 )
-from ddpdoctor.run import Run, counted, ranks_do, ranks_text
+from ddpdoctor.run import Location, Run, counted, ranks_do, ranks_text
 
 COMPARE_MESSAGES = (
     "compare source, destination and `tag=` of the messages at the lines in the stacks"
@@ -268,22 +273,33 @@ class Stall(Check):
         threads = {t for s in stands if s.stood and s.stood.joins_threads for t in s.stood.threads}
         waited = max(s.still_s for s in stands)
         fix = "look at the lines in the stacks"
+        cause = "the stacks show where the process is"
+        where, label = stands[0].location, "last seen here"
+        at_exit = [s for s in stands if s.stood and s.stood.outermost_of_user]
         if threads:
+            cause = "the main thread has finished, and Python waits for non-daemon threads: "
+            cause += ", ".join(sorted(threads))
+            joined = next(s for s in stands if s.stood and s.stood.joins_threads)
+            where, label = _thread_line(joined) or where, "this thread has not ended"
             fix = "join these threads before exit, or create them with `daemon=True`"
         elif all(s.blocked for s in stands):
             fix = COMPARE_MESSAGES
+        elif at_exit and (called := at_exit[0].stood and at_exit[0].stood.outermost_of_user):
+            where, label = at_exit[0].location, "does not return"
+            cause = (
+                f"the program has ended, and {called.function}, which Python calls at exit (an "
+                "`atexit` handler or a destructor), does not return"
+            )
+            fix = "add a limit to the waiting there, or call it before the program ends"
         return self.finding(
             rule="not-exiting",
             ranks=tuple(ranks),
             confidence=Confidence.SUSPECTED,
-            location=stands[0].location,
-            label="last seen here",
+            location=where,
+            label=label,
             summary=f"{ranks_text(ranks)} left the process group but did not exit within "
             f"{waited:.0f} s",
-            cause="the main thread has finished, and Python waits for non-daemon threads: "
-            + ", ".join(sorted(threads))
-            if threads
-            else "the stacks show where the process is",
+            cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
             evidence={
@@ -332,6 +348,12 @@ class Stall(Check):
             },
             at=now.at - waited,
         )
+
+
+def _thread_line(stand: RankSnapshot) -> Location | None:
+    """The user's line at which one of a rank's other threads is."""
+    frames = stand.stood.thread_frames if stand.stood else ()
+    return frame_location(frames[0], stand.rank) if frames else None
 
 
 def _rule(stands: list[RankSnapshot], unknown: list[int]) -> str:

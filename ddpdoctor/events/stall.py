@@ -27,6 +27,10 @@ class StallOver(Event, frozen=True, tag="stall-over"):
     attempt: int = 0
 
 
+DEEPEST = 60
+"""Frames of a stack that are recorded, from the innermost on."""
+
+
 class StackFrame(Part, frozen=True):
     """A line of a stack (part of `RankStood`)."""
 
@@ -38,12 +42,18 @@ class StackFrame(Part, frozen=True):
 
 
 class Worker(Part, frozen=True):
-    """A child process of a rank (part of `RankStood`)."""
+    """A child process of a rank (part of `RankStood`).
+
+    Attributes:
+        frames: its main thread's stack, innermost first, from the begin of the worker on; empty if
+            it was not asked for (it is no worker of a loader that the rank waits for) or gave none.
+    """
 
     pid: int
     state: str
     cpu_s: float
     waits_in: str = ""
+    frames: tuple[StackFrame, ...] = ()
 
 
 class RankStood(Event, frozen=True, tag="rank-stood"):
@@ -56,7 +66,8 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
         state: letter of `/proc/<pid>/stat`.
         cpu: share of one core that its main thread used or waited for in about the last second.
         frames: the main thread's stack, innermost first; empty if it could not be taken.
-        threads: for each other Python thread its innermost user function, else its innermost one.
+        threads: for each other Python thread its innermost user function, else its innermost one;
+            `thread_frames` those of the user's.
         phase, phase_site, still_s: phase of the step and its line by the ring, and seconds without
             progress; -1 if unknown.
     """
@@ -67,6 +78,7 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
     cpu: float = 0.0
     frames: tuple[StackFrame, ...] = ()
     threads: tuple[str, ...] = ()
+    thread_frames: tuple[StackFrame, ...] = ()
     workers: tuple[Worker, ...] = ()
     attempt: int = 0
     crashed: bool = False
@@ -84,6 +96,13 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
     def user_frame(self) -> StackFrame | None:
         """The innermost frame of the user, None if there is none."""
         return next((f for f in self.frames if f.user), None)
+
+    @property
+    def outermost_of_user(self) -> StackFrame | None:
+        """The function of the user's that Python itself has called, after the end of the program:
+        the outermost frame, where that is no module. None where there is none."""
+        last = self.frames[-1] if 0 < len(self.frames) < DEEPEST else None
+        return last if last is not None and last.user and last.function != "<module>" else None
 
     @property
     def joins_threads(self) -> bool:

@@ -12,12 +12,21 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..events import Event, FlightLog, RankExiting, RankStood, StallOver, StallSeen, Worker
+from ..events import (
+    Event,
+    FlightLog,
+    RankExiting,
+    RankStood,
+    StackFrame,
+    StallOver,
+    StallSeen,
+    Worker,
+)
 from ..report.findings import Check, Confidence, Finding
 from ..run import Rank, Run, ranks_do, ranks_text
 from ..storage import stack_dumps
@@ -53,6 +62,9 @@ BUSY = 0.3
 """Share of a core. While every rank computes, none waits for another, and the limit is
 `WHILE_BUSY` times as long."""
 WHILE_BUSY = 6
+THREADS_LISTED = 20
+WORKERS_LISTED, WORKERS_ASKED, WORKER_ANSWERS_S = 32, 8, 0.3
+"""Workers of a rank that are recorded, those asked for their stacks, and seconds for an answer."""
 REMIND_S = 30.0
 """How often the user is told that a stall goes on."""
 LOOK_SHARE = 20
@@ -357,11 +369,11 @@ class StallDetector:
         every = stack_dumps.threads(
             stack_dumps.read(stack_dumps.beside(rank.path), (stall.sizes or {}).get(rank.rank, 0))
         )
-        others = tuple(
-            f"{frame.function} ({Path(frame.file).name}:{frame.line})"
+        others = [
+            frame
             for frames in every[:-1]
             if (frame := next((f for f in frames if f.user), frames[0] if frames else None))
-        )
+        ][:THREADS_LISTED]
         return RankStood(
             at=now,
             rank=rank.rank,
@@ -369,8 +381,9 @@ class StallDetector:
             state=stat.state if stat else "",
             cpu=round(self._ranks[rank.rank].cpu, 2),
             frames=every[-1] if every else (),
-            threads=others[:20],
-            workers=tuple(_worker(child) for child in system.children(rank.pid)[:32]),
+            threads=tuple(f"{f.function} ({Path(f.file).name}:{f.line})" for f in others),
+            thread_frames=tuple(f for f in others if f.user),
+            workers=tuple(_workers(rank)),
             attempt=self._attempt,
             phase=rank.ring.phase if rank.ring else -1,
             phase_site=rank.ring.phase_site if rank.ring else -1,
@@ -436,11 +449,41 @@ def _ask_stack_server(rank: Rank) -> None:
         mouth.sendto(b"?", ask_address(rank.ring.pid, rank.ring.nonce))
 
 
-def _worker(pid: int) -> Worker:
-    stat = system.stat(pid)
-    return Worker(
-        pid=pid,
-        state=stat.state if stat else "",
-        cpu_s=round(system.cpu_seconds(pid), 2),
-        waits_in=system.waits_in(pid),
-    )
+def _workers(rank: Rank) -> Iterator[Worker]:
+    """The children of a rank; with the stacks of some, where it waits for a batch."""
+    loading = rank.ring is not None and rank.ring.phase is Phase.DATA
+    for number, pid in enumerate(system.children(rank.pid)[:WORKERS_LISTED]):
+        stat = system.stat(pid)
+        yield Worker(
+            pid=pid,
+            state=stat.state if stat else "",
+            cpu_s=round(system.cpu_seconds(pid), 2),
+            waits_in=system.waits_in(pid),
+            frames=_worker_stack(rank, pid) if loading and number < WORKERS_ASKED else (),
+        )
+
+
+def _worker_stack(rank: Rank, pid: int) -> tuple[StackFrame, ...]:
+    """The stack of a forked worker, which writes it to the file of its rank; empty if it does not
+    answer soon."""
+    path = stack_dumps.beside(rank.path)
+    if path is None or not (system.catches(pid, STACK_SIGNAL) and system.has_open(pid, path)):
+        return ()
+    try:
+        with path.open("a") as file:
+            file.write(stack_dumps.WORKER.format(pid))
+        size = last = _size(path)
+        os.kill(pid, STACK_SIGNAL)
+        until = time.monotonic() + WORKER_ANSWERS_S
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            now = _size(path)
+            if now > size and now == last:
+                break
+            last = now
+        frames = stack_dumps.worker(stack_dumps.read(path, size))
+        with path.open("a") as file:
+            file.write(stack_dumps.RANK)
+    except OSError:
+        return ()
+    return frames

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from ..events import StackFrame
+from ..events.stall import DEEPEST
 
 _THREAD = re.compile(
     r"(?:Stack|(?:Current thread|Thread) 0x[0-9a-f]+.*) \(most recent call first\):"
@@ -16,7 +17,8 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _NOT_USERS = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
 _OURS = re.compile(r"/ddpdoctor/(?:probe|shim)/")
 _FATAL = "Fatal Python error: "
-_LONGEST = 60
+_BEGINS = ("_worker_loop", "_bootstrap")
+"""Functions of torch and of multiprocessing in which a worker's own stack begins."""
 _CRASHES = {
     f"{_FATAL}{text}\n": number
     for text, number in (
@@ -35,17 +37,35 @@ def threads(dump: str) -> list[tuple[StackFrame, ...]]:
     return [frames for _, frames in _threads(dump)]
 
 
+WORKER, RANK = "Worker {}:\n", "Rank again:\n"
+"""Lines that the monitor writes around the stack of a worker in the file of its rank."""
+
+
 def _threads(dump: str) -> list[tuple[bool, tuple[StackFrame, ...]]]:
     """As above, each with whether it is of the thread that wrote the dump."""
     found: list[tuple[bool, list[StackFrame]]] = []
+    of_worker = False
     for line in dump.splitlines():
-        if _THREAD.match(line):
+        if line.startswith("Worker ") or line == RANK.strip():
+            of_worker = line.startswith("Worker ")
+        elif of_worker:
+            continue
+        elif _THREAD.match(line):
             found.append((line.startswith("Current"), []))
-        elif (match := _FRAME.match(line)) and found and len(found[-1][1]) < _LONGEST:
+        elif (match := _FRAME.match(line)) and found and len(found[-1][1]) < DEEPEST:
             if _OURS.search(match[1]):
                 continue
             found[-1][1].append(_frame(match[1], int(match[2]), match[3]))
     return [(current, tuple(frames)) for current, frames in found]
+
+
+def worker(dump: str) -> tuple[StackFrame, ...]:
+    """The stack of a worker of a loader in a dump of its own: without the frames of the rank from
+    which it was forked."""
+    every = threads(dump)
+    frames = every[-1] if every else ()
+    begin = next((n for n, f in enumerate(frames) if f.function in _BEGINS), len(frames))
+    return frames[:begin]
 
 
 def main_thread(dump: str) -> tuple[StackFrame, ...]:

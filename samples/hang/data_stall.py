@@ -1,7 +1,7 @@
 """A DataLoader worker waits for a lock that was held when it was forked.
 
 run: --nproc-per-node 2 --hang-after 5 --on-hang stop
-finds: DDP608 error at `for batch in loader:`
+finds: DDP608 error at `with CACHE_LOCK:`
 """
 
 import threading

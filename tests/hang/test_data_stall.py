@@ -9,7 +9,7 @@ from ddpdoctor.checks.hang.data_stall import DataStall
 from recordings import site
 from tapes import START, CallLog, run_of, stall, stood
 
-from ddpdoctor.events import ExceptionRaised, Frame, LoaderSeen, Stopped, Worker
+from ddpdoctor.events import ExceptionRaised, Frame, LoaderSeen, StackFrame, Stopped, Worker
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
 from ddpdoctor.storage.call_ring import Phase, State
@@ -38,6 +38,29 @@ def test_workers_in_a_lock(tmp_path: Path) -> None:
     assert finding.subjects == ("Images",)
     assert finding.location is not None
     assert finding.location.line == 6
+
+
+@pytest.mark.parametrize(
+    ("channel", "rule"),
+    [("futex_do_wait", "worker-lock"), ("pipe_read", "workers-stalled"),
+     ("hrtimer_nanosleep", "worker-sleeps")],
+)  # fmt: skip
+def test_the_line_at_which_a_worker_stands(tmp_path: Path, channel: str, rule: str) -> None:
+    """The other worker waits for work: it runs no code of the user's."""
+    idle = StackFrame(file="/usr/lib/python3.11/selectors.py", line=415, function="select")
+    frames = (
+        StackFrame(file="/x/data.py", line=8, function="read", user=True, text="with lock:"),
+        StackFrame(file="/x/data.py", line=4, function="__getitem__", user=True),
+    )
+    workers = [
+        Worker(pid=7, state="S", cpu_s=0.1, waits_in="poll_schedule_timeout", frames=(idle,)),
+        Worker(pid=8, state="S", cpu_s=0.1, waits_in=channel, frames=frames),
+    ]
+    (finding,) = found(starving(tmp_path, *workers))
+    assert finding.rule == rule
+    assert finding.location is not None
+    assert (finding.location.line, finding.location.source) == (8, "with lock:")
+    assert finding.related[0].label == "the loop over the loader"
 
 
 def test_a_worker_that_sleeps_in_code_of_its_own(tmp_path: Path) -> None:

@@ -233,13 +233,34 @@ def test_a_process_that_left_and_does_not_end(tmp_path: Path) -> None:
     over = {r: [GroupDestroyed(at=START + 5, name="", site=-1)] for r in made}
     at_exit = StackFrame(file="/usr/lib/python3.11/threading.py", line=1590, function="_shutdown")
     seen = [
-        stood(1, 9, "", frames=(at_exit,), threads=("uploader (up.py:2)",)),
+        stood(
+            1, 9, "", frames=(at_exit,), threads=("uploader (up.py:2)",),
+            thread_frames=(StackFrame(file="up.py", line=2, function="uploader", user=True),),
+        ),
         stall(START + 50, START + 5),
-    ]
+    ]  # fmt: skip
     run = run_of(tmp_path, made, more=over, nodes={0: seen}, ended={0: 0, 1: -15})
     (finding,) = found(run)
     assert finding.rule == "not-exiting"
     assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
+    assert str(finding.location) == "up.py:2"
+
+
+@pytest.mark.parametrize(("outermost", "named"), [("flush", True), ("<module>", False)])
+def test_what_python_calls_at_exit_does_not_return(
+    tmp_path: Path, outermost: str, named: bool
+) -> None:
+    made = {rank: CallLog(rank, 2).call(line=5) for rank in range(2)}
+    over = {r: [GroupDestroyed(at=START + 5, name="", site=-1)] for r in made}
+    frames = tuple(
+        StackFrame(file="up.py", line=n, function=f, user=True) for n, f in ((7, "wait"), (9, ""))
+    )
+    frames = (frames[0], msgspec.structs.replace(frames[1], function=outermost))
+    seen = [stood(1, 9, "", frames=frames), stall(START + 50, START + 5)]
+    run = run_of(tmp_path, made, more=over, nodes={0: seen}, ended={0: 0, 1: -15})
+    (finding,) = found(run)
+    assert ("flush, which Python calls at exit" in finding.cause) is named
+    assert str(finding.location) == "up.py:7"
 
 
 def test_all_in_the_backward_of_a_model_with_a_hook(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdoctor.storage.stack_dumps import crash, of_native_thread, threads
+from ddpdoctor.storage.stack_dumps import crash, of_native_thread, threads, worker
 
 DUMP = """\
 Thread 0x00007f0a1 (most recent call first):
@@ -59,3 +59,24 @@ def test_which_thread_met_a_fatal_error() -> None:
     assert of_native_thread(CRASH.replace("{current}", ""))
     assert not of_native_thread(CRASH.replace("{current}Thread", "Current thread"))
     assert not of_native_thread(DUMP)
+
+
+OF_WORKER = """\
+Worker 7:
+Stack (most recent call first):
+  File "/home/u/data.py", line 8 in read
+  File "/home/u/.venv/lib/python3.11/site-packages/torch/worker.py", line 9 in fetch
+  File "/home/u/.venv/lib/python3.11/site-packages/torch/worker.py", line 3 in _worker_loop
+  File "/home/u/train.py", line 40 in <module>
+"""
+
+
+def test_the_stack_of_a_worker_is_not_that_of_the_rank() -> None:
+    assert [f.function for f in threads(DUMP + OF_WORKER)[-1]] == ["all_reduce", "step", "<module>"]
+    again = DUMP + OF_WORKER + "Rank again:\n" + DUMP.replace("in step", "in later")
+    assert [f.function for f in threads(again)[-1]] == ["all_reduce", "later", "<module>"]
+
+
+def test_the_stack_of_a_worker_begins_where_the_worker_does() -> None:
+    assert [f.function for f in worker(OF_WORKER.partition("\n")[2])] == ["read", "fetch"]
+    assert worker("") == ()

@@ -15,6 +15,7 @@ from ...events import (
     RankExiting,
     RankStood,
     Signature,
+    StackFrame,
     StallSeen,
     TorchLoaded,
 )
@@ -111,8 +112,7 @@ class RankSnapshot:
             return self.made.location
         frame = self.stood.user_frame if self.stood else None
         if frame is not None:
-            file = shorten(frame.file, self.rank.cwd)
-            return Location(file, frame.line, frame.function, frame.text)
+            return frame_location(frame, self.rank)
         return self.rank.location(self.phase_site)
 
     @property
@@ -143,6 +143,11 @@ class RankSnapshot:
         if where and where.source.strip():
             return f"{what}{at} `{where.source.strip()}`"
         return f"{what}{at}"
+
+
+def frame_location(frame: StackFrame, rank: Rank) -> Location:
+    """The line of a stack that was taken of a rank."""
+    return Location(shorten(frame.file, rank.cwd), frame.line, frame.function, frame.text)
 
 
 @dataclass(frozen=True)

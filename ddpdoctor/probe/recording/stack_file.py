@@ -146,10 +146,14 @@ def drop() -> None:
 
 
 def _forked() -> None:
-    """In a forked child, which is not the rank: write no stacks there."""
-    _stacks.file = None
+    """In a forked child, which is not the rank: write no stacks there, but when the monitor asks a
+    worker of a loader for its own."""
+    file, _stacks.file = _stacks.file, None
     if _stacks.signals:
+        number = _stacks.number
         _stacks.send_nowhere()
+        if file is not None:
+            faulthandler.register(STACK_SIGNAL, _Number(number), all_threads=False, chain=False)
 
 
 os.register_at_fork(after_in_child=_forked)
