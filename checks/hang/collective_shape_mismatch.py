@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.calls.message_sizes import SizeMismatch, message_mismatches
 from ddpdoctor.analysis.divergence.buffer_shapes import BufferMismatch, buffer_mismatches
 from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.explanations import rules
@@ -15,6 +16,8 @@ from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
 
+MESSAGES = "message-sizes"
+
 
 class CollectiveShapeMismatch(Check):
     """Ranks call the same collective with different arguments
@@ -24,7 +27,8 @@ class CollectiveShapeMismatch(Check):
     of elements, dtype, device type, root or reduce operation, whether the run hangs, aborts or
     continues. Also DDP's own all-reduce of gradients, where the ranks registered different
     communication hooks on a model and stopped in a backward, and DDP's broadcast of buffers that
-    `forward` resizes with the rank's own batch.
+    `forward` resizes with the rank's own batch. And messages (`send`, `isend`) in a size or dtype
+    in which the other rank never receives any from this one.
 
     ## How it knows
     Every rank records the arguments of each collective before it calls it; they are compared number
@@ -44,7 +48,8 @@ class CollectiveShapeMismatch(Check):
 
     ## When it stays quiet
     - `all_gather_object` and similar, and `all_to_all` with uneven splits.
-    - Point-to-point calls.
+    - Messages of sizes that the other rank receives as well, in another order; messages that any
+      rank may have sent (`recv` without `src`).
     - Different shapes with the same number of elements.
     - `all_gather` of different sizes with NCCL, which supports it.
     """
@@ -57,6 +62,7 @@ class CollectiveShapeMismatch(Check):
         **rules(name),
         "communication-hooks": "ranks registered different communication hooks on one model",
         "buffers": "DDP broadcasts buffers that have different shapes on the ranks",
+        MESSAGES: "a rank receives a message as a tensor of another size or dtype than it was sent",
     }
     requires = (seen(CallSite, Wrapped, otherwise="no collective was seen"),)
     effects = (Effect(STOPPED, when=(STOPPED_RANKS, When.SINCE)),)
@@ -69,6 +75,38 @@ class CollectiveShapeMismatch(Check):
             yield self._report_hooks(snapshot_of(run), *hooked)
         for sent in buffer_mismatches(run):
             yield self._report_buffers(sent)
+        for message in message_mismatches(run):
+            yield self._report_message(message)
+
+    def _report_message(self, found: SizeMismatch) -> Finding:
+        """One rank sends a tensor, the other receives it into one of another size or dtype."""
+        sender, receiver, sent, received = found.sender, found.receiver, found.sent, found.received
+        there = receiver.location(received.site)
+        what, into = (f"{e.numel} elements of {e.dtype}" for e in (sent, received))
+        happens = (
+            "the memory is read as another type"
+            if found.same_size
+            else "a part of the tensor is filled, without an error; the rest keeps its old values"
+            if sent.bytes < received.bytes
+            else "the message does not fit, and the run crashes or values are lost"
+        )
+        return self.finding(
+            rule=MESSAGES,
+            ranks=(sender.rank, receiver.rank),
+            steps=Steps.of([sent.step]) if sent.step > 0 else None,
+            subjects=("send", "recv"),
+            location=sender.location(sent.site),
+            label=f"rank {sender.rank} sends {what}",
+            related=(Related(f"rank {receiver.rank} receives {into}", there),) if there else (),
+            summary=f"rank {sender.rank} sends {what} to rank {receiver.rank}, which never "
+            f"receives such a message from it, but one of {into}",
+            cause=f"both sides have to pass tensors of one size and dtype; here {happens}",
+            fix="allocate the tensor to receive into in the size and dtype of the one that is sent;"
+            " where sizes vary, send the shape first",
+            fix_kind=FixKind.CHECK,
+            evidence={"sent_bytes": sent.bytes, "received_bytes": received.bytes},
+            at=sender.wall(sent.at),
+        )
 
     def _report_buffers(self, found: BufferMismatch) -> Finding:
         """DDP broadcasts the buffers at the start of a forward, whatever their shapes."""

@@ -15,6 +15,7 @@ from .calls import (
     CallSite,
     FlightEntry,
     FlightLog,
+    MessageSize,
     ObjectsGathered,
     Place,
     Signature,

@@ -54,6 +54,28 @@ class Signature(Event, frozen=True, tag="signature"):
         return f"{self.op}({', '.join(parts)})" if parts else self.op
 
 
+class MessageSize(Event, frozen=True, tag="message-size"):
+    """This rank sends, or receives, a tensor of this size for the first time, to or from that peer.
+
+    Attributes:
+        sends: else it receives.
+        peer: global rank, -1 for any.
+        numel, dtype, bytes: of the tensor.
+        step: optimizer steps of this process before it.
+    """
+
+    RANKS = ("peer",)
+
+    sends: bool
+    peer: int
+    group: int
+    numel: int
+    dtype: str
+    bytes: int
+    step: int
+    site: int
+
+
 class Way(Part, frozen=True):
     """A jump over lines: `continue`, `break`, or the handler of an exception.
 

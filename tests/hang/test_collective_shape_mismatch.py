@@ -14,6 +14,7 @@ from ddpdoctor.events import (
     CommHook,
     Event,
     ExceptionRaised,
+    MessageSize,
     SentBuffers,
     StepDone,
     Tensor,
@@ -217,3 +218,58 @@ def test_buffers_that_grow_with_the_ranks_own_batch(
         assert finding.location is not None
         assert finding.location.line == 9
         assert finding.subjects == ("mask",)
+
+
+def _message(rank: int, peer: int, numel: int, dtype: str = "float32", *, sends: bool) -> Event:
+    size = {"float32": 4, "float16": 2, "uint8": 1}[dtype]
+    return MessageSize(
+        at=START + 1, sends=sends, peer=peer, group=0, numel=numel, dtype=dtype,
+        bytes=numel * size, step=0, site=900 + rank,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "completed", "finds"),
+    [
+        ([(8, "float32")], [(32, "float32")], True, "rest keeps its old values"),
+        ([(8, "float32")], [(8, "float32")], True, None),
+        ([(32, "float32")], [(8, "float32")], False, "does not fit"),
+        ([(8, "float32")], [(8, "float16")], True, "another type"),
+        # plain memory
+        ([(8, "float32")], [(32, "uint8")], True, None),
+        # the last one may not have been received yet
+        ([(32, "float32"), (8, "float32")], [(32, "float32")], False, None),
+        ([(32, "float32"), (8, "float32")], [(32, "float32")], True, "rest keeps its old values"),
+        ([(32, "float32"), (8, "float32")], [(8, "float32"), (32, "float32")], True, None),
+        ([(8, "float32")], [], True, None),
+    ],
+)
+def test_sizes_of_messages(
+    tmp_path: Path,
+    sent: list[tuple[int, str]],
+    received: list[tuple[int, str]],
+    completed: bool,
+    finds: str | None,
+) -> None:
+    more = {
+        0: [site(900, "train.py", 7, "send(x)"), *(_message(0, 1, *s, sends=True) for s in sent)],
+        1: [
+            site(901, "train.py", 9, "recv(y)"),
+            *(_message(1, 0, *s, sends=False) for s in received),
+        ],
+    }
+    made = {rank: CallLog(rank, 2).call(line=3) for rank in range(2)}
+    ended = {0: 0, 1: 0} if completed else {0: -6, 1: -15}
+    findings = found(run_of(tmp_path, made, more=more, ended=ended))
+    assert [f.rule for f in findings] == ["message-sizes"] * (finds is not None)
+    if finds is not None:
+        assert finds in findings[0].cause
+        assert findings[0].location is not None
+        assert findings[0].location.line == 7
+
+
+def test_a_message_that_any_rank_may_have_sent(tmp_path: Path) -> None:
+    made = {rank: CallLog(rank, 2).call(line=3) for rank in range(2)}
+    received = [_message(1, peer, 32, sends=False) for peer in (0, -1)]
+    more = {0: [_message(0, 1, 8, sends=True)], 1: received}
+    assert found(run_of(tmp_path, made, more=more, ended={0: 0, 1: 0})) == []

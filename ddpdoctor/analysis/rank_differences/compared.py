@@ -225,7 +225,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.MemoryHeld, e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,
     ),
     _CALLS: (
-        e.Site, e.Signature, e.CallSite, e.CallBlock, e.CallRun,
+        e.Site, e.Signature, e.MessageSize, e.CallSite, e.CallBlock, e.CallRun,
         e.ObjectsGathered, e.FlightLog, e.StepDraws,
     ),
     _OUTSIDE: (

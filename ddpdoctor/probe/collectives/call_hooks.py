@@ -19,6 +19,8 @@ class Call:
         tensors: the tensors passed in. Watchers must not keep them.
         reduction: torch's reduce operation, None if the call does not reduce.
         peers: global ranks on the other side of a point-to-point call, -1 for any.
+        messages: of a point-to-point call, for each message its function (`isend`), the peer and
+            the tensor. Watchers must not keep these.
     """
 
     op: str
@@ -27,6 +29,7 @@ class Call:
     tensors: tuple[Any, ...]
     reduction: Any = None
     peers: tuple[int, ...] = ()
+    messages: tuple[tuple[str, int, Any], ...] = ()
 
     @property
     def carries_values(self) -> bool:

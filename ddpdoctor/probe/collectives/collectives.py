@@ -225,7 +225,10 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
             root = _root(group, named, in_group, kind.p2p)
         sends, receives = (_peers(messages, name) for name in ("isend", "irecv"))
         peers = (*sends, *receives) or (root,) * kind.p2p
-        call = call_hooks.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers)
+        sent = tuple((m.op.__name__, int(m.peer), m.tensor) for m in messages)
+        if kind.p2p and hasattr(tensor, "numel"):
+            sent = ((kind.op, root, tensor),)
+        call = call_hooks.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers, sent)
         call_hooks.called.fire(recorder, call)
         log = call_log_of(recorder)
         if number < 0 or log is None or not ProcessGroups.current.exist():

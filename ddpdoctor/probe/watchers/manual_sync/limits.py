@@ -68,3 +68,8 @@ MESH_PARAMETERS = 2000
 """Parameters of an optimizer up to which models of DTensors are compared."""
 MESH_ELEMENTS = 1 << 22
 """Elements that a rank holds beyond which they are digested later only as the budget allows."""
+
+# messages
+
+MESSAGE_SIZES = 128
+"""Sizes of messages recorded, of all peers together."""
