@@ -44,6 +44,9 @@ SETS_NAMED = 3
 """Most sets of ranks that a summary names."""
 
 
+GENERATIONS = "equal-generations"
+
+
 class DataOverlap(LoaderCheck):
     """Ranks, or the workers of one rank, consume the same samples
 
@@ -61,6 +64,8 @@ class DataOverlap(LoaderCheck):
     - parts of one dataset (`Subset`, slices of a list) that each rank selects and that overlap
     - data that should differ between ranks but is the same on some of them
     - samples that are picked at random, from a generator in the same state on all ranks
+    - samples that every rank reads several times, to draw other inputs from them each time (answers
+      to a prompt), where all ranks draw the same
     - a loop without a loader that feeds the same slices or the same random positions, or of several
       inputs one that is the same on all ranks while others differ (a warning)
 
@@ -159,6 +164,14 @@ class DataOverlap(LoaderCheck):
             "{seed}",
             "picks the same samples on these ranks",
         ),
+        GENERATIONS: Words(
+            "ranks read each sample several times, and make the same inputs of it",
+            "each rank reads every sample {times} times, to draw other inputs from it each time, "
+            "but the ranks' random generators are in the same state: they draw the same",
+            "`torch.manual_seed(seed + rank)` after the model is built, so that each rank draws "
+            "inputs of its own",
+            "makes the same inputs of these samples on all ranks",
+        ),
         "overlapping-selections": Words(
             "the ranks select parts of one dataset that overlap",
             "the ranks select overlapping parts of one dataset: {selections}",
@@ -217,6 +230,7 @@ class DataOverlap(LoaderCheck):
     }
     rules = when(words)
     effects = (
+        Effect(("identical-augmentation",), of=(GENERATIONS,)),
         Effect(
             ("identical-augmentation",), of=("equal-random-generators",), when=(When.SAME_LINE,)
         ),
@@ -274,7 +288,8 @@ class DataOverlap(LoaderCheck):
             location=_spot(fault),
             label=self.words[fault.rule].label or "ranks get the same samples",
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
-            f"{since(reader, number)}{doubt(fault)}",
+            f"{since(reader, number)}{doubt(fault)}"
+            + (", and make the same inputs of them" if fault.rule == GENERATIONS else ""),
             evidence={**(figures(audit) if audit else {}), **evidence},
         )
 
@@ -374,6 +389,7 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
         else "its random generator",
         "seed": drawn.fix if drawn else f"add the rank to the seed that {kind} draws from",
         "files": _files(fault),
+        "times": fault.audit.times_within if fault.audit else 0,
         "selections": on_each_rank(fault.selections.items()),
         "counts": some(fault.shared_by_epoch, 6),
         **({"sampler": kind} if fault.readers[0].seen.iterable else {}),

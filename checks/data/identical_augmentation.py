@@ -103,7 +103,7 @@ class IdenticalAugmentation(LoaderCheck):
             steps=Steps.of(equal),
             subjects=("torch's random generator",),
             location=rank.location(first.site),
-            label="draws the same random numbers on these ranks",
+            label="this forward's step draws the same random numbers on these ranks",
             summary=f"{whom(tuple(ranks), run.world_size)} draw the same random numbers in their "
             f"training steps: torch's generator is in the same state on all in {len(equal)} of "
             f"{len(steps)} steps looked at",

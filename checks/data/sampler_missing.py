@@ -59,6 +59,8 @@ class SamplerMissing(LoaderCheck):
     - Only one rank iterates the loader.
     - The data is sharded manually: equal indices are other samples, or each rank takes its own
       rows of every batch for a wrapped model.
+    - Every rank reads each sample several times, and feeds the model other inputs than other ranks
+      (answers to one prompt that ranks share out).
     - Samples are drawn with replacement from different random states, or by a dataset whose
       `__getitem__` ignores its index.
     - The ranks average no gradients with each other, in the program or in this loop (a reference

@@ -93,6 +93,14 @@ class Audit:
         return sum(n > 1 for counts in self.per_rank.values() for n in counts.values())
 
     @cached_property
+    def times_within(self) -> int:
+        """How often every rank reads each of its indices; 0 where that is not one number for nearly
+        all of them."""
+        counts = Counter(n for own in self.per_rank.values() for n in own.values())
+        (times, most), *_ = counts.most_common(1) or [(0, 0)]
+        return times if counts.total() - most <= len(self.epochs) else 0
+
+    @cached_property
     def same_sets(self) -> bool:
         """Whether all ranks read the same indices, in any order."""
         first, *others = self.per_rank.values()

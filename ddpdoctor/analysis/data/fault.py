@@ -33,6 +33,7 @@ class Intended(enum.Enum):
     DIVIDED = "the samplers divide the data, or padding and random draws explain what is shared"
     UNEXAMINED = "another loader of the same line reads other samples on each rank"
     ROWS_OF_ONE_BATCH = "each rank takes its rows of the same batches"
+    REPEATED = "every rank reads each sample several times, and ranks feed the model other inputs"
     SHARED_IN_GROUPS = "ranks that read the same data have a group of their own, or do not train"
     OWN_SAMPLES = "the data is sharded manually: equal indices stand for other samples"
 

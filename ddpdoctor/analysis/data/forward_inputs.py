@@ -113,6 +113,16 @@ def equal_batches(run: Run, readers: Sequence[Reader]) -> int:
     return best
 
 
+def unequal_batches(run: Run, readers: Sequence[Reader]) -> bool:
+    """Whether these ranks fed some wrapped model other inputs than each other at every compared
+    forward of training."""
+    return any(
+        len(fed) >= NO_ACCIDENT and all(len({e.digest for e in f} - {0}) == len(f) for f in fed)
+        for forwards in _inputs_from(run, readers)
+        if (fed := [f for f in forwards if all(e.training for e in f)])
+    )
+
+
 @dataclass(eq=False)
 class EqualInputs:
     """Ranks that fed a model the same inputs at every compared forward, or from one of them on.

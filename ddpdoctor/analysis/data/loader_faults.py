@@ -25,7 +25,7 @@ from .datasets import (
 from .division import Division, divided_loaders
 from .epoch_audit import Audit, by_chance, own_orders, pads, partitioned
 from .fault import Doubt, Intended, LoaderFault
-from .forward_inputs import equal_batches
+from .forward_inputs import equal_batches, unequal_batches
 from .loaders import Reader, loaders
 from .parts import divided, leaking, overlapping
 from .rng_state import equal_generators
@@ -314,6 +314,25 @@ def _own_samples(d: Division) -> Intended | None:
     return Intended.OWN_SAMPLES if d.samples is Agreement.DIFFERENT else None
 
 
+def _repeated_on_purpose(d: Division) -> LoaderFault | Intended | None:
+    """Whether every rank reads each sample several times, as for several answers to one question,
+    which ranks share out; and what it feeds the model then."""
+    if d.worst.times_within < 2:
+        return None
+    if equal := equal_batches(d.run, d.readers):
+        return _fault(
+            d,
+            "data-overlap",
+            "equal-generations",
+            d.worst,
+            d.worst.sharing,
+            evidence={"equal inputs of the model": equal, "times read": d.worst.times_within},
+        )
+    if unequal_batches(d.run, d.readers):
+        return Intended.REPEATED
+    return None
+
+
 def _no_sampler(d: Division) -> LoaderFault | None:
     if not _whole(d):
         return None
@@ -368,6 +387,7 @@ def _doubted(d: Division, fault: LoaderFault) -> LoaderFault:
 UNSHARDED: tuple[Rule, ...] = (
     _divided,
     _own_samples,
+    _repeated_on_purpose,
     _no_sampler,
     _own_samplers_seeds,
     _doubted_shares,
