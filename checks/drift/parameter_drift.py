@@ -80,9 +80,10 @@ class ParameterDrift(Check):
     the groups start equal and work on one training: an error where they reduce values together,
     exchange parts of batches or divide the data, else a warning. Models of DTensors on a device
     mesh (tensor parallelism, `fully_shard` with replicas): along each dimension of the mesh, what
-    its ranks hold alike. And modules that no wrapper and no optimizer holds, but that training
-    steps call on all ranks: a target or teacher network that is
-    a copy of a part of the wrapped model (other ones are a warning).
+    its ranks hold alike; of plain tensors, where ranks exchange activations in the backward and
+    hold other parts of some layers, the parameters that begin equal. And modules that no wrapper
+    and no optimizer holds, but that training steps call on all ranks: a target or teacher network
+    that is a copy of a part of the wrapped model (other ones are a warning).
 
     ## How it knows
     Each rank records digests (checksums) of its parameters, and the digests of the same moment are

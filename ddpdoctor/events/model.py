@@ -296,9 +296,9 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
         complete: every gradient was passed to collectives in one group, `group`, between the last
             backward and this step. `completed` counts earlier such steps; `inside` counts steps
             whose gradients were passed inside the backward, with little else.
-        group: the default group, or else the one group of all such steps, -1 for several. If it is
-            a part of the world, `partners` are the other ranks with which this one did what
-            replicas do not do (sends, all_to_all, collectives in the backward), -1 for any.
+        group: the default group, or else the one group of all such steps, -1 for several.
+        partners: the other ranks with which this one did what replicas do not do (sends,
+            all_to_all, collectives in the backward), -1 for any.
         averaged: steps so far, with this one, before which the parameters themselves were passed to
             collectives.
         shared: steps so far, with this one, before which at least half of the gradients' elements

@@ -5,7 +5,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, run_of
 
 from ddpdoctor.analysis.data.split_layers import data_parallel
-from ddpdoctor.events import MeshDigests, MeshModel
+from ddpdoctor.events import GroupReady, MeshDigests, MeshModel, Tensor, Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Confidence, Severity
 
@@ -105,6 +105,46 @@ def test_rounding_errors_are_a_note():
     later = [([8, 9], [22, 32], ((1.0,), (1.0,))), ([4, 8], [23, 33], ((1.0,), (1.00001,)))] * 2
     (found,) = judged((0, rows), (1, later))
     assert found.severity is Severity.NOTE
+
+
+def by_hand(*values, exchanged="in backward", partners=True, names=("wq", "norm.w", "emb.w")):
+    """Two ranks that split `wq` between them; values of the other parameters by look and rank."""
+    ranks = {}
+    for r in range(2):
+        tensors = tuple(Tensor(name=n, shape=(4,), dtype="float32") for n in names)
+        ranks[r] = [
+            GroupReady(at=0, group=0, name="", ranks=(0, 1), member=True, backend="gloo", site=-1),
+            Unwrapped(at=0, optimizer=0, kind="Net", parameters=tensors, site=LINE),
+        ]
+        for step, look in enumerate(values):
+            each = [7 + step + r, *look[0][r], 50 + step + r, *look[1][r]]
+            ranks[r].append(
+                UnwrappedState(
+                    at=step, optimizer=0, step=step, gradients=0, parameters=0,
+                    exchanged=exchanged, partners=(1 - r,) if partners else (), each=pack(each),
+                )
+            )  # fmt: skip
+    return [f for f in ParameterDrift().examine(run_of(ranks)) if f.rule == "apart-on-mesh"]
+
+
+SAME = ([(3, 4), (3, 4)], [(30, 40), (30, 40)])
+PARTED = ([(5, 6), (9, 6)], [(33, 44), (34, 44)])
+OWN = ([(3, 4), (8, 4)], [(30, 40), (30, 40)])
+
+
+def test_a_model_that_the_program_splits_over_a_group():
+    (found,) = by_hand(OWN, PARTED)
+    assert found.subjects == ("norm.w",)
+    assert found.ranks == (0, 1)
+    assert "sum these gradients" in found.fix
+    assert by_hand(SAME, SAME) == []
+    # These do not exchange activations; each trains a model of its own.
+    assert by_hand(OWN, PARTED, exchanged="gradients") == []
+    assert by_hand(OWN, PARTED, partners=False) == []
+
+
+def test_the_bias_of_a_layer_that_is_split_is_split_as_well():
+    assert by_hand(OWN, PARTED, names=("wq.weight", "wq.bias", "emb.w")) == []
 
 
 @pytest.mark.parametrize(

@@ -338,14 +338,23 @@ def test_gradients_that_no_backward_made(window, monkeypatch, of_parameters):
 
 def test_who_is_on_the_other_side(monkeypatch):
     told = []
-    happens = SimpleNamespace(fire=lambda _, call: told.append((call.op, call.peers)))
+    messages = {}
+    happens = SimpleNamespace(
+        fire=lambda _, call: (
+            told.append((call.op, call.peers)),
+            messages.update({call.op: [m[:2] for m in call.messages]}),
+        )
+    )
     monkeypatch.setattr(collectives.call_hooks, "called", happens)
     monkeypatch.setattr(collectives, "call_log_of", lambda _: None)
     x = torch.zeros(2)
     for op, args in (("send", (x, 3)), ("recv", (x,)), ("all_reduce", (x,)), ("broadcast", (x, 1))):
         collectives._reader(getattr(dist, op), collectives.KINDS[op])(None, args, {})
     isend, irecv = (SimpleNamespace(__name__=name) for name in ("isend", "irecv"))
-    batch = [SimpleNamespace(op=isend, peer=1, group=None), SimpleNamespace(op=irecv, peer=3)]
+    batch = [
+        SimpleNamespace(op=isend, peer=1, group=None, tensor=x),
+        SimpleNamespace(op=irecv, peer=3, tensor=x),
+    ]
     collectives._reader(dist.batch_isend_irecv, collectives.KINDS[collectives.BATCH])(
         None, (batch,), {}
     )
@@ -353,3 +362,7 @@ def test_who_is_on_the_other_side(monkeypatch):
         ("send", (3,)), ("recv", (-1,)), ("all_reduce", ()), ("broadcast", ()),
         (collectives.BATCH, (1, 3)),
     ]  # fmt: skip
+    assert messages == {
+        "send": [("send", 3)], "recv": [("recv", -1)], "all_reduce": [], "broadcast": [],
+        collectives.BATCH: [("isend", 1), ("irecv", 3)],
+    }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...run import Run
 from ..meshes.mesh_drift import gradients_differ
 from ..meshes.mesh_models import MeshCopies, mesh_models
+from ..meshes.split_by_hand import split_models
 from .fault import LoaderFault
 from .loaders import Reader, loaders, same_order
 from .thresholds import FEWEST_TO_ORDER
@@ -44,7 +45,7 @@ def _averaged(copies: MeshCopies, dim: int) -> bool:
 def split_layers(run: Run) -> Iterator[LoaderFault]:
     """The training loaders that deliver other indices to ranks that need equal inputs. That they
     need them shows in their gradients, which differ for what each of them holds alike."""
-    for copies in mesh_models(run):
+    for copies in (*mesh_models(run), *split_models(run)):
         dims = [d for d in copies.split if gradients_differ(copies, d)]
         for loader in loaders(run) if dims else ():
             lines = [line for line in copies.lines(*dims) if _apart(loader.of(line), len(line))]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from ...report.findings import Confidence, FixKind, Related, Severity, Steps
 from ...run import Run, odd_ones, plural, some
-from .mesh_models import END, REPLICATED, MeshCopies, mesh_models
+from .mesh_models import END, GROUP, REPLICATED, MeshCopies, mesh_models
+from .split_by_hand import split_models
 
 RULE = "apart-on-mesh"
-RULES = {RULE: "ranks of a device mesh that hold the same part of a model hold it differently"}
+RULES = {
+    RULE: "ranks of a device mesh, or of a group that a model is split over, differ in what they "
+    "hold alike"
+}
 
 DIMENSION = "dimension"
 """The evidence that names the dimension."""
@@ -35,6 +39,7 @@ class Apart:
         parameter: the position of the first of them.
         by_gradients: their gradients differ before; `from_start`: their values differ at the first
             look, while their gradients agree.
+        others: the same in other groups of ranks.
     """
 
     copies: MeshCopies
@@ -45,6 +50,7 @@ class Apart:
     parameter: int
     by_gradients: bool
     from_start: bool
+    others: tuple[Apart, ...] = ()
 
     @property
     def dim_name(self) -> str:
@@ -75,6 +81,12 @@ class Apart:
         return found
 
     def _lines(self) -> Iterator[tuple[int, ...]]:
+        """The sets of ranks that differ."""
+        yield from self._own_lines()
+        for other in self.others:
+            yield from other._own_lines()
+
+    def _own_lines(self) -> Iterator[tuple[int, ...]]:
         look = self.copies.looks[self.steps[0]]
         for line in self.copies.lines(self.dim):
             if len({look[r].values[self.parameter] for r in line}) > 1:
@@ -83,8 +95,8 @@ class Apart:
     @property
     def ranks(self) -> tuple[int, ...]:
         look = self.copies.looks[self.steps[0]]
-        found: set[int] = set()
-        for line in self._lines():
+        found = {rank for other in self.others for rank in other.ranks}
+        for line in self._own_lines():
             sides: dict[int, list[int]] = {}
             for rank in line:
                 sides.setdefault(look[rank].values[self.parameter], []).append(rank)
@@ -99,12 +111,18 @@ class Apart:
         named = any(part in self.dim_name for part in DATA_PARALLEL)
         return Severity.ERROR if meant or named else Severity.WARNING
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether the program itself splits the model over a process group."""
+        return self.copies.any.dims == (GROUP,)
+
     def _mesh(self) -> str:
         name = self.dim_name
         return "mesh" if len(self.copies.any.dims) == 1 else f'mesh["{name}"]'
 
     def cause(self) -> str:
-        over = f"the ranks of mesh dimension {self.dim_name}"
+        dim = "these ranks" if self.by_hand else self.dim_name
+        over = "these ranks" if self.by_hand else f"the ranks of mesh dimension {dim}"
         if self.from_start:
             return (
                 f"{over} made this part of the model from different values; their gradients agree, "
@@ -112,15 +130,21 @@ class Apart:
             )
         if self.by_gradients and self.split:
             return (
-                f"layers are split over {self.dim_name}, and the gradients of what its ranks hold "
-                "alike differ: they are given different inputs, or each computes only its part of "
-                "the gradient, and nothing sums these parts"
+                f"layers are split over {dim}, and gradients of what these ranks hold alike "
+                "differ: they are given different inputs, or each computes only its part of the "
+                "gradient, and nothing sums these parts"
             )
         if self.by_gradients:
             return f"their gradients differ: nothing averages them over {over}"
         return f"their gradients agree, but {over} apply or write different values"
 
     def fix(self) -> str:
+        if self.by_hand:
+            return (
+                "sum these gradients over the ranks that split the layers, before each step: "
+                "`dist.all_reduce(p.grad, group=group)` with the group of these ranks; if they "
+                "differ because the inputs do, give these ranks the same batches"
+            )
         mesh = self._mesh()
         group = f"group={mesh}.get_group()"
         if self.from_start:
@@ -148,7 +172,7 @@ class Apart:
         copies, one = self.copies, self.copies.any
         made, stepped = copies.line("site"), copies.line("step_site")
         steps = Steps.of(s for s in self.steps if s != END)
-        steps = steps and replace(steps, compared=steps.count)
+        steps = steps and structs.replace(steps, compared=steps.count)
         at = "at the end of the run"
         if steps:
             first = self.steps[0] == copies.steps[0]
@@ -160,6 +184,10 @@ class Apart:
         lines = list(self._lines())
         between = ", ".join(f"ranks {' and '.join(map(str, line))}" for line in lines[:4])
         between += ", ..." if len(lines) > 4 else ""
+        where = f"along mesh dimension {self.dim_name} ({between})"
+        if self.by_hand:
+            where = f"between {between}, over which other layers are split,"
+        mesh = ", ".join(f"{n} {s}" for n, s in zip(one.dims, one.sizes, strict=True))
         distance = self.distance
         related = (
             (Related("applies the gradients", stepped),) if stepped and made != stepped else ()
@@ -176,15 +204,14 @@ class Apart:
             "related": related if made else (),
             "summary": f"{plural(len(self.names), 'parameter')} {some(self.names)} of "
             f"{one.kind or 'the model'} "
-            f"{plural(len(self.names), 'differs', 'differ')} along mesh dimension "
-            f"{self.dim_name} ({between}) {at}",
+            f"{plural(len(self.names), 'differs', 'differ')} {where} {at}",
             "cause": self.cause()
             + ("" if self._sure() else "; if they are meant to train apart, this is fine"),
             "fix": self.fix(),
             "fix_kind": FixKind.CHECK,
             "evidence": {
                 DIMENSION: self.dim_name,
-                "mesh": ", ".join(f"{n} {s}" for n, s in zip(one.dims, one.sizes, strict=True)),
+                **({} if self.by_hand else {"mesh": mesh}),
                 "parameters_that_differ_along_it": f"{self.count} of "
                 f"{len(copies.comparable(self.dim))} that its ranks hold alike",
                 "gradients_differ": "yes" if self.by_gradients else "no",
@@ -199,17 +226,21 @@ class Apart:
 
 def apart(run: Run) -> Iterator[Apart]:
     """By model and dimension, the parameters that its ranks should hold equally and do not."""
-    for copies in mesh_models(run):
-        for dim in range(len(copies.any.dims)):
+    by_fault: dict[object, list[Apart]] = {}
+    for copies in (*mesh_models(run), *split_models(run)):
+        for dim, name in enumerate(copies.any.dims):
             if (found := _along(copies, dim)) is not None:
-                yield found
+                key = copies.any.optimizer, name, tuple(found.names), found.steps[0]
+                by_fault.setdefault(key, []).append(found)
+    for first, *others in by_fault.values():
+        yield replace(first, others=tuple(others))
 
 
 def compared(run: Run) -> bool:
     """Whether any such model was examined on all its ranks."""
     return any(
         copies.looks and any(copies.comparable(d) for d in range(len(copies.any.dims)))
-        for copies in mesh_models(run)
+        for copies in (*mesh_models(run), *split_models(run))
     )
 
 

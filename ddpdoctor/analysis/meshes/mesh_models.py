@@ -14,6 +14,9 @@ from ...run import Location, Rank, Run
 END = 1 << 62
 """Stands for the end of the run among the steps."""
 
+GROUP = "group"
+"""The only dimension of a model that the program itself splits over a process group."""
+
 SHARDED, REPLICATED = "s", "r"
 """How a parameter lies on one dimension, see `MeshModel.placed`."""
 

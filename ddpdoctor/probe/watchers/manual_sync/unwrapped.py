@@ -250,7 +250,7 @@ def _record_state(
         complete=known.complete and not last,
         completed=known.completed,
         group=known.group,
-        partners=Parallelism.current.partners() if known.group > 0 else (),
+        partners=Parallelism.current.partners(),
         inside=known.inside,
         averaged=known.averaged,
         shared=known.shared,
