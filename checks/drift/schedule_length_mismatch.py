@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
-from ddpdoctor.analysis.data.loaders import loaders
+from msgspec.structs import replace
+
+from ddpdoctor.analysis.data.loaders import batch_size, loaders
 from ddpdoctor.events import ScheduleEnded, StepDone
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
@@ -86,7 +88,7 @@ class ScheduleLengthMismatch(Check):
       divided loader before it made the scheduler.
     - Schedulers whose state was loaded, and those stepped once per epoch.
     - Cosine schedules of whole epochs that the run repeats, and warm-ups (a rising `LinearLR`).
-    - `LambdaLR` and others that do not say their length.
+    - Schedulers of functions (`LambdaLR`) that are given no length of a plan.
     """
 
     code = "DDP413"
@@ -156,6 +158,8 @@ def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:
     if not event.steps or event.calls < event.steps * (1 - EXACTLY):
         return None  # stepped once per epoch, or now and then
     done = _backwards(rank, event.optimizer)
+    if (own := _once_per_rank(run, event)) is not None and own.planned > own.steps * (1 + EXACTLY):
+        event = own
     if event.calls > event.steps * (1 + EXACTLY):
         return _too_often(run, event, done)
     micro = done.micro
@@ -165,6 +169,15 @@ def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:
     if event.planned > event.calls:
         return None if event.may_stop else _too_long(event, epochs, micro)
     return _too_short(event, epochs, micro)
+
+
+def _once_per_rank(run: Run, event: ScheduleEnded) -> ScheduleEnded | None:
+    """The plan and the calls of one rank, where the scheduler steps once for each rank in every
+    optimizer step (as Accelerate's does); None where it does not."""
+    size = run.world_size
+    if size < 2 or event.calls != event.steps * size or event.planned % size:
+        return None
+    return replace(event, planned=event.planned // size, calls=event.steps, counted=event.steps)
 
 
 def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | None:
@@ -263,13 +276,16 @@ def _epochs(run: Run, rank: Rank) -> Epochs | None:
     if len(training) != 1:
         return None
     seen, epochs = training[0].seen, training[0].epochs
-    size = seen.batch_size or 0
-    if seen.replicas < 2 or min(seen.length, seen.batches, size) < 1:
+    size = batch_size(training)
+    if min(seen.length, seen.batches, size) < 1:
         return None
-    if not all(epoch.exhausted for epoch in epochs):
+    ranks = seen.replicas
+    if ranks < 2:  # a sampler that does not say among how many ranks it divides the batches
+        ranks = run.world_size if seen.batches == seen.length // size // run.world_size else 0
+    if ranks < 2 or not all(epoch.exhausted for epoch in epochs):
         return None
     undivided = seen.length // size, -(-seen.length // size)
-    return Epochs(epochs[-1].number + 1, seen.batches, seen.replicas, undivided)
+    return Epochs(epochs[-1].number + 1, seen.batches, ranks, undivided)
 
 
 def _steps(epochs: int, batches: int, per_step: int) -> range:

@@ -57,4 +57,6 @@ def _told(finding: Finding, difference: Difference) -> bool:
     words = f"{finding.summary} {finding.cause}"
     here = any((at.file, at.line) in lines or str(at) in words for at in difference.lines.values())
     values = [str(v) for v in difference.values.values() if v is not None and v is not True]
-    return here or difference.text in words or (bool(values) and all(v in words for v in values))
+    # Small numbers stand in any sentence.
+    said = bool(values) and all(len(v) > 2 and v in words for v in values)
+    return here or difference.text in words or said

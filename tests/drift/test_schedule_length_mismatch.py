@@ -38,16 +38,20 @@ def schedule(planned, calls, *, steps=None, kind="CosineAnnealingLR", counted=No
     )
 
 
-def run_of(event, *, micro=1, epochs=3, length=80, exhausted=True, world=2, divided=True, **more):
+def run_of(
+    event, *, micro=1, epochs=3, length=80, exhausted=True, world=2, divided=True, says_so=True,
+    **more,
+):  # fmt: skip
     """Each rank takes 40 of 80 samples in each epoch, in 10 batches of 4 (of 20 for one process).
 
     Args:
         micro: backwards per step.
+        says_so: the sampler knows among how many ranks it divides.
         more: of `make_run`.
     """
     share = length // world if divided else length
     batches = -(-share // 4)
-    sharing = {"replicas": world, "distributed": True} if divided else {}
+    sharing = {"replicas": world, "distributed": True} if divided and says_so else {}
 
     def events(rank):
         indices = list(range(rank, length, world)) if divided else list(range(length))
@@ -101,6 +105,19 @@ def test_stepped_after_each_backward(micro):
 def test_stepped_once_for_each_rank():
     (finding,) = judged(schedule(30, 60, steps=30))
     assert (finding.rule, "for each of the 2 ranks" in finding.cause) == ("stepped-too-often", True)
+
+
+def test_a_scheduler_that_steps_for_each_rank_and_a_plan_for_as_many():
+    assert judged(schedule(60, 60, steps=30)) == []
+    (finding,) = judged(schedule(120, 60, steps=30))
+    assert finding.rule == "counts-undivided-batches"
+    assert "after 30 of 60 steps" in finding.cause
+
+
+def test_batches_divided_by_a_sampler_that_does_not_say_so():
+    (finding,) = judged(schedule(60, 30), says_so=False)
+    assert finding.rule == "counts-undivided-batches"
+    assert judged(schedule(60, 30), divided=False) == []
 
 
 def test_divided_by_the_ranks_twice():

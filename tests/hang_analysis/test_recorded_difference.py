@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from msgspec import structs
 from tapes import START, run_of, tapes
 
 from ddpdoctor.events import CommHook, Loaded, SyncPattern, Unwrapped
@@ -91,3 +92,25 @@ def test_a_finding_does_not_say_it_twice(tmp_path: Path) -> None:
     (finding,) = diagnose(diverging(tmp_path, HOOK), [CollectiveMismatch()]).findings
     assert "communication hook on rank 0 only" in finding.cause
     assert finding.differed == ""
+
+
+def test_small_numbers_in_a_sentence_do_not_speak_of_a_difference(tmp_path: Path) -> None:
+    class Speaks(Silent):
+        """As `Silent`, with the numbers of both ranks.
+
+        ## What it finds
+        Stands for a check that knows another cause.
+        """
+
+        def examine(self, run: Run) -> list[Finding]:
+            (finding,) = super().examine(run)
+            return [structs.replace(finding, cause="rank 1 and rank 0 differ by 2 calls")]
+
+    made = tapes(2)
+    for rank, tape in made.items():
+        tape.events.append(SyncPattern(at=START + 1, model=0, optimizer=0, step=1,
+                                       synced=1 + rank, unsynced=0))  # fmt: skip
+        tape.call(line=5, numel=64)
+    (finding,) = diagnose(run_of(tmp_path, made), [Speaks()]).findings
+    assert finding.differed is not None
+    assert "1 on rank 0, 2 on rank 1" in finding.differed
