@@ -199,6 +199,17 @@ def group_name(group: Any) -> str:
         return ""
 
 
+def named_group(name: str) -> Any:
+    """The group of this process with that name of torch's.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._resolve_process_group(name)  # type: ignore
+
+
 def live_groups() -> list[tuple[str, Any]]:
     """(name, group) of the groups that this rank is a member of; the default group's name is
     empty."""
