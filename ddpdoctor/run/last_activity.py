@@ -22,11 +22,13 @@ _PHASES = {
 
 def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
     """`in barrier at train.py:31 for 28 s`, or `at train.py:14 in prepare`; empty where it went on
-    until a signal, or ended by itself; in a `live` run, where it goes on."""
+    until another process ended it, or ended by itself; in a `live` run, where it goes on."""
     ring = rank.ring
     if rank.state not in ("killed", "hung", "lost", *(["running"] if live else [])):
         return ""
     stood = _stood(run, rank)
+    if stood is not None and stood.crashed and (line := _at_line(rank, stood)):
+        return line
     if ring is None:  # it never came to a group
         seen = stood is not None and (rank.last is None or stood.at >= rank.last.at)
         return _at_line(rank, stood) if seen else ""

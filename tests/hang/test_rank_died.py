@@ -87,8 +87,10 @@ def test_a_crash_is_where_its_stack_says(tmp_path: Path, inside: bool) -> None:
     if not inside:
         made[1].calls.pop()
     seen = [stood(1, 20, "crash()", crashed=True), end(1, START + 6, signal=6)]
-    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}, ended=None))
+    run = run_of(tmp_path, made, nodes={0: seen}, ended=None)
+    (finding,) = found(run)
     assert finding.rule == "native-crash"
+    assert diagnose(run, []).ranks[1].stood == "at train.py:20 in main"
     assert str(finding.location) == "train.py:20"
     assert finding.location is not None
     assert finding.location.source == "crash()"
