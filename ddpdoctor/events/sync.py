@@ -107,6 +107,25 @@ class LossCounted(Event, frozen=True, tag="loss-counted"):
     backward_site: int
 
 
+class ReducedInGraph(Event, frozen=True, tag="reduced-in-graph"):
+    """A tensor that follows from the model's parameters was summed in place over the ranks of its
+    group, and a loss that is not linear in it was computed from it. Recorded once per line of the
+    call, at the backward.
+
+    Attributes:
+        step: optimizer steps of this process before it.
+        size: of the group; `shape` of the tensor.
+        site: the line of the call; `backward_site` that of the backward.
+    """
+
+    model: int
+    step: int
+    size: int
+    shape: tuple[int, ...]
+    site: int
+    backward_site: int
+
+
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
     """The program itself reduced gradients that DDP averages. Recorded for the first calls of a
     line, then rarely, and for the last.

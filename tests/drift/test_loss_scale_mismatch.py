@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
 from recordings import steps
-from replicas import LINE, run_of
+from replicas import BACKWARD, LINE, run_of
 
-from ddpdoctor.events import BatchSeen, Edited
+from ddpdoctor.events import BatchSeen, Edited, ReducedInGraph
 from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -211,3 +211,23 @@ def test_how_many_elements_count_in_a_loss(loss, valid):
     ).grad_fn
     reduced = LossScaling()._walk(mock.Mock(), mock.Mock(site=0), node, [])
     assert reduced.valid == valid
+
+
+IN_GRAPH = ReducedInGraph(
+    at=0, model=0, step=1, size=2, shape=(64, 64), site=LINE, backward_site=BACKWARD
+)
+
+
+def test_a_tensor_of_the_loss_that_is_all_reduced_in_place():
+    run = run_of({n: [IN_GRAPH] for n in range(2)})
+    assert LossScaleMismatch().unobserved(run) is None
+    (finding,) = LossScaleMismatch().examine(run)
+    assert (finding.rule, finding.severity) == ("reduced-in-graph", Severity.WARNING)
+    assert (finding.ranks, finding.location.line) == ((0, 1), 33)
+    assert finding.steps == Steps(first=1, last=3, count=3)
+
+
+def test_where_the_program_changes_the_gradients_itself():
+    assert not list(
+        LossScaleMismatch().examine(run_of({n: [IN_GRAPH, edited(0, 2.0)] for n in range(2)}))
+    )

@@ -116,6 +116,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.ForwardInput: _row("inputs", "fed training", "model", "forward", SAMPLED),
     e.LossScaled: _row("division of the loss", "divisor expression site", "model"),
     e.LossCounted: _row("division of the loss by a count", "size site", "model"),
+    e.ReducedInGraph: _row("tensor of the loss reduced in place", "size shape site", "model"),
     e.Bypassed: _row("step around the wrapper", "site", "model optimizer", "count"),
     e.ReadyTwice: _row("parameter ready twice", "parameter site", "model"),
     e.StaticGraphBroken: _row("graph that is not static", "site", "model kind"),

@@ -127,6 +127,15 @@ OUTER_STATES = 20
 OUTER_EVALUATIONS = 4
 """Copies of the model whose first evaluation is waited for."""
 
+# reduced_in_graph
+
+REDUCED_LOOKED_AT, REDUCED_KEPT = 8, 4
+"""Tensors of a graph all-reduced at one line that are looked for in the next backward, and how many
+of all lines before one backward."""
+REDUCED_NODES = 10_000
+"""Nodes of the graph that are searched: those between the loss and the tensor, and from there to a
+parameter."""
+
 # replica_digests
 
 STATES_AT_MOST = 64
