@@ -49,7 +49,7 @@ QUESTIONS: dict[str, str] = {
         " ZeroGradients"
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
-        "Replica Digests Sketch LateBuffers UnwrappedState OuterModule OuterDigests"
+        "Replica Digests Sketch LateBuffers BufferUpdates UnwrappedState OuterModule OuterDigests"
         " MeshModel MeshDigests"
     ),
     "What changed tensors besides the optimizer?": (
@@ -92,7 +92,7 @@ WHEN: dict[str, str] = {
         " TrainingMode"
     ),
     "sampled, the same steps on all ranks": (
-        "Digests OuterDigests MeshDigests Sketch LateBuffers ForwardInput"
+        "Digests OuterDigests MeshDigests Sketch LateBuffers BufferUpdates ForwardInput"
         " ContentRead RowsRead RowsChosen"
         " UnwrappedState Averaged Pace ZeroGradients"
     ),

@@ -52,6 +52,7 @@ from .devices import (
 )
 from .drift import (
     Averaged,
+    BufferUpdates,
     Clipped,
     Digests,
     Edited,

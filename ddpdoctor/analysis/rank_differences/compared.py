@@ -217,6 +217,7 @@ _OURS = "of the doctor itself"
 NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     _DIGESTS: (
         e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
+        e.BufferUpdates,
         e.MeshModel, e.MeshDigests,
         e.Averaged, e.Rewritten,
     ),
