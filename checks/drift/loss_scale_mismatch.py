@@ -40,7 +40,8 @@ class LossScaleMismatch(Check):
     ## How it knows
     Each rank reads the reduction from the autograd graph, and the batch size from the input of the
     wrapped forward whose samples are summed: in the first six backwards of a line, then in one of
-    17, and whenever the loss is computed in a new way. After about forty backwards of known lines
+    17, and whenever the loss is computed in a new way (in the first 32 where some elements of it do
+    not count). After about forty backwards of known lines
     no more sizes are read, so that a short last batch of a long epoch is missed. The sizes of the
     same forward are compared between ranks. A difference proves the fault. How many elements count
     is read from the node of `cross_entropy` or `nll_loss`, or from the count that a sum is divided
@@ -120,11 +121,9 @@ class LossScaleMismatch(Check):
         sizes = next(iter(unequal.values()))
         event = group.any.of(BatchSeen)[0]
         spelled = ", ".join(f"{size} on rank {n}" for n, size in list(sizes.items())[:4])
-        last = max(0, group.any.last_step)
-        steps, compared = (sorted({min(f, last) for f in some}) for some in (unequal, known))
         yield self.finding(
             ranks=tuple(group.members),
-            steps=Steps(steps[0], steps[-1], len(steps), sum(s >= steps[0] for s in compared)),
+            steps=_steps(group, unequal, known),
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="the loss is a sum over the local batch",
@@ -147,13 +146,11 @@ class LossScaleMismatch(Check):
         middle = statistics.median(spreads.values())
         event = next(iter(unequal[worst].values()))
         spelled = ", ".join(f"{e.valid} on rank {n}" for n, e in list(unequal[worst].items())[:4])
-        last = max(0, group.any.last_step)
-        steps = sorted({min(f, last) for f in unequal})
         yield self.finding(
             rule=VALID,
             severity=Severity.WARNING,
             ranks=tuple(group.members),
-            steps=Steps(steps[0], steps[-1], len(steps), len({min(f, last) for f in known})),
+            steps=_steps(group, unequal, known),
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="each rank divides by its own number of elements",
@@ -205,6 +202,17 @@ class LossScaleMismatch(Check):
             evidence={"shape": shape, "ranks": size},
             at=member.rank.wall(event.at),
         )
+
+
+def _steps(group: Replicas, unequal: Iterable[int], known: Iterable[int]) -> Steps:
+    """The optimizer steps of the forwards that are unequal, among those of the known ones."""
+    member = group.any
+    last = max(0, member.last_step)
+    total = {e.forward: e.step for e in member.of(BatchSeen) if e.step >= 0}
+    step = {f: min(last, own_step(member, total[f]) if f in total else f) for f in known}
+    steps = sorted({step[f] for f in unequal})
+    since = sum(s >= steps[0] for s in {*step.values()})
+    return Steps(steps[0], steps[-1], len(steps), since)
 
 
 def _counted(group: Replicas) -> dict[int, dict[int, BatchSeen]]:

@@ -153,6 +153,7 @@ class BatchSeen(Event, frozen=True, tag="batch"):
         weight: factor applied to the loss after the reduction; 0 if it is unknown for a sum.
         valid: elements of the loss that count, where some do not (targets that are ignored, a mask
             that selects): what a mean divides by. 0 if that is not known, or all count.
+        step: optimizer steps of this process before it; -1 if unknown.
     """
 
     model: int
@@ -162,6 +163,7 @@ class BatchSeen(Event, frozen=True, tag="batch"):
     weight: float = 1.0
     site: int = -1
     valid: int = 0
+    step: int = -1
 
 
 class SteppedInside(Event, frozen=True, tag="stepped-inside"):

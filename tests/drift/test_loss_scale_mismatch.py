@@ -186,6 +186,18 @@ def test_a_mean_over_unequal_numbers_of_valid_elements():
     assert by_hand.rule == "valid-elements"
 
 
+def test_steps_are_those_of_the_optimizer_where_gradients_are_accumulated():
+    ranks = {
+        n: [
+            msgspec.structs.replace(batch(2 * f, 8, "mean"), valid=pair[n], step=f)
+            for f, pair in enumerate(((50, 57), *FEW_AND_MANY[:-1]))
+        ]
+        for n in range(2)
+    }
+    (finding,) = LossScaleMismatch().examine(run_of(ranks, count=9))
+    assert finding.steps == Steps(first=1, last=4, count=4, compared=4)
+
+
 @pytest.mark.parametrize(("counts", "more"), [
     (FEW_AND_MANY[:3], {}),  # too few to tell
     (((20, 28), (31, 25), (24, 19), (27, 22)), {}),  # masks drawn with one probability

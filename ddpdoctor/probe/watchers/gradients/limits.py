@@ -70,6 +70,9 @@ NODES_FOLLOWED = 12
 BACKWARDS_LOOKED_AT = 6
 """Backwards per line whose loss is looked at; later one in `LOOKED_AT_AGAIN` of all."""
 
+COUNTED_LOOKED_AT = 32
+"""The same where some elements of the loss do not count: how many do differs by chance, too."""
+
 LOOKED_AT_AGAIN = 17  # a prime: lines that take turns are all looked at
 
 GRAPHS_AT_MOST = 8
