@@ -32,6 +32,29 @@ class InProperty(nn.Module):
         return out
 
 
+class MadeOnce(nn.Module):
+    """As codebooks are that begin with the means of the first batch."""
+
+    made = False
+
+    def begin(self, x):
+        if self.made:
+            return
+        self.b.data.copy_(x[:4])
+        self.made = True
+
+    def forward(self, x):
+        self.begin(x)
+        if not self.made:
+            self.b.copy_(x[:4])
+        index = self.nearest(x)
+        return F.embedding(index, self.b)
+
+    def nearest(self, x):
+        codes = self.b.t()
+        return (x.pow(2).sum(1, keepdim=True) - 2 * x @ codes).min(-1).indices
+
+
 class InPlace(nn.Module):
     def forward(self, *given, **more):
         x = given[0].clone()
@@ -72,7 +95,7 @@ class InEvaluation(nn.Module):
         return F.batch_norm(y, self.b, self.b, training=self.training)
 
 
-@pytest.mark.parametrize("kind", [Used, InProperty, InPlace])
+@pytest.mark.parametrize("kind", [Used, InProperty, InPlace, MadeOnce])
 def test_buffers_that_are_used(kind):
     code, line = used(kind, "b", {"b"})
     assert code.co_firstlineno < line
@@ -85,4 +108,9 @@ def test_buffers_that_are_not(kind):
 
 def test_where_a_buffer_is_written():
     places = [written(kind, "b") for kind in (Used, InProperty, WrittenBefore, InPlace)]
-    assert [place and place[0].co_name for place in places] == ["forward"] * 3 + [None]
+    assert [p and (p[0][0].co_name, p[1]) for p in places] == [
+        ("forward", True),
+        ("forward", True),
+        ("forward", False),
+        None,
+    ]

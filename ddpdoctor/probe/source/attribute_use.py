@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -22,6 +23,8 @@ Place = tuple[CodeType, int]
 _SHAPES = ("shape", "size", "numel", "dim", "ndim", "device", "dtype", "new_zeros", "new_ones")
 _NORMS = ("batch_norm", "instance_norm")
 """Functions that use the running statistics that they are given in evaluation only."""
+_ANEW = ("copy_", "normal_", "uniform_", "bernoulli_", "fill_", "zero_")
+"""Methods that overwrite all of a tensor."""
 _DEEP = 6
 """How many calls of methods are followed."""
 
@@ -39,8 +42,14 @@ def used(kind: type, buffer: str, buffers: set[str]) -> Place | None:
     return reader.place if reader.returned(code, None, 0) & BOTH else None
 
 
-def written(kind: type, buffer: str) -> Place | None:
-    """The first line of the class that writes to a buffer, but for its constructor."""
+def written(kind: type, buffer: str) -> tuple[Place, bool] | None:
+    """The first line of the class that writes to a buffer, but for its constructor, and whether it
+    goes on from the value that the buffer had; such a line is preferred."""
+    places = list(_writing(kind, buffer))
+    return next((p for p in places if p[1]), places[0] if places else None)
+
+
+def _writing(kind: type, buffer: str) -> Iterator[tuple[Place, bool]]:
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] == "torch":
             break
@@ -48,10 +57,21 @@ def written(kind: type, buffer: str) -> Place | None:
             code = None if name == "__init__" else _code(function)
             node = function_of(code) if code is not None else None
             for part in ast.walk(node) if node is not None else ():
-                if isinstance(part, ast.stmt) and _writes(part, f"{_own(node)}.{buffer}"):
-                    assert code is not None
-                    return code, part.lineno
-    return None
+                whole = f"{_own(node)}.{buffer}"
+                if code is not None and isinstance(part, ast.stmt) and _writes(part, whole):
+                    yield (code, part.lineno), _goes_on(part, whole)
+
+
+def _goes_on(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement that writes to an attribute computes from its value."""
+    if isinstance(statement, (ast.Assign, ast.AugAssign)):
+        reads = any(dotted(part) == name for part in ast.walk(statement.value))
+        parts = isinstance(statement, ast.Assign) and isinstance(
+            statement.targets[0], ast.Subscript
+        )
+        return reads or parts or isinstance(statement, ast.AugAssign)
+    attributes = {n.attr for n in ast.walk(statement) if isinstance(n, ast.Attribute)}
+    return not attributes & {*_ANEW}
 
 
 def _writes(statement: ast.stmt, name: str) -> bool:
@@ -102,7 +122,8 @@ class _Reader:
 
     Attributes:
         place: where the buffer was first read in an expression with inputs.
-        fresh: the buffer was written anew in this forward.
+        fresh: the buffer was written anew in this forward, whatever branches were taken.
+        sure: the statement that is read now runs in every forward.
     """
 
     def __init__(self, kind: type, buffer: str, buffers: set[str]) -> None:
@@ -111,6 +132,7 @@ class _Reader:
         self.buffers = buffers
         self.place: Place | None = None
         self.fresh = False
+        self.sure = True
         self.running: list[CodeType] = []
 
     def returned(self, code: CodeType, given: list[int] | None, deep: int) -> int:
@@ -130,8 +152,9 @@ class _Reader:
         known = dict.fromkeys(every, INPUT)
         if given is not None:
             known = dict(zip(names, given, strict=False))
-        scope = _Scope(self, code, _own(function), known, deep)
+        scope, sure = _Scope(self, code, _own(function), known, deep), self.sure
         scope.block(function.body)
+        self.sure = sure
         self.running.pop()
         return scope.result
 
@@ -165,17 +188,25 @@ class _Scope:
             self.result |= self.value(node.value)
         elif isinstance(node, ast.If):
             holds = self._in_training(node.test)
-            self.block([] if holds is False else node.body)
-            self.block([] if holds else node.orelse)
+            blocks = [node.body] * (holds is not False) + [node.orelse] * (not holds)
+            self._perhaps([s for block in blocks for s in block], sure=holds is not None)
         elif isinstance(node, (ast.For, ast.While)):
             for _ in range(2):
                 if isinstance(node, ast.For):
                     self._set(node.target, self.value(node.iter))
-                self.block([*node.body, *node.orelse])
+                self._perhaps([*node.body, *node.orelse])
         elif isinstance(node, ast.With):
             self.block(node.body)
         elif isinstance(node, ast.Try):
-            self.block([*node.body, *node.orelse, *node.finalbody])
+            self._perhaps([*node.body, *node.orelse, *node.finalbody])
+
+    def _perhaps(self, statements: list[ast.stmt], *, sure: bool = False) -> None:
+        """Statements that may be left out; with a `return` in them, so may what follows."""
+        before = self.reader.sure
+        self.reader.sure &= sure
+        self.block(statements)
+        leaves = any(isinstance(n, ast.Return) for s in statements for n in ast.walk(s))
+        self.reader.sure = before and (sure or not leaves)
 
     def _in_training(self, test: ast.expr) -> bool | None:
         """Whether a condition holds while the module is in training mode; None if unknown."""
@@ -213,13 +244,12 @@ class _Scope:
 
     def _called(self, node: ast.expr) -> None:
         """A call whose result is not kept: it may write in place."""
-        value = self.value(node)
-        name = _receiver(node)
+        place, value, name = self.reader.place, self.value(node), _receiver(node)
+        if not name or name.removeprefix(f"{self.own}.") in self.reader.buffers:
+            self.reader.place = place  # an update is no use
         if name == f"{self.own}.{self.reader.buffer}":
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                first = node.func.attr in ("copy_", "normal_", "uniform_", "bernoulli_", "fill_")
-                if (first or node.func.attr == "zero_") and _plain(node.func.value):
-                    self._anew(*node.args)
+            if isinstance(node, ast.Call) and _overwrites(node.func):
+                self._anew(*node.args)
         elif name:
             self.known[name] = self.known.get(name, 0) | value
 
@@ -228,7 +258,7 @@ class _Scope:
         names = {dotted(part) for v in values if v is not None for part in ast.walk(v)}
         mine = {f"{self.own}.{name}" for name in self.reader.buffers}
         from_buffers = any(self.value(v) & (BUFFER | BOTH) for v in values)
-        self.reader.fresh |= not (names & mine or from_buffers)
+        self.reader.fresh |= self.reader.sure and not (names & mine or from_buffers)
 
     def _is_buffer(self, node: ast.AST) -> bool:
         return dotted(node) == f"{self.own}.{self.reader.buffer}"
@@ -300,6 +330,9 @@ def _everything(index: ast.expr) -> bool:
     return whole or (isinstance(index, ast.Constant) and index.value is ...)
 
 
-def _plain(node: ast.expr) -> bool:
-    """Whether a method is called on an attribute itself, not on the result of another call."""
-    return not any(isinstance(part, (ast.Call, ast.Subscript)) for part in ast.walk(node))
+def _overwrites(method: ast.expr) -> bool:
+    """Whether a method overwrites all of an attribute: it is called on that itself, not on the
+    result of another call."""
+    if not isinstance(method, ast.Attribute) or method.attr not in _ANEW:
+        return False
+    return not any(isinstance(part, (ast.Call, ast.Subscript)) for part in ast.walk(method.value))

@@ -136,15 +136,18 @@ def _to_follow(recorder: Recorder, inner: Any) -> list[_Followed]:
         if not any(reads.values()) or elements + size > UPDATED_ELEMENTS:
             continue
         elements += size
+        writes = {name: found_at for name in leaves if (found_at := written(kind, name))}
+        if any(goes_on for _, goes_on in writes.values()):
+            writes = {name: (place, True) for name, (place, goes_on) in writes.items() if goes_on}
         for name in leaves:
-            read, write = reads[name], written(kind, name)
+            read, write = reads[name], writes.get(name)
             found.append(
                 _Followed(
                     name=f"{path}.{name}" if path else name,
                     module=weakref.ref(module),
                     leaf=name,
                     read_site=recorder.sites.number(*read) if read else -1,
-                    write_site=recorder.sites.number(*write) if write else -1,
+                    write_site=recorder.sites.number(*write[0]) if write else -1,
                 )
             )
     return found if len(found) <= UPDATED_BUFFERS else []
