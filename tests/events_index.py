@@ -38,7 +38,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
-        " LossScaled LossCounted NonFinite"
+        " LossScaled LossCounted ReducedInGraph NonFinite"
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
@@ -49,7 +49,7 @@ QUESTIONS: dict[str, str] = {
         " ZeroGradients"
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
-        "Replica Digests Sketch LateBuffers UnwrappedState OuterModule OuterDigests"
+        "Replica Digests Sketch LateBuffers BufferUpdates UnwrappedState OuterModule OuterDigests"
         " MeshModel MeshDigests"
     ),
     "What changed tensors besides the optimizer?": (
@@ -92,7 +92,7 @@ WHEN: dict[str, str] = {
         " TrainingMode"
     ),
     "sampled, the same steps on all ranks": (
-        "Digests OuterDigests MeshDigests Sketch LateBuffers ForwardInput"
+        "Digests OuterDigests MeshDigests Sketch LateBuffers BufferUpdates ForwardInput"
         " ContentRead RowsRead RowsChosen"
         " UnwrappedState Averaged Pace ZeroGradients"
     ),
@@ -103,7 +103,7 @@ WHEN: dict[str, str] = {
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken OuterModule"
         " OuterStateTaken Clipped SchedulerStep"
-        " Edited Rewritten NonFinite Bypassed LossScaled LossCounted GradientReduced"
+        " Edited Rewritten NonFinite Bypassed LossScaled LossCounted ReducedInGraph GradientReduced"
         " SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided"

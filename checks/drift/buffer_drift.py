@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.manual_sync import outer_modules
 from ddpdoctor.analysis.replicas import causes
+from ddpdoctor.analysis.replicas.overwritten_buffers import overwritten
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
@@ -29,6 +30,7 @@ BYPASSED = "wrapper-bypassed"
 UNEQUAL_AT_WRAP = "unequal-at-wrap"
 NOT_BROADCAST = "not-broadcast"
 NOT_COPIED = "not-copied-since"
+OVERWRITTEN = "overwritten-by-broadcast"
 
 
 def _masks(mine: Finding, other: Finding) -> bool:
@@ -44,7 +46,9 @@ class BufferDrift(Check):
     model or a submodule is evaluated, through the wrapper or not, or when its state is taken and a
     file is written. Also buffers registered after the wrap (pruning masks), at the steps compared,
     and those of modules outside of the wrapper that take part in training (the centre of a loss, a
-    normaliser): where gradients flow through the module, or its state is saved.
+    normaliser): where gradients flow through the module, or its state is saved. And buffers that
+    each rank updates from its own data while DDP broadcasts those of rank 0, so that only its data
+    counts (a codebook, a moving average that the forward uses).
 
     ## How it knows
     Each rank records digests (checksums) of all buffers at the first forward without gradients
@@ -55,7 +59,12 @@ class BufferDrift(Check):
     it counts as saved if a file is written in the same step. Buffers registered after the wrap are
     examined before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on; modules outside of the wrapper as by
     `parameter-drift`. The digests of one moment are
-    compared between ranks, for floating-point buffers only. A difference proves the fault.
+    compared between ranks, for floating-point buffers only. A difference proves the fault. What a
+    broadcast is about to overwrite is sketched (a few random sums) before the third to ninth
+    forward and before six later ones, for modules whose `forward`, as its source says, combines
+    one of their buffers with its input and returns the result. After most updates another rank
+    must be apart from rank 0 by a hundredth of the update or more, and the buffer must go on from
+    its old value.
 
     ## Why it hurts
     Each rank evaluates a different model, and the checkpoint holds the statistics of one rank's
@@ -63,13 +72,17 @@ class BufferDrift(Check):
 
     ## How to fix it
     Keep `broadcast_buffers=True` (newer: `forward_sync_buffers`), convert the model with
-    `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or average the buffers before evaluation.
+    `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or average the buffers before evaluation. All-
+    reduce what goes into a codebook or a moving average before it is updated: a broadcast makes
+    them equal, but undoes the updates of all ranks but one.
 
     ## When it stays quiet
     - The ordinary difference after each training forward: DDP repairs it by broadcasting rank 0's
       buffers at the next one, or the program does before it evaluates or saves.
     - Buffers of modules outside of the wrapper that only count (no gradient, not saved), or are
       equal again later. A note if only the wrapped model's input comes from them.
+    - Of buffers that a broadcast overwrites: normalisation layers, torch's own modules, values
+      that are only logged, that are written anew in each forward or used in evaluation only.
     - SyncBatchNorm, buffers that DDP ignores, counters and random states.
     - Buffers that are neither evaluated nor saved are a note at most, and so are those of an
       evaluated submodule if the model's next forward broadcasts them.
@@ -84,6 +97,7 @@ class BufferDrift(Check):
         NOT_BROADCAST: "DDP was told not to broadcast buffers, and each rank updates its own",
         UNEQUAL_AT_WRAP: "each rank made its own buffers, and DDP was told not to broadcast them",
         NOT_COPIED: "DDP broadcasts buffers, but has not since each rank updated its own",
+        OVERWRITTEN: "each rank updates the buffers from its data, and DDP's broadcast undoes that",
         LATE: "the buffers were added after the wrap, and DDP does not know them",
         **outer_modules.RULES,
     }
@@ -110,6 +124,7 @@ class BufferDrift(Check):
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from each_model(run, self._judge)
         yield from each_model(run, self._judge_late)
+        yield from each_model(run, self._judge_overwritten)
         for outer in outer_modules.outer_modules(run):
             if not outer.parameters:
                 yield self.finding(**outer.fields(run))
@@ -147,6 +162,44 @@ class BufferDrift(Check):
                 "comparisons_that_differ": f"{len(found)} of {len(common)}",
             },
             at=min(m.rank.wall(m.of(LateBuffers, step=found[0])[0].at) for m in members),
+        )
+
+    def _judge_overwritten(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        found = overwritten(group)
+        if found is None:
+            return
+        spot, taken = _evaluation(group), _taken(group)
+        saved = taken[0].location(taken[1].site) if taken else None
+        names, wrapped = found.names, causes.wrap_line(group)
+        first = min(group.any.seen.ranks)
+        lines = (
+            ("its value is used here", found.read),
+            ("broadcasts buffers before each forward", wrapped),
+            (_used(names), spot or saved),
+        )
+        yield self.finding(
+            rule=OVERWRITTEN,
+            severity=Severity.WARNING if spot or taken else Severity.NOTE,
+            ranks=tuple(group.members),
+            subjects=tuple(names),
+            location=found.written or wrapped,
+            label=f"lost on all ranks but rank {first}",
+            related=tuple(
+                Related(label, s) for label, s in lines if s and s != (found.written or wrapped)
+            ),
+            summary=f"{_buffers(names)} of {group.any.wrapped.kind} "
+            f"{plural(len(names), 'is', 'are')} updated from rank {first}'s data only: DDP "
+            "overwrites what the other ranks update",
+            cause="each rank updates them from its own data, and before the next forward DDP "
+            f"broadcasts those of rank {first}",
+            fix="all-reduce what goes into the update (`dist.all_reduce(x)`, and divide by the "
+            "world size where it is a mean), or gather what goes into a queue (`dist.all_gather`)",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "updates_compared": found.forwards,
+                "distance_between_ranks_over_size_of_update": f"{found.apart:.2g}",
+            },
+            at=found.at,
         )
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
@@ -276,7 +329,9 @@ SEND = (
 def _fix(rule: str, group: Replicas, found: Divergence) -> str:
     equal = SEND if rule == UNEQUAL_AT_WRAP else _make_equal(group, found.names)
     if rule != BYPASSED:
-        return f"{equal}, or keep `broadcast_buffers=True`"
+        # A broadcast makes them equal, but undoes the updates of all ranks but one.
+        keeps = rule == UNEQUAL_AT_WRAP or all(_of_norms(group, found.names))
+        return f"{equal}, or keep `broadcast_buffers=True`" if keeps else equal
     if found.point == "part":
         return equal
     return (
@@ -311,12 +366,16 @@ REDUCE = (
 def _make_equal(group: Replicas, names: list[str]) -> str:
     """How to make these buffers equal: SyncBatchNorm does it for those of BatchNorm only, and does
     not run on the CPU."""
-    kinds = {m.name: m.kind for m in group.any.wrapped.modules}
-    norm = [_of_batch_norm(kinds, name) for name in names]
+    norm = _of_norms(group, names)
     rest = REDUCE if all(norm) else outer_modules.UPDATE
     if group.any.wrapped.device == "cpu" or not any(norm):
         return rest
     return SYNC_NORM if all(norm) else f"{SYNC_NORM}; for the others, {rest}"
+
+
+def _of_norms(group: Replicas, names: list[str]) -> list[bool]:
+    kinds = {m.name: m.kind for m in group.any.wrapped.modules}
+    return [_of_batch_norm(kinds, name) for name in names]
 
 
 def _of_batch_norm(kinds: dict[str, str], name: str) -> bool:

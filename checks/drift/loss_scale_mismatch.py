@@ -8,14 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.rank_differences import Series, series
+from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
-from ddpdoctor.events import BatchSeen, Edited
+from ddpdoctor.events import BatchSeen, Edited, ReducedInGraph
 from ddpdoctor.report.declarations import seen
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
 
 VALID = "valid-elements"
+REDUCED = "reduced-in-graph"
 
 UNEQUAL, FEWEST = 1.1, 4
 """The largest weight of an element in a forward over the smallest from which on they are unequal,
@@ -32,17 +34,24 @@ class LossScaleMismatch(Check):
     - A loss reduced with `sum` while the ranks' batches of one step have different sizes (a note).
     - A mean over the elements that count (`ignore_index`, a mask), of which the ranks have unequal
       numbers in most steps (a warning): an element on a rank with few of them counts more.
+    - A tensor that the loss is computed from and that is all-reduced in place (a warning): autograd
+      does not see the collective, so that the gradient through it is too small by the world size.
 
     ## How it knows
     Each rank reads the reduction from the autograd graph, and the batch size from the input of the
     wrapped forward whose samples are summed: in the first six backwards of a line, then in one of
-    17, and whenever the loss is computed in a new way. After about forty backwards of known lines
+    17, and whenever the loss is computed in a new way (in the first 32 where some elements of it do
+    not count). After about forty backwards of known lines
     no more sizes are read, so that a short last batch of a long epoch is missed. The sizes of the
     same forward are compared between ranks. A difference proves the fault. How many elements count
     is read from the node of `cross_entropy` or `nll_loss`, or from the count that a sum is divided
     by, or the size of what a mask selects, on the CPU. In most of at least four forwards an element
     must count more than 1.1 times as much on one rank as on another, and the counts must differ by
-    more than three standard deviations of random masks.
+    more than three standard deviations of random masks. In the first backwards after an
+    `all_reduce` (`SUM`, with gradients enabled, in DDP's group) of a tensor that has a `grad_fn`,
+    the graph between the loss and that tensor is searched, and the graph below it for parameters of
+    the model: that a gradient flows there proves the fault. torch itself warns of it once ("an
+    autograd kernel was not registered").
 
     ## Why it hurts
     DDP averages over ranks, not over samples: the gradient is the sum over all samples divided by
@@ -52,7 +61,9 @@ class LossScaleMismatch(Check):
     ## How to fix it
     Divide the local sum by the global number of samples and multiply by the world size: `loss =
     local_sum * world_size / global_count`. Where elements count, reduce with `sum`, all-reduce the
-    number of elements that count, and divide by it in the same way.
+    number of elements that count, and divide by it in the same way. For a tensor that the loss is
+    computed from: `from torch.distributed.nn.functional import all_reduce` and `tensor =
+    all_reduce(tensor)`, whose backward sums over the ranks as well.
 
     ## When it stays quiet
     - Means over whole batches, and batches of equal size.
@@ -61,6 +72,9 @@ class LossScaleMismatch(Check):
     - Sums over anything but samples, such as the losses of several tasks.
     - Losses, or gradients before the step, that the program itself scales by a factor that may
       follow the count. A constant factor does not where the counts vary.
+    - Tensors all-reduced for logging, detached, with `AVG` (DDP's mean is right then), or of one
+      number; losses that are linear in the sum; collectives in an `autograd.Function`; losses that
+      are multiplied by the world size.
     """
 
     code = "DDP410"
@@ -70,10 +84,11 @@ class LossScaleMismatch(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "loss-scale-mismatch": "the loss is a sum, and batches have unequal sizes",
         VALID: "the loss is a mean over unequal numbers of elements that count",
+        REDUCED: "a tensor that the loss is computed from is all-reduced in place",
     }
     requires = (
         needs_copies,
-        seen(BatchSeen, otherwise="no loss was seen whose reduction is known"),
+        seen(BatchSeen, ReducedInGraph, otherwise="no loss was seen whose reduction is known"),
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
@@ -83,6 +98,7 @@ class LossScaleMismatch(Check):
                 reported.add(group.any.model)
                 yield from self._judge(group)
                 yield from self._judge_valid(group)
+                yield from self._judge_reduced(group)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         tables = {n: _sums(m) for n, m in group.members.items()}
@@ -105,11 +121,9 @@ class LossScaleMismatch(Check):
         sizes = next(iter(unequal.values()))
         event = group.any.of(BatchSeen)[0]
         spelled = ", ".join(f"{size} on rank {n}" for n, size in list(sizes.items())[:4])
-        last = max(0, group.any.last_step)
-        steps, compared = (sorted({min(f, last) for f in some}) for some in (unequal, known))
         yield self.finding(
             ranks=tuple(group.members),
-            steps=Steps(steps[0], steps[-1], len(steps), sum(s >= steps[0] for s in compared)),
+            steps=_steps(group, unequal, known),
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="the loss is a sum over the local batch",
@@ -132,13 +146,11 @@ class LossScaleMismatch(Check):
         middle = statistics.median(spreads.values())
         event = next(iter(unequal[worst].values()))
         spelled = ", ".join(f"{e.valid} on rank {n}" for n, e in list(unequal[worst].items())[:4])
-        last = max(0, group.any.last_step)
-        steps = sorted({min(f, last) for f in unequal})
         yield self.finding(
             rule=VALID,
             severity=Severity.WARNING,
             ranks=tuple(group.members),
-            steps=Steps(steps[0], steps[-1], len(steps), len({min(f, last) for f in known})),
+            steps=_steps(group, unequal, known),
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="each rank divides by its own number of elements",
@@ -159,6 +171,48 @@ class LossScaleMismatch(Check):
             },
             at=group.any.rank.wall(event.at),
         )
+
+    def _judge_reduced(self, group: Replicas) -> Iterator[Finding]:
+        seen = {n: e for n, m in group.members.items() for e in m.of(ReducedInGraph)[:1]}
+        if not seen or group.left_out or not group.any.seen.averages or _edited(group):
+            return
+        number, event = next(iter(seen.items()))
+        member, size = group.members[number], event.size
+        backward = member.rank.location(event.backward_site)
+        first = own_step(member, event.step)
+        last = max(first, member.last_step)
+        shape = " x ".join(map(str, event.shape))
+        yield self.finding(
+            rule=REDUCED,
+            severity=Severity.WARNING,
+            ranks=tuple(seen),
+            steps=Steps(first, last, last - first + 1),
+            subjects=(member.wrapped.kind,),
+            location=member.rank.location(event.site),
+            label="autograd does not see this sum",
+            related=(Related("its backward", backward),) if backward else (),
+            summary=f"a tensor ({shape}) that the loss is computed from is all-reduced in place: "
+            f"the gradient that flows through it is {size} times too small",
+            cause="each rank gets the gradient of its own part of the sum only, and DDP adds these "
+            f"up and divides them by {size}",
+            fix="`from torch.distributed.nn.functional import all_reduce`, and `tensor = "
+            "all_reduce(tensor)`, whose backward sums over the ranks as well; or multiply what the "
+            "loss computes from it by the world size",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={"shape": shape, "ranks": size},
+            at=member.rank.wall(event.at),
+        )
+
+
+def _steps(group: Replicas, unequal: Iterable[int], known: Iterable[int]) -> Steps:
+    """The optimizer steps of the forwards that are unequal, among those of the known ones."""
+    member = group.any
+    last = max(0, member.last_step)
+    total = {e.forward: e.step for e in member.of(BatchSeen) if e.step >= 0}
+    step = {f: min(last, own_step(member, total[f]) if f in total else f) for f in known}
+    steps = sorted({step[f] for f in unequal})
+    since = sum(s >= steps[0] for s in {*step.values()})
+    return Steps(steps[0], steps[-1], len(steps), since)
 
 
 def _counted(group: Replicas) -> dict[int, dict[int, BatchSeen]]:

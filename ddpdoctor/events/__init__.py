@@ -52,6 +52,7 @@ from .devices import (
 )
 from .drift import (
     Averaged,
+    BufferUpdates,
     Clipped,
     Digests,
     Edited,
@@ -131,6 +132,7 @@ from .sync import (
     KeptBack,
     LossCounted,
     LossScaled,
+    ReducedInGraph,
     SteppedInside,
     SyncPattern,
 )

@@ -72,6 +72,27 @@ class Digests(Event, frozen=True, tag="digests"):
     site: int = -1
 
 
+class BufferUpdates(Event, frozen=True, tag="buffer-updates"):
+    """Sketches of buffers of a wrapped model, just before DDP overwrites them with those of the
+    first rank of its group. Only of modules that are none of torch's, and whose `forward` uses one
+    of their buffers for what it returns.
+
+    Attributes:
+        forward: forwards of the model with gradients before it.
+        sketches: for each buffer a few sums over random halves of its elements; all ranks use the
+            same halves.
+        read_sites, write_sites: for each the line of its class that uses it, and the first one that
+            writes to it; -1 if none was found.
+    """
+
+    model: int
+    forward: int
+    names: tuple[str, ...]
+    sketches: tuple[tuple[float, ...], ...]
+    read_sites: tuple[int, ...]
+    write_sites: tuple[int, ...]
+
+
 class LateBuffers(Event, frozen=True, tag="late-buffers"):
     """Persistent floating-point buffers that a wrapped model got after the wrap, digested before an
     optimizer step.

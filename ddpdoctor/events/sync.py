@@ -107,6 +107,25 @@ class LossCounted(Event, frozen=True, tag="loss-counted"):
     backward_site: int
 
 
+class ReducedInGraph(Event, frozen=True, tag="reduced-in-graph"):
+    """A tensor that follows from the model's parameters was summed in place over the ranks of its
+    group, and a loss that is not linear in it was computed from it. Recorded once per line of the
+    call, at the backward.
+
+    Attributes:
+        step: optimizer steps of this process before it.
+        size: of the group; `shape` of the tensor.
+        site: the line of the call; `backward_site` that of the backward.
+    """
+
+    model: int
+    step: int
+    size: int
+    shape: tuple[int, ...]
+    site: int
+    backward_site: int
+
+
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
     """The program itself reduced gradients that DDP averages. Recorded for the first calls of a
     line, then rarely, and for the last.
@@ -134,6 +153,7 @@ class BatchSeen(Event, frozen=True, tag="batch"):
         weight: factor applied to the loss after the reduction; 0 if it is unknown for a sum.
         valid: elements of the loss that count, where some do not (targets that are ignored, a mask
             that selects): what a mean divides by. 0 if that is not known, or all count.
+        step: optimizer steps of this process before it; -1 if unknown.
     """
 
     model: int
@@ -143,6 +163,7 @@ class BatchSeen(Event, frozen=True, tag="batch"):
     weight: float = 1.0
     site: int = -1
     valid: int = 0
+    step: int = -1
 
 
 class SteppedInside(Event, frozen=True, tag="stepped-inside"):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
 from recordings import steps
-from replicas import LINE, run_of
+from replicas import BACKWARD, LINE, run_of
 
-from ddpdoctor.events import BatchSeen, Edited
+from ddpdoctor.events import BatchSeen, Edited, ReducedInGraph
 from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -186,6 +186,18 @@ def test_a_mean_over_unequal_numbers_of_valid_elements():
     assert by_hand.rule == "valid-elements"
 
 
+def test_steps_are_those_of_the_optimizer_where_gradients_are_accumulated():
+    ranks = {
+        n: [
+            msgspec.structs.replace(batch(2 * f, 8, "mean"), valid=pair[n], step=f)
+            for f, pair in enumerate(((50, 57), *FEW_AND_MANY[:-1]))
+        ]
+        for n in range(2)
+    }
+    (finding,) = LossScaleMismatch().examine(run_of(ranks, count=9))
+    assert finding.steps == Steps(first=1, last=4, count=4, compared=4)
+
+
 @pytest.mark.parametrize(("counts", "more"), [
     (FEW_AND_MANY[:3], {}),  # too few to tell
     (((20, 28), (31, 25), (24, 19), (27, 22)), {}),  # masks drawn with one probability
@@ -211,3 +223,23 @@ def test_how_many_elements_count_in_a_loss(loss, valid):
     ).grad_fn
     reduced = LossScaling()._walk(mock.Mock(), mock.Mock(site=0), node, [])
     assert reduced.valid == valid
+
+
+IN_GRAPH = ReducedInGraph(
+    at=0, model=0, step=1, size=2, shape=(64, 64), site=LINE, backward_site=BACKWARD
+)
+
+
+def test_a_tensor_of_the_loss_that_is_all_reduced_in_place():
+    run = run_of({n: [IN_GRAPH] for n in range(2)})
+    assert LossScaleMismatch().unobserved(run) is None
+    (finding,) = LossScaleMismatch().examine(run)
+    assert (finding.rule, finding.severity) == ("reduced-in-graph", Severity.WARNING)
+    assert (finding.ranks, finding.location.line) == ((0, 1), 33)
+    assert finding.steps == Steps(first=1, last=3, count=3)
+
+
+def test_where_the_program_changes_the_gradients_itself():
+    assert not list(
+        LossScaleMismatch().examine(run_of({n: [IN_GRAPH, edited(0, 2.0)] for n in range(2)}))
+    )

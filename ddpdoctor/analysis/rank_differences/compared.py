@@ -116,6 +116,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.ForwardInput: _row("inputs", "fed training", "model", "forward", SAMPLED),
     e.LossScaled: _row("division of the loss", "divisor expression site", "model"),
     e.LossCounted: _row("division of the loss by a count", "size site", "model"),
+    e.ReducedInGraph: _row("tensor of the loss reduced in place", "size shape site", "model"),
     e.Bypassed: _row("step around the wrapper", "site", "model optimizer", "count"),
     e.ReadyTwice: _row("parameter ready twice", "parameter site", "model"),
     e.StaticGraphBroken: _row("graph that is not static", "site", "model kind"),
@@ -216,6 +217,7 @@ _OURS = "of the doctor itself"
 NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     _DIGESTS: (
         e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
+        e.BufferUpdates,
         e.MeshModel, e.MeshDigests,
         e.Averaged, e.Rewritten,
     ),

@@ -70,6 +70,9 @@ NODES_FOLLOWED = 12
 BACKWARDS_LOOKED_AT = 6
 """Backwards per line whose loss is looked at; later one in `LOOKED_AT_AGAIN` of all."""
 
+COUNTED_LOOKED_AT = 32
+"""The same where some elements of the loss do not count: how many do differs by chance, too."""
+
 LOOKED_AT_AGAIN = 17  # a prime: lines that take turns are all looked at
 
 GRAPHS_AT_MOST = 8
@@ -126,6 +129,15 @@ OUTER_STATES = 20
 """Calls of `state_dict` recorded per module."""
 OUTER_EVALUATIONS = 4
 """Copies of the model whose first evaluation is waited for."""
+
+# reduced_in_graph
+
+REDUCED_LOOKED_AT, REDUCED_KEPT = 8, 4
+"""Tensors of a graph all-reduced at one line that are looked for in the next backward, and how many
+of all lines before one backward."""
+REDUCED_NODES = 10_000
+"""Nodes of the graph that are searched: those between the loss and the tensor, and from there to a
+parameter."""
 
 # replica_digests
 

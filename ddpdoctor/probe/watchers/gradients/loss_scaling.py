@@ -32,6 +32,7 @@ from .gradient_sync import GradientSync
 from .limits import (
     BACKWARDS_LOOKED_AT,
     BATCHES_AT_MOST,
+    COUNTED_LOOKED_AT,
     FOLLOWED_AT_MOST,
     GRAPHS_AT_MOST,
     LOOKED_AT_AGAIN,
@@ -51,6 +52,7 @@ class LossScaling(Watcher):
     Attributes:
         looked: by site of the backward, how often its loss was looked at.
         graphs: by site, the last nodes of its losses.
+        counted: sites of which some elements of the loss do not count.
         suspected: by site, the step since which its loss may be divided by the world size.
         unclear: by site, the finding to record if no later backward shows the dividing line.
         cleared: by site, divisors that equal the world size or a multiple by chance: no line of
@@ -69,6 +71,7 @@ class LossScaling(Watcher):
     def __init__(self) -> None:
         self.looked: dict[int, int] = {}
         self.graphs: dict[int, set[tuple[str, ...]]] = {}
+        self.counted: set[int] = set()
         self.cleared: dict[int, set[tuple[float, ...]]] = {}
         self.suspected: dict[int, int] = {}
         self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
@@ -104,6 +107,7 @@ class LossScaling(Watcher):
         suspected = backward.site in self.suspected and backward.site not in self.emitted
         due = backward.number >= self.last + LOOKED_AT_AGAIN
         due |= self._new_graph(backward)
+        due |= backward.site in self.counted and looked < COUNTED_LOOKED_AT
         if looked >= BACKWARDS_LOOKED_AT and not suspected and not due:
             self.idle += 1
             if self.idle == LOSSES_ENOUGH:
@@ -123,6 +127,8 @@ class LossScaling(Watcher):
             node = getattr(root, "grad_fn", None)
             if node is not None:
                 reduced = self._walk(recorder, backward, node, pending)
+                if reduced.valid:
+                    self.counted.add(backward.site)
                 for model in pending:
                     self._emit_batch(recorder, backward, model, reduced)
 
@@ -278,6 +284,7 @@ class LossScaling(Watcher):
                 weight=float(f"{weight:.6g}"),
                 site=backward.site,
                 valid=valid,
+                step=recorder.step,
             )
         )
 

@@ -1,5 +1,12 @@
 """How much the watchers of the graph look at, how often, and when they have seen enough."""
 
+# buffer_updates
+
+UPDATES_AT = (2, 3, 4, 5, 6, 7, 8, 30, 31, 62, 63, 126, 127)
+"""Forwards of a model before which buffers are sketched: the first ones may initialise them."""
+UPDATED_BUFFERS, UPDATED_ELEMENTS = 32, 1 << 22
+"""Buffers of a model, and their elements, up to which that is done."""
+
 # changes_after_wrap
 
 FEW_PARAMETERS = 50

@@ -1,0 +1,64 @@
+"""DDP410: which graphs depend on a tensor that is all-reduced in place."""
+
+import pytest
+import torch
+
+from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.watchers.gradients.reduced_in_graph import _leads_to, _shapes
+
+
+class Given(torch.autograd.Function):
+    """A function whose gradient is the program's own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def found(loss, size=2):
+    """Whether the loss that is made of the tensor shapes its gradient."""
+    tensor = torch.randn(4, 4, requires_grad=True) * 3
+    return _shapes([loss(tensor).grad_fn], tensor.grad_fn, size)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda c: (c - 1).square().sum(),
+        lambda c: c.diagonal().sum() + 0.1 * c.square().mean(),
+        lambda c: c.exp().log().sum() / 3,
+        lambda c: (c * c).sum(),
+        lambda c: 2 * torch.ones(3, requires_grad=True).sum() + c.square().sum(),
+    ],
+)
+def test_losses_that_are_not_linear_in_the_sum(loss):
+    assert found(loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda c: (c * torch.randn(4)).mean(0)[1:].sum() / 4,
+        lambda c: c.T.reshape(-1).sum() + torch.ones(3, requires_grad=True).square().sum(),
+        lambda c: (c.detach() * torch.ones(4, requires_grad=True)).square().sum(),
+        lambda c: c.square().sum() * 2,
+        lambda c: Given.apply(c).square().sum(),
+    ],
+)
+def test_losses_whose_gradient_is_right_or_unknown(loss):
+    assert not found(loss)
+
+
+def test_a_product_with_another_number_than_the_world_size():
+    assert found(lambda c: 2 * c.square().sum(), size=4)
+
+
+def test_which_tensors_follow_from_the_parameters_of_a_model():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model = Model(0, net, list(net.parameters()), [0, 1, 2, 3])
+    assert _leads_to(net(torch.ones(4)).relu().grad_fn, model)
+    assert not _leads_to(torch.ones(4, requires_grad=True).exp().grad_fn, model)
