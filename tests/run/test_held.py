@@ -110,10 +110,17 @@ def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
             take(stack_file._stacks.number)
             recorder.emit(event(0))
         assert asked()
+        # A child answers the monitor, as the workers of a loader do, and writes nothing by itself.
         child = os.fork()
         if not child:
             os._exit(asked())
-        assert os.waitpid(child, 0)[1] == 0
+        assert os.waitpid(child, 0)[1] == 1 << 8
+        size = path.stat().st_size
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        assert path.stat().st_size == size
     finally:
         stack_file.drop()
     assert not asked()
