@@ -123,6 +123,7 @@ def test_stacks_go_to_their_file_alone(tmp_path: Path, take: Take) -> None:
         assert path.stat().st_size == size
     finally:
         stack_file.drop()
+    sizes.append(path.stat().st_size)
     assert not asked()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
