@@ -57,7 +57,7 @@ class SamplerSeedSkew(LoaderCheck):
         "different-seeds": Words(
             "the samplers have different seeds",
             ORDERS,
-            "use the same `seed` on all ranks, or omit the argument",
+            "use the same `seed` on all ranks{otherwise}",
         ),
         "different-epochs": Words(
             "every rank calls `set_epoch`, with different numbers",
@@ -87,19 +87,24 @@ class SamplerSeedSkew(LoaderCheck):
         by_seed = fault.rule == "different-seeds"
         what, given = ("seed", seeds) if by_seed else ("epoch", numbers)
         on_some = fault.rule == "set-epoch-on-some-ranks"
+        torchs = reader.seen.sampler == "DistributedSampler"
+        omit = ", or omit the argument" if torchs else ": draw it on rank 0 and broadcast it"
+        shared = f"{len(audit.shared)} samples are read by "
+        if fault.facts:
+            shared = "{shared} of the first {first} samples are read by ".format(**fault.facts)
         return self.of_fault(
             fault,
-            {},
+            {"otherwise": omit},
             ranks=tuple(sorted(unset)) if on_some else odd_ones(equal_ranks(given)),
             steps=steps_from(reader, audit.epochs.get(reader.rank.rank)),
             location=reader.sampler_at,
             label=f"the {what} differs between ranks",
             related=related(reader, sampler=False),
             summary=f"the samplers of {dataset(reader)} shuffle by different {what}s "
-            f"({on_each_rank(given.items())}): {len(audit.shared)} samples are read by "
+            f"({on_each_rank(given.items())}): {shared}"
             f"{'several of ' * (len(fault.ranks) > 2)}{whom(fault.ranks, run.world_size)}"
-            + (f", {audit.never} by none" if audit.complete else ""),
-            fix_kind=FixKind.CHECK if fault.rule == "different-epochs" else FixKind.SAFE,
+            + (f", {audit.never} by none" if audit.complete and not fault.facts else ""),
+            fix_kind=FixKind.SAFE if fault.rule != "different-epochs" and torchs else FixKind.CHECK,
             evidence={
                 "seed": seeds,
                 "sampler epoch": numbers,

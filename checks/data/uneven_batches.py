@@ -341,6 +341,9 @@ def _consumed(run: Run, epochs: dict[int, Epoch]) -> dict[int, int]:
     exhausted = {r: e.batches for r, e in epochs.items() if e.exhausted}
     if not exhausted:
         return {}
+    several = any(e.steps > e.batches for e in epochs.values() if e.ended is not None)
+    if several and any(e.ended is None for e in epochs.values()):
+        return {}  # steps do not tell of batches
     least = min(exhausted.values())
     counts = {
         # a rank without an end on record that took as many steps waits in one more

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
 from ddpdoctor.checks.data.sampler_seed_skew import SamplerSeedSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from msgspec import structs
 from readers import found, loader, run_of
 
 from ddpdoctor.analysis.replicas import state_loading
-from ddpdoctor.events import Event
+from ddpdoctor.events import EpochBegan, EpochEnded, Event, IndicesRead
+from ddpdoctor.events.pack import pack_ascending
 from ddpdoctor.report.findings import Finding
 
 MINE, THEIRS = [3, 1, 7, 0, 9, 4], [1, 2, 6, 8, 5, 7]
@@ -131,3 +134,35 @@ def test_no_shuffling() -> None:
     assert not examine(
         part(0, MINE, seed=1, shuffle=False), part(1, THEIRS, seed=2, shuffle=False)
     )  # fmt: skip
+
+
+def endless(rank: int, seed: int, *, of: int | None = None, replaced: bool = False) -> list[Event]:
+    """A sampler of the program's own that repeats the data in new orders; ranks take turns in it.
+    The first pass is on record by itself."""
+    draw = random.Random(seed)
+    if replaced:
+        every = [draw.randrange(40) for _ in range(160)]
+    else:
+        every = [i for _ in range(4) for i in draw.sample(range(40), 40)]
+    mine = every[rank::2]
+    values: list[Event] = loader(
+        0, [mine], length=40, own_order=True, replacement=replaced, exhausted=False,
+        began={"seed": seed if of is None else of},
+    )  # fmt: skip
+    begin = next(n for n, e in enumerate(values) if isinstance(e, EpochBegan))
+    first = IndicesRead(at=0, loader=0, epoch=0, batches=5, samples=20, backwards=5,
+                        indices=pack_ascending(array("q", mine[:20])))  # fmt: skip
+    end = values[-1]
+    assert isinstance(end, EpochEnded)
+    rest = structs.replace(end, indices=pack_ascending(array("q", mine[20:])))
+    return [*values[: begin + 1], first, *values[begin + 1 : -1], rest]
+
+
+def test_samplers_without_an_end() -> None:
+    (finding,) = examine(endless(0, 1), endless(1, 2))
+    assert finding.rule == "different-seeds"
+    assert "of the first 40 samples are read by" in finding.summary
+    assert "broadcast" in finding.fix
+    assert examine(endless(0, 1), endless(1, 1)) == []
+    assert examine(endless(0, 1, of=5), endless(1, 1, of=6)) == [], "without consequence"
+    assert examine(endless(0, 1, replaced=True), endless(1, 2, replaced=True)) == []

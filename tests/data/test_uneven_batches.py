@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     ExceptionPassed,
     ExceptionRaised,
     OptimizerSeen,
+    StepDone,
 )
 from ddpdoctor.report.errors import error_kinds
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
@@ -249,3 +250,22 @@ def test_a_rank_that_waits_for_a_batch_is_not_said_to_have_it(phase: Phase, told
     run = run_of(long, [*_unknown_length(24), *steps(6)], ended={0: -15, 1: -15})
     with mock.patch.object(Rank, "ring", mock.Mock(phase=phase)):
         assert bool(found(UnevenBatches(), run)) is told
+
+
+def test_several_steps_for_a_batch_do_not_tell_of_batches() -> None:
+    """Rank 1 is still in its last batch, for which it takes more steps than rank 0 did for its."""
+
+    def with_steps(events: list[Event], count: int) -> list[Event]:
+        begin = next(n for n, e in enumerate(events) if isinstance(e, EpochBegan)) + 1
+        taken = [e for e in steps(count) if isinstance(e, StepDone)]
+        taken = [msgspec.structs.replace(e, at=0.5) for e in taken]
+        rest = [e for e in events[begin:] if not isinstance(e, StepDone)]
+        return [*events[:begin], *taken, *rest]
+
+    def whole(number: int) -> list[Event]:
+        events = with_steps(part(24), number)
+        return [*events[:-1], msgspec.structs.replace(events[-1], at=1.0)]
+
+    assert examine(with_steps(part(36, ended=False), 21), whole(20)) == []
+    (finding,) = examine(with_steps(part(36, ended=False), 9), whole(6))
+    assert finding.evidence["batches"] == {0: "at least 9", 1: 6}

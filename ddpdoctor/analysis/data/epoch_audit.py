@@ -93,6 +93,20 @@ class Audit:
         return sum(n > 1 for counts in self.per_rank.values() for n in counts.values())
 
     @cached_property
+    def shared_at_first(self) -> tuple[list[int], int]:
+        """Of samplers without an end: the indices that several ranks read among the first ones of
+        each, and how many of these each rank read. They are within the first pass over the data, in
+        which ranks that share one order read no index twice."""
+        if not self.again_within or self.sampled > 1:
+            return [], 0
+        limit = self.length // len(self.epochs)
+        first = [Counter(e.until(limit)) for e in self.epochs.values()]
+        if any(not own or max(own.values()) > 1 for own in first):  # drawn with replacement
+            return [], 0
+        seen = Counter(i for own in first for i in own)
+        return sorted(i for i, n in seen.items() if n > 1), min(map(len, first))
+
+    @cached_property
     def times_within(self) -> int:
         """How often every rank reads each of its indices; 0 where that is not one number for nearly
         all of them."""

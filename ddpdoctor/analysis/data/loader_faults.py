@@ -32,6 +32,7 @@ from .rng_state import equal_generators
 from .sharing_ranks import groups_of, partners, sampler_fits
 from .split_layers import split_layers
 from .streams import stream_fault, worker_faults
+from .thresholds import FEWEST_SHARED
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 """torch's samplers that know nothing of ranks."""
@@ -301,6 +302,19 @@ def _whole(d: Division) -> bool:
     return d.worst.same_sets or all(r.seen.sampler in PLAIN for r in d.readers)
 
 
+def _unequal_orders(d: Division) -> LoaderFault | None:
+    """Samplers without an end whose seeds differ: in the end every rank reads everything, but not
+    in the first pass over the data."""
+    audit = d.audits[0]
+    shared, count = audit.shared_at_first
+    seeds = {e.began.seed for e in audit.epochs.values()}
+    replaced = any(r.seen.replacement for r in d.readers)
+    if len(shared) < FEWEST_SHARED or len(seeds) < 2 or replaced:
+        return None
+    facts: dict[str, object] = {"shared": len(shared), "first": count * len(d.readers)}
+    return _fault(d, "sampler-seed-skew", "different-seeds", audit, facts=facts)
+
+
 def _divided(d: Division) -> Intended | None:
     """Whether the ranks share few samples, or by chance."""
     exact = _whole(d) or own_orders(d.audits)
@@ -385,6 +399,7 @@ def _doubted(d: Division, fault: LoaderFault) -> LoaderFault:
 
 
 UNSHARDED: tuple[Rule, ...] = (
+    _unequal_orders,
     _divided,
     _own_samples,
     _repeated_on_purpose,

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import inf
 from typing import NamedTuple, TypeVar
 
 from ...events import (
@@ -64,7 +65,8 @@ class Epoch:
         number: counted from 0, over all loaders that the same line made anew for each epoch.
         parts: records of the indices delivered before the end of the epoch.
         chosen: the last record of rows that were chosen by their digests.
-        steps: optimizer steps taken since it began, for an epoch without an end on record.
+        steps: optimizer steps taken while it went on: about its batches, where its end is not on
+            record, unless a program takes several steps for a batch.
     """
 
     number: int
@@ -81,7 +83,9 @@ class Epoch:
     def batches(self) -> int:
         if self.ended is not None:
             return self.ended.batches
-        return max(self.parts[-1].batches if self.parts else 0, self.steps)
+        # A program may take several steps for a batch: it has no more batches than the loader.
+        steps = min(self.steps, self.seen.batches) if self.seen.batches > 0 else self.steps
+        return max(self.parts[-1].batches if self.parts else 0, steps)
 
     @property
     def samples(self) -> int:
@@ -114,6 +118,14 @@ class Epoch:
     @cached_property
     def indices(self) -> list[int]:
         texts = [p.indices for p in self.parts] + ([self.ended.indices] if self.ended else [])
+        try:
+            return [i for text in texts for i in unpack_ascending(text)]
+        except ValueError:  # a damaged record
+            return []
+
+    def until(self, samples: int) -> list[int]:
+        """The indices delivered first, as far as a record ends at no more than so many samples."""
+        texts = [p.indices for p in self.parts if p.samples <= samples]
         try:
             return [i for text in texts for i in unpack_ascending(text)]
         except ValueError:  # a damaged record
@@ -295,8 +307,8 @@ def _readers(rank: Rank) -> list[Reader]:
         ended = ends.get(key)
         epoch = Epoch(0, reader.seen, began, ended, parts[key], content[key], rows[key])
         epoch.chosen = chosen[key][-1] if key in chosen else None
-        if ended is None:
-            epoch.steps = sum(s.count for s in rank.of(StepDone) if s.at > began.at)
+        until = inf if ended is None else ended.at
+        epoch.steps = sum(s.count for s in rank.of(StepDone) if began.at < s.at <= until)
         reader.epochs.append(epoch)
     for reader in readers.values():
         reader.epochs = _without_peeks(reader.epochs)

@@ -47,6 +47,9 @@ REPEATS, FEWEST_REPEATS = 24, 11
 """Expected number of indices that come twice on one rank, if ranks draw at random. From `REPEATS`
 on, a quarter of it or less is not random; from `FEWEST_REPEATS` on, none at all is not."""
 
+FEWEST_SHARED = 3
+"""Indices that several ranks read among their first ones: padding shares fewer."""
+
 FEWEST_TO_ORDER = 8
 """Indices that suffice to tell one order from another."""
 

@@ -42,12 +42,18 @@ FIRST_WRITE_S, SLOWEST_WRITE_S = 1.0, 60.0
 
 
 class LoaderLine:
-    """What all loaders made at one line have delivered so far."""
+    """What all loaders made at one line have delivered so far.
+
+    Attributes:
+        share: batches of this rank in one pass over the data, if they go on for more: what they
+            deliver until then is recorded by itself. 0 if unknown.
+    """
 
     def __init__(self) -> None:
         self.loaders = 0
         self.epochs = 0
         self.indices = 0
+        self.share = 0
         self.interval_s = FIRST_WRITE_S
 
 
@@ -113,7 +119,9 @@ class Iteration:
         self.head: tuple[int, ...] = ()
         self.ascending = True
         self.last = -(1 << 63)
-        self.look_at = 0 if fingerprints is not None else LOOK_EVERY
+        self.look_at = 0
+        if fingerprints is None:
+            self.look_at = min(LOOK_EVERY, line.share or LOOK_EVERY)
         self.write_at = time.perf_counter_ns() + int(line.interval_s * 1e9)
 
     def examine(self, recorder: Recorder, batch: Any, now: int) -> None:
@@ -126,11 +134,15 @@ class Iteration:
                 self.fingerprints.write(recorder, self.loader, self.number)
                 self.fingerprints = None
         self.count()
-        if len(self.values) >= CHUNK or now >= self.write_at:
+        if self.batches == self.line.share:
+            self.write(recorder)
+        elif len(self.values) >= CHUNK or now >= self.write_at:
             self.write(recorder)
             interval = self.line.interval_s = min(2 * self.line.interval_s, SLOWEST_WRITE_S)
             self.write_at = now + int(interval * 1e9)
         self.look_at = self.batches + (1 if self.fingerprints is not None else LOOK_EVERY)
+        if self.batches < self.line.share < self.look_at:
+            self.look_at = self.line.share
 
     def count(self) -> None:
         """Copy the indices of delivered batches out of their lists and drop these."""

@@ -233,6 +233,8 @@ class Loaders(Watcher):
         prints = (
             Fingerprints(length(loader.dataset), loader.batch_size, iterable) if close else None
         )
+        if count == 0:
+            line.share = samplers.share_of_one_pass(loader)
         iteration = Iteration(number, epoch, line, prints, silent=not recorded)
         iteration.watch_random = count < WATCHED and loader.num_workers == 0
         iteration.sequence, iteration.sampler = self._sequence(), id(innermost(loader))

@@ -152,6 +152,19 @@ def loader_seen(
     )
 
 
+def share_of_one_pass(loader: Any) -> int:
+    """Batches of this rank in one pass of all ranks over the data, if the loader goes on for more;
+    0 if it does not, or nobody knows."""
+    import torch.distributed as dist
+
+    size = integer(getattr(loader, "batch_size", None)) or 0
+    ready = dist.is_available() and dist.is_initialized()
+    if not ready or size < 1 or loader._dataset_kind == 1:
+        return 0
+    share = length(loader.dataset) // dist.get_world_size() // size
+    return share if 0 < share < length(loader) else 0
+
+
 def epoch_began(
     iterator: Any,
     loader: Any,
