@@ -257,15 +257,13 @@ def test_several_steps_for_a_batch_do_not_tell_of_batches() -> None:
 
     def with_steps(events: list[Event], count: int) -> list[Event]:
         begin = next(n for n, e in enumerate(events) if isinstance(e, EpochBegan)) + 1
-        taken = [e for e in steps(count) if isinstance(e, StepDone)]
-        taken = [msgspec.structs.replace(e, at=0.5) for e in taken]
+        taken = [StepDone(at=0, optimizer=0, step=n, site=4, wall_s=0.1) for n in range(count)]
         rest = [e for e in events[begin:] if not isinstance(e, StepDone)]
         return [*events[:begin], *taken, *rest]
 
-    def whole(number: int) -> list[Event]:
-        events = with_steps(part(24), number)
-        return [*events[:-1], msgspec.structs.replace(events[-1], at=1.0)]
+    def judged(unended: int, whole: int) -> list[Finding]:
+        return examine(with_steps(part(24, ended=False), unended), with_steps(part(24), whole))
 
-    assert examine(with_steps(part(36, ended=False), 21), whole(20)) == []
-    (finding,) = examine(with_steps(part(36, ended=False), 9), whole(6))
-    assert finding.evidence["batches"] == {0: "at least 9", 1: 6}
+    assert judged(21, 20) == []
+    (finding,) = judged(9, 6)
+    assert finding.evidence["batches"] == {0: "at least 10", 1: 6}
