@@ -193,11 +193,13 @@ def _of_one(
 
 
 def _last(rank: Rank) -> float:
-    """When a rank last recorded anything, on the run's clock. Of one that failed only what the
-    program did counts: it may have been about to do what the others did."""
+    """When a rank last recorded anything or began a call, on the run's clock. Of one that failed
+    only what the program did counts: it may have been about to do what the others did."""
     failed = rank.exception is not None
+    calls = rank.ring.calls if rank.ring is not None and not failed else ()
+    called = max((rank.wall(call.began) for call in calls), default=0.0)
     done = (e for e in rank if not failed or (type(e) in COMPARED and not isinstance(e, ENDINGS)))
-    return max((rank.wall(e.at) for e in done), default=0.0)
+    return max([called, *(rank.wall(e.at) for e in done)])
 
 
 def _by_key(members: Collection[Rank], kind: type[Event]) -> dict[int, dict[Key, Records]]:
