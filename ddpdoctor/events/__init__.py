@@ -131,6 +131,7 @@ from .sync import (
     KeptBack,
     LossCounted,
     LossScaled,
+    ShardScales,
     SteppedInside,
     SyncPattern,
 )

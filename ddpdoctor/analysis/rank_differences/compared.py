@@ -217,7 +217,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     _DIGESTS: (
         e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
         e.MeshModel, e.MeshDigests,
-        e.Averaged, e.Rewritten,
+        e.Averaged, e.Rewritten, e.ShardScales,
     ),
     _DATA: (e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided),
     _TIME: (
