@@ -42,7 +42,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
-        " SyncTimes EditedBeforeSync"
+        " SyncTimes EditedBeforeSync ShardScales"
     ),
     "What did an optimizer step do, and when?": (
         "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScheduleEnded ScalerStep"
@@ -89,7 +89,7 @@ WHEN: dict[str, str] = {
     "when it changes": (
         "SyncPattern Hyperparameters ScalerStep Ownership ModulesSkipped ParametersChanged"
         " ThreadsSeen Gathered ProcessState Carried ObjectsGathered UnusedParameters BatchSeen"
-        " TrainingMode"
+        " TrainingMode ShardScales"
     ),
     "sampled, the same steps on all ranks": (
         "Digests OuterDigests MeshDigests Sketch LateBuffers BufferUpdates ForwardInput"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.meshes.own_factors import OwnFactors, own_factors
 from ddpdoctor.analysis.models import wrapped_models as models
-from ddpdoctor.events import EditedBeforeSync, SyncPattern, UnwrappedState
+from ddpdoctor.events import EditedBeforeSync, ShardScales, SyncPattern, UnwrappedState
 from ddpdoctor.report.declarations import seen, several_ranks
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, counted, ranks_text, title_of
+from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text, title_of
 
 LEAST_STEPS = 2
 """A single step may be a trial."""
@@ -20,6 +21,7 @@ UNEQUAL = 1.001
 MICRO_BATCHES = "clipped-micro-batches"
 BY_HAND = "clipped-before-averaging-by-hand"
 SCALED = "scaled-by-local-factors"
+OWN_FACTOR = "own-factor-on-shards"
 
 CAUSES = {
     MICRO_BATCHES: "each rank limits the sum of its own micro-batches so far, again and again as "
@@ -45,7 +47,8 @@ class ClipBeforeSync(Check):
     ## What it finds
     `clip_grad_norm_`, `clip_grad_value_` or a factor of the program's own that changes the
     gradients of micro-batches under `no_sync()`, or those that the program is yet to average by its
-    own collectives.
+    own collectives. For models of DTensors (`fully_shard`): factors by which each rank multiplies
+    its shards of the averaged gradients, and which differ between ranks.
 
     ## How it knows
     After each backward that does not synchronise, each rank reads a few values of the gradients,
@@ -53,22 +56,30 @@ class ClipBeforeSync(Check):
     being cleared, and have been averaged before the step, by a synchronised backward or by
     collectives that carried all of them, in two steps or more. That proves the change. Factors of
     the program's own must differ between ranks. Not every step is examined in long runs.
+    Of shards, each rank reads a few values of six gradients at the end of each backward and when
+    the step begins. The fault is that most of them were multiplied by one factor, that these
+    factors are not those of the other ranks of the mesh, and that this is so in two steps or more:
+    as when a norm is computed of the rank's own shards and not summed over the ranks.
 
     ## Why it hurts
     The step does not have the limit that was asked for: outliers of single micro-batches and ranks
     decide how much of the others is kept, so the result depends on the number of ranks and of
-    micro-batches.
+    micro-batches. Shards with factors of their own are no longer parts of one gradient: the step
+    goes in another direction.
 
     ## How to fix it
     Clip once per step, after the last backward (outside of `no_sync()`) and right before
-    `optimizer.step()`.
+    `optimizer.step()`. Of DTensors, `torch.nn.utils.clip_grad_norm_` computes the norm over all
+    shards; by hand, `dist.all_reduce` the sum of squares before the root.
 
     ## When it stays quiet
     - Clipping after the averaged backward, or after the program's own all-reduce.
     - Clipping that changes nothing, as the norm is below the limit or only measured.
     - Gradients that are cleared afterwards, or applied without being averaged (local SGD).
     - One factor for all gradients that is the same on all ranks.
-    - Gradients on a GPU, as reading them would block it.
+    - Gradients on a GPU, as reading them would block it; a few values of shards are copied instead.
+    - Shards that are changed in other ways: value by value, row by row, or exchanged.
+    - Ranks that train other shards, as the stages of a pipeline do.
     """
 
     code = "DDP412"
@@ -79,10 +90,16 @@ class ClipBeforeSync(Check):
         MICRO_BATCHES: "gradients are clipped after backwards that DDP does not synchronise",
         BY_HAND: "gradients are clipped before the program averages them by itself",
         SCALED: "gradients are scaled before they are averaged, by factors that differ by rank",
+        OWN_FACTOR: "ranks multiply their shards of the averaged gradients by different factors",
     }
     requires = (
         several_ranks,
-        seen(SyncPattern, UnwrappedState, otherwise="no step with gradients of several ranks"),
+        seen(
+            SyncPattern,
+            UnwrappedState,
+            ShardScales,
+            otherwise="no step with gradients of several ranks",
+        ),
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
@@ -94,6 +111,8 @@ class ClipBeforeSync(Check):
                 if (mine := [e for e in rank.of(EditedBeforeSync) if (e.model, e.optimizer) == key])
             }
             yield from self._judge(events)
+        for shards in own_factors(run):
+            yield self._own_factor(shards)
 
     def _judge(self, every: Seen) -> Iterator[Finding]:
         clipped = {
@@ -137,6 +156,47 @@ class ClipBeforeSync(Check):
             fix=FIXES[rule].format(step="optimizer.step()"),
             fix_kind=FixKind.CHECK,
             evidence={"times_per_step": event.times, "factors_by_rank": factors},
+            at=rank.wall(event.at),
+        )
+
+    def _own_factor(self, shards: OwnFactors) -> Finding:
+        rank, (event, *_) = next(iter(shards.events.items()))
+        spots = ((r, e) for r, events in shards.events.items() for e in events)
+        spot = next((found for r, e in spots if (found := r.location(e.site))), None)
+        stepped, backward = rank.location(event.step_site), rank.location(event.backward_site)
+        related = [("the backward before it", backward), ("applied here", spot and stepped)]
+        scaling = tuple(r.rank for r in shards.events)
+        who = f"{ranks_text(shards.ranks)} multiply their shards of the gradients by different"
+        if len(scaling) < len(shards.ranks):
+            own = "its" if len(scaling) == 1 else "their"
+            who = f"only {ranks_do(scaling, 'scale')} {own} shards of the gradients, by different"
+        return self.finding(
+            rule=OWN_FACTOR,
+            ranks=scaling,
+            steps=Steps(min(shards.steps), max(shards.steps), len(shards.steps)),
+            optimizers=(event.optimizer,),
+            location=spot or stepped,
+            label="multiplies this rank's shards by a factor of its own"
+            if spot
+            else "applies shards that each rank has scaled by a factor of its own",
+            related=tuple(Related(label, line) for label, line in related if line),
+            summary=f"{who} factors before the step, in {counted(len(shards.steps), 'step')}",
+            cause="each rank holds only its shards of the gradients, and computed the factor from "
+            "these alone (their norm, say) or from its own batch; scaled differently, they are no "
+            "longer parts of one gradient",
+            fix="use one factor on all ranks: `torch.nn.utils.clip_grad_norm_(model.parameters(), "
+            "max_norm)` computes the norm over all shards; by hand, `dist.all_reduce` the sum of "
+            "squares of the shards before the root",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "factors_by_rank": {
+                    f"rank {n}": f"{min(known):.2g} to {max(known):.2g}"
+                    for n, known in shards.factors.items()
+                },
+                f"factors_in_step_{min(shards.steps)}": {
+                    f"rank {n}": f"{known[0]:.4g}" for n, known in shards.factors.items()
+                },
+            },
             at=rank.wall(event.at),
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ddpdoctor.analysis.control_flow import uneven_backwards
+from ddpdoctor.analysis.divergence.faults import faults
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.replicas import (
     causes,
@@ -31,6 +33,7 @@ from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Confidence, Finding, Severity, Steps
 from ddpdoctor.run import Run, counted, some, whom
 
+UNEVEN = uneven_backwards.RULE
 STEP_IN_BACKWARD = "step-inside-backward"
 NEVER_REDUCED = "fully-shard-never-reduces"
 INSIDE_FORWARD = "inside-forward"
@@ -156,7 +159,9 @@ class UnsyncedStep(Check):
     forward, a backward inside the wrapper's forward, gradients from `torch.autograd.grad`, a
     communication hook that communicates nothing. Also hooks on parameters
     (`register_post_accumulate_grad_hook`) that step inside backward, before DDP averages, and
-    `fully_shard` models whose gradients are never reduced, so that steps apply nothing.
+    `fully_shard` models whose gradients are never reduced, so that steps apply nothing. And steps
+    before which ranks run different numbers of backwards that all communicate (`fully_shard`, an
+    all-reduce of the program after each micro-batch): what they average is of different steps.
 
     ## How it knows
     In every backward each rank compares the process group's count of collectives before and after;
@@ -166,7 +171,12 @@ class UnsyncedStep(Check):
     (checksums) of gradients that were not averaged, as `gradient-drift` does. For a step inside
     backward the count since the start of backward decides, and the parameters are compared before
     the next one. The fault is proven if gradients differ between ranks, or if nothing was
-    communicated that may have been gradients.
+    communicated that may have been gradients. For uneven backwards each rank counts those before
+    each step and its calls in the group: the fault is proven where the ranks' calls were even up to
+    one step and those that some made more are exactly those of the backwards that they ran more,
+    since calls are matched by their number. It is an unsynchronised step, as what the step applies
+    is not the average of the same step on all ranks. Where the run hangs later, this is the cause
+    of `collective-mismatch` instead.
 
     ## Why it hurts
     Every rank takes a step of its own. The models diverge and nothing raises; the checkpoint is
@@ -184,6 +194,8 @@ class UnsyncedStep(Check):
       communicated to make them so.
     - Optimizers that communicate what they apply, so that parameters move and stay equal.
     - Local SGD, where the parameters are averaged instead.
+    - Ranks with different numbers of micro-batches of which only the last one communicates, steps
+      that a rank has not finished, and optimizers that take turns in another order.
     """
 
     code = "DDP407"
@@ -193,10 +205,11 @@ class UnsyncedStep(Check):
     rules: ClassVar[Mapping[str, str]] = {
         **{reason.rule: reason.when for reason in (*REASONS.values(), HOOK, LEFT_OVER)},
         STEP_IN_BACKWARD: "a hook steps inside backward, before DDP has averaged",
+        UNEVEN: uneven_backwards.TEXT,
         NEVER_REDUCED: "`fully_shard` never reduces the gradients, and steps apply nothing",
     }
     requires = tuple(
-        unless(requirement, KeptBack, SteppedInside)
+        uneven_backwards.unless_compared(unless(requirement, KeptBack, SteppedInside))
         for requirement in (
             needs_copies,
             seen(SyncPattern, otherwise="no optimizer step after DDP's backward was seen"),
@@ -207,6 +220,14 @@ class UnsyncedStep(Check):
             ("collective-mismatch", "rank-exited-early"),
             when=(Condition("of ranks ahead by the backwards that they missed", puts_ahead),),
         ),
+        # The calls that some made more are answered by nobody in the end.
+        Effect(
+            ("rank-exited-early",),
+            of=(UNEVEN,),
+            rules=("loop-exit", "skipped-round", "early-return"),
+            when=(When.SINCE, When.STEP_NOT_BEFORE),
+        ),
+        Effect(("stall",), of=(UNEVEN,), when=(When.SINCE, When.STEP_NOT_BEFORE)),
         Effect(("first-failure",), of=(INSIDE_FORWARD,), errors=(ErrorKind.REDUCER_UNPREPARED,)),
         Effect(
             (
@@ -231,6 +252,9 @@ class UnsyncedStep(Check):
             yield from self._never_reduced(run, optimizer)
         for model in step_in_backward.stepped(run):
             yield self._stepped_inside(run, model)
+        if not any(fault.why.rule == UNEVEN for fault in faults(run, "collective-mismatch")):
+            for uneven in uneven_backwards.uneven_backwards(run)[:1]:
+                yield self.finding(**uneven.fields)
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:

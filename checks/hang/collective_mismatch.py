@@ -28,7 +28,8 @@ class CollectiveMismatch(Check):
     loop that some ranks skip or a loop that they leave early. Also where shapes are equal and
     nothing hangs: the same calls in a different order in every round, or one line in a loop over
     names (dictionary keys, a set) that come in a different order. Also ranks that wait for each
-    other in collectives of different groups.
+    other in collectives of different groups, and ranks that have been in different steps since one
+    in which they ran different numbers of backwards that communicate.
 
     ## How it knows
     Every rank records each collective before it calls it, in a file that outlives the process: its

@@ -133,6 +133,7 @@ from .sync import (
     LossCounted,
     LossScaled,
     ReducedInGraph,
+    ShardScales,
     SteppedInside,
     SyncPattern,
 )

@@ -227,3 +227,30 @@ class EditedBeforeSync(Event, frozen=True, tag="edited-before-sync"):
     by_hand: bool = False
     site: int = -1
     backward_site: int = -1
+
+
+class ShardScales(Event, frozen=True, tag="shard-scales"):
+    """What the gradients that this rank holds of DTensors were multiplied by between the last
+    backward and the step, told by a few values of some. Recorded when it changes: in the first
+    steps, then in those of `amp.told_at`.
+
+    Attributes:
+        ranks: of the device mesh over which these parameters are sharded.
+        factors: of each that is looked at; 0 where there is no such factor, or too few values.
+            Empty where the step could not be looked at.
+        rounding: relative error of a value in their type.
+        site: the line that scaled them, where it was seen; `more` others.
+        backward_site, step_site: the lines of the last backward and of the step.
+    """
+
+    optimizer: int
+    step: int
+    ranks: tuple[int, ...]
+    factors: tuple[float, ...]
+    rounding: float = 0.0
+    site: int = -1
+    more: tuple[int, ...] = ()
+    backward_site: int = -1
+    step_site: int = -1
+
+    RANKS = ("ranks",)

@@ -2,9 +2,9 @@
 
 import pytest
 from ddpdoctor.checks.drift.clip_before_sync import ClipBeforeSync
-from replicas import BACKWARD, LINE, run_of
+from replicas import BACKWARD, LINE, STEP, run_of
 
-from ddpdoctor.events import EditedBeforeSync
+from ddpdoctor.events import EditedBeforeSync, ShardScales
 from ddpdoctor.report.findings import Severity
 
 
@@ -68,3 +68,53 @@ def test_no_fault(mine, others):
 
 def test_without_gradients_of_several_ranks():
     assert ClipBeforeSync().unobserved(run_of({0: [], 1: []})) is not None
+
+
+def shards(step, *factors, **fields):
+    return ShardScales(
+        at=0, optimizer=0, step=step, factors=factors,
+        **{"ranks": (0, 1), "site": LINE, "backward_site": BACKWARD, "step_site": STEP, **fields},
+    )  # fmt: skip
+
+
+def test_shards_are_scaled_by_factors_of_a_rank_s_own():
+    mine = [shards(n, 0.5, 0.5, 0.5 + n / 100) for n in range(1, 5)]
+    others = [shards(1, 0.25, 0.25, 0.0)]  # holds until the next one
+    (finding,) = findings_of(mine, others)
+    assert (finding.rule, finding.severity) == ("own-factor-on-shards", Severity.WARNING)
+    assert (finding.ranks, finding.location.line) == ((0, 1), 33)
+    assert (finding.steps.first, finding.steps.last, finding.steps.count) == (1, 4, 4)
+
+
+def test_one_rank_scales_its_shards():
+    mine = [shards(n, 0.5, 0.1 * n, 1.0, site=-1) for n in range(1, 5)]
+    (finding,) = findings_of(mine, [shards(1, 1.0, 1.0, 1.0, site=-1)])
+    assert (finding.ranks, finding.location.line) == ((0,), 40)
+
+
+def each(*factors, **fields):
+    return [shards(n, *factors, **fields) for n in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "others"),
+    [
+        ([shards(1, 0.5, 0.5)], [shards(1, 0.2, 0.2), shards(2, 0.5, 0.5)]),
+        (each(0.5, 0.5), each(0.5, 0.5)),
+        (each(0.5, 0.5), each(0.5001, 0.5001)),
+        (each(0.5, 0.5, rounding=0.008), each(0.51, 0.51, rounding=0.008)),
+        (each(0.5, 0.5), each(0.0, 0.0)),
+        (each(0.5, 0.5), each()),
+        (each(0.5, 1.0, 1.0), each(1.0, 1.0, 1.0)),
+        (each(0.5, 0.0), each(0.2, 0.0)),
+        (each(0.5, 0.5, ranks=(0, 2)), each(0.2, 0.2, ranks=(1, 3))),
+        (each(0.5, 0.5), []),
+    ],
+    ids=[
+        "one step", "equal factors", "equal but for rounding", "rounding of bfloat16",
+        "no factor", "not looked at", "one gradient of several", "one gradient alone",
+        "stages of a pipeline", "one rank only",
+    ],
+)  # fmt: skip
+def test_shards_without_a_fault(mine, others):
+    assert findings_of(mine, others) == []

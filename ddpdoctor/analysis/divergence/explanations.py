@@ -46,7 +46,7 @@ from .explanation import (
 )
 from .left_loop import LeftLoop
 from .loop_exits import left_loop
-from .recorded_difference import RecordedDifference
+from .recorded_difference import InAnotherStep, RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
 from .unanswered import Unanswered
@@ -414,6 +414,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     Unanswered(),
     MembersOnly(),
     DifferentGroups(),
+    InAnotherStep(),
     Arguments(),
     ExceptionExit(),
     Thread(),

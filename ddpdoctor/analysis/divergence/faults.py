@@ -3,7 +3,7 @@ recurs, and whether the ranks can go on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...report.evidence_names import STEPS_TAKEN
@@ -11,6 +11,7 @@ from ...report.findings import Condition, Evidence, Steps
 from ...run import Run, fold_ranks
 from ...run.phrases import some
 from ..calls.call_logs import call_logs
+from ..control_flow.uneven_backwards import uneven_backwards
 from ..waiting.snapshot import RankSnapshot, snapshot_of
 from .align import CallDivergence
 from .attribution import Attribution, first
@@ -171,10 +172,11 @@ def _faults(run: Run) -> tuple[Fault, ...]:
     known = call_logs(run)
     found: list[tuple[object, list[Divergence]]] = []
     for calls in sorted(divergences(run), key=lambda d: began(d, 0.0)):
-        why = first(EXPLANATIONS, suspect(known, calls))
+        uneven = next((one for one in uneven_backwards(run) if one.key == calls.key), None)
+        why = first(EXPLANATIONS, replace(suspect(known, calls), uneven=uneven))
         culprits = {*why.culprits}
         for round_ in calls.variants:
-            other = first(EXPLANATIONS, suspect(known, round_))
+            other = first(EXPLANATIONS, replace(suspect(known, round_), uneven=uneven))
             # Where all are at fault, nothing told which in that round.
             if other.rule == why.rule and len(other.culprits) < len(round_.calls):
                 culprits |= {*other.culprits}

@@ -1,4 +1,5 @@
-"""Ranks that recorded something differently before their calls diverged."""
+"""Ranks that recorded something differently before their calls diverged, or were in different
+steps."""
 
 from __future__ import annotations
 
@@ -7,10 +8,34 @@ from math import inf
 from ...events import StepDone
 from ...report.findings import Related
 from ..calls.call_logs import CallRecord
+from ..control_flow.uneven_backwards import FIX, RULE, TEXT
 from ..rank_differences import COMPARED, preceding
 from .attribution import Attribution
 from .explanation import CallExplanation, order_fix
 from .suspects import Suspect
+
+
+class InAnotherStep(CallExplanation):
+    """Ranks that ran different numbers of backwards before an earlier step, and have been in
+    different steps since."""
+
+    rule = RULE
+    text = TEXT
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence, found = suspect.divergence, suspect.uneven
+        if found is None or divergence.index < found.begin:
+            return None
+        blamed = Suspect(divergence, suspect.call, tuple(sorted(divergence.calls)))
+        return self.blame(
+            blamed,
+            location=found.loop or found.made.location,
+            label=found.label,
+            cause=found.cause,
+            fix=FIX,
+            steps=found.steps,
+            evidence=found.evidence,
+        )
 
 
 class RecordedDifference(CallExplanation):

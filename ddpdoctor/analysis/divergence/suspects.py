@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls
 from ..control_flow.branches import arms, avoided, branch, condition
+from ..control_flow.uneven_backwards import UnevenBackwards
 from .align import CallDivergence
 from .thresholds import HABIT, HISTORY, RANKS_ASKED, WINDOW
 
@@ -22,12 +23,14 @@ class Suspect:
             tells.
         rounds: where these ranks skipped the call: in how many earlier rounds, all of them, they
             made it; 0 otherwise.
+        uneven: a step before which the ranks of the group ran different numbers of backwards.
     """
 
     divergence: CallDivergence
     call: CallRecord
     ranks: tuple[int, ...]
     rounds: int = 0
+    uneven: UnevenBackwards | None = None
 
     @property
     def rest(self) -> list[CallRecord]:

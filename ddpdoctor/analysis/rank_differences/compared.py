@@ -219,7 +219,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
         e.BufferUpdates,
         e.MeshModel, e.MeshDigests,
-        e.Averaged, e.Rewritten,
+        e.Averaged, e.Rewritten, e.ShardScales,
     ),
     _DATA: (e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided),
     _TIME: (

@@ -63,7 +63,7 @@ class EditsAfterWrap(Watcher):
         replicated = [p for p in range(count) if p not in model.ignored]
         sampled = TensorWatch(spread(replicated, LOOKED_AT), partial(parameters, model))
         sampled.keep("wrap")
-        self._unstepped[model] = UnsteppedModel(sampled, _user_lines(recorder))
+        self._unstepped[model] = UnsteppedModel(sampled, user_lines(recorder))
         self._waiting.enable()
 
     @on(lifecycle.forward_begins, during="_waiting")
@@ -75,7 +75,7 @@ class EditsAfterWrap(Watcher):
         if not unstepped.sampled.changed("wrap"):
             return
         if unstepped.forwards == 1:
-            unstepped.edited_at = inplace_statements(unstepped.lines, _user_lines(recorder))
+            unstepped.edited_at = inplace_statements(unstepped.lines, user_lines(recorder))
         unstepped.moved = unstepped.forwards > 1
 
     @on(lifecycle.step_begins, during="_waiting")
@@ -109,7 +109,7 @@ class EditsAfterWrap(Watcher):
             self._waiting.disable()
 
 
-def _user_lines(recorder: Recorder) -> list[Line]:
+def user_lines(recorder: Recorder) -> list[Line]:
     """The user's lines on the stack, outermost first."""
     found: list[Line] = []
     frame = sys._getframe(1)

@@ -170,6 +170,16 @@ doctor's budget: without a measured factor the finding proves little."""
 REDUCTIONS_EMITTED = 20
 """Steps per line that are recorded one by one; later ones at powers of two."""
 
+# shard_scales
+
+SHARDS_LOOKED_AT = 64
+"""Steps of an optimizer that are looked at one by one, later those of `amp.told_at`."""
+SPANS_AT_MOST = 64
+"""Backwards before a step between which the shards are compared."""
+LEAST_VALUES = 3
+"""Values of a shard other than zero that must have been multiplied by the same: a row of a matrix
+may have a factor of its own."""
+
 # state_loading
 
 LOADS_EMITTED = 1000
