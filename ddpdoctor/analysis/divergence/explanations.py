@@ -44,7 +44,7 @@ from .explanation import (
     sides_text,
     what_was_skipped,
 )
-from .left_loop import LeftLoop
+from .left_loop import TOGETHER, LeftLoop
 from .loop_exits import left_loop
 from .recorded_difference import InAnotherStep, RecordedDifference
 from .suspects import Suspect
@@ -299,8 +299,10 @@ class LoopExit(CallExplanation):
         left = left_loop(suspect)
         if left is None or left.skipped is not self._skipped:
             return None
-        blamed = self._who(suspect, left)
-        ours = left.blames and tuple(left.ranks) == blamed.ranks
+        why = _why(suspect.divergence, left)
+        blames = left.blames or bool(why)
+        blamed = self._who(suspect, left, blames)
+        ours = blames and tuple(left.ranks) == blamed.ranks
         skips = left.skips if ours else None
         summary = f"{what_was_skipped(blamed)}: {sides_text(blamed)}"
         if not left.known:
@@ -310,26 +312,26 @@ class LoopExit(CallExplanation):
             location=left.place if ours else None,
             label=left.label if ours else "",
             summary=summary if ours else "",
-            cause=f"{_why(blamed.divergence, left)}{left.cause}",
-            fix=left.fix,
+            cause=f"{why}{left.cause}",
+            fix=TOGETHER if why and not left.blames else left.fix,
             related=skips.tried if skips else (),
             steps=skips.steps if skips else None,
             evidence=left.evidence if ours else None,
             also=skips.ranks if skips else (),
         )
 
-    def _who(self, suspect: Suspect, left: LeftLoop) -> Suspect:
+    def _who(self, suspect: Suspect, left: LeftLoop, blames: bool) -> Suspect:
         divergence, gone = suspect.divergence, tuple(left.ranks)
         if not left.known:
             return Suspect(divergence, suspect.call, gone)
         half = 2 * len(gone) - len(divergence.calls)
-        if left.blames and (half <= 0 or left.turn):
+        if blames and (half <= 0 or left.turn):
             stay = divergence.others(gone)[0]
             call = stay if suspect.call.rank.rank in gone else suspect.call
             return Suspect(divergence, call, gone)
         # Half of them left too early, or the other half too late: nothing tells which.
         decided = divergence.extra or suspect.rounds or condition(suspect.call) is not None
-        if left.blames or decided or half or only_theirs(suspect):
+        if blames or decided or half or only_theirs(suspect):
             return suspect
         return Suspect(divergence, suspect.call, tuple(sorted(divergence.calls)))
 

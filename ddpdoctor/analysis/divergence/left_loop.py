@@ -11,6 +11,12 @@ from ...run import Location, ranks_do, ranks_text
 from ..control_flow.skipped_batches import SkippedBatches
 from .thresholds import WAYS_NAMED
 
+TOGETHER = (
+    "`all_reduce` an error flag on every rank after the `try`, before any other collective, and "
+    "skip on all ranks or on none"
+)
+"""What to do where a rank skips what raised on it."""
+
 SKIPPED_BY = "took_no_step_for_a_batch"
 """Name of the evidence which ranks skipped a round."""
 
@@ -151,10 +157,7 @@ class LeftLoop:
         alone = f"let no rank skip a {'batch' if self.steps else 'round'} on its own: "
         handled = any(w.source.startswith("except") for w in self.ways)
         if self.skipped and (handled or (self.skips and self.skips.caught)):
-            return (
-                f"{alone}`all_reduce` an error flag on every rank after the `try`, before any "
-                "other collective, and skip on all ranks or on none"
-            )
+            return f"{alone}{TOGETHER}"
         if self.skipped:
             share = f"{alone}share the condition with `all_reduce`"
             # NaN times zero is NaN.
