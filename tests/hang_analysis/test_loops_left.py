@@ -245,6 +245,29 @@ def test_how_a_loop_over_a_loader_was_left(
     assert finding.rule == ("skipped-round" if steps < read else "loop-exit")
 
 
+@pytest.mark.parametrize(("read", "inner"), [(6, True), (5, False)])
+def test_a_loop_inside_of_one_over_equally_many_batches(
+    tmp_path: Path, read: int, inner: bool
+) -> None:
+    """Rank 1 read all of its batches, and has fewer parts in them to train on."""
+    made = tapes()
+    loops = ((8, "for part in parts:"), (6, "for x, parts in loader:"))
+    for tape in made.values():
+        tape.call(line=9, inside=loops)
+    made[0].call(line=9, inside=loops, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    more = {
+        0: [site(50, "train.py", 6, loops[1][1]), *left_early(epochs=1, exhausted=False,
+            batches=6)[1:]],
+        1: [site(50, "train.py", 6, loops[1][1]), *left_early(epochs=1, exhausted=True, batches=6,
+            read=read, steps=read)[1:]],
+    }  # fmt: skip
+    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert finding.rule == "loop-exit"
+    assert (finding.location.line == 8) is inner
+    assert ("fewer iterations of `for part in parts:`" in finding.cause) is inner
+
+
 GENERATED = (
     Statement(
         line=8,
@@ -388,7 +411,8 @@ def test_a_loop_of_as_many_rounds_on_all_was_not_left(tmp_path: Path, bounds: st
     made[1].call("barrier", 14, inside=loops[2:], state=State.BEGUN, at=START + 5)
     (finding,) = found(run_of(tmp_path, made, now=START + 7))
     assert finding.rule == "loop-exit"
-    assert (8 if bounds == "range(4)" else 6) in [r.location.line for r in finding.related]
+    shown = [finding.location.line, *(r.location.line for r in finding.related)]  # type: ignore[union-attr]
+    assert (8 if bounds == "range(4)" else 6) in shown
 
 
 def test_ranks_in_loops_one_after_the_other(tmp_path: Path) -> None:

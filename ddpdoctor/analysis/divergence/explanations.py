@@ -44,7 +44,7 @@ from .explanation import (
     sides_text,
     what_was_skipped,
 )
-from .left_loop import TOGETHER, LeftLoop
+from .left_loop import TOGETHER, LeftLoop, LoopExitKind
 from .loop_exits import left_loop
 from .recorded_difference import InAnotherStep, RecordedDifference
 from .suspects import Suspect
@@ -303,14 +303,15 @@ class LoopExit(CallExplanation):
         blames = left.blames or bool(why)
         blamed = self._who(suspect, left, blames)
         ours = blames and tuple(left.ranks) == blamed.ranks
+        points = ours or left.how is LoopExitKind.FEWER
         skips = left.skips if ours else None
         summary = f"{what_was_skipped(blamed)}: {sides_text(blamed)}"
         if not left.known:
             summary = f"ranks are in different rounds of a loop: {sides_text(blamed)}"
         return self.blame(
             blamed,
-            location=left.place if ours else None,
-            label=left.label if ours else "",
+            location=left.place if points else None,
+            label=left.label if points else "",
             summary=summary if ours else "",
             cause=f"{why}{left.cause}",
             fix=TOGETHER if why and not left.blames else left.fix,

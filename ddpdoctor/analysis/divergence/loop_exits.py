@@ -214,6 +214,9 @@ def _reported_loop(
         elif here and not ways and depth_in(stay[0], head) is not None:
             ways, short = here, head
         if how is LoopExitKind.OVER:
+            done = all(_finished(r, until_call(s), head) for r in left for s in stay)
+            if candidate and done and not candidate.ways and uneven(candidate.loop, *ranks):
+                return replace(candidate, how=LoopExitKind.FEWER)
             candidate = None
         elif how is LoopExitKind.SKIPPED:
             known = skips([*left, *map(until_call, stay)], head)
@@ -310,6 +313,19 @@ def _how(left: Leaver, stay: Leaver, loop: Location, hidden: bool) -> LoopExitKi
     ):
         return LoopExitKind.UNKNOWN
     return how
+
+
+def _finished(left: Leaver, stay: Leaver, loop: Location) -> bool:
+    """Whether one rank finished the loop over a loader in the epoch that the other is still in,
+    which has as many batches for both: then loops inside had fewer rounds on the first."""
+    mine, theirs = iterations_of(left, loop), iterations_of(stay, loop)
+    if not theirs or theirs[-1].exhausted:
+        return False
+    now = theirs[-1].loader, theirs[-1].began.epoch
+    batches = theirs[-1].began.batches
+    same = next((i for i in mine if (i.loader, i.began.epoch) == now), None)
+    ended = same.ended if same is not None and same.exhausted else None
+    return ended is not None and ended.batches == batches > 0
 
 
 def _shifted_schedule(mine: Finding, other: Finding) -> bool:
