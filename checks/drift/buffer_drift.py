@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from ddpdoctor.analysis.replicas.replicas import (
     replicas,
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
-from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken
+from ddpdoctor.events import Digests, FileWritten, LateBuffers, StateTaken, Tensor
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.report.declarations import Condition, Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
@@ -83,7 +84,8 @@ class BufferDrift(Check):
       equal again later. A note if only the wrapped model's input comes from them.
     - Of buffers that a broadcast overwrites: normalisation layers, torch's own modules, values
       that are only logged, that are written anew in each forward or used in evaluation only.
-    - SyncBatchNorm, buffers that DDP ignores, counters and random states.
+    - SyncBatchNorm, buffers that DDP ignores, counters and random states, and single numbers that
+      are registered with `persistent=False`.
     - Buffers that are neither evaluated nor saved are a note at most, and so are those of an
       evaluated submodule if the model's next forward broadcasts them.
     """
@@ -386,17 +388,22 @@ def _of_batch_norm(kinds: dict[str, str], name: str) -> bool:
 
 
 def _matters(group: Replicas, found: Divergence | None) -> Divergence | None:
-    """The divergence without counters and random states, which may differ between ranks; None
-    where nothing else differs."""
+    """The divergence without counters, random states and single numbers that are in no checkpoint
+    (figures for a progress bar), which may differ between ranks; None where nothing else differs.
+    """
     if found is None:
         return None
-    kinds = {b.name: b.dtype for b in group.any.wrapped.buffers}
-    own = ("int", "uint", "bool")
-    floating = [n for n in found.names if not kinds.get(n, "").startswith(own)]
+    known = {b.name: b for b in group.any.wrapped.buffers}
+    floating = [n for n in found.names if n not in known or not _rank_s_own(known[n])]
     if not floating:
         return None
     found.names = floating
     return found
+
+
+def _rank_s_own(buffer: Tensor) -> bool:
+    number = buffer.dtype.startswith(("int", "uint", "bool"))
+    return number or (not buffer.kept and math.prod(buffer.shape) == 1)
 
 
 def _evaluation(group: Replicas, point: str = "eval") -> Location | None:

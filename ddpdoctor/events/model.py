@@ -18,6 +18,7 @@ class Tensor(Part, frozen=True):
 
     Attributes:
         site: the user's line that registered it, -1 where a library's module did.
+        kept: it is in the model's `state_dict` (a buffer may be registered not to be).
     """
 
     name: str
@@ -26,6 +27,7 @@ class Tensor(Part, frozen=True):
     trainable: bool = True
     ignored: bool = False
     site: int = -1
+    kept: bool = True
 
     @property
     def look(self) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ddpdoctor.checks.drift.buffer_drift import BufferDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from recordings import make_run
+from recordings import make_run, steps
 from replicas import LINE, OTHER, digests, replica, run_of
 
 from ddpdoctor.events import FileWritten, LateBuffers, StateTaken, Wrapped
@@ -286,3 +286,19 @@ def test_parts_that_are_the_same_or_that_not_all_ranks_evaluate():
         {0: [same], 1: [of_a_part(0, 5)]},
     ):
         assert list(BufferDrift().examine(run_of(ranks, broadcast=False))) == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "shape", "told"), [(True, (), True), (False, (), False), (False, (8,), True)]
+)
+def test_figures_for_a_progress_bar(kept, shape, told):
+    made = [
+        msgspec.structs.replace(
+            e, buffers=tuple(msgspec.structs.replace(b, kept=kept, shape=shape) for b in e.buffers)
+        )
+        if isinstance(e, Wrapped)
+        else e
+        for e in replica(broadcast=False)
+    ]
+    run = make_run({n: [*made, at_evaluation(1 + 2 * n, 2), *steps(4)] for n in range(2)})
+    assert [f.rule for f in BufferDrift().examine(run)] == ["not-broadcast"] * told

@@ -10,6 +10,8 @@ import time
 import weakref
 from typing import Any
 
+from msgspec import structs
+
 from ...events import Submodule, Tensor, Wrapped
 from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
@@ -119,9 +121,7 @@ class WrappedModels(Watcher):
                 group=model.group,
                 site=recorder.site(),
                 parameters=_tensors(module, named, ignored),
-                buffers=tuple(
-                    _tensor(n, b, False, n in ignored) for n, b in module.named_buffers()
-                ),
+                buffers=_buffers(module, ignored),
                 modules=_submodules(module),
                 options={
                     k: v
@@ -238,6 +238,18 @@ def _tensors(
         )
         tensors.append(_tensor(name, parameter, parameter.requires_grad, name in ignored, site))
     return tuple(tensors)
+
+
+def _buffers(module: Any, ignored: frozenset[str]) -> tuple[Tensor, ...]:
+    left_out = {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    return tuple(
+        structs.replace(_tensor(n, b, False, n in ignored), kept=n not in left_out)
+        for n, b in module.named_buffers()
+    )
 
 
 def _tensor(name: str, value: Any, trainable: bool, ignored: bool, site: int = -1) -> Tensor:
