@@ -24,7 +24,7 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
     members = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
     if loader.trains and members and all(trains_alone(loader.readers[r]) for r in members):
         return []
-    on_mesh = data_parallel(run) if loader.trains else None
+    on_mesh = data_parallel(run)
     wrapped = {r: s for r in members if (s := _wrap_group(run.ranks[r]))}
     if on_mesh is not None:
         sets = set(on_mesh)
