@@ -38,7 +38,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
-        " LossScaled LossCounted ReducedInGraph NonFinite"
+        " LossScaled LossMultiplied LossCounted ReducedInGraph NonFinite"
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
@@ -103,8 +103,8 @@ WHEN: dict[str, str] = {
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken OuterModule"
         " OuterStateTaken Clipped SchedulerStep"
-        " Edited Rewritten NonFinite Bypassed LossScaled LossCounted ReducedInGraph GradientReduced"
-        " SteppedInside KeptBack"
+        " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
+        " GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided"
     ),

@@ -11,7 +11,14 @@ from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.analysis.replicas.thresholds import EXAMINED_STEPS, SAME_FACTOR
-from ddpdoctor.events import Averaged, Edited, GradientReduced, LossCounted, LossScaled
+from ddpdoctor.events import (
+    Averaged,
+    Edited,
+    GradientReduced,
+    LossCounted,
+    LossMultiplied,
+    LossScaled,
+)
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Location, Run
@@ -22,6 +29,7 @@ SEVERAL = 0.0
 
 DIVIDED_LOSS = "divided-loss"
 COUNTED_LOSS = "counted-loss"
+MULTIPLIED_LOSS = "multiplied-loss"
 DIVIDED_GRADIENTS = "divided-gradients"
 SUMMED_AGAIN = "summed-again"
 REDUCED_AGAIN = "reduced-again"
@@ -33,8 +41,9 @@ class DoubleAveraging(Check):
     ## What it finds
     With DDP, which averages gradients itself: a loss divided by the world size (or by a product
     that contains it) before backward; a sum of losses divided by a count that is summed over all
-    ranks (tokens, say), and not multiplied by the world size; gradients divided by it, or gradients
-    or copies of them all-reduced once more. Without a wrapper: gradients that the program
+    ranks (tokens, say), and not multiplied by the world size; a loss that is a mean over the local
+    batch and is multiplied by the world size (a warning); gradients divided by it, or gradients or
+    copies of them all-reduced once more. Without a wrapper: gradients that the program
     synchronises manually and divides once too often, or whose loss was divided before; and
     parameters that it sums over the ranks between steps and does not divide.
 
@@ -49,10 +58,13 @@ class DoubleAveraging(Check):
     program passes to collectives. Without a wrapper, four steps compare what is applied with the
     mean of the ranks' own gradients, and the parameters after an exchange with the mean of those
     before it. A division counts only if its line names the world size, or a name assigned once in
-    that file from a product or quotient with it: any other 2 does not. A product counts where the
-    loss is a mean, or a sum divided by the world size times the number of its terms. All this
-    proves the fault. A manual all-reduce is an error if the gradients grow by the number of ranks
-    summed; if something else scales them as well, it is only called redundant.
+    that file from a product or quotient with it: any other 2 does not. A division by a product
+    counts where the loss is a mean, or a sum divided by the world size times the number of its
+    terms. A multiplication counts if its line names the world size, nothing else scales the loss,
+    which is a mean over samples or a sum of such means, on all ranks, and no tensor that may be
+    part of it was exchanged between ranks. All this proves the fault. A manual all-reduce is an
+    error if the gradients grow by the number of ranks summed; if something else scales them as
+    well, it is only called redundant.
 
     ## Why it hurts
     The effective learning rate is too small by the world size (too large, for a sum) and changes
@@ -64,7 +76,8 @@ class DoubleAveraging(Check):
 
     ## When it stays quiet
     - Division by the number of accumulation steps; losses that are reduced for logging only.
-    - `loss * world_size / count`, or `loss *= world_size` where a sum over ranks is wanted.
+    - `loss * world_size / count`, or `loss *= world_size` where a sum over ranks is wanted: the
+      loss is a sum, is scaled by anything else, or is computed from values of other ranks.
     - Gradients that DDP does not average: in this backward (`no_sync`), or at all, or through a
       communication hook other than torch's.
     """
@@ -76,6 +89,7 @@ class DoubleAveraging(Check):
     rules: ClassVar[Mapping[str, str]] = {
         DIVIDED_LOSS: "the loss is divided by the world size, and DDP averages",
         COUNTED_LOSS: "the loss is divided by a count of all ranks, and DDP averages",
+        MULTIPLIED_LOSS: "a loss that is a mean is multiplied by the world size",
         DIVIDED_GRADIENTS: "gradients are divided by the world size after DDP averaged them",
         SUMMED_AGAIN: "gradients that DDP averaged are summed over the ranks once more",
         REDUCED_AGAIN: "gradients that DDP averaged are all-reduced once more, to no effect",
@@ -107,6 +121,7 @@ class DoubleAveraging(Check):
             for judge in (
                 self._divided_loss,
                 self._counted_loss,
+                self._multiplied_loss,
                 self._divided_gradients,
                 self._reduced,
             ):
@@ -176,10 +191,39 @@ class DoubleAveraging(Check):
             at=event.at,
         )
 
+    def _multiplied_loss(self, group: Replicas) -> Iterator[Finding]:
+        seen = {
+            n: e for n, m in group.members.items() if (e := next(iter(m.of(LossMultiplied)), None))
+        }
+        if len(seen) < len(group.members) or any(map(_rescaled, group.members.values())):
+            return
+        number, event = next(iter(seen.items()))
+        member, size = group.members[number], event.size
+        yield self._finding(
+            member,
+            rule=MULTIPLIED_LOSS,
+            severity=Severity.WARNING,
+            ranks=tuple(seen),
+            first=(first := own_step(member, event.step)),
+            count=member.last_step - first + 1,
+            location=member.rank.location(event.site),
+            label="a mean needs no factor: DDP averages over the ranks",
+            related=_related(member, "its backward", event.backward_site),
+            summary=f"the loss is a mean over the local batch, and multiplied by the world size "
+            f"({size}) before backward: the gradients are {size} times those of the mean over all "
+            "ranks",
+            cause="DDP averages the gradients of the ranks' means, which gives that of the mean "
+            "over all; the factor makes it their sum, and the learning rate larger with each rank",
+            fix=f"remove the factor `{event.expression}`; it belongs to a loss that is a sum "
+            "divided by a count of all ranks",
+            evidence={"multiplied_by": size, "written_as": event.expression},
+            at=event.at,
+        )
+
     def _divided_gradients(self, group: Replicas) -> Iterator[Finding]:
         size = len(group.any.seen.ranks)
         seen = {n: e for n, m in group.members.items() if (e := _divided(m, size))}
-        if len(seen) < len(group.members):
+        if len(seen) < len(group.members) or _multiplied(group):
             return
         number, event = next(iter(seen.items()))
         member = group.members[number]
@@ -267,6 +311,11 @@ def _scaled(member: Member) -> LossScaled | None:
     return next((e for e in member.of(LossScaled) if e.expression), None)
 
 
+def _multiplied(group: Replicas) -> bool:
+    """Whether the loss is multiplied by the world size, which a later division makes up for."""
+    return any(m.of(LossMultiplied) for m in group.members.values())
+
+
 def _undecided(run: Run) -> str | None:
     """Why the run does not decide, where a longer one would; None where it does."""
     for group in replicas(run):
@@ -302,6 +351,11 @@ def _divided(member: Member, size: int) -> Edited | None:
         if _divides(event, size) and event.divisor and (event.beside or not event.functions):
             return event
     return None
+
+
+def _rescaled(member: Member) -> bool:
+    """Whether the program multiplies gradients itself, apart from torch's clipping."""
+    return any(e.changed and (e.beside or not e.functions) for e in _edits(member))
 
 
 def _manual_factor(event: Edited) -> float:

@@ -131,6 +131,7 @@ from .sync import (
     GradientReduced,
     KeptBack,
     LossCounted,
+    LossMultiplied,
     LossScaled,
     ReducedInGraph,
     ShardScales,

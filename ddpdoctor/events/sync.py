@@ -86,6 +86,25 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
     expression: str = ""
 
 
+class LossMultiplied(Event, frozen=True, tag="loss-multiplied"):
+    """A loss that is a mean over samples of this rank only was multiplied by the size of the
+    model's group before a synchronised backward. Recorded once per line of the backward.
+
+    Attributes:
+        step: the first step for which this may hold.
+        size: of the group.
+        site: the user's line that multiplies; `backward_site` the line of the backward.
+        expression: the factor as written.
+    """
+
+    model: int
+    step: int
+    size: int
+    site: int
+    backward_site: int
+    expression: str
+
+
 class LossCounted(Event, frozen=True, tag="loss-counted"):
     """The loss was divided by a number that was summed over the ranks of the model's group before,
     and not multiplied by their number. Recorded once per line of the backward.

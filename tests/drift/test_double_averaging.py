@@ -10,7 +10,14 @@ from recordings import make_run, steps
 from replicas import BACKWARD, LINE, STEP, replica, run_of
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
-from ddpdoctor.events import Edited, GradientReduced, LossCounted, LossScaled, Replica
+from ddpdoctor.events import (
+    Edited,
+    GradientReduced,
+    LossCounted,
+    LossMultiplied,
+    LossScaled,
+    Replica,
+)
 from ddpdoctor.probe.recording.torch_compat import averages
 from ddpdoctor.probe.source.division import divided_by_world_size
 from ddpdoctor.probe.watchers.gradients import loss_scaling
@@ -52,6 +59,22 @@ def test_a_loss_that_is_divided_by_a_count_of_all_ranks():
     (finding,) = judge(msgspec.structs.replace(COUNTED, site=-1))
     assert finding.location.line == 33, "where it was counted"
     assert judge(COUNTED, edit(2.0)) == [], "the gradients are multiplied afterwards"
+
+
+MULTIPLIED = LossMultiplied(
+    at=0, model=0, step=0, size=2, site=LINE, backward_site=BACKWARD, expression="world"
+)
+
+
+def test_a_mean_that_is_multiplied_by_the_world_size():
+    (finding,) = judge(MULTIPLIED)
+    assert (finding.rule, finding.severity) == ("multiplied-loss", Severity.WARNING)
+    assert (finding.ranks, finding.location.line) == ((0, 1), 33)
+    assert judge(MULTIPLIED, edit(0.5, divisor="world_size")) == [], "divided afterwards"
+    (finding,) = judge(MULTIPLIED, edit(0.1, functions=("clip_grad_norm_",)))
+    assert finding.rule == "multiplied-loss"
+    ranks = {0: [MULTIPLIED], 1: []}
+    assert not list(DoubleAveraging().examine(run_of(ranks))), "the others add nothing"
 
 
 def test_a_divided_loss():

@@ -115,6 +115,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.BatchSeen: _row("batch", "size reduction weight", "model", "forward", CHANGES, usual=True),
     e.ForwardInput: _row("inputs", "fed training", "model", "forward", SAMPLED),
     e.LossScaled: _row("division of the loss", "divisor expression site", "model"),
+    e.LossMultiplied: _row("multiplication of the loss", "size expression site", "model"),
     e.LossCounted: _row("division of the loss by a count", "size site", "model"),
     e.ReducedInGraph: _row("tensor of the loss reduced in place", "size shape site", "model"),
     e.Bypassed: _row("step around the wrapper", "site", "model optimizer", "count"),

@@ -1,5 +1,5 @@
-"""Whether a line of the user's code divides by the world size, as written: a 2 at run time may be
-the world size or something else."""
+"""Whether a line of the user's code divides or multiplies by the world size, as written: a 2 at run
+time may be the world size or something else."""
 
 from __future__ import annotations
 
@@ -102,6 +102,16 @@ def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str
     return ""
 
 
+def multiplied_by_world_size(file: str, line: int) -> str:
+    """The world size as written, if the statement on a line multiplies by it; else empty."""
+    source = source_of(file)
+    if source is None:
+        return ""
+    names = source.once(_names_in)
+    factors = (f for node in source.around(line) for f in _multipliers(node))
+    return next((ast.unparse(f)[:80] for f in factors if _is_size(f, names.sizes)), "")
+
+
 def loss_divided(code: CodeType, line: int) -> tuple[int, str]:
     """Where a function divides by the world size the tensor that a line calls `backward` on: the
     line and the divisor as written; (-1, "") if it does not."""
@@ -129,6 +139,17 @@ def _factors(node: ast.expr) -> list[ast.expr]:
     """The factors of a product; empty for any other expression."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return [f for side in (node.left, node.right) for f in _factors(side) or [side]]
+    return []
+
+
+def _multipliers(node: ast.AST) -> list[ast.expr]:
+    """What a node multiplies."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return [node.left, node.right]
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+        return [node.value]
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("mul", "mul_", "multiply"):
+        return list(node.args)
     return []
 
 

@@ -113,6 +113,12 @@ After that they are traced only where the next edit is due, if the last two set 
 STATE_SEARCHES = 3
 """Searches of the source of running functions for a line that edits optimizer state, per model."""
 
+# multiplied_loss
+
+MULTIPLIED_FOLLOWED = 8
+"""Backwards of a line whose loss is multiplied by the world size that are waited for, until the
+lines of a forward are known."""
+
 # outer_modules
 
 OUTER_LOOKED_AT = (1, 32)

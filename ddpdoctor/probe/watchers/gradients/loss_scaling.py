@@ -132,6 +132,15 @@ class LossScaling(Watcher):
                 for model in pending:
                     self._emit_batch(recorder, backward, model, reduced)
 
+    def follow(self, site: int, step: int) -> None:
+        """Have torch record the lines of the nodes of a backward's next graph."""
+        self.suspected.setdefault(site, step)
+        self._sizing.enable()
+
+    def unfollow(self, site: int) -> None:
+        if site not in self.unclear:
+            self.suspected.pop(site, None)
+
     def _new_graph(self, backward: Backward) -> bool:
         """Whether the last three nodes of the loss are new for this line."""
         ways = self.graphs.setdefault(backward.site, set())
@@ -164,10 +173,10 @@ class LossScaling(Watcher):
             # collective: then the division is right.
             undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
             undone |= "AllReduce" in name or "AllGather" in name
-            reduction = _reduction(node)
+            reduction = reduction_of(node)
             ahead = [n for n, _ in node.next_functions if n is not None]
             if reduction:
-                rows = _rows(node)
+                rows = rows_of(node)
             if len(ahead) != 1 or reduction:
                 break
             node = ahead[0]
@@ -339,7 +348,7 @@ def _frozen(model: Model) -> bool:
     return bool(held) and not any(p.requires_grad for p in held)
 
 
-def _reduction(node: Any) -> str:
+def reduction_of(node: Any) -> str:
     """`mean` or `sum` if a node reduces many numbers to one, else empty."""
     kind = next((k for k in REDUCTION.values() if node.name().lower().startswith(k)), "")
     if kind:
@@ -358,7 +367,7 @@ def _mean_divisor(node: Any, reduction: str) -> int:
     return prod(sizes) if sizes else 0
 
 
-def _rows(node: Any) -> int:
+def rows_of(node: Any) -> int:
     """Leading size of the tensor that a node reduces; 0 if unknown."""
     sizes = _sizes_reduced(node)
     return int(sizes[0]) if sizes else 0
