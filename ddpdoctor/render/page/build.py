@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -19,8 +21,10 @@ from ...report.findings import Report, Severity
 from ...run import Run, counted
 from .. import report_text
 from ..safe_text import clean, clean_lines
-from . import findings, ledger_bars
+from . import findings, ledger_bars, waits
 from .findings import Piece
+
+T = TypeVar("T")
 
 FILES = Path(__file__).parent / "templates"
 
@@ -33,6 +37,17 @@ def render(report: Report, run: Run | None = None) -> str:
     shown = findings.views(report)
     script = _file("page.js")
     page = _environment().get_template("page.html.j2")
+    not_drawn: list[str] = []
+
+    def picture(draw: Callable[[Report, Run], T]) -> T | None:
+        """What `draw` makes of the records; a failure of its own costs the picture only."""
+        try:
+            return draw(report, run) if run is not None else None
+        except Exception as error:
+            what = draw.__module__.rpartition(".")[2]
+            not_drawn.append(clean(f"the picture of {what} could not be drawn: {error!r}"))
+            return None
+
     return page.render(
         policy=_policy(script),
         style=Markup(_file("page.css") + ledger_bars.STYLE),
@@ -50,6 +65,8 @@ def render(report: Report, run: Run | None = None) -> str:
             for s in (*report.coverage.skipped, *report.coverage.partly)
         ],
         examined=len(report.coverage.examined),
+        waits=picture(waits.picture),
+        not_drawn=not_drawn,
         ledger=Markup("\n".join(ledger_bars.bars(report))),
         ranks=report_text.rank_grid(report) if report.ranks else None,
         tables=report_text.tables(report),

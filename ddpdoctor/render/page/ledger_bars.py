@@ -7,7 +7,7 @@ from html import escape
 
 from ...report.findings import RankTimes, Report
 from ...run import counted, ranks_text
-from ...run.ledger import ACCOUNTS, LOSSES, START, WAITING
+from ...run.ledger import ACCOUNTS, DOCTOR, LOSSES, START, WAITING
 from ..safe_text import clean, duration
 
 MOST_BARS = 64
@@ -38,7 +38,7 @@ STYLE = """
 
 def bars(report: Report) -> Iterator[str]:
     """The figure; nothing where no rank has trained."""
-    rows = [row for row in report.ledger if _trained(row) > 0]
+    rows = [row for row in report.ledger if _trained(row) > row.accounts.get(DOCTOR, 0.0)]
     if not rows:
         return
     rows.sort(key=lambda row: (-_lost(row), row.rank))
