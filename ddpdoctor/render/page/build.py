@@ -21,7 +21,7 @@ from ...report.findings import Report, Severity
 from ...run import Run, counted
 from .. import report_text
 from ..safe_text import clean, clean_lines
-from . import findings, ledger_bars, waits
+from . import findings, lanes, ledger_bars, waits
 from .findings import Piece
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ def render(report: Report, run: Run | None = None) -> str:
         ],
         examined=len(report.coverage.examined),
         waits=picture(waits.picture),
+        timeline=picture(lanes.windows) or [],
         not_drawn=not_drawn,
         ledger=Markup("\n".join(ledger_bars.bars(report))),
         ranks=report_text.rank_grid(report) if report.ranks else None,
