@@ -17,7 +17,7 @@ from ..attach import records
 from ..config import Options, resolve
 from ..leftovers import search
 from ..leftovers.folder import write_folder
-from ..render import streams
+from ..render import page, streams
 from ..report.findings import Check
 from ..report.postmortem import Attempts, open_run
 from ..report.registry import select
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("text", *render.FORMATS, *render.OF_RUNS),
+        choices=("text", "html", *render.FORMATS, *render.OF_RUNS),
         default="text",
         help="format of the report on stdout (default: text)",
     )
@@ -73,17 +73,22 @@ def _report(
 ) -> int:
     attempts = open_run(folders)
     report = attempts.report(checks, options.unwanted())
-    for name, write in (("json", render.write_json), ("html", render.write_html)):
-        if path := getattr(args, name, None):
-            try:
-                write(report, path)
-            except OSError as error:
-                raise UsageError(f"--{name}: cannot write {path} ({error.strerror})") from error
+    for name in ("json", "html"):
+        path = getattr(args, name, None)  # absent where it was not given
+        try:
+            if path and name == "json":
+                render.write_json(report, path)
+            elif path:
+                page.write(report, path, attempts.last)
+        except OSError as error:
+            raise UsageError(f"--{name}: cannot write {path} ({error.strerror})") from error
     width, styled = streams.width_of(sys.stdout), streams.is_terminal(sys.stdout)
     if args.rank is not None:
         content = _story(attempts, args.rank, width, styled)
     elif args.format == "text":
         content = render.text(report, width, styled=styled)
+    elif args.format == "html":
+        content = page.html(report, attempts.last)
     elif args.format in render.OF_RUNS:
         content = render.OF_RUNS[args.format](attempts.last, report)
     else:

@@ -176,7 +176,7 @@ class Watcher:
                 self.folder.write_info(unsaved)
                 unsaved = None
         report = outcome.examine(self.folder, self.options, unsaved)
-        outcome.publish(self.folder, report, self.options)
+        outcome.publish(self.folder, report, self.options, run)
 
 
 def _ended(info: RunInfo, run: Run, status: int, stopped_by: str) -> RunInfo:

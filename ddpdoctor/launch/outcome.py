@@ -83,8 +83,12 @@ def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None)
     return report_of(runs, checks, str(folder.path), options.unwanted())
 
 
-def publish(folder: RunFolder, report: Report, options: Options) -> None:
-    """Write the report to all its destinations; one that fails does not prevent the others."""
+def publish(folder: RunFolder, report: Report, options: Options, run: Run) -> None:
+    """Write the report to all its destinations; one that fails does not prevent the others.
+
+    Args:
+        run: the records that are here, for pictures.
+    """
     from .. import render
 
     saved = False
@@ -102,8 +106,10 @@ def publish(folder: RunFolder, report: Report, options: Options) -> None:
         with reported(str(options.json)):
             render.write_json(report, options.json)
     if options.html:
+        from ..render import page
+
         with reported(str(options.html)):
-            render.write_html(report, options.html)
+            page.write(report, options.html, run)
 
 
 def _drop_empty_dumps(folder: RunFolder) -> None:

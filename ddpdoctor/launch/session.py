@@ -83,7 +83,7 @@ class Session:
                 unsaved = None
             others = self.others()
             report = others.verdict() or outcome.examine(self.folder, self.options, unsaved)
-            outcome.publish(self.folder, report, self.options)
+            outcome.publish(self.folder, report, self.options, run)
             if short := others.shortfall():
                 outcome.say(short)
         except Exception as error:  # training's status must come through whatever we got wrong

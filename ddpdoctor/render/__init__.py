@@ -116,13 +116,6 @@ def index_of(checks: Sequence[Check], width: int, *, styled: bool = False) -> st
     return explain_pages.index(checks, width, styled=styled)
 
 
-def html(report: Report) -> str:
-    """The report as a self-contained page."""
-    from . import html_report
-
-    return html_report.render(report)
-
-
 def markdown(report: Report) -> str:
     """The report as Markdown, for a pull request or a job summary."""
     from . import markdown_report
@@ -157,7 +150,7 @@ def github(report: Report) -> str:
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "json": json, "html": html, "markdown": markdown,
+    "json": json, "markdown": markdown,
     "sarif": sarif, "junit": junit, "github": github,
 }  # fmt: skip
 """What `report --format` knows besides `text`, which depends on the terminal; a new format is a
@@ -172,20 +165,16 @@ def perfetto(run: Run, report: Report) -> str:
 
 
 OF_RUNS: dict[str, Callable[[Run, Report], str]] = {"perfetto": perfetto}
-"""The formats that show more of a run than its report holds."""
+"""The formats that show more of a run than its report holds; `render.page` has one more."""
 
 
 def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the content of `findings.json`. Raises OSError where that is impossible."""
-    _write(path, json(report).encode())
+    write_file(path, json(report).encode())
 
 
-def write_html(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the page. Raises OSError where that is impossible."""
-    _write(path, html(report).encode(errors="replace"))
-
-
-def _write(path: str | os.PathLike[str], content: bytes) -> None:
+def write_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a report to a path of the user's. Raises OSError where that is impossible."""
     target = Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout, a pipe
         target.write_bytes(content)

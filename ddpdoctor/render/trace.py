@@ -41,7 +41,7 @@ TraceEvent = dict[str, Any]
 
 def render(run: Run, report: Report) -> str:
     """The trace of a run: a JSON object with `traceEvents`."""
-    clock = _Clock(run)
+    clock = Clock(run)
     events: list[TraceEvent] = []
     placed: dict[int, dict[int, TraceEvent]] = {}
     for rank in run.ranks.values():
@@ -61,20 +61,23 @@ def render(run: Run, report: Report) -> str:
     return msgspec.json.encode(log).decode() + "\n"
 
 
-class _Clock:
+class Clock:
     """Microseconds since the first rank started, on one clock for all nodes: the ranks of a
     collective leave it at about the same moment, which tells how far a node's clock is off."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, ranks: Iterable[Rank] | None = None) -> None:
+        """`ranks`: those of which times are wanted; all where it is None."""
+        asked = list(run.ranks.values() if ranks is None else ranks)
         self.start = run.started
         self.ahead: dict[str, float] = {}
         ends: dict[tuple[str, int], dict[str, float]] = {}
-        for rank in run.ranks.values():
-            for key, call in _numbered(rank):
+        first = next((r.node for r in asked), "")
+        others = {r.node for r in asked} - {first}
+        for rank in asked if others else ():
+            for key, call in numbered(rank):
                 if call.state is State.DONE:
                     ends.setdefault(key, {}).setdefault(rank.node, rank.wall(call.ended))
-        first = next((r.node for r in run.ranks.values()), "")
-        for node in {r.node for r in run.ranks.values()} - {first}:
+        for node in others:
             apart = [e[node] - e[first] for e in ends.values() if node in e and first in e]
             self.ahead[node] = statistics.median(apart) if apart else 0.0
 
@@ -130,7 +133,7 @@ def _slice(
     }
 
 
-def _steps(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
+def _steps(rank: Rank, clock: Clock) -> Iterator[TraceEvent]:
     """Windows of a few steps. What is inside of one are shares of its time, in the order of the
     phases, not moments: medians over the steps of the window are on record."""
     lanes = _Lanes(STEPS)
@@ -160,7 +163,7 @@ def _steps(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
                         "waiting": round(pace.waited_s * 1e3, 3)}}  # fmt: skip
 
 
-def _calls(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
+def _calls(rank: Rank, clock: Clock) -> Iterator[TraceEvent]:
     """The last calls of a rank, exactly; of one that it never left, until the end of its record."""
     ops = {s.id: s.op for s in rank.of(Signature)}
     lanes = _Lanes(CALLS)
@@ -200,7 +203,7 @@ def _open_since(rank: Rank) -> Iterator[float]:
     return (c.began for c in (rank.ring.calls if rank.ring else ()))
 
 
-def _epochs(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
+def _epochs(rank: Rank, clock: Clock) -> Iterator[TraceEvent]:
     names = {e.loader: e.dataset for e in rank.of(LoaderSeen)}
     ended = {(e.loader, e.epoch): e for e in rank.of(EpochEnded)}
     lanes = _Lanes(EPOCHS)
@@ -213,7 +216,7 @@ def _epochs(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
         yield _slice(rank, lanes.free(begin, close), name, begin, close, figures)
 
 
-def _saves(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
+def _saves(rank: Rank, clock: Clock) -> Iterator[TraceEvent]:
     lanes = _Lanes(SAVES)
     for event in rank.of(FileWritten):
         if event.ended:
@@ -224,7 +227,7 @@ def _saves(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
         yield _instant(rank, "leaves", clock.at(rank, leaving.at), {"how": clean(leaving.how)})
 
 
-def _memory(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
+def _memory(rank: Rank, clock: Clock) -> Iterator[TraceEvent]:
     for sample in rank.of(MemorySample):
         figures = {"host": sample.rss_bytes >> 20}
         if sample.device_bytes:
@@ -233,7 +236,7 @@ def _memory(rank: Rank, clock: _Clock) -> Iterator[TraceEvent]:
                "args": figures}  # fmt: skip
 
 
-def _numbered(rank: Rank) -> Iterator[tuple[tuple[str, int], Call]]:
+def numbered(rank: Rank) -> Iterator[tuple[tuple[str, int], Call]]:
     """The collectives in a rank's ring, by the name of their group and their number in it, which
     are the same on all ranks."""
     names = {g.group: g.name for g in rank.of(GroupReady) if g.member}
@@ -250,7 +253,7 @@ def _arrows(run: Run, placed: Mapping[int, Mapping[int, TraceEvent]]) -> Iterato
     """
     parts: dict[tuple[str, int], list[TraceEvent]] = {}
     for rank in run.ranks.values():
-        for key, call in _numbered(rank):
+        for key, call in numbered(rank):
             parts.setdefault(key, []).append(placed[rank.rank][call.number])
     for number, came in enumerate(parts.values()):
         came.sort(key=lambda part: part["ts"])

@@ -27,6 +27,8 @@ else:
 ONLY_IN: dict[str, set[str]] = {
     "torch": {"probe", "launch", "embedded"},
     "rich": {"render"},
+    "jinja2": {"render"},
+    "markupsafe": {"render"},
     "rich_argparse": {"cli"},
     "pynvml": {"monitor", "launch"},
 }

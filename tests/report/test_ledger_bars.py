@@ -7,8 +7,8 @@ import re
 import msgspec
 from recordings import make_run, site, steps, torch_loaded
 
-from ddpdoctor import render
-from ddpdoctor.render.ledger_bars import COLOURS, MOST_BARS, bars
+from ddpdoctor.render import page
+from ddpdoctor.render.page.ledger_bars import COLOURS, MOST_BARS, bars
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import RankTimes, Report
 from ddpdoctor.run.ledger import ACCOUNTS, START
@@ -32,12 +32,12 @@ def test_every_account_has_a_colour() -> None:
 
 
 def test_the_rank_that_loses_most_comes_first_and_start_up_is_left_out() -> None:
-    page = render.html(report_of(row(0, 0), row(1, 3.0)))
-    labels = re.findall(r'aria-label="(rank .*?)"', page)
+    text = page.html(report_of(row(0, 0), row(1, 3.0)))
+    labels = re.findall(r'aria-label="(rank .*?)"', text)
     assert [label.split(":")[0] for label in labels] == ["rank 1", "rank 0"]
     assert "waiting 3 s (3 s of it for rank 0)" in labels[0]
     assert "start-up" not in labels[0]
-    widths = [float(w) for w in re.findall(r'<i style="width:([\d.]+)%', page)]
+    widths = [float(w) for w in re.findall(r'<i style="width:([\d.]+)%', text)]
     assert widths == [50.0, 50.0, 100.0]
 
 
@@ -48,9 +48,9 @@ def test_a_run_that_did_not_train_has_no_bars() -> None:
 
 
 def test_many_ranks_are_cut_and_counted() -> None:
-    page = "".join(bars(report_of(*(row(n, n / 100) for n in range(MOST_BARS + 3)))))
-    assert page.count('class="bar"') == MOST_BARS
-    assert "and 3 ranks that lost less" in page
+    text = "".join(bars(report_of(*(row(n, n / 100) for n in range(MOST_BARS + 3)))))
+    assert text.count('class="bar"') == MOST_BARS
+    assert "and 3 ranks that lost less" in text
 
 
 def test_names_of_ranks_are_escaped() -> None:

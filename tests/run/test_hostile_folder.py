@@ -17,6 +17,7 @@ from sampling import inherited
 
 from ddpdoctor import render
 from ddpdoctor.events import ExceptionRaised
+from ddpdoctor.render import page
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Check, Confidence, Finding, Severity
 from ddpdoctor.report.postmortem import open_run
@@ -84,10 +85,10 @@ def test_styled_output_escapes_only_what_is_ours() -> None:
 
 
 def test_the_page_holds_no_foreign_markup() -> None:
-    _, report = hostile_report()
-    page = render.html(report)
-    assert "<script>alert" not in page
-    assert not CONTROL.search(page)
+    run, report = hostile_report()
+    shown = page.html(report, run)
+    assert "<script>alert" not in shown
+    assert not CONTROL.search(shown)
 
 
 def test_the_story_of_a_rank_is_plain() -> None:

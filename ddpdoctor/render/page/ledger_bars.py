@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from ..report.findings import RankTimes, Report
-from ..run import counted, ranks_text
-from ..run.ledger import ACCOUNTS, LOSSES, START, WAITING
-from .safe_text import clean, duration
+from ...report.findings import RankTimes, Report
+from ...run import counted, ranks_text
+from ...run.ledger import ACCOUNTS, DOCTOR, LOSSES, START, WAITING
+from ..safe_text import clean, duration
 
 MOST_BARS = 64
 """Ranks shown; those that lose most come first."""
@@ -28,7 +28,6 @@ COLOURS = {
 """By account: what trains is blue, what is lost is red or orange."""
 
 STYLE = """
-figure { margin: 1rem 0 } figcaption { font-weight: 600 }
 .bar { display: flex; align-items: center; gap: .6rem; margin: .25rem 0 }
 .bar > span:first-child { width: 5.5rem; text-align: right; flex: none }
 .bar > div { display: flex; height: 1.1rem; flex: 1 } .bar > div > i { display: block }
@@ -39,7 +38,7 @@ figure { margin: 1rem 0 } figcaption { font-weight: 600 }
 
 def bars(report: Report) -> Iterator[str]:
     """The figure; nothing where no rank has trained."""
-    rows = [row for row in report.ledger if _trained(row) > 0]
+    rows = [row for row in report.ledger if _trained(row) > row.accounts.get(DOCTOR, 0.0)]
     if not rows:
         return
     rows.sort(key=lambda row: (-_lost(row), row.rank))
