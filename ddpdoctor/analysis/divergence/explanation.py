@@ -84,7 +84,12 @@ def _difference(blamed: Suspect) -> tuple[str, str]:
     if divergence.shifted:
         label, said = ANOTHER_ORDER, "ranks make the same calls in a different order"
     if extra:
-        label, said = "not called by every rank", f"only some ranks call {op} here"
+        said = (
+            f"only some ranks make this call of {op}"
+            if one_op
+            else f"only some ranks call {op} here"
+        )
+        label = "not called by every rank"
     return f"skipped by {WHO}" if skipped else label, said
 
 
