@@ -4,7 +4,7 @@ import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, run_of
 
-from ddpdoctor.analysis.data.split_layers import data_parallel
+from ddpdoctor.analysis.data.split_layers import data_parallel, of_one_replica
 from ddpdoctor.events import GroupReady, MeshDigests, MeshModel, Tensor, Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Confidence, Severity
@@ -107,7 +107,7 @@ def test_rounding_errors_are_a_note():
     assert found.severity is Severity.NOTE
 
 
-def by_hand(*values, exchanged="in backward", partners=True, names=("wq", "norm.w", "emb.w")):
+def split(*values, exchanged="in backward", partners=True, names=("wq", "norm.w", "emb.w")):
     """Two ranks that split `wq` between them; values of the other parameters by look and rank."""
     ranks = {}
     for r in range(2):
@@ -124,7 +124,12 @@ def by_hand(*values, exchanged="in backward", partners=True, names=("wq", "norm.
                     exchanged=exchanged, partners=(1 - r,) if partners else (), each=pack(each),
                 )
             )  # fmt: skip
-    return [f for f in ParameterDrift().examine(run_of(ranks)) if f.rule == "apart-on-mesh"]
+    return run_of(ranks)
+
+
+def by_hand(*values, **about):
+    found = ParameterDrift().examine(split(*values, **about))
+    return [f for f in found if f.rule == "apart-on-mesh"]
 
 
 SAME = ([(3, 4), (3, 4)], [(30, 40), (30, 40)])
@@ -141,6 +146,21 @@ def test_a_model_that_the_program_splits_over_a_group():
     # These do not exchange activations; each trains a model of its own.
     assert by_hand(OWN, PARTED, exchanged="gradients") == []
     assert by_hand(OWN, PARTED, partners=False) == []
+
+
+def test_ranks_that_work_on_one_replica_together_divide_no_data():
+    both = frozenset({0, 1})
+    assert of_one_replica(split(OWN, PARTED), both) == [frozenset({0}), frozenset({1})]
+    assert of_one_replica(split(SAME, SAME, exchanged="gradients"), both) == [both]
+
+
+def test_stages_of_a_pipeline_divide_no_data():
+    stages = {
+        r: [Unwrapped(at=0, optimizer=0, kind="Stage", site=LINE,
+                      parameters=(Tensor(name="w", shape=(4, 4 + r), dtype="float32"),))]
+        for r in range(2)
+    }  # fmt: skip
+    assert len(of_one_replica(run_of(stages), frozenset({0, 1}))) == 2
 
 
 def test_the_bias_of_a_layer_that_is_split_is_split_as_well():

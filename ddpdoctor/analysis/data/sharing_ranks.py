@@ -8,7 +8,7 @@ from ...events import ForwardInput, GroupReady, ShardedOver, StepDone, Unwrapped
 from ...run import Rank, Run
 from .data_calls import only_reports_beyond, sums_over_all
 from .loaders import Loader, Reader
-from .split_layers import data_parallel
+from .split_layers import data_parallel, of_one_replica
 
 
 def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset[int]]:
@@ -33,7 +33,8 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
     elif loader.trains and not all(_averages(loader.readers[r]) for r in members):
         return []
     else:
-        sets = {frozenset(g.ranks) for r in members if (g := run.ranks[r].default_group)}
+        whole = {frozenset(g.ranks) for r in members if (g := run.ranks[r].default_group)}
+        sets = {part for ranks in whole for part in of_one_replica(run, ranks & run.ranks.keys())}
     return [s for s in sorted(sets, key=sorted) if len(s & members) > 1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...events import Unwrapped
 from ...run import Run
 from ..meshes.mesh_drift import gradients_differ
 from ..meshes.mesh_models import MeshCopies, mesh_models
@@ -33,6 +34,22 @@ def data_parallel(run: Run) -> list[frozenset[int]] | None:
             return []
         found += [frozenset(line) for line in copies.lines(*rest)]
     return list(dict.fromkeys(found)) if known else None
+
+
+def of_one_replica(run: Run, ranks: frozenset[int]) -> list[frozenset[int]]:
+    """The sets of ranks that divide the data among these ranks, where some of them work on one
+    replica together: the program splits its layers over them, or each trains another model (the
+    stages of a pipeline)."""
+    groups = [frozenset(copies.ranks) for copies in split_models(run)]
+    within = [group for group in dict.fromkeys(groups) if group <= ranks]
+    if within and set().union(*within) == ranks and len(set(map(len, within))) == 1:
+        return [frozenset(line) for line in zip(*map(sorted, within), strict=True)]
+    forms: dict[object, set[int]] = {}
+    for number in ranks:
+        events = run.ranks[number].of(Unwrapped)
+        form = frozenset(tuple((p.shape, p.dtype) for p in e.parameters) for e in events)
+        forms.setdefault(form, set()).add(number)
+    return [frozenset(alike) for alike in forms.values()]
 
 
 def _averaged(copies: MeshCopies, dim: int) -> bool:
