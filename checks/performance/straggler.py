@@ -51,6 +51,10 @@ MOST_SHOWN = 7
 """Accounts listed in the evidence."""
 
 
+MOST_AT_ONCE = 0.5
+"""Share of the time in long stretches from which on one of them is told alone."""
+
+
 class Straggler(Check):
     """The other ranks wait for one slow rank
 
@@ -168,6 +172,12 @@ class Straggler(Check):
         where = "after this line" if outside else _IN[line.account]
         every = round((line.last - line.first) / (line.stretches - 1))
         often = "in nearly every step" if every < 2 else f"about once in {every} steps"
+        spends = f"{each * 1e3:.0f} ms"
+        stretches = counted(line.stretches, "long stretch", "long stretches")
+        told = f"{line.long_s:.1f} s"
+        if line.longest_s >= MOST_AT_ONCE * line.long_s and line.stretches > 1:
+            often, spends, told = "at once", f"{line.longest_s:.1f} s", f"{line.longest_s:.1f} s"
+            stretches = f"one stretch ({line.long_s:.1f} s in {line.stretches})"
         return self.finding(
             rule="long-stretches",
             severity=Severity.NOTE if planned and share < PLANNED_SHARE else Severity.WARNING,
@@ -175,12 +185,12 @@ class Straggler(Check):
             steps=Steps(max(line.first, 0), max(line.last, 0), line.stretches),
             subjects=(line.account,),
             location=rank.location(line.site),
-            label=f"rank {number} spends {each * 1e3:.0f} ms {where} {often}",
+            label=f"rank {number} spends {spends} {where} {often}",
             summary=f"{ranks_do(others, 'wait')} {lost:.1f} of {ledger.training_s:.1f} s for rank "
-            f"{number}, which spends {line.long_s:.1f} s "
+            f"{number}, which spends {told} "
             + ("outside of the training step" if outside else _IN[line.account])
-            + f", in {counted(line.stretches, 'long stretch', 'long stretches')}",
-            cause=f"rank {number} takes {each * 1e3:.0f} ms {often}, "
+            + f", in {stretches}",
+            cause=f"rank {number} takes {spends} {often}, "
             f"{'after' if outside else 'at'} {rank.location(line.site) or 'a line unknown'}; the "
             "others do not, and wait in their next collective",
             fix=_LINE_FIXES.get(line.account, _MOVE_WORK),

@@ -48,6 +48,7 @@ class Account(Part, frozen=True):
         stretches: how often there were such, all between two optimizer steps counted once (the
             batches of an evaluation, say).
         first, last: the optimizer steps taken before the first and the last of these.
+        longest_s: the longest of these.
     """
 
     phase: int
@@ -58,6 +59,7 @@ class Account(Part, frozen=True):
     long_s: float = 0.0
     first: int = -1
     last: int = -1
+    longest_s: float = 0.0
 
 
 LONG_S = 0.05

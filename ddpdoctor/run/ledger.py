@@ -56,7 +56,7 @@ class Line:
     """The time that a rank spent in one account at, or after, one line.
 
     Attributes:
-        stretches, long_s, first, last: as of `Account`.
+        stretches, long_s, first, last, longest_s: as of `Account`.
     """
 
     account: str
@@ -66,6 +66,7 @@ class Line:
     long_s: float
     first: int
     last: int
+    longest_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ def _rank_time(number: int, records: list[TimeLedger], waited_for: Mapping[int, 
                 account.long_s,
                 account.first,
                 account.last,
+                account.longest_s,
             )
         )
     accounts[WAITING] = sum(waited_for.values())

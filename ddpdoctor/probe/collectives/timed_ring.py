@@ -146,11 +146,12 @@ class TimedRing(RingWriter):
         )
 
     def _add_long(self, account: int, seconds: float) -> None:
-        known = self.long.setdefault(account, [0, 0.0, self.step, -1])
+        known = self.long.setdefault(account, [0, 0.0, self.step, -1, 0.0])
         known[0] += known[3] != self.step
         known[1] += seconds
         known[3] = self.step
+        known[4] = max(known[4], seconds)
 
-    def _long(self, account: int) -> tuple[int, float, int, int]:
-        count, seconds, first, last = self.long.get(account, (0, 0.0, -1, -1))
-        return int(count), round(seconds, 6), int(first), int(last)
+    def _long(self, account: int) -> tuple[int, float, int, int, float]:
+        count, seconds, first, last, longest = self.long.get(account, (0, 0.0, -1, -1, 0.0))
+        return int(count), round(seconds, 6), int(first), int(last), round(longest, 6)
