@@ -235,7 +235,9 @@ class LossScaleMismatch(Check):
         event = forwards[0][number]
         size, shape = event.size, " x ".join(map(str, event.shape)) or "one number"
         own = f"the backward of `{event.function}`" if event.function else "autograd"
-        others = (member.rank.location(rows[0][number].site) for rows in [*found.values()][1:])
+        given = member.rank.location(event.gives_back)
+        calls = [member.rank.location(rows[0][number].site) for rows in found.values()]
+        calls = calls if given else calls[1:]
         backward = member.rank.location(event.backward_site)
         first = own_step(member, event.step)
         last = max(first, member.last_step)
@@ -245,10 +247,12 @@ class LossScaleMismatch(Check):
             ranks=tuple(group.members),
             steps=Steps(first, last, last - first + 1),
             subjects=(member.wrapped.kind,),
-            location=member.rank.location(event.site),
-            label="its gradient does not reach the other ranks",
+            location=given or member.rank.location(event.site),
+            label="this rank's part of the gradient only"
+            if given
+            else "its gradient does not reach the other ranks",
             related=(
-                *(Related("gathered alike", place) for place in others if place),
+                *(Related("gathered here", place) for place in calls if place),
                 *((Related("its backward", backward),) if backward else ()),
             ),
             summary=f"all ranks compute the same loss from a gathered tensor ({shape} of each), "

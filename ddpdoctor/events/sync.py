@@ -158,7 +158,8 @@ class GatheredInGraph(Event, frozen=True, tag="gathered-in-graph"):
             put into what was gathered.
         norm: of the gradient of all parts; `sketch` its projection, equal on ranks that compute
             the same loss.
-        site: the line of the call; `backward_site` that of the backward.
+        site: the line of the call; `backward_site` that of the backward, `gives_back` where the
+            function returns the gradient, -1 if unknown.
     """
 
     model: int
@@ -171,6 +172,7 @@ class GatheredInGraph(Event, frozen=True, tag="gathered-in-graph"):
     sketch: tuple[float, ...]
     site: int
     backward_site: int
+    gives_back: int = -1
 
 
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):

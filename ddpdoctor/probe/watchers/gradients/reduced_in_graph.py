@@ -11,6 +11,7 @@ gradient of what was gathered. That is measured in the backward, at the node tha
 
 from __future__ import annotations
 
+import ast
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +21,11 @@ from typing import Any, NamedTuple
 
 from ....events import GatheredInGraph, ReducedInGraph
 from ...collectives import call_hooks
+from ...recording.code_locations import classify
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import node_number
 from ...recording.watcher import Watcher, on
+from ...source.ast_cache import parts_of
 from ...tensors.autograd_nodes import divisor_of
 from ...tensors.digests import Sketcher
 from ...training import lifecycle
@@ -278,6 +281,7 @@ class GatheredInGraphs(Watcher):
                     sketch=one.sketch,
                     site=site,
                     backward_site=backward.site,
+                    gives_back=_gives_back(recorder, gathered.node),
                 )
             )
 
@@ -308,6 +312,16 @@ def _running_function() -> Any:
             break
         frame = frame.f_back
     return None
+
+
+def _gives_back(recorder: Recorder, node: Any) -> int:
+    """The site of the last `return` in the backward of a function of the program; -1 if unknown."""
+    function = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    code = getattr(function, "__code__", None)
+    if code is None or classify(code.co_filename) != "user":
+        return -1
+    returns = [part.lineno for part in parts_of(code) if isinstance(part, ast.Return)]
+    return recorder.sites.number(code, max(returns)) if returns else -1
 
 
 def _rank_in_group(model: Model) -> int:
