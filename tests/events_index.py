@@ -38,7 +38,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
-        " LossScaled LossMultiplied LossCounted ReducedInGraph NonFinite"
+        " LossScaled LossMultiplied LossCounted ReducedInGraph GatheredInGraph NonFinite"
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
@@ -104,7 +104,7 @@ WHEN: dict[str, str] = {
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken OuterModule"
         " OuterStateTaken Clipped SchedulerStep"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
-        " GradientReduced SteppedInside KeptBack"
+        " GatheredInGraph GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided"
     ),

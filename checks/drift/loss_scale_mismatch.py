@@ -11,17 +11,22 @@ from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
-from ddpdoctor.events import BatchSeen, Edited, ReducedInGraph
+from ddpdoctor.events import BatchSeen, Edited, GatheredInGraph, ReducedInGraph
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
 
 VALID = "valid-elements"
 REDUCED = "reduced-in-graph"
+GATHERED = "gathered-in-graph"
 
 UNEQUAL, FEWEST = 1.1, 4
 """The largest weight of an element in a forward over the smallest from which on they are unequal,
 and how many forwards must be compared: some unequal ones average out."""
+
+SAME_GRADIENT, OFTEN = 0.02, 3
+"""How far, relative to their norm, the gradients of what was gathered differ between ranks that
+compute the same loss, and in how many forwards they must agree."""
 
 BY_CHANCE = 3.0
 """Standard deviations by which the counts of two ranks differ by chance."""
@@ -36,6 +41,9 @@ class LossScaleMismatch(Check):
       numbers in most steps (a warning): an element on a rank with few of them counts more.
     - A tensor that the loss is computed from and that is all-reduced in place (a warning): autograd
       does not see the collective, so that the gradient through it is too small by the world size.
+    - A tensor that is gathered from all ranks, a loss that all ranks compute from it alike, and a
+      backward that gives each rank its own part of the gradient (a warning), which is too small by
+      the world size as well: an `autograd.Function`, or `gathered[rank] = tensor`.
 
     ## How it knows
     Each rank reads the reduction from the autograd graph, and the batch size from the input of the
@@ -51,7 +59,11 @@ class LossScaleMismatch(Check):
     `all_reduce` (`SUM`, with gradients enabled, in DDP's group) of a tensor that has a `grad_fn`,
     the graph between the loss and that tensor is searched, and the graph below it for parameters of
     the model: that a gradient flows there proves the fault. torch itself warns of it once ("an
-    autograd kernel was not registered").
+    autograd kernel was not registered"). In the first backwards after an `all_gather` by an
+    `autograd.Function`, or of which this rank's part was put back into what was joined, the
+    gradient of all parts is compared with what the node gives back: it must be this rank's part
+    to the bit. A projection of the gradient of all parts must agree between all ranks (2 %) in at
+    least three forwards: then each computes the same loss, and each part is used by all.
 
     ## Why it hurts
     DDP averages over ranks, not over samples: the gradient is the sum over all samples divided by
@@ -63,7 +75,8 @@ class LossScaleMismatch(Check):
     local_sum * world_size / global_count`. Where elements count, reduce with `sum`, all-reduce the
     number of elements that count, and divide by it in the same way. For a tensor that the loss is
     computed from: `from torch.distributed.nn.functional import all_reduce` and `tensor =
-    all_reduce(tensor)`, whose backward sums over the ranks as well.
+    all_reduce(tensor)`, whose backward sums over the ranks as well; `all_gather` of that module in
+    the same way, or all-reduce the gradient in the function's backward.
 
     ## When it stays quiet
     - Means over whole batches, and batches of equal size.
@@ -73,8 +86,9 @@ class LossScaleMismatch(Check):
     - Losses, or gradients before the step, that the program itself scales by a factor that may
       follow the count. A constant factor does not where the counts vary.
     - Tensors all-reduced for logging, detached, with `AVG` (DDP's mean is right then), or of one
-      number; losses that are linear in the sum; collectives in an `autograd.Function`; losses that
-      are multiplied by the world size.
+      number; losses that are linear in the sum; losses that are multiplied by the world size.
+    - Functions whose backward sums over the ranks or scales; losses that each rank computes for its
+      own rows against those of all; sums over what was gathered.
     """
 
     code = "DDP410"
@@ -85,10 +99,16 @@ class LossScaleMismatch(Check):
         "loss-scale-mismatch": "the loss is a sum, and batches have unequal sizes",
         VALID: "the loss is a mean over unequal numbers of elements that count",
         REDUCED: "a tensor that the loss is computed from is all-reduced in place",
+        GATHERED: "a loss of all ranks' tensors, whose gradient reaches this rank's part only",
     }
     requires = (
         needs_copies,
-        seen(BatchSeen, ReducedInGraph, otherwise="no loss was seen whose reduction is known"),
+        seen(
+            BatchSeen,
+            ReducedInGraph,
+            GatheredInGraph,
+            otherwise="no loss was seen whose reduction is known",
+        ),
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
@@ -99,6 +119,7 @@ class LossScaleMismatch(Check):
                 yield from self._judge(group)
                 yield from self._judge_valid(group)
                 yield from self._judge_reduced(group)
+                yield from self._judge_gathered(group)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         tables = {n: _sums(m) for n, m in group.members.items()}
@@ -202,6 +223,81 @@ class LossScaleMismatch(Check):
             evidence={"shape": shape, "ranks": size},
             at=member.rank.wall(event.at),
         )
+
+    def _judge_gathered(self, group: Replicas) -> Iterator[Finding]:
+        if group.left_out or not group.any.seen.averages or _edited(group):
+            return
+        found = _gathered(group)
+        if not found:
+            return
+        number, member = next(iter(group.members.items()))
+        forwards = next(iter(found.values()))
+        event = forwards[0][number]
+        size, shape = event.size, " x ".join(map(str, event.shape)) or "one number"
+        own = f"the backward of `{event.function}`" if event.function else "autograd"
+        given = member.rank.location(event.gives_back)
+        calls = [member.rank.location(rows[0][number].site) for rows in found.values()]
+        calls = calls if given else calls[1:]
+        backward = member.rank.location(event.backward_site)
+        first = own_step(member, event.step)
+        last = max(first, member.last_step)
+        yield self.finding(
+            rule=GATHERED,
+            severity=Severity.WARNING,
+            ranks=tuple(group.members),
+            steps=Steps(first, last, last - first + 1),
+            subjects=(member.wrapped.kind,),
+            location=given or member.rank.location(event.site),
+            label="this rank's part of the gradient only"
+            if given
+            else "its gradient does not reach the other ranks",
+            related=(
+                *(Related("gathered here", place) for place in calls if place),
+                *((Related("its backward", backward),) if backward else ()),
+            ),
+            summary=f"all ranks compute the same loss from a gathered tensor ({shape} of each), "
+            f"and {own} gives each rank its own part of the gradient: what flows through it is "
+            f"{size} times too small",
+            cause=f"DDP adds up the parts of the {size} ranks and divides them by {size}; each "
+            "would have to be the sum over the losses of all ranks",
+            fix="`from torch.distributed.nn.functional import all_gather`, and `torch.cat("
+            "all_gather(tensor))`, whose backward sums over the ranks; or `dist.all_reduce` the "
+            "gradient in the function's own backward before its part is taken",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={"shape": shape, "ranks": size, "forwards compared": len(forwards)},
+            at=member.rank.wall(event.at),
+        )
+
+
+def _gathered(group: Replicas) -> dict[int, list[dict[int, GatheredInGraph]]]:
+    """By line on the first rank, the records of all ranks in forwards in which all compute the same
+    loss from what was gathered. Lines of which any forward differs are left out."""
+    tables: dict[int, dict[tuple[int, int], GatheredInGraph]] = {}
+    for number, member in group.members.items():
+        table = tables.setdefault(number, {})
+        for event in member.of(GatheredInGraph):
+            key = event.forward, sum(forward == event.forward for forward, _ in table)
+            table[key] = event
+    common = set.intersection(*map(set, tables.values())) if tables else set()
+    found: dict[int, list[dict[int, GatheredInGraph]]] = {}
+    apart: set[int] = set()
+    for key in sorted(common):
+        row = {number: table[key] for number, table in tables.items()}
+        site = next(iter(row.values())).site
+        found.setdefault(site, []).append(row)
+        if not _same_gradient([*row.values()]):
+            apart.add(site)
+    return {s: rows for s, rows in found.items() if len(rows) >= OFTEN and s not in apart}
+
+
+def _same_gradient(events: list[GatheredInGraph]) -> bool:
+    """Whether the gradients of all ranks' parts are equal, but for rounding."""
+    first = events[0]
+    allowed = SAME_GRADIENT * max(e.norm for e in events)
+    return all(
+        abs(e.norm - first.norm) <= allowed and math.dist(e.sketch, first.sketch) <= allowed
+        for e in events
+    )
 
 
 def _steps(group: Replicas, unequal: Iterable[int], known: Iterable[int]) -> Steps:

@@ -128,6 +128,7 @@ from .sync import (
     BatchSeen,
     Carried,
     EditedBeforeSync,
+    GatheredInGraph,
     GradientReduced,
     KeptBack,
     LossCounted,

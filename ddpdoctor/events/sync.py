@@ -145,6 +145,36 @@ class ReducedInGraph(Event, frozen=True, tag="reduced-in-graph"):
     backward_site: int
 
 
+class GatheredInGraph(Event, frozen=True, tag="gathered-in-graph"):
+    """A tensor that follows from the model's parameters was gathered from the ranks of its group,
+    a loss was computed from all parts, and the backward gave back exactly this rank's part of the
+    gradient. Recorded in the first synchronised backwards, once per line of the call in each.
+
+    Attributes:
+        forward: zero-based number of the model's last forward; `step` optimizer steps of this
+            process before it.
+        size: of the group; `shape` of this rank's part.
+        function: the program's `autograd.Function` that gathers; empty where this rank's tensor was
+            put into what was gathered.
+        norm: of the gradient of all parts; `sketch` its projection, equal on ranks that compute
+            the same loss.
+        site: the line of the call; `backward_site` that of the backward, `gives_back` where the
+            function returns the gradient, -1 if unknown.
+    """
+
+    model: int
+    forward: int
+    step: int
+    size: int
+    shape: tuple[int, ...]
+    function: str
+    norm: float
+    sketch: tuple[float, ...]
+    site: int
+    backward_site: int
+    gives_back: int = -1
+
+
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):
     """The program itself reduced gradients that DDP averages. Recorded for the first calls of a
     line, then rarely, and for the last.

@@ -10,7 +10,7 @@ from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
 from recordings import steps
 from replicas import BACKWARD, LINE, run_of
 
-from ddpdoctor.events import BatchSeen, Edited, ReducedInGraph
+from ddpdoctor.events import BatchSeen, Edited, GatheredInGraph, ReducedInGraph
 from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -243,3 +243,29 @@ def test_where_the_program_changes_the_gradients_itself():
     assert not list(
         LossScaleMismatch().examine(run_of({n: [IN_GRAPH, edited(0, 2.0)] for n in range(2)}))
     )
+
+
+def gathered(forward, sketch=(3.0, 4.0), function="Gather", **more):
+    return GatheredInGraph(
+        at=0, model=0, forward=forward, step=forward, size=2, shape=(8, 4), function=function,
+        norm=5.0, sketch=sketch, site=LINE, backward_site=BACKWARD, **more,
+    )  # fmt: skip
+
+
+def test_a_loss_of_gathered_tensors_whose_gradient_reaches_only_this_ranks_part():
+    for function in ("Gather", ""):
+        events = [gathered(f, function=function) for f in range(4)]
+        (finding,) = LossScaleMismatch().examine(run_of(dict.fromkeys(range(2), events)))
+        assert (finding.rule, finding.severity) == ("gathered-in-graph", Severity.WARNING)
+        assert (finding.ranks, finding.location.line) == ((0, 1), 33)
+        assert finding.steps == Steps(first=0, last=3, count=4)
+
+
+@pytest.mark.parametrize("ranks", [
+    {0: [gathered(f) for f in range(2)], 1: [gathered(f) for f in range(2)]},  # too few
+    {0: [gathered(f) for f in range(4)], 1: []},
+    {0: [gathered(f) for f in range(4)], 1: [gathered(f, (4.0, 3.0)) for f in range(4)]},  # local
+    {n: [*(gathered(f) for f in range(4)), edited(0, 2.0)] for n in range(2)},
+])  # fmt: skip
+def test_gathered_tensors_whose_gradient_may_be_right(ranks):
+    assert not list(LossScaleMismatch().examine(run_of(ranks)))

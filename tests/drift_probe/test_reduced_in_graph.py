@@ -1,10 +1,16 @@
-"""DDP410: which graphs depend on a tensor that is all-reduced in place."""
+"""DDP410: which graphs depend on a tensor that is all-reduced in place, or gathered."""
 
 import pytest
 import torch
 
 from ddpdoctor.probe.training.tracked_model import Model
-from ddpdoctor.probe.watchers.gradients.reduced_in_graph import _leads_to, _shapes
+from ddpdoctor.probe.watchers.gradients.reduced_in_graph import (
+    _leads_to,
+    _parts,
+    _put_back,
+    _scaled_up,
+    _shapes,
+)
 
 
 class Given(torch.autograd.Function):
@@ -62,3 +68,42 @@ def test_which_tensors_follow_from_the_parameters_of_a_model():
     model = Model(0, net, list(net.parameters()), [0, 1, 2, 3])
     assert _leads_to(net(torch.ones(4)).relu().grad_fn, model)
     assert not _leads_to(torch.ones(4, requires_grad=True).exp().grad_fn, model)
+
+
+@pytest.mark.parametrize(("loss", "quiet"), [
+    (lambda c: (c / 0.5).exp().mean(), False),  # a temperature, not the world size
+    (lambda c: c.square().sum() / 32, False),
+    (lambda c: c.mean(), False),
+    (lambda c: c.exp().mean() * 2, True),
+    (lambda c: (c.exp() * 2).mean() + 1, True),
+    (lambda c: c.sum(), True),
+    (lambda c: torch.ones(3, requires_grad=True).sum(), True),
+])  # fmt: skip
+def test_losses_of_gathered_tensors_that_are_scaled_or_summed(loss, quiet):
+    tensor = torch.randn(4, 4, requires_grad=True) * 3
+    assert _scaled_up([loss(tensor).grad_fn], tensor.grad_fn, 2) is quiet
+
+
+def test_tensors_that_are_put_back_into_what_was_gathered():
+    mine, other = torch.ones(4, 2, requires_grad=True) * 2, torch.ones(4, 2)
+    for joined in (torch.cat([other, mine]), torch.stack([other, mine])):
+        loss = joined.square().sum().grad_fn
+        assert _put_back([loss], 2, 1) == [joined.grad_fn]
+        assert _put_back([loss], 2, 0) == []
+        assert _put_back([loss], 3, 1) == []
+    both = torch.cat([mine, mine]).square().sum().grad_fn
+    assert _put_back([both], 2, 1) == []
+
+
+def test_which_part_of_the_gradient_is_given_back():
+    whole = torch.arange(24.0).reshape(8, 3)
+    parts = whole.chunk(2)
+
+    def given(mine, gradients, rank=1, own=True):
+        return _parts([mine], gradients, 2, rank, own=own) is not None
+
+    assert given(parts[1], [whole]) and not given(parts[1], [whole], rank=0)
+    assert given(parts[1], [None, parts[1]]) and given(parts[1], [torch.stack(parts)])
+    assert given(whole.T.chunk(2, 1)[1], [whole.T]), "joined along another dimension"
+    assert not given(parts[1] * 2, [whole]) and not given(None, [whole])
+    assert _parts(parts, [whole], 2, 1, own=False) is not None

@@ -118,6 +118,9 @@ COMPARED: dict[type[Event], Compared] = {
     e.LossMultiplied: _row("multiplication of the loss", "size expression site", "model"),
     e.LossCounted: _row("division of the loss by a count", "size site", "model"),
     e.ReducedInGraph: _row("tensor of the loss reduced in place", "size shape site", "model"),
+    e.GatheredInGraph: _row(
+        "tensor of the loss gathered without its gradient", "size function site", "model"
+    ),
     e.Bypassed: _row("step around the wrapper", "site", "model optimizer", "count"),
     e.ReadyTwice: _row("parameter ready twice", "parameter site", "model"),
     e.StaticGraphBroken: _row("graph that is not static", "site", "model kind"),

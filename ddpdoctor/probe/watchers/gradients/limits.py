@@ -144,6 +144,8 @@ of all lines before one backward."""
 REDUCED_NODES = 10_000
 """Nodes of the graph that are searched: those between the loss and the tensor, and from there to a
 parameter."""
+GATHERED_FRAMES = 12
+"""Of the stack, above a call that gathers, in which the function is searched that makes it."""
 
 # replica_digests
 
