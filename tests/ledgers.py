@@ -43,7 +43,7 @@ class LedgerOf:
         self.spent = {"start": start_s}
         self.waited = 0.0
         self.doctor_s = 0.0
-        self.long: dict[str, tuple[int, float, int, int]] = {}
+        self.long: dict[str, tuple[int, float, int, int, float]] = {}
         self.step = 0
         self.events: list[Event] = [*SITES]
 
@@ -60,14 +60,15 @@ class LedgerOf:
         for name, seconds in spent.items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
             if seconds >= LONG_S:
-                count, long_s, first, _ = self.long.get(name, (0, 0.0, self.step, 0))
-                self.long[name] = count + 1, long_s + seconds, first, self.step
+                count, long_s, first, _, most = self.long.get(name, (0, 0.0, self.step, 0, 0.0))
+                most = max(most, seconds)
+                self.long[name] = count + 1, long_s + seconds, first, self.step, most
         self.waited += waits
         self.doctor_s += doctor
         self.step = until
         wall_s = sum(self.spent.values()) + self.waited + self.doctor_s
         accounts = [
-            Account(*ACCOUNTS[name], seconds, 0.0, *self.long.get(name, (0, 0.0, -1, -1)))
+            Account(*ACCOUNTS[name], seconds, 0.0, *self.long.get(name, (0, 0.0, -1, -1, 0.0)))
             for name, seconds in self.spent.items()
         ]
         waiting = Account(Phase.BACKWARD, 3, 0.0, self.waited)

@@ -11,7 +11,13 @@ from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
-from ddpdoctor.events import BatchSeen, Edited, GatheredInGraph, ReducedInGraph
+from ddpdoctor.events import (
+    BatchSeen,
+    Edited,
+    GatheredInGraph,
+    OptimizerSeen,
+    ReducedInGraph,
+)
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
@@ -30,6 +36,10 @@ compute the same loss, and in how many forwards they must agree."""
 
 BY_CHANCE = 3.0
 """Standard deviations by which the counts of two ranks differ by chance."""
+
+
+ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "lion", "adafactor")
+"""Parts of the names of optimizers that divide each gradient by its own size."""
 
 
 class LossScaleMismatch(Check):
@@ -79,6 +89,8 @@ class LossScaleMismatch(Check):
     the same way, or all-reduce the gradient in the function's backward.
 
     ## When it stays quiet
+    - A note where tensors are gathered without the gradient of other ranks and the optimizer takes
+      out a common factor (Adam and others).
     - Means over whole batches, and batches of equal size.
     - Means over elements of which all ranks have about as many (masks drawn at random), or that are
       weighted so that each counts the same on every rank.
@@ -241,9 +253,10 @@ class LossScaleMismatch(Check):
         backward = member.rank.location(event.backward_site)
         first = own_step(member, event.step)
         last = max(first, member.last_step)
+        scaled = _takes_out_factors(member)
         yield self.finding(
             rule=GATHERED,
-            severity=Severity.WARNING,
+            severity=Severity.NOTE if scaled else Severity.WARNING,
             ranks=tuple(group.members),
             steps=Steps(first, last, last - first + 1),
             subjects=(member.wrapped.kind,),
@@ -259,7 +272,10 @@ class LossScaleMismatch(Check):
             f"and {own} gives each rank its own part of the gradient: what flows through it is "
             f"{size} times too small",
             cause=f"DDP adds up the parts of the {size} ranks and divides them by {size}; each "
-            "would have to be the sum over the losses of all ranks",
+            "would have to be the sum over the losses of all ranks"
+            + (
+                f"; {scaled} takes out a factor that all gradients have in common" if scaled else ""
+            ),
             fix="`from torch.distributed.nn.functional import all_gather`, and `torch.cat("
             "all_gather(tensor))`, whose backward sums over the ranks; or `dist.all_reduce` the "
             "gradient in the function's own backward before its part is taken",
@@ -267,6 +283,14 @@ class LossScaleMismatch(Check):
             evidence={"shape": shape, "ranks": size, "forwards compared": len(forwards)},
             at=member.rank.wall(event.at),
         )
+
+
+def _takes_out_factors(member: Member) -> str:
+    """The optimizer of a model whose updates a common factor of all gradients does not change;
+    empty for another one."""
+    kinds = [e.kind for e in member.rank.of(OptimizerSeen) if member.model in e.models]
+    known = [k for k in kinds if any(word in k.lower() for word in ADAPTIVE)]
+    return known[0] if kinds and len(known) == len(kinds) else ""
 
 
 def _gathered(group: Replicas) -> dict[int, list[dict[int, GatheredInGraph]]]:

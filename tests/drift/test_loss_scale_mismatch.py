@@ -10,7 +10,7 @@ from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
 from recordings import steps
 from replicas import BACKWARD, LINE, run_of
 
-from ddpdoctor.events import BatchSeen, Edited, GatheredInGraph, ReducedInGraph
+from ddpdoctor.events import BatchSeen, Edited, GatheredInGraph, OptimizerSeen, ReducedInGraph
 from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -269,3 +269,18 @@ def test_a_loss_of_gathered_tensors_whose_gradient_reaches_only_this_ranks_part(
 ])  # fmt: skip
 def test_gathered_tensors_whose_gradient_may_be_right(ranks):
     assert not list(LossScaleMismatch().examine(run_of(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "severity"),
+    [(["AdamW"], Severity.NOTE), (["SGD"], Severity.WARNING), (["AdamW", "SGD"], Severity.WARNING)],
+)
+def test_optimizers_that_take_out_a_common_factor(kinds, severity):
+    held = [
+        OptimizerSeen(at=0, optimizer=n, kind=kind, site=LINE, models=(0,))
+        for n, kind in enumerate(kinds)
+    ]
+    events = [*held, *(gathered(f) for f in range(4))]
+    (finding,) = LossScaleMismatch().examine(run_of(dict.fromkeys(range(2), events)))
+    assert finding.severity is severity
+    assert ("takes out a factor" in finding.cause) is (severity is Severity.NOTE)

@@ -164,3 +164,14 @@ def test_two_epochs() -> None:
 def test_long_waits_in_the_middle_of_epochs() -> None:
     """Not the start of an epoch: by typical steps, or by nothing."""
     assert not slow_starts(per_epoch=4)
+
+
+def test_one_long_stretch_is_told_as_one() -> None:
+    every = late("loading", seconds=0.06, usual=0.1)
+    every[0].steps(80, forward=0.1, loading=13.0)
+    every[1].steps(80, forward=0.1, waits=13.0)
+    (finding,) = stragglers(every)
+    assert "spends 13.0 s in loading, in one stretch" in finding.summary
+    assert "at once" in finding.label
+    (usual,) = stragglers(late("loading"))
+    assert "8 long stretches" in usual.summary
