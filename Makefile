@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := samples/model/unused_parameter.py
 DEMO_RUN := build/demo
 
-.PHONY: help demo test test-all golden samples no-harm torch-tests frameworks chaos lint format readme picture clean
+.PHONY: help demo test test-all golden samples no-harm torch-tests frameworks browser chaos lint format readme picture clean
 .DEFAULT_GOAL := help
 
 # Tests start some thousands of processes: without compiled modules each would compile them again.
@@ -22,6 +22,7 @@ help:
 	@echo "make torch-tests  PyTorch's own distributed tests under the probe"
 	@echo "make chaos        random faults on random ranks, and how many are named (SEEDS=32)"
 	@echo "make frameworks   Lightning, Accelerate, Transformers, torchdata, mpirun, ... for real"
+	@echo "make browser      the HTML page in Chromium, which is installed where it is missing"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make readme       write the tables of README and CONTRIBUTING and the index of events"
@@ -75,6 +76,12 @@ chaos: $(INSTALLED)
 frameworks: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[frameworks]'
 	$(BIN)/python -m pytest -m frameworks tests/frameworks
+
+# Of Debian where there is one, which needs root; else the one that Playwright brings.
+browser: $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[browser]'
+	command -v chromium >/dev/null || apt-get install -y -qq chromium || $(BIN)/playwright install chromium
+	$(BIN)/python -m pytest -m browser tests/browser
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

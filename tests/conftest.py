@@ -24,13 +24,13 @@ TRIES = 3
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     """Tests that start ranks are tried again, and come first, so that the workers end together;
-    exhaustive ones and those of frameworks run only where `-m` names them."""
+    exhaustive ones and those of frameworks or a browser run only where `-m` names them."""
     for item in items:
         if starts_ranks(item):
             item.add_marker(pytest.mark.flaky(reruns=TRIES - 1))
     items.sort(key=lambda i: (i.get_closest_marker("slow") is None, not starts_ranks(i)))
     asked = config.option.markexpr
-    unasked = [name for name in ("exhaustive", "frameworks") if name not in asked]
+    unasked = [name for name in ("exhaustive", "frameworks", "browser") if name not in asked]
     left = [i for i in items if any(i.get_closest_marker(name) for name in unasked)]
     if left:
         config.hook.pytest_deselected(items=left)

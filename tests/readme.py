@@ -2,12 +2,13 @@
 
 The table of layers is made from `layers.MAY_IMPORT`, that of checks from the checks, the
 picture from a real run of a sample, those of costs from the last `benchmarks/overhead.py` and
-`benchmarks/peers.py`.
+`benchmarks/peers.py`. The picture of the page is drawn where there is a Chromium.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,10 @@ README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PICTURE = ROOT / "samples" / "report.svg"
 PICTURED = "samples/model/unused_parameter.py"
+PAGE_PICTURE = ROOT / "samples" / "page.png"
+PAGE_PICTURED = "samples/hang/rank_missing.py"
+PAGE_SIZE = 1000, 1340
+"""Of the window, in pixels."""
 COSTS = {name: ROOT / "benchmarks" / f"{name}.md" for name in ("overhead", "peers")}
 
 
@@ -57,6 +62,30 @@ def contributing(text: str) -> str:
     return with_block(text, "layers", layers.table())
 
 
+def run_sample(out: Path, sample: str, *options: str) -> None:
+    command = [sys.executable, "-m", "ddpdoctor", "run", "--quiet", "--out", str(out)]
+    command += [*options, sample]
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+
+
+def draw_page(browser: str) -> None:
+    """The top of the page about a run that hung, as the browser shows it."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        options = ["--nproc-per-node", "4", "--hang-after", "5", "--on-hang", "stop", "--html"]
+        run_sample(Path(folder) / "run", PAGE_PICTURED, *options, str(page))
+        page.write_text(page.read_text().replace(f"{folder}/", "ddpdoctor-runs/"))
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--hide-scrollbars",
+            f"--screenshot={PAGE_PICTURE}",
+        ]
+        size = f"--window-size={PAGE_SIZE[0]},{PAGE_SIZE[1]}"
+        command = [browser, *options, size, page.as_uri()]
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
+
+
 def picture() -> str:
     """The report of a sample's run as it stands on a terminal, as SVG."""
     from rich.console import Console
@@ -64,8 +93,7 @@ def picture() -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "ddpdoctor", "run", "--quiet", "--out", str(out), PICTURED]
-        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+        run_sample(out, PICTURED)
         report = open_run([out]).report(registry.all_checks())
         printed = render.text(report, 96, styled=True).replace(f"{folder}/", "ddpdoctor-runs/")
     with open("/dev/null", "w") as nowhere:
@@ -80,3 +108,5 @@ if __name__ == "__main__":
     events_index.INDEX.write_text(events_index.text())
     if "--no-picture" not in sys.argv:
         PICTURE.write_text(picture())
+        if browser := shutil.which("chromium"):
+            draw_page(browser)

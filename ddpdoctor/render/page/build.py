@@ -21,7 +21,7 @@ from ...report.findings import Report, Severity
 from ...run import Run, counted
 from .. import report_text
 from ..safe_text import clean, clean_lines
-from . import findings, lanes, ledger_bars, waits
+from . import findings, lanes, ledger_bars, maps, waits
 from .findings import Piece
 
 T = TypeVar("T")
@@ -67,6 +67,8 @@ def render(report: Report, run: Run | None = None) -> str:
         examined=len(report.coverage.examined),
         waits=picture(waits.picture),
         timeline=picture(lanes.windows) or [],
+        maps=picture(maps.maps),
+        ranks_known=len(report.ranks),
         not_drawn=not_drawn,
         ledger=Markup("\n".join(ledger_bars.bars(report))),
         ranks=report_text.rank_grid(report) if report.ranks else None,

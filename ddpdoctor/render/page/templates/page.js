@@ -57,6 +57,32 @@
       by(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - area.getBoundingClientRect().left);
     }, { passive: false });
   }
+  // Maps: the value of a cell under the pointer, or under the arrow keys.
+  for (const map of all(".map")) {
+    const picture = map.querySelector("svg"), output = map.querySelector("output"), data = picture.dataset;
+    const rows = data.rows.split(";"), columns = data.columns.split(";");
+    const cells = data.cells.split(";").map((row) => row.split(","));
+    let x = 0, y = 0;
+    const say = () => {
+      x = Math.min(columns.length - 1, Math.max(0, x));
+      y = Math.min(rows.length - 1, Math.max(0, y));
+      output.value = rows[y] + ", " + columns[x] + ": " + (cells[y][x] || "not measured");
+    };
+    picture.addEventListener("pointermove", (event) => {
+      const box = picture.getBoundingClientRect();
+      x = Math.floor((event.clientX - box.left) / box.width * columns.length);
+      y = Math.floor((event.clientY - box.top) / box.height * rows.length);
+      say();
+    });
+    picture.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+      if (!move) return;
+      event.preventDefault();
+      x += move[0];
+      y += move[1];
+      say();
+    });
+  }
   // Paper shows what is folded away.
   window.addEventListener("beforeprint", () => all("details").forEach((one) => { one.open = true; }));
 })();

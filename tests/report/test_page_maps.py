@@ -1,0 +1,77 @@
+"""The maps of ranks and steps: folded, coloured, left out where nothing is on record."""
+
+from __future__ import annotations
+
+import pytest
+from recordings import START, make_run, steps
+
+from ddpdoctor.events import MemorySample, Pace, StepDone
+from ddpdoctor.render import page
+from ddpdoctor.render.page.maps import LEVELS, MOST_COLUMNS, MOST_ROWS, Map, maps
+from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.run import Run
+
+
+def drawn(run: Run) -> dict[str, Map]:
+    return {one.name: one for one in maps(diagnose(run, (), folder="runs/a"), run).maps}
+
+
+def timed(count: int, slow: tuple[int, ...] = ()) -> list[StepDone]:
+    return [e for n in range(count) for e in steps(1, first=n, wall_s=0.5 if n in slow else 0.1)]
+
+
+def test_a_slow_step_is_the_darkest_cell() -> None:
+    shown = drawn(make_run({0: timed(10), 1: timed(10, slow=(6,))}))["steps"]
+    assert (shown.rows, shown.columns[:2]) == (("rank 0", "rank 1"), ("step 0", "step 1"))
+    assert shown.cells[1][5:8] == ("0.1 s", "0.5 s", "0.1 s")
+    assert shown.cells[0][0] == "", "the first step began with the program"
+    assert shown.paths[LEVELS - 1] == "M6 1h1v1h-1z"
+    assert shown.said == "Highest on rank 1 in step 6: 0.5 s."
+    assert (shown.low, shown.high) == ("0.1 s", "0.5 s")
+
+
+def test_almost_equal_values_have_one_colour() -> None:
+    made = [e for n in range(9) for e in steps(1, first=n, wall_s=0.1 + n / 10_000)]
+    shown = drawn(make_run({0: made, 1: made}))["steps"]
+    assert [bool(path) for path in shown.paths] == [True] + [False] * (LEVELS - 1)
+
+
+def test_large_runs_are_folded_and_the_worst_rank_is_shown() -> None:
+    ranks = {rank: timed(1000, slow=(500,) if rank == 7 else ()) for rank in range(100)}
+    shown = drawn(make_run(ranks))["steps"]
+    assert len(shown.rows) <= MOST_ROWS and len(shown.columns) <= MOST_COLUMNS
+    assert shown.rows[0] == "ranks 0-2"
+    assert shown.said.startswith("Highest on ranks 6-8 in steps 495-505")
+    assert len(shown.labels) == len(shown.rows)
+
+
+def test_waiting_and_memory() -> None:
+    paced = Pace(at=START + 3, optimizer=0, step=9, count=4, wall_s=0.1, waited_s=0.03,
+                 own_s=(0.0,) * 8)  # fmt: skip
+    held = [MemorySample(at=START + n, step=n, rss_bytes=n * 10**9, peak_rss_bytes=0)
+            for n in (2, 6)]  # fmt: skip
+    shown = drawn(make_run({0: [*timed(10), paced, *held]}))
+    assert shown["waiting"].cells[0][4:8] == ("", "", "30 ms", "30 ms")
+    assert shown["memory"].cells[0][1:8] == (
+        "", *["2.00 GB"] * 4, "6.00 GB", "6.00 GB",
+    )  # fmt: skip
+    assert "device" not in shown
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "no optimizer step is on record"), (2, "fewer than three steps")]
+)
+def test_what_is_not_drawn_is_said_in_a_line(count: int, said: str) -> None:
+    run = make_run({0: steps(count), 1: steps(count)})
+    text = page.html(diagnose(run, (), folder="runs/a"), run)
+    assert said in text
+    assert 'id="maps"' not in text
+    few = make_run({0: steps(5)})
+    text = page.html(diagnose(few, (), folder="runs/a"), few)
+    assert "Not drawn: waiting for other ranks in a step (not on record)" in text
+
+
+def test_numbers_without_sense_are_left_out() -> None:
+    odd = [*steps(3), *steps(1, first=2**50, wall_s=1e308), *steps(1, first=4, wall_s=-3.0)]
+    run = make_run({0: odd, 1: [*steps(5), *steps(1, first=5, wall_s=float("1e300"))]})
+    assert "could not be drawn" not in page.html(diagnose(run, (), folder="runs/a"), run)
