@@ -131,8 +131,11 @@ def _blamed(report: Report) -> Finding | None:
 
 
 def _blames(finding: Finding, every: set[int]) -> bool:
+    """Whether it is of the last attempt, ended that, and not all ranks are at fault."""
     ended = finding.severity is Severity.ERROR or finding.check == "stall"
-    return ended and bool(finding.ranks) and not every <= {*finding.ranks}
+    return (
+        ended and finding.attempt is None and bool(finding.ranks) and not every <= {*finding.ranks}
+    )
 
 
 def _graph(now: Snapshot) -> dict[int, list[int]]:
