@@ -169,3 +169,10 @@ def test_every_link_in_the_page_leads_somewhere() -> None:
     names = [a["id"] for _, a in parts.elements if "id" in a]
     assert len(names) == len(set(names))
     assert {a["href"] for a in parts.of("a")} <= {f"#{name}" for name in names}
+
+
+def test_a_node_that_has_some_of_the_records_says_which() -> None:
+    run = make_run({1: steps(9)}, world_size=3)
+    text = page.html(report_of(ToyStep(), ranks=3), run)
+    assert "The pictures show rank 1: the records of the others are not here." in text
+    assert "The pictures show" not in page.html(report_of(ToyStep()))

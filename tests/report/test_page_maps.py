@@ -58,6 +58,17 @@ def test_waiting_and_memory() -> None:
     assert "device" not in shown
 
 
+def test_of_several_ranks_the_one_that_waits_least_is_shown() -> None:
+    def paced(waited: float) -> list[object]:
+        return [*timed(8), Pace(at=START + 3, optimizer=0, step=7, count=8, wall_s=0.1,
+                                waited_s=waited, own_s=(0.0,) * 8)]  # fmt: skip
+
+    ranks = {rank: paced(0.0 if rank == 4 else 0.05) for rank in range(MOST_ROWS * 2)}
+    shown = drawn(make_run(ranks))["waiting"]  # type: ignore[arg-type]
+    assert [row[7] for row in shown.cells[1:4]] == ["50 ms", "0 ms", "50 ms"]
+    assert "waits least" in shown.note
+
+
 @pytest.mark.parametrize(
     ("count", "said"), [(0, "no optimizer step is on record"), (2, "fewer than three steps")]
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 from recordings import START, make_run, steps
 from tapes import CallLog, run_of, tapes
 from toys import ToyStep
@@ -12,6 +14,7 @@ from ddpdoctor.events import ExceptionRaised, Pace, StepDone
 from ddpdoctor.render import page
 from ddpdoctor.render.page.lanes import MOST_RANKS, MOST_WINDOWS, Window, windows
 from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import RankTimes
 from ddpdoctor.run import Run
 from ddpdoctor.storage.call_ring import State
 
@@ -83,12 +86,44 @@ def test_nobody_is_said_to_be_late_where_a_member_is_not_on_record(tmp_path: Pat
     assert "waiting" not in window.kinds
 
 
+def test_the_rank_that_others_wait_for_is_shown_in_a_large_run(tmp_path: Path) -> None:
+    world, last = MOST_RANKS + 8, MOST_RANKS + 5
+    made = {rank: CallLog(rank, world) for rank in range(world)}
+    for rank, log in made.items():
+        log.call(at=START + (3 if rank == last else 2), lasts=0.1 if rank == last else 1.1)
+    run = run_of(tmp_path, made)
+    row = RankTimes(rank=0, wall_s=9, accounts={}, waiting_for={str(last): 1.0, "evil": 9.0})
+    report = diagnose(run, (), folder="runs/a")
+    (window,) = windows(msgspec.structs.replace(report, ledger=(row,)), run)
+    assert window.ranks[-1] == f"rank {last}"
+    assert len(window.waits) == MOST_RANKS - 1
+    (unseen,) = windows(msgspec.structs.replace(report, ledger=()), run)
+    assert not unseen.waits, "no line leads to a rank that is not shown"
+    assert "waiting" in unseen.kinds
+
+
 def test_the_step_of_a_finding_has_a_window_of_its_own() -> None:
     made = timed(60, backward_s=0.04)
     last, around = drawn(make_run({0: made, 1: made}), ToyStep())
     assert (around.finding, around.title) == ("DDP997-1", "Around step 4, the first one of")
     assert {bar.said for bar in around.bars if bar.kind == "band"} == {"step 4"}
     assert not [bar for bar in last.bars if bar.kind == "band"]
+
+
+def test_a_finding_of_an_earlier_attempt_has_no_window() -> None:
+    made = timed(60, backward_s=0.04)
+    run = make_run({0: made, 1: made})
+    report = diagnose(run, (ToyStep(),), folder="runs/a")
+    before = tuple(msgspec.structs.replace(f, attempt=0) for f in report.findings)
+    assert len(windows(msgspec.structs.replace(report, findings=before), run)) == 1
+
+
+def test_every_link_of_the_timeline_leads_somewhere() -> None:
+    made = timed(60, backward_s=0.04)
+    run = make_run({0: made, 1: made})
+    text = page.html(diagnose(run, (ToyStep(),), folder="runs/a"), run)
+    names = set(re.findall(r' id="([^"]+)"', text))
+    assert {*re.findall(r'href="#([^"]+)"', text), *re.findall(r"url\(#([^)]+)\)", text)} <= names
 
 
 def test_a_failure_is_marked(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...report.findings import Report, Severity
-from ...run import Run, counted
+from ...run import Run, counted, ranks_text
 from .. import report_text
 from ..safe_text import clean, clean_lines
 from . import findings, lanes, ledger_bars, maps, waits
@@ -37,7 +37,7 @@ def render(report: Report, run: Run | None = None) -> str:
     shown = findings.views(report)
     script = _file("page.js")
     page = _environment().get_template("page.html.j2")
-    not_drawn: list[str] = []
+    not_drawn = _only_here(report, run)
 
     def picture(draw: Callable[[Report, Run], T]) -> T | None:
         """What `draw` makes of the records; a failure of its own costs the picture only."""
@@ -76,6 +76,14 @@ def render(report: Report, run: Run | None = None) -> str:
         overhead=report_text.overhead(report),
         tool=f"{report.tool.name} {report.tool.version}",
     )
+
+
+def _only_here(report: Report, run: Run | None) -> list[str]:
+    """Which ranks the pictures show, where the records of others are on another node."""
+    gone = {r.rank for r in report.ranks} - run.ranks.keys() if run is not None else set()
+    if run is None or not gone:
+        return []
+    return [f"The pictures show {ranks_text(run.ranks)}: the records of the others are not here."]
 
 
 def _verdict(report: Report, shown: list[findings.View]) -> Verdict:

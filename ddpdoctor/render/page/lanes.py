@@ -9,7 +9,7 @@ stretched without its texts.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +21,8 @@ from ..trace import Clock
 from .findings import finding_names
 
 MOST_RANKS, MOST_WINDOWS = 12, 4
+MOST_COMPARED, WAITED_FOR = 64, 3
+"""Ranks of which the calls are compared, in runs that have no more; for which others wait most."""
 STEPS_SHOWN, CALLS_SHOWN = 8, 12
 """Records of steps in the last window, or calls where no steps are on record."""
 AROUND = 2
@@ -166,8 +168,10 @@ class _Lane:
 def windows(report: Report, run: Run) -> list[Window]:
     """The last steps first, then those around findings; empty where no time is on record."""
     shown = _shown(report, run)
-    clock = Clock(run, shown)
-    lanes = [_lane(rank, clock) for rank in shown]
+    compared = run.ranks.values() if len(run.ranks) <= MOST_COMPARED else shown
+    clock = Clock(run, compared)
+    every = {rank.rank: _lane(rank, clock) for rank in compared}
+    lanes = [every[rank.rank] for rank in shown]
     more = len(run.ranks) - len(shown)
     left_out = f"{counted(more, 'more rank')} of the run not drawn" if more > 0 else ""
     found = []
@@ -177,14 +181,21 @@ def windows(report: Report, run: Run) -> list[Window]:
         spans = [_Asked(last, "", f"The last {what}", -1), *_around_findings(report, lanes, last)]
         for asked in spans[:MOST_WINDOWS]:
             flags = _flags(report, run, asked.span)
-            found.append(_Drawn(lanes, asked, clock, flags).window(left_out))
+            drawn = _Drawn(lanes, every, asked, clock, flags)
+            found.append(drawn.window(left_out))
     return [window for window in found if window.bars]
 
 
 def _shown(report: Report, run: Run) -> list[Rank]:
-    """Ranks that findings name come before others; in the order of their numbers."""
+    """Ranks that findings name, and those for which others wait most, come before others; in the
+    order of their numbers."""
     named = [r for f in report.findings for r in f.ranks if len(f.ranks) < len(run.ranks)]
-    chosen = [r for r in dict.fromkeys([*named, *run.ranks]) if r in run.ranks][:MOST_RANKS]
+    waited: dict[int, float] = defaultdict(float)
+    for rank, seconds in (pair for row in report.ledger for pair in row.waiting_for.items()):
+        waited[int(rank) if rank.isdecimal() else -1] += seconds
+    most = sorted(waited, key=lambda r: -waited[r])[:WAITED_FOR]
+    order = dict.fromkeys([*named, *most, *run.ranks])
+    chosen = [r for r in order if r in run.ranks][:MOST_RANKS]
     return [run.ranks[r] for r in sorted(chosen)]
 
 
@@ -264,7 +275,8 @@ def _around_findings(report: Report, lanes: Sequence[_Lane], last: _Span) -> lis
     """A window for each finding whose first step is on record and not in the last steps."""
     found: list[_Asked] = []
     for finding, name in zip(report.findings, finding_names(report.findings), strict=True):
-        step = finding.steps.first if finding.steps else -1
+        here = finding.attempt is None  # the records are those of the last attempt
+        step = finding.steps.first if finding.steps and here else -1
         near = [
             s
             for lane in lanes
@@ -288,7 +300,7 @@ def _flags(report: Report, run: Run, span: _Span) -> list[Mark]:
     flags = []
     for finding, name in zip(report.findings, finding_names(report.findings), strict=True):
         at = finding.at - run.started
-        if finding.at and span.begin <= at <= span.end:
+        if finding.at and finding.attempt is None and span.begin <= at <= span.end:
             flags.append(Mark(span.at(at), 0, f"{name} begins", "flag", name))
     return flags
 
@@ -299,10 +311,13 @@ class _Drawn:
     def __init__(
         self,
         lanes: Sequence[_Lane],
+        every: Mapping[int, _Lane],
         asked: _Asked,
         clock: Clock,
         flags: Sequence[Mark],
     ) -> None:
+        """`every`: also lanes that are not shown, by rank."""
+        self._every = every
         self._lanes, self._asked, self._clock = lanes, asked, clock
         self._span = asked.span
         self._row = {lane.rank.rank: n for n, lane in enumerate(lanes)}
@@ -383,19 +398,21 @@ class _Drawn:
         yield Bar(middle, _wide(edge - middle), y, "communication", took)
 
     def _arrivals(self) -> dict[Key, dict[int, float]]:
-        """By collective, when each rank came; only those of which all members are shown."""
+        """By collective, when each rank came; only those of which all members are known."""
         came: dict[Key, dict[int, float]] = {}
-        for lane in self._lanes:
+        for lane in self._every.values():
             for call in lane.calls:
                 if call.key and self._span.meets(call.begin, call.end):
                     came.setdefault(call.key, {})[lane.rank.rank] = call.begin
-        return {key: times for key, times in came.items() if self._members(key) <= {*self._row}}
+        return {
+            key: times for key, times in came.items() if self._members(key) <= self._every.keys()
+        }
 
     def _members(self, key: Key) -> set[int]:
-        """The ranks of a group; one that is never shown where that is not on record."""
+        """The ranks of a group; one that is never known where that is not on record."""
         if key[0] not in self._groups:
-            every = (g for lane in self._lanes for g in lane.rank.of(GroupReady) if g.member)
-            self._groups[key[0]] = next(({*g.ranks} for g in every if g.name == key[0]), {-1})
+            groups = (g for x in self._every.values() for g in x.rank.of(GroupReady) if g.member)
+            self._groups[key[0]] = next(({*g.ranks} for g in groups if g.name == key[0]), {-1})
         return self._groups[key[0]]
 
     def _waits(self) -> list[Wait]:
@@ -418,18 +435,21 @@ class _Drawn:
         self, key: Key, times: Mapping[int, float], absent: list[int]
     ) -> Iterator[tuple[float, Wait]]:
         said = f"{ranks_text(times)} in {self._op(key, times)}: waiting for {ranks_text(absent)}"
-        for n, rank in enumerate(times):
+        seen = [rank for rank in absent if rank in self._row]
+        for n, rank in enumerate(r for r in times if seen and r in self._row):
             made = next(c for c in self._calls(rank) if c.key == key)
             x = 98.5 - 1.5 * (n % 4) if made.open else self._span.at(made.end)
-            yield math.inf, self._wait(x, rank, absent[0], said)
+            yield math.inf, self._wait(x, rank, seen[0], said)
 
     def _until_the_last(self, key: Key, times: Mapping[int, float]) -> Iterator[tuple[float, Wait]]:
         last, first = max(times, key=lambda r: times[r]), min(times.values())
         late = times[last] - first
         op, at = self._op(key, times), self._span.at(times[last])
         said = f"{op}: {ranks_text([last])} comes last, {duration(late)} after the first"
-        for rank in times:
-            if times[last] - times[rank] >= LATE * (self._span.end - self._span.begin):
+        for rank in times if last in self._row else ():
+            if rank in self._row and times[last] - times[rank] >= LATE * (
+                self._span.end - self._span.begin
+            ):
                 yield late, self._wait(at, rank, last, said)
 
     def _wait(self, x: float, waits: int, whom: int, said: str) -> Wait:
@@ -437,7 +457,7 @@ class _Drawn:
         return Wait(round(x, 3), y1, y2, said)
 
     def _calls(self, rank: int) -> tuple[_Made, ...]:
-        return self._lanes[self._row[rank]].calls
+        return self._every[rank].calls
 
     def _op(self, key: Key, ranks: Iterable[int]) -> str:
         return next((c.op for r in ranks for c in self._calls(r) if c.key == key), "a call")

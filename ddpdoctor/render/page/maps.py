@@ -25,6 +25,8 @@ HIGH, LEAST_SPREAD = 0.99, 0.25
 """The share of cells below the darkest colour, and by how much that colour is above the lightest at
 least, as a share of it: values that are almost alike get almost the same colour."""
 
+LEAST = "Of several ranks, the one that waits least is shown: others wait for it."
+
 ROW_PIXELS, LEAST_PIXELS, WHOLE_PIXELS, LABEL_PIXELS = 20, 9, 460, 15
 
 
@@ -46,6 +48,7 @@ class Kind:
 
     Attributes:
         read: what each rank has on record of it; missing: why there is nothing.
+        least: of several ranks, the smallest is shown: who waits least is waited for.
         said: a value as text; mean: a cell is the mean of its steps, else the largest of them.
         zero: colours begin at 0.
     """
@@ -57,6 +60,7 @@ class Kind:
     said: Callable[[float], str]
     mean: bool = True
     zero: bool = False
+    least: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Map:
         shades: the colours of the legend.
         cells: the value of each cell as text, row by row; empty where there is none.
         low, high: what the lightest and the darkest colour stand for.
-        said: where it is highest, in a sentence.
+        said: where it is highest, in a sentence; note: what else is to be known.
         pixels: the height of a row.
     """
 
@@ -85,6 +89,7 @@ class Map:
     low: str
     high: str
     said: str
+    note: str
     pixels: int
 
     @property
@@ -188,7 +193,7 @@ def _bytes(size: float) -> str:
 KINDS = (
     Kind("steps", "Step time", "not on record", _step_times, duration),
     Kind("waiting", "Waiting for other ranks in a step", "not on record", _waiting, duration,
-         zero=True),
+         zero=True, least=True),
     Kind("drift", "Parameters that differ between ranks", "no copies were compared", _drift,
          lambda value: "differs" if value else "equal", mean=False, zero=True),
     Kind("memory", "Memory on the host", "not on record", _memory, _bytes, mean=False),
@@ -219,6 +224,7 @@ def _drawn(kind: Kind, values: Mapping[int, list[Values]], steps: int, every: li
         low=kind.said(low),
         high=kind.said(high) + (" or more" if known[-1] > high else ""),
         said=_highest(kind, cells, row_names, column_names),
+        note=LEAST if kind.least and len(rows) < len(every) else "",
         pixels=pixels,
     )
 
@@ -236,7 +242,8 @@ def _steps_text(steps: Sequence[int]) -> str:
 def _row(
     kind: Kind, ranks: Sequence[Sequence[Values]], columns: Sequence[Sequence[int]]
 ) -> list[float | None]:
-    """For each column the value of the worst of these ranks."""
+    """For each column the value of one of these ranks: the largest, or the least."""
+    choose = min if kind.least else max
     worst: list[float | None] = [None] * len(columns)
     size = len(columns[0])
     for values in ranks:
@@ -256,7 +263,7 @@ def _row(
                     sums[column], counts[column] = max(sums[column], one.value), 1
         for column, total in sums.items():
             mine, before = total / counts[column], worst[column]
-            worst[column] = mine if before is None else max(mine, before)
+            worst[column] = mine if before is None else choose(mine, before)
     return worst
 
 

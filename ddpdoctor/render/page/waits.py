@@ -102,12 +102,13 @@ def picture(report: Report, run: Run) -> Picture | None:
     placed = _placed(kept, drawn.edges)
     more = drawn.boxes[MOST_BOXES:]
     left_out = f"{counted(len(more), 'more group')} of ranks are not drawn" if more else ""
+    blame = "" if any(b.fault for b in drawn.boxes) else "No finding blames one of them alone"
     return Picture(
         title=_title(now),
         boxes=tuple(placed),
         arrows=tuple(_arrows(placed, drawn.edges)),
         told=tuple(drawn.told),
-        more="; ".join(text for text in (left_out, _unrecorded(run)) if text),
+        more=". ".join(text for text in (blame, left_out, _unrecorded(run)) if text),
         width=max((b.x + WIDE for b in placed), default=0.0) + GAP,
         height=max((b.y + b.height for b in placed), default=0.0) + GAP / 2,
     )
@@ -115,7 +116,7 @@ def picture(report: Report, run: Run) -> Picture | None:
 
 def _title(now: Snapshot) -> str:
     if now.stall is not None:
-        return "Who waits for whom: where the ranks stood when the run stood still"
+        return "Who waits for whom"
     when = "when the first rank failed" if now.failed else "at the end of the records"
     return f"Who waited for whom {when}"
 
@@ -131,8 +132,11 @@ def _blamed(report: Report) -> Finding | None:
 
 
 def _blames(finding: Finding, every: set[int]) -> bool:
+    """Whether it is of the last attempt, ended that, and not all ranks are at fault."""
     ended = finding.severity is Severity.ERROR or finding.check == "stall"
-    return ended and bool(finding.ranks) and not every <= {*finding.ranks}
+    return (
+        ended and finding.attempt is None and bool(finding.ranks) and not every <= {*finding.ranks}
+    )
 
 
 def _graph(now: Snapshot) -> dict[int, list[int]]:
