@@ -168,7 +168,14 @@ def test_the_bias_of_a_layer_that_is_split_is_split_as_well():
 
 
 @pytest.mark.parametrize(
-    ("dims", "sets"), [(("dp", "tp"), [{0, 2}, {1, 3}]), (("cp", "tp"), []), (("pp", "tp"), [])]
+    ("dims", "sets"),
+    [
+        (("dp", "tp"), [{0, 2}, {1, 3}]),
+        (("replicate", "tp"), [{0, 2}, {1, 3}]),
+        (("cp", "tp"), []),
+        (("pp", "tp"), []),
+        (("dp_sp", "tp"), []),
+    ],
 )
 def test_ranks_that_divide_the_data(dims, sets):
     run = made(START, NEXT, dims=dims)

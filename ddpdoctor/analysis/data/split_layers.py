@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ...events import Unwrapped
@@ -13,8 +14,9 @@ from .fault import LoaderFault
 from .loaders import Reader, loaders, same_order
 from .thresholds import FEWEST_TO_ORDER
 
-SHARES_INPUTS = ("pp", "pipe", "stage", "cp", "sp", "seq", "context", "ep", "expert")
-"""Parts of the names that programs give to dimensions whose ranks may share samples."""
+SHARES_INPUTS = re.compile(r"(?<![a-z])(?:pp|pipe|stage|cp|sp|seq|context|ep|expert)")
+"""Beginnings of words in the names that programs give to dimensions whose ranks may share
+samples."""
 
 
 def data_parallel(run: Run) -> list[frozenset[int]] | None:
@@ -53,8 +55,7 @@ def of_one_replica(run: Run, ranks: frozenset[int]) -> list[frozenset[int]]:
 
 
 def _averaged(copies: MeshCopies, dim: int) -> bool:
-    name = copies.any.dims[dim]
-    if any(part in name for part in SHARES_INPUTS):
+    if SHARES_INPUTS.search(copies.any.dims[dim].lower()):
         return False
     return not copies.comparable(dim) or copies.gradients_agree(dim)
 
