@@ -473,17 +473,18 @@ def _worker_stack(rank: Rank, pid: int) -> tuple[StackFrame, ...]:
         with path.open("a") as file:
             file.write(stack_dumps.WORKER.format(pid))
         size = last = _size(path)
-        os.kill(pid, STACK_SIGNAL)
-        until = time.monotonic() + WORKER_ANSWERS_S
-        while time.monotonic() < until:
-            time.sleep(0.02)
-            now = _size(path)
-            if now > size and now == last:
-                break
-            last = now
-        frames = stack_dumps.worker(stack_dumps.read(path, size))
-        with path.open("a") as file:
-            file.write(stack_dumps.RANK)
+        try:
+            os.kill(pid, STACK_SIGNAL)
+            until = time.monotonic() + WORKER_ANSWERS_S
+            while time.monotonic() < until:
+                time.sleep(0.02)
+                now = _size(path)
+                if now > size and now == last:
+                    break
+                last = now
+            return stack_dumps.worker(stack_dumps.read(path, size))
+        finally:  # also where the worker has just ended: what follows is the rank's
+            with path.open("a") as file:
+                file.write(stack_dumps.RANK)
     except OSError:
         return ()
-    return frames
