@@ -167,13 +167,15 @@ class SamplerRankMismatch(LoaderCheck):
             if distributed
             else ("each of them shuffles in an order of its own")
         )
+        made = reader.sampler_at or reader.made_at
+        shown = (one for one in related(reader, sampler=False) if one.location != made)
         return self.of_reader(
             reader,
             rule=SPLIT,
             ranks=fault.ranks,
-            location=reader.sampler_at or reader.made_at,
+            location=made,
             label="gives other samples to ranks that compute parts of one result",
-            related=related(reader, sampler=False),
+            related=tuple(shown),
             summary=f"{reads} read different samples of {dataset(reader)}, although layers are "
             f"split between them over {over}",
             cause=f"layers are split over {over}, so that its ranks compute parts of one result "
@@ -182,8 +184,9 @@ class SamplerRankMismatch(LoaderCheck):
                 f"`DistributedSampler(dataset, num_replicas={named}.size(), "
                 f"rank={named}.get_local_rank())`, which divides the data over the other ranks only"
                 if rest
-                else "use the same order on all ranks, without a distributed sampler: "
-                "`DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(0))`"
+                else "use the same order on all ranks, without a distributed sampler: `DataLoader("
+                "dataset, shuffle=True, generator=generator)`, with one `generator = "
+                "torch.Generator().manual_seed(0)` that is made before the epochs"
             ),
             evidence={
                 **({"(num_replicas, rank)": given} if distributed else {}),

@@ -11,7 +11,6 @@ from ddpdoctor.analysis.replicas.causes import UNEQUAL_PARAMETERS, Cause
 from ddpdoctor.analysis.replicas.group_findings import MODIFIED_ON, NO_GRADIENT_ON, ZEROS_ON
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
-    ZERO,
     Divergence,
     Replicas,
     compared,
@@ -21,6 +20,7 @@ from ddpdoctor.analysis.replicas.replicas import (
     replicas,
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
+from ddpdoctor.events.drift import ZERO
 from ddpdoctor.report.declarations import Condition, Effect
 from ddpdoctor.report.evidence_names import FINITE_ON
 from ddpdoctor.report.findings import Check, Finding, Severity

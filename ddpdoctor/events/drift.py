@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .base import Event
 
+ABSENT, ZERO = 0, 1
+"""The digests of no tensor, and of one that holds zeros only."""
+
 UNHELD = -1
 """Stands for the optimizer of a model that is trained although no optimizer holds it."""
 

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddpdoctor.analysis.replicas.replicas import ZERO
 from ddpdoctor.events.codec import decode, encode
-from ddpdoctor.events.drift import Sketch, chosen, full
+from ddpdoctor.events.drift import ZERO, Sketch, chosen, full
 from ddpdoctor.probe.tensors.digests import (
     ABSENT,
     Sketcher,

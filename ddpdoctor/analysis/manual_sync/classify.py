@@ -12,13 +12,12 @@ from itertools import takewhile
 
 import msgspec
 
+from ...events.drift import ABSENT, ZERO
 from ...report.findings import Check, Finding
 from ...run import Run, named, ranks_text
 from . import divergence, rules
 from .cases import Case
 from .copies import (
-    ABSENT,
-    ALL_ZERO,
     Copies,
     History,
     members_of,
@@ -278,7 +277,7 @@ def _other_optimizer(copies: Copies, every: list[Copies]) -> Case | None:
     if not copies.accounted and not all(map(same, shared.looks)):
         return None
     trained = _positions(
-        copies, lambda h: h.present and any({*row} != {ALL_ZERO} for row in h.gradients)
+        copies, lambda h: h.present and any({*row} != {ZERO} for row in h.gradients)
     )
     every_one = [copies.parameters[i] for i in trained]
     if any(all(h.agree) for h in every_one):

@@ -13,17 +13,13 @@ from typing import TypeVar
 import msgspec
 
 from ...events import GroupReady, Unwrapped, UnwrappedState
+from ...events.drift import ABSENT, ZERO
 from ...events.pack import unpack
 from ...run import Rank, Run
 from .thresholds import ENOUGH, LOOKS
 
 BESIDE = ("gradients of a group", "point-to-point", "all-to-all", "in backward")
 """Kinds of communication (`UnwrappedState.exchanged`) that a group may have with other ranks."""
-
-ABSENT = 0
-"""The digest of no tensor."""
-ALL_ZERO = 1
-"""The digest of a tensor of zeros."""
 
 NONE: frozenset[int] = frozenset()
 
@@ -66,7 +62,7 @@ class History:
     @property
     def trained(self) -> bool:
         """Whether every rank always has a gradient, which is not always zero on the first rank."""
-        return self.present and any(row[0] != ALL_ZERO for row in self.gradients)
+        return self.present and any(row[0] != ZERO for row in self.gradients)
 
     @property
     def moved(self) -> bool:

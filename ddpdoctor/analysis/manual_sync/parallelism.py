@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...events import GroupReady, Unwrapped
+from ...events.drift import ABSENT, ZERO
 from ...run import Rank, Run
 from . import unwrapped_rules as rules
 from .copies import (
-    ABSENT,
-    ALL_ZERO,
     Copies,
     Rows,
     agree,
@@ -116,7 +115,7 @@ def _sequence_parallel(run: Run, optimizer: int) -> Copies | None:
     if not _diverge(copies.looks) or step_of(copies.looks[1]) != 1 or not _only_swaps(copies):
         return None
     own = (row for h in copies.parameters for row in h.gradients)
-    alone = all(len(set(row)) == len(row) or {*row} <= {ABSENT, ALL_ZERO} for row in own)
+    alone = all(len(set(row)) == len(row) or {*row} <= {ABSENT, ZERO} for row in own)
     return copies if alone else None
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from msgspec import structs
 
+from ...events.drift import ABSENT, ZERO
 from ...report.findings import Confidence, FixKind, Related, Severity, Steps
 from ...run import Run, odd_ones, plural, some
 from .mesh_models import END, GROUP, REPLICATED, MeshCopies, mesh_models
@@ -21,8 +22,6 @@ RULES = {
 
 DIMENSION = "dimension"
 """The evidence that names the dimension."""
-ABSENT, ZERO = 0, 1
-"""Digests of no tensor, and of one of zeros."""
 ROUNDING = 1e-4
 """Relative difference of values up to which it may be one of rounding."""
 DATA_PARALLEL = ("dp", "data", "rep", "fsdp", "batch")

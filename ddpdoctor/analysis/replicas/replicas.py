@@ -11,7 +11,7 @@ from math import prod
 import msgspec
 
 from ...events import Digests, Event, Replica, Wrapped
-from ...events.drift import UNHELD, chosen
+from ...events.drift import ABSENT, UNHELD, chosen
 from ...events.pack import unpack
 from ...report.findings import Finding
 from ...report.merging import merged
@@ -22,10 +22,6 @@ from .group_findings import united
 from .majority import Split, settles
 from .missed_backwards import MissedBackwards
 from .replica import Member
-
-ABSENT = 0
-ZERO = 1
-"""Digests of no tensor, and of one that holds zeros only."""
 
 NO_COPIES = "no two ranks train copies of the same wrapped model, as far as was seen"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ...events import GroupReady, SteppedInside, Wrapped
+from ...events.drift import ABSENT
 from ...run import Rank, Run
-from .replicas import ABSENT
 from .thresholds import EXCHANGED
 
 
