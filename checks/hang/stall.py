@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.calls.call_logs import OF_DEVICES
 from ddpdoctor.analysis.control_flow.early_returns import early_return_to
 from ddpdoctor.analysis.control_flow.jumps import ways_around
 from ddpdoctor.analysis.divergence.early_return import not_skipped
 from ddpdoctor.analysis.divergence.early_return import related as ways_of
 from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
 from ddpdoctor.analysis.waiting import failed_threads
-from ddpdoctor.analysis.waiting.failures import backends
+from ddpdoctor.analysis.waiting.device_waits import hosts_ahead
 from ddpdoctor.analysis.waiting.message_cycles import gone_on, met_without, wrong_peers
 from ddpdoctor.analysis.waiting.snapshot import (
     RankSnapshot,
@@ -100,6 +99,7 @@ class Stall(Check):
         "same-collective": "all ranks are in the same collective",
         "skipped-collective": "a rank went on to a message without the collective of the others",
         "unwaited-send": "ranks wait for messages that others sent and did not wait for",
+        "different-on-device": "the ranks' devices are in different collectives, below equal calls",
         "several-threads": "all ranks are in the same collective, and threads share its group",
         "waiting-messages": "all ranks wait, each for another one",
         "own-code": "not all ranks wait in communication, and no rank is known to be missing",
@@ -320,7 +320,7 @@ class Stall(Check):
         here = f"{_are(_with(stands, least))} here"
         together = rule == "same-collective"
         told = reason_for(now, stands, least, rule)
-        spot = told.line if told else least.location
+        spot = told.line if told and told.label else least.location
         return self.finding(
             rule=told.rule if told else rule,
             ranks=(told and told.ranks) or tuple(s.rank.rank for s in stands),
@@ -329,15 +329,15 @@ class Stall(Check):
             deadlocked=bool(told and told.proven and not now.failed),
             steps=least.steps,
             location=spot,
-            label=told.label if told else here,
+            label=told.label if told and told.label else here,
             related=(Related(here, least.location),)
-            if told and least.location
+            if told and told.label and least.location
             else failed_threads.failed_thread_line(thread, least),
             summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
             + (f"all are {least.doing}" if together else _doing(stands, least)),
             cause=told.cause
             if told
-            else _why(rule, stands, unknown) + failed_threads.failed_thread_remark(thread),
+            else _why(now, rule, stands, unknown) + failed_threads.failed_thread_remark(thread),
             fix=told.fix if told else _fix(rule, stands, unknown),
             fix_kind=FixKind.CHECK,
             evidence={
@@ -390,7 +390,7 @@ def _without_record(now: Snapshot, stands: list[RankSnapshot]) -> list[int]:
     return sorted(members - known)
 
 
-def _why(rule: str, stands: list[RankSnapshot], unknown: list[int]) -> str:
+def _why(now: Snapshot, rule: str, stands: list[RankSnapshot], unknown: list[int]) -> str:
     match rule:
         case "missing-record":
             they = "it" if len(unknown) == 1 else "they"
@@ -426,11 +426,8 @@ def _why(rule: str, stands: list[RankSnapshot], unknown: list[int]) -> str:
             "they may wait there for a store key that another rank has to set first and never set: "
             "the stacks show where each rank is"
         )
-    if any(name in backends(s.rank) for s in stands for name in OF_DEVICES):
-        return (
-            "the hosts are ahead of their devices, and all ranks issued the same calls: for which "
-            "rank a device waits is not on record"
-        )
+    if ahead := hosts_ahead(now.known):
+        return f"{ahead}; the stacks show where each rank is"
     return "no rank waits for another one; the stacks show where each rank is"
 
 

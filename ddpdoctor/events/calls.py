@@ -258,10 +258,12 @@ class CallRun(Event, frozen=True, tag="call-run"):
 
 
 class FlightEntry(Part, frozen=True):
-    """One collective in torch's flight recorder (part of `FlightLog`).
+    """One collective or message in torch's flight recorder (part of `FlightLog`).
 
     Attributes:
+        sequence: its number in the group, from 1; -1 for a message.
         retired: it is done. (torch calls retired what its watchdog let go of, done or timed out.)
+        peer: of a message; -1 else.
     """
 
     sequence: int
@@ -269,15 +271,18 @@ class FlightEntry(Part, frozen=True):
     sizes: str
     dtypes: str
     retired: bool
+    peer: int = -1
 
 
 class FlightLog(Event, frozen=True, tag="flight-log"):
-    """The last collectives of a group in torch's flight recorder, DDP's own included.
+    """The last collectives of a group in torch's flight recorder, DDP's own included, and its last
+    messages.
 
     Read while the main thread made no progress.
     """
 
     group: str
     entries: tuple[FlightEntry, ...] = ()
+    messages: tuple[FlightEntry, ...] = ()
     last_enqueued: int = -1
     last_completed: int = -1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..storage.flight_dumps import PREFIX
 from ..storage.run_folder import RunFolder
 from .devices import visible_gpus
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).resolve().parent.parent
 
 _FLIGHT_RECORDER_ENTRIES = "2000"
+_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""The second is its name in older versions of torch."""
 
 
 class LaunchError(Exception):
@@ -41,6 +44,9 @@ def environment(folder: RunFolder, options: Options) -> dict[str, str]:
     # Its older name, TORCH_NCCL_TRACE_BUFFER_SIZE, makes torch print a warning on every rank.
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         added["TORCH_FR_BUFFER_SIZE"] = _FLIGHT_RECORDER_ENTRIES
+    # Where torch's watchdog ends a wait, it leaves there what each rank had issued.
+    if not set(_DUMPS) & os.environ.keys():
+        added |= dict.fromkeys(_DUMPS, str(folder.path.resolve() / PREFIX))
     level = debug_level(options)
     if level:
         added["TORCH_DISTRIBUTED_DEBUG"] = level

@@ -34,8 +34,8 @@ from ..events import (
 from ..events.calls import CALLERS
 from ..events.process import Frame
 from ..storage.call_ring import Phase, RingWriter, State
+from ..storage.flight_dumps import Dump, Entry
 from ..storage.run_folder import LEFT_BEHIND, EventWriter, RunFolder, RunInfo, rank_stem
-from .flight_dumps import Dump, Entry
 from .search import Leftovers
 
 NODE = "(unknown host)"

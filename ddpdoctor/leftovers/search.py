@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..run import ranks_text
+from ..storage.flight_dumps import Dump, DumpError, read_dump
 from .failures import Raised, by_rank, error_file, exit_codes, last_traceback, root_causes
-from .flight_dumps import Dump, DumpError, read_dump
 
 MOST_FILES = 20_000
 LONGEST_LOG = 64 << 20

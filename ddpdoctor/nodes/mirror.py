@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..storage.flight_dumps import PREFIX
 from ..storage.run_folder import CLOCK, write_private
 from .messages import Piece
 
@@ -20,7 +21,10 @@ BLOCK = 512
 LARGEST_FILE, LARGEST_NODE = 64 << 20, 4 << 30
 """What is taken of one file, and of one node."""
 
-_GROWS = r"(?:rank-\d{1,7}(?:\.pid-\d{1,9})?\.(?:jsonl|log|stacks\.txt)|node-\d{1,7}\.jsonl)"
+_GROWS = (
+    r"(?:rank-\d{1,7}(?:\.pid-\d{1,9})?\.(?:jsonl|log|stacks\.txt)|node-\d{1,7}\.jsonl"
+    rf"|{PREFIX}\d{{1,7}})"
+)
 _RING = r"rank-\d{1,7}(?:\.pid-\d{1,9})?\.ring"
 _NAME = re.compile(rf"(?:restart-\d{{1,4}}/)?(?:(?P<grows>{_GROWS})|(?P<ring>{_RING})|run\.json)")
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from ..events import (
     Event,
     ExceptionRaised,
+    FlightLog,
     GroupReady,
     Named,
     NodeSilent,
@@ -25,9 +26,13 @@ from ..events import (
     Wrapped,
 )
 from ..storage.call_ring import Ring, read_ring
+from ..storage.flight_dumps import DumpError, beside, read_dump
 from .location import Location, shorten
 
 E = TypeVar("E", bound=Event)
+
+CLOCK_S = 1.0
+"""Seconds by which torch's times and ours may differ."""
 
 
 class Facts:
@@ -97,6 +102,7 @@ class Rank(Facts):
         self._ring: tuple[Path | None, Ring | None] = (None, None)
         self.path: Path | None = None
         self.numbers: dict[int, int] | None = None
+        self._dump: tuple[float, list[FlightLog]] = (0.0, [])
         self._sites: dict[int, Location] = {}
 
     def add(self, event: Event) -> None:
@@ -117,6 +123,30 @@ class Rank(Facts):
 
     def look_again(self) -> None:
         self._ring = None, self._ring[1]
+
+    def flight_logs(self) -> list[FlightLog]:
+        """What torch's flight recorder had, oldest first: as asked in a standstill, and as torch
+        left it in the run folder when its watchdog ended a wait."""
+        return [*self.of(FlightLog), *self.flight_dump()]
+
+    def flight_dump(self) -> list[FlightLog]:
+        """What torch left in the run folder; empty where it did not, or not of this process."""
+        path = beside(self.path, self.started.rank) if self.path and self.started else None
+        try:
+            changed = path.stat().st_mtime if path is not None else 0.0
+            if path is not None and changed != self._dump[0]:
+                self._dump = changed, self._read_dump(path)
+        except (OSError, DumpError):  # still being written, or none of torch's
+            return []
+        return self._dump[1] if path is not None else []
+
+    def _read_dump(self, path: Path) -> list[FlightLog]:
+        dump, began = read_dump(path), self.started
+        end = self.wall(self.ended.at) if self.ended is not None else dump.written
+        if began is None or not began.wall - CLOCK_S < dump.last < end + CLOCK_S:
+            return []  # of another attempt
+        before = min(dump.written, end - 1e-3)  # it is written before the process is ended
+        return list(dump.logs(before - self.wall(0.0)))
 
     @property
     def started(self) -> RankStarted | None:

@@ -5,8 +5,11 @@ Calls last two milliseconds there, and the thread blocks later, where it needs a
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +21,19 @@ from ddpdoctor.checks.hang.stall import Stall
 from recordings import PID, steps
 from tapes import START, WALL, CallLog, run_of, stall, stood
 
-from ddpdoctor.events import Event, GroupReady, InitEntered, ProcessEnded, RankExiting
+from ddpdoctor.events import (
+    Event,
+    FlightEntry,
+    FlightLog,
+    GroupReady,
+    InitEntered,
+    ProcessEnded,
+    RankExiting,
+)
 from ddpdoctor.report.diagnose import diagnose
-from ddpdoctor.report.findings import Finding
+from ddpdoctor.report.findings import Confidence, Finding
 from ddpdoctor.run import Run
+from ddpdoctor.storage.call_ring import State
 
 CHECKS = CollectiveMismatch(), RankMissing(), RankExitedEarly(), RankDied(), Stall()
 
@@ -104,6 +116,89 @@ def test_calls_that_differ_stop_both(tmp_path: Path) -> None:
     findings = found(stalled(tmp_path, made, seen))
     assert findings[0].check == "collective-mismatch"
     assert not any(f.check == "stall" for f in findings)
+
+
+def recorded(*done: bool, sizes: str = "[[4]]") -> FlightLog:
+    """What torch's flight recorder has of so many all-reduces, once the rank stands still."""
+    entries = (FlightEntry(n, "all_reduce", sizes, "Float", d) for n, d in enumerate(done, 1))
+    return FlightLog(at=START + 50, group="0", entries=tuple(entries), last_enqueued=len(done))
+
+
+def test_a_rank_that_lags_within_a_backward(tmp_path: Path) -> None:
+    """Both have called it; the device of rank 0 waits for a bucket that rank 1 never issues."""
+    made = trained([BACKWARD], [])
+    made[1].call("DDP backward", 20, state=State.BEGUN)
+    logs = {0: [recorded(True, True, True, False)], 1: [recorded(True, True, True)]}
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP], more=logs))
+    assert (finding.check, finding.ranks) == ("rank-missing", (1,))
+    assert finding.location is not None and finding.location.line == 33
+
+
+def test_a_device_that_has_completed_all_waits_for_nobody(tmp_path: Path) -> None:
+    made = trained([BACKWARD], [BACKWARD])
+    logs = {rank: [recorded(True, True, True, True)] for rank in made}
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP], more=logs))
+    assert finding.check == "stall"
+    assert "no device waits" in finding.cause
+
+
+def test_devices_in_different_collectives_below_equal_calls(tmp_path: Path) -> None:
+    made = trained([BACKWARD], [BACKWARD])
+    logs = {
+        r: [recorded(True, True, True, False, sizes=s)] for r, s in enumerate(("[[4]]", "[[8]]"))
+    }
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP], more=logs))
+    assert (finding.check, finding.rule) == ("stall", "different-on-device")
+    assert "rank 1: all_reduce of [[8]]" in finding.cause
+
+
+@pytest.mark.parametrize(("sent", "check"), [(False, "rank-missing"), (True, "stall")])
+def test_a_message_that_nobody_sends(tmp_path: Path, sent: bool, check: str) -> None:
+    made = trained([], [])
+    made[0].call("recv", 25, peer=1, lasts=0.002)
+    if sent:
+        made[1].call("send", 26, peer=0, lasts=0.002)
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP]))
+    assert finding.check == check
+    if not sent:
+        assert finding.ranks == (1,)
+        assert "recv (train.py:25)" in finding.summary
+
+
+def dumped(folder: Path, rank: int, *done: bool) -> None:
+    """What NCCL's watchdog leaves: the entry that timed out is retired, and not completed."""
+    path = folder / f"flight-rank-{rank}"
+    entries: list[dict[str, Any]] = [
+        {
+            "pg_id": 5, "process_group": ("0", "default_pg"), "is_p2p": False, "retired": True,
+            "collective_seq_id": n, "op_id": n, "profiling_name": "nccl:all_reduce",
+            "state": "completed" if d else "scheduled", "input_sizes": [[4]],
+            "input_dtypes": ["Float"], "time_created_ns": int((WALL + 2) * 1e9),
+        }
+        for n, d in enumerate(done, 1)
+    ]  # fmt: skip
+    path.write_bytes(pickle.dumps({"entries": entries, "pg_status": {}}))
+    os.utime(path, (WALL + 8, WALL + 8))
+
+
+def test_what_the_watchdog_left_tells_who_is_missing(tmp_path: Path) -> None:
+    """Its timeout is shorter than the stall time: the monitor has seen no stall."""
+    made = trained([BACKWARD], [])
+    aborted = stood(0, 22, "total += loss.item()", crashed=True, native=True, at=START + 9)
+    nodes = {0: [
+        aborted,
+        ProcessEnded(at=START + 9, rank=0, pid=PID, wall=WALL, signal=6),
+        ProcessEnded(at=START + 10, rank=1, pid=PID + 1, wall=WALL, signal=15, by_launcher=True),
+    ]}  # fmt: skip
+    (finding,) = found(run_of(tmp_path / "without", made, nodes=nodes, ended=None))
+    assert finding.check == "rank-died"
+    folder = tmp_path / "with" / "run"
+    run = run_of(folder.parent, made, nodes=nodes, ended=None)
+    dumped(folder, 0, True, True, True, False)
+    dumped(folder, 1, True, True, True)
+    (finding,) = found(run)
+    assert (finding.check, finding.ranks) == ("rank-missing", (1,))
+    assert finding.confidence is Confidence.PROVEN
 
 
 def test_a_host_that_is_ahead_without_a_stall_waits_for_nobody(tmp_path: Path) -> None:

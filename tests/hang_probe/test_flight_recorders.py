@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch._C._distributed_c10d as c
 
-from ddpdoctor.probe.collectives.stack_server import flight_logs
+from ddpdoctor.events import FlightLog
 from ddpdoctor.probe.recording.torch_compat import flight_recorders
+from ddpdoctor.storage.flight_dumps import parse
+
+
+def flight_logs(dump: dict[str, Any]) -> list[FlightLog]:
+    return [*parse(dump).logs(7.0)]
 
 
 def entry(number: int, name: str = "nccl:all_reduce", **fields: Any) -> dict[str, Any]:
@@ -60,6 +65,7 @@ def test_the_order_is_that_of_issue() -> None:
         (3, "[[2]]"),
         (4, "[[4]]"),
     ]
+    assert [(e.op, e.peer) for e in log.messages] == [("recv", 1)]
 
 
 def test_both_recorders_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

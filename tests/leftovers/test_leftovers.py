@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from ddpdoctor.leftovers.failures import by_rank, error_file, exit_codes, last_traceback
-from ddpdoctor.leftovers.flight_dumps import DumpError, read_dump
 from ddpdoctor.leftovers.folder import write_folder
 from ddpdoctor.leftovers.search import Leftovers, is_run, search
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.report.postmortem import open_run
 from ddpdoctor.report.registry import all_checks
+from ddpdoctor.storage.flight_dumps import DumpError, read_dump
 
 TRAIN = "/home/user/train.py"
 

@@ -159,7 +159,10 @@ def test_ranks_see_torchruns_environment_and_little_more(place: Path) -> None:
     """)
     plain, ours = (json.loads(r.stdout) for r in (call(*TORCHRUN, name), doctor(*TWO, name)))
     added = {n for n in ours["env"].keys() - plain["env"].keys() if not n.startswith("DDPDOCTOR_")}
-    assert added <= {"PYTHONPATH", "TORCH_FR_BUFFER_SIZE", "TORCH_DISTRIBUTED_DEBUG"}
+    assert added <= {
+        "PYTHONPATH", "TORCH_FR_BUFFER_SIZE", "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    }  # fmt: skip
     assert "DDPDOCTOR_AGENT" not in ours["env"]
     assert "PYTHONSAFEPATH" not in ours["env"]
     assert set(ours["path"]) - set(plain["path"]) <= {str(PACKAGE / "shim")}

@@ -443,6 +443,10 @@ def ended_by_watchdog(run: Run, rank: Rank) -> bool:
     entered, ended = rank.latest(InitEntered), rank.ended
     if ended is None or rank.ring is None or "nccl" not in backends(rank):
         return False
+    if native_abort(run, rank) and any(
+        not e.retired for f in rank.flight_dump() for e in f.entries
+    ):
+        return True  # torch writes that down before it ends the process
     timeout = entered.timeout_s if entered is not None and entered.timeout_s > 0 else NCCL_TIMEOUT_S
     still = ended.at - rank.ring.progress_at
     return native_abort(run, rank) and still >= WATCHED * timeout

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ...events import CallSite
 from ...run import Location, Rank
 from ..calls.call_logs import GroupKey
-from .snapshot import Snapshot, flight_log
+from .device_waits import flight_log
+from .snapshot import Snapshot
 
 FIX = (
     "give the thread a group of its own: `group = dist.new_group()` once on all ranks in the main "

@@ -9,7 +9,6 @@ from functools import lru_cache
 from ...events import (
     Event,
     ExceptionRaised,
-    FlightLog,
     MonitorStarted,
     ProcessEnded,
     RankExiting,
@@ -22,6 +21,7 @@ from ...events import (
 from ...report.findings import Steps
 from ...run import Call, Facts, Location, Phase, Rank, Run, State, shorten, silence_text, stopped_in
 from ..calls.call_logs import CallLogs, CallRecord, GroupKey, call_logs
+from .device_waits import device_wait, enqueued, flight_log, lags
 from .failures import call_failed, destroyed, is_over, lost_peer
 from .thresholds import BUSY, QUIET_S, STALL_S
 
@@ -203,14 +203,15 @@ class Snapshot:
     ) -> bool:
         """Whether another rank computes in the same call, and torch's flight recorder lists a
         collective in flight on this rank that has not begun on the other."""
+        if stand.on_device:
+            return lags(other.rank, stand.rank, key)
         call = other.computes
         if call is None or call.index != index or self.known.key(other.rank, call.group) != key:
             return False
         ours, theirs = flight_log(stand.rank, key), flight_log(other.rank, key)
         if ours is None or theirs is None or stand.call is None or ours.at < stand.call.began:
             return False
-        begun = max([theirs.last_enqueued, *(e.sequence for e in theirs.entries)])
-        return any(not e.retired and e.sequence > begun for e in ours.entries)
+        return any(not e.retired and e.sequence > enqueued(theirs) for e in ours.entries)
 
     def _has_begun(self, other: RankSnapshot, key: GroupKey, index: int) -> bool:
         if other.rank.ring is None:
@@ -222,11 +223,6 @@ class Snapshot:
         if made is None or made.call is None:
             return True
         return other.rank.wall(made.call.began) <= self.at
-
-
-def flight_log(rank: Rank, key: GroupKey) -> FlightLog | None:
-    """The last record of torch's flight recorder for a group of a rank."""
-    return next((f for f in reversed(rank.of(FlightLog)) if f.group == key.name), None)
 
 
 @lru_cache(maxsize=1)
@@ -268,7 +264,8 @@ def failures(rank: Rank) -> Iterator[float]:
         yield lost
     ended = rank.ended
     if ended and not ended.by_launcher and (ended.signal is not None or ended.status):
-        yield ended.at
+        dumped = rank.flight_dump()
+        yield dumped[-1].at if dumped else ended.at
 
 
 def _swallowed(rank: Rank) -> float | None:
@@ -321,7 +318,8 @@ def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
     if call is not None and key is not None and _only_computes(known, rank, key, call):
         computes, call, key = call, None, None
     on_device = False
-    if call is None and run.stall is not None and (waits := _waits_on_device(known, rank)):
+    stands_still = run.stall is not None or rank.flight_dump()
+    if call is None and stands_still and (waits := device_wait(known, rank)):
         key, call = waits
         on_device = True
     made = None
@@ -347,24 +345,6 @@ def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
         on_device=on_device,
         over=left is not None and is_over(run, rank, left, _looked(run, wall) - rank.wall(0.0)),
     )
-
-
-def _waits_on_device(known: CallLogs, rank: Rank) -> tuple[GroupKey, Call] | None:
-    """The first call that a rank issued to its device and another member of the group did not;
-    None where every member issued as many calls of each group."""
-    found: list[tuple[GroupKey, Call]] = []
-    for key, logs in known.logs.items():
-        mine = logs.get(rank.rank)
-        others = [r for r in key.ranks if r != rank.rank]
-        members = [known.run.ranks[r] for r in others if r in known.run.ranks]
-        if not key.on_device or mine is None or not all(m.ring is not None for m in members):
-            continue
-        issued = [logs[m.rank].issued if m.rank in logs else 0 for m in members]
-        behind = min(issued, default=mine.issued)
-        made = known.at(mine, behind) if behind < mine.issued else None
-        if made is not None and made.call is not None:
-            found.append((key, made.call))
-    return min(found, key=lambda item: item[1].began, default=None)
 
 
 def _only_computes(known: CallLogs, rank: Rank, key: GroupKey, call: Call) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...events.operations import operation
 from ...run import Location
 from . import shared_groups, stale_store
+from .device_waits import Mismatch, mismatch
 from .shared_groups import shared_group
 from .snapshot import RankSnapshot, Snapshot
 from .unwaited_sends import KEEP_HANDLES, unwaited_send
@@ -47,6 +48,8 @@ def reason_for(
                 shared_groups.FIX,
                 proven=shared.mixed,
             )
+    if rule == "own-code" and (found := mismatch(now.known)):
+        return _different_on_device(found)
     if rule == "waiting-messages":
         for stand in stands:
             peer = now.by_rank.get(stand.call.peer) if stand.call else None
@@ -63,6 +66,21 @@ def reason_for(
                     (sender,),
                 )
     return None
+
+
+def _different_on_device(found: Mismatch) -> Reason:
+    rows = {r: f"{e.op} of {e.sizes}" for r, e in found.by_rank.items()}
+    each = "; ".join(f"rank {rank}: {what}" for rank, what in rows.items())
+    return Reason(
+        "different-on-device",
+        None,
+        "",
+        f"the ranks issued the same calls, but torch's flight recorder has their devices in "
+        f"different ones, at number {found.number} of {found.key}: {each}",
+        "see that the ranks have models of equal parameters and buffers, in the same order, and "
+        "that the backward of every rank reaches the same ones",
+        proven=True,
+    )
 
 
 def _receives(stand: RankSnapshot) -> bool:

@@ -6,16 +6,12 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...events import FlightLog, Signature
-from ...events.operations import OPERATIONS
 from ...report.findings import Evidence, Related
-from ...run import Location, Phase, Run, State, fold_ranks, ranks_do
-from .failures import timed_out
+from ...run import Location, Phase, Run, fold_ranks, ranks_do
+from .device_waits import RECEIVES, SENDS, messages
+from .failures import ended_by_watchdog, timed_out
 from .snapshot import RankSnapshot, Snapshot
 from .thresholds import LINES_SHOWN, QUIET_S
-
-_SENDS = {name for name, o in OPERATIONS.items() if o.sends}
-_RECEIVES = {name for name, o in OPERATIONS.items() if o.receives}
 
 
 def awaited(snapshot: Snapshot, stand: RankSnapshot) -> list[RankSnapshot]:
@@ -51,36 +47,18 @@ def unanswered(snapshot: Snapshot, stand: RankSnapshot) -> list[Unanswered]:
     found = []
     signature = made.signature
     for sends, single, ops in (
-        (True, signature.sends, _SENDS),
-        (False, signature.receives, _RECEIVES),
+        (True, signature.sends, SENDS),
+        (False, signature.receives, RECEIVES),
     ):
         peers = {call.peer} if signature.op in ops else set(single)
         for peer in (snapshot.by_rank.get(p) for p in sorted(peers)):
             if peer is None:
                 continue
-            mine = _count(stand, sends, peer.rank.rank)
-            theirs = _count(peer, not sends, stand.rank.rank)
+            mine = messages(stand.rank, sends, peer.rank.rank, call)
+            theirs = messages(peer.rank, not sends, stand.rank.rank, peer.call)
             if theirs < mine:
                 found.append(Unanswered(peer, sends, mine, theirs))
     return found
-
-
-def _count(stand: RankSnapshot, sends: bool, peer: int) -> int:
-    """How many messages to (or from) a peer a rank has begun, without failed ones; its present call
-    counts even if it failed."""
-    ring = stand.rank.ring
-    known = {s.id: s for s in stand.rank.of(Signature)}
-    total = 0
-    for call in ring.calls if ring else ():
-        now = stand.call is not None and call.number == stand.call.number
-        made = known.get(call.signature)
-        if made is None or (call.state is State.FAILED and not now):
-            continue
-        if made.op in (_SENDS if sends else _RECEIVES):
-            total += call.peer == peer
-        else:
-            total += (made.sends if sends else made.receives).count(peer)
-    return total
 
 
 def graph(snapshot: Snapshot) -> dict[int, list[int]]:
@@ -220,13 +198,20 @@ def _progress(stand: RankSnapshot) -> tuple[int, int]:
 
 
 def pending(now: Snapshot) -> list[str]:
-    """Collectives that torch's flight recorder lists as not completed, one line each."""
+    """Calls that torch's flight recorder lists as not completed, one line each."""
     lines = []
     for stand in now.by_rank.values():
-        log = stand.rank.latest(FlightLog)
-        for entry in log.entries if log else ():
-            if not entry.retired:
-                lines.append(f"rank {stand.rank.rank}: {entry.sequence} {entry.op} {entry.sizes}")
+        latest = {log.group: log for log in stand.rank.flight_logs()}
+        for log in latest.values():
+            group = "" if len(latest) == 1 else f"group {log.group}: "
+            for entry in (e for e in (*log.entries, *log.messages) if not e.retired):
+                what = f"{entry.op} {entry.sizes}"
+                if entry.peer >= 0:
+                    side = "from" if entry.op in RECEIVES else "to"
+                    what = f"{entry.op} {side} rank {entry.peer} {entry.sizes}"
+                else:
+                    what = f"{entry.sequence} {what}"
+                lines.append(f"rank {stand.rank.rank}: {group}{what}")
     return lines[:20]
 
 
@@ -243,7 +228,8 @@ def overdue(run: Run, now: Snapshot, absent: list[RankSnapshot]) -> Overdue | No
         return Overdue.STALL
     if now.failed:
         waiting = [s for a in absent for s in waiting_for(now, a)]
-        return Overdue.TIMEOUT if any(timed_out(s.rank) for s in waiting) else None
+        ended = (s.rank for s in waiting if timed_out(s.rank) or ended_by_watchdog(run, s.rank))
+        return Overdue.TIMEOUT if any(ended) else None
     if run.now is not None or any(r.state == "finished" for r in run.ranks.values()):
         return None
     seen_by_monitor = any(node.last is not None for node in run.nodes.values())

@@ -12,18 +12,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
 
-from ...events import FlightEntry, FlightLog
 from ...storage.call_ring import RingWriter, ask_address
+from ...storage.flight_dumps import parse
 from ...storage.safe_fd import Held, out_of_the_way
 from ..recording import stack_file
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import flight_recorders
-
-KEPT = 64
-"""Latest collectives of each group that are recorded from the flight recorder."""
 
 
 def listen(recorder: Recorder, ring: RingWriter) -> None:
@@ -79,40 +74,5 @@ def _serve(questions: _QuestionSocket, address: str, pid: int) -> None:
 
 def _emit_flight_log(recorder: Recorder) -> None:
     for text in flight_recorders():
-        for log in flight_logs(json.loads(text)):
+        for log in parse(json.loads(text)).logs(time.monotonic()):
             recorder.emit(log)
-
-
-def flight_logs(seen: dict[str, Any]) -> Iterator[FlightLog]:
-    """The collectives of each group in a dump of a flight recorder, in the order in which they were
-    issued; point-to-point calls, which have numbers of their own, are left out."""
-    by_group: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
-    for entry in seen.get("entries", ()):
-        if not entry.get("is_p2p"):
-            # A coalesced call has one number, its parts are counted by `op_id`.
-            place = int(entry["collective_seq_id"]), int(entry.get("op_id", 0))
-            by_group.setdefault(str(entry["process_group"][0]), {})[place] = entry
-    status = seen.get("pg_status", {})
-    for name, entries in by_group.items():
-        ordered = [entries[place] for place in sorted(entries)]
-        state = status.get(str(ordered[-1].get("pg_id", name)), {})
-        yield FlightLog(
-            at=time.monotonic(),
-            group=name,
-            entries=tuple(_entry(e) for e in ordered[-KEPT:]),
-            last_enqueued=int(state.get("last_enqueued_collective", -1)),
-            last_completed=int(state.get("last_completed_collective", -1)),
-        )
-
-
-def _entry(entry: dict[str, Any]) -> FlightEntry:
-    backend, _, op = str(entry["profiling_name"]).rpartition(":")
-    # NCCL's watchdog lets go of a work that has timed out, too: that is `retired`, not done.
-    done = entry.get("state") == "completed" or bool(entry.get("time_discovered_completed_ns"))
-    return FlightEntry(
-        sequence=int(entry["collective_seq_id"]),
-        op=op,
-        sizes=str(entry.get("input_sizes", ""))[:200],
-        dtypes=",".join(map(str, entry.get("input_dtypes", ())))[:100],
-        retired=done if backend == "nccl" else bool(entry.get("retired")),
-    )

@@ -2,6 +2,11 @@
 
 torch writes them with `pickle` when a watchdog's timeout expires, or as JSON on request. The pickle
 is read by an unpickler that allows no globals: it cannot run code.
+
+Its fields, as far as they mislead: `pg_status` goes by the group's `pg_id`, not by its name. NCCL's
+watchdog calls `retired` what it let go of, done or timed out. `started` is seen only where timing
+is on, so that of the unfinished entries of a group only the earliest means anything. A coalesced
+call has one number for all its parts. Sends and receives have numbers of their own.
 """
 
 from __future__ import annotations
@@ -11,9 +16,18 @@ import io
 import json
 import pickle
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..events import FlightEntry, FlightLog
+
+PREFIX = "flight-rank-"
+"""Begin of the name of a dump in a run folder; torch puts the number of the rank behind it."""
+
+KEPT = 64
+"""Latest collectives, and messages, of each group that a `FlightLog` has."""
 
 LARGEST = 256 << 20
 """Bytes of a dump; a larger one is none."""
@@ -42,9 +56,10 @@ class Entry:
     Attributes:
         group: torch's name of the group.
         sequence: its number in the group, from 1; -1 for a point-to-point call.
+        part: tells the parts of a coalesced call apart.
         op, peer: as in `Signature` and `Call`.
         backend: that made it.
-        done: torch has seen its end.
+        done: torch has seen its end; not where the watchdog gave it up.
         at: when it was issued, seconds since the epoch.
         frames: (file, line, function), innermost first.
         thread: its name; empty for the main thread.
@@ -62,6 +77,7 @@ class Entry:
     thread: str = ""
     peer: int = -1
     timeout_s: float = 0.0
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,11 +86,13 @@ class Dump:
 
     Attributes:
         groups: the members of each group by its name; empty where torch did not say.
+        status: by group, the numbers of the last collectives enqueued and completed.
         written: when the file was written, seconds since the epoch.
     """
 
     entries: tuple[Entry, ...]
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    status: dict[str, tuple[int, int]] = field(default_factory=dict)
     written: float = 0.0
 
     @property
@@ -88,6 +106,48 @@ class Dump:
         timeout and a minute, as files are copied later."""
         longest = max((e.timeout_s for e in self.entries), default=0.0) + 60.0
         return min(max(self.written - self.last, 0.0), longest)
+
+    def logs(self, at: float) -> Iterator[FlightLog]:
+        """What is recorded of each group, in the order in which calls were issued.
+
+        Args:
+            at: when the dump was made, on the clock of the rank.
+        """
+        for group in dict.fromkeys(entry.group for entry in self.entries):
+            mine = [entry for entry in self.entries if entry.group == group]
+            calls = {(e.sequence, e.part): e for e in mine if e.sequence >= 0}
+            messages = [e for e in mine if e.sequence < 0]
+            enqueued, completed = self.status.get(group, (-1, -1))
+            yield FlightLog(
+                at=at,
+                group=group,
+                entries=tuple(_flight_entry(calls[place]) for place in sorted(calls))[-KEPT:],
+                messages=tuple(map(_flight_entry, messages))[-KEPT:],
+                last_enqueued=enqueued,
+                last_completed=completed,
+            )
+
+
+def _flight_entry(entry: Entry) -> FlightEntry:
+    return FlightEntry(
+        sequence=entry.sequence,
+        op=entry.op,
+        sizes=str([list(size) for size in entry.sizes])[:200],
+        dtypes=",".join(entry.dtypes)[:100],
+        retired=entry.done,
+        peer=entry.peer,
+    )
+
+
+def beside(rank_file: Path, rank: int) -> Path | None:
+    """The dump that torch left of a rank, whose records are in a file of a run folder."""
+    folder = rank_file.parent
+    # The variables are set once for all attempts of a launcher, whose folders are inside.
+    for place in (folder, folder.parent) if folder.name.startswith("restart-") else (folder,):
+        path = place / f"{PREFIX}{rank}"
+        if path.is_file() and not path.is_symlink():
+            return path
+    return None
 
 
 class _NoGlobals(pickle.Unpickler):
@@ -118,24 +178,32 @@ def read_dump(path: Path) -> Dump:
         raise
     except Exception as error:
         raise DumpError("it is cut short or damaged") from error
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("entries"), list):
+    return parse(loaded, written)
+
+
+def parse(loaded: Any, written: float = 0.0) -> Dump:
+    """A dump in the form in which torch gives it.
+
+    Raises:
+        DumpError: it is none.
+    """
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("entries", ()), (list, tuple)):
         raise DumpError("it is no dump of the flight recorder")
-    entries = [e for raw in loaded["entries"] if (e := _entry(raw)) is not None]
-    return Dump(tuple(entries), _groups(loaded), written)
+    rows = [raw for raw in loaded.get("entries", ()) if isinstance(raw, dict)]
+    return Dump(tuple(map(_entry, rows)), _groups(loaded), _status(loaded, rows), written)
 
 
-def _entry(raw: Any) -> Entry | None:
-    if not isinstance(raw, dict):
-        return None
+def _entry(raw: dict[str, Any]) -> Entry:
     backend, _, name = str(raw.get("profiling_name", "")).rpartition(":")
     peer = _PEER.search(name)
     p2p = bool(raw.get("is_p2p")) or peer is not None
     op = peer[1] if peer else name.partition(" ")[0]
-    group = raw.get("process_group") or ("0", "")
-    finished = bool(raw.get("retired")) or raw.get("state") == "completed"
+    finished = raw.get("state") == "completed" or bool(raw.get("time_discovered_completed_ns"))
+    if backend != "nccl":
+        finished |= bool(raw.get("retired"))
     thread = str(raw.get("thread_name") or "")
     return Entry(
-        group=str(group[0] if isinstance(group, (list, tuple)) else group),
+        group=_group(raw),
         sequence=-1 if p2p else _integer(raw.get("collective_seq_id")),
         op=NAMES.get(op, op),
         backend=backend,
@@ -151,7 +219,28 @@ def _entry(raw: Any) -> Entry | None:
         thread="" if thread in ("", "python", "pt_main_thread") else thread,
         peer=int(peer[2]) if peer else -1,
         timeout_s=_integer(raw.get("timeout_ms")) / 1e3,
+        part=_integer(raw.get("op_id")),
     )
+
+
+def _group(raw: dict[str, Any]) -> str:
+    """torch's name of an entry's group."""
+    group = raw.get("process_group") or ("0", "")
+    return str(group[0] if isinstance(group, (list, tuple)) else group)
+
+
+def _status(loaded: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    known = loaded.get("pg_status")
+    known = known if isinstance(known, dict) else {}
+    numbers = {_group(raw): str(raw.get("pg_id", _group(raw))) for raw in rows}
+    found: dict[str, tuple[int, int]] = {}
+    for group, number in numbers.items():
+        state = known.get(number)
+        if isinstance(state, dict):
+            last = (state.get(f"last_{what}_collective", -1) for what in ("enqueued", "completed"))
+            enqueued, completed = (n if isinstance(n, int) else -1 for n in last)
+            found[group] = enqueued, completed
+    return found
 
 
 def _groups(loaded: dict[str, Any]) -> dict[str, tuple[int, ...]]:
