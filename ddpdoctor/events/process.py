@@ -243,10 +243,15 @@ class ProbeTrouble(Event, frozen=True, tag="probe-trouble"):
 
 
 class NotObserved(Event, frozen=True, tag="not-observed"):
-    """The probe chose not to look at something, and why. `check` is a check's name or a family."""
+    """The probe could not look at something, and why.
+
+    Attributes:
+        check: name of the check; partly: only some of its facts are missing, those in `reason`.
+    """
 
     check: str
     reason: str
+    partly: bool = False
 
 
 CLOSE_STEPS = 128
@@ -260,6 +265,7 @@ class ProbeCost(Event, frozen=True, tag="probe-cost"):
         wall_s: since the start of the process, or of a later examination in it.
         start_s: the part of it for the start: the doctor's imports and the wrapping of torch.
         steps: steps of all optimizers so far; -1 if not recorded.
+        device_s: what devices worked for the doctor, estimated.
     """
 
     own_s: float
@@ -268,3 +274,4 @@ class ProbeCost(Event, frozen=True, tag="probe-cost"):
     dropped: int = 0
     steps: int = -1
     start_s: float = 0.0
+    device_s: float = 0.0

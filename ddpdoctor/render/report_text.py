@@ -335,6 +335,11 @@ def _reasons(title: str, what: Iterable[Skipped], saved: bool) -> list[str]:
 
 def overhead(report: Report) -> str:
     cost = report.overhead
+    of_device = f", and about {duration(cost.device_s)} of its device" if cost.device_s else ""
+    return _of_host(cost) + of_device
+
+
+def _of_host(cost: Overhead) -> str:
     if cost.measured_percent is None:
         return "the doctor's own time was not measured"
     taken = f"the doctor took {_taken(cost)} "

@@ -70,7 +70,8 @@ def diagnose(
             reason = check.unobserved(run) or run.not_observed(check.name)
             found = [] if reason else list(check.examine(run))
             tables += [] if reason else check.tables(run)
-            part = None if reason else check.left_out(run)
+            parts = (check.left_out(run), run.partly_observed(check.name))
+            part = None if reason else "; ".join(filter(None, parts))
         except Exception as error:  # a broken check must not hide what the others found
             skipped.append(Skipped(check.name, f"the check itself failed: {error!r}"))
             findings.append(_about_itself(check, error))
@@ -317,6 +318,7 @@ def _overhead(run: Run) -> Overhead:
         own_s=round(most.own_s, 6),
         wall_s=round(most.wall_s, 6),
         start_s=round(most.start_s, 6),
+        device_s=round(most.device_s, 6) or None,
     )
 
 

@@ -332,7 +332,8 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
         later_percent: of the time after the first steps, at which it looks closely; None where
             that is too short to tell.
         own_s, wall_s: what `measured_percent` is made of, the seconds of the doctor and those of
-            the rank; `start_s`: what of `own_s` it took to start.
+            the rank; `start_s`: what of `own_s` it took to start; `device_s`: what the device of
+            the rank worked for the doctor, estimated.
     """
 
     budget_percent: float
@@ -341,6 +342,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     own_s: float | None = None
     wall_s: float | None = None
     start_s: float | None = None
+    device_s: float | None = None
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from ..events import (
     Site,
     StepDone,
     Stopped,
+    ThreadsSeen,
     Wrapped,
 )
 from ..storage.call_ring import Ring, read_ring
@@ -30,6 +31,9 @@ from ..storage.flight_dumps import DumpError, beside, read_dump
 from .location import Location, shorten
 
 E = TypeVar("E", bound=Event)
+
+ON_HOST = ("gloo", "mpi", "fake", "undefined", "")
+"""Backends in whose calls the host waits for the other ranks."""
 
 CLOCK_S = 1.0
 """Seconds by which torch's times and ours may differ."""
@@ -253,8 +257,11 @@ class Rank(Facts):
 
     @property
     def device(self) -> str:
-        wrapped = self.latest(Wrapped)
-        return wrapped.device if wrapped and wrapped.device else "cpu"
+        """Of the model that was wrapped last, or else of the parameters that are trained."""
+        wrapped, threads = self.latest(Wrapped), self.latest(ThreadsSeen)
+        if wrapped and wrapped.device:
+            return wrapped.device
+        return threads.device if threads and threads.device else "cpu"
 
     def step_time(self) -> float | None:
         """Median seconds of a step, the first few left out; None after one step, which began with
@@ -265,8 +272,10 @@ class Rank(Facts):
     @property
     def waits_on_gpu(self) -> bool:
         """Whether it waits for other ranks where the host does not see it."""
-        nccl = any("nccl" in group.backend for group in self.of(GroupReady))
-        return nccl and self.device.startswith("cuda")
+        if self.device == "cpu":
+            return False
+        parts = [p for group in self.of(GroupReady) for p in group.backend.split(",")]
+        return any(part.rpartition(":")[2] not in ON_HOST for part in parts)
 
     def waiting(self) -> float | None:
         """Median seconds of a step in collectives and for other ranks; None where not seen."""

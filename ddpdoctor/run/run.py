@@ -119,7 +119,13 @@ class Run:
 
     def not_observed(self, check: str) -> str | None:
         """Why the probe skipped what a check needs, None where it did not."""
-        return next((e.reason for e in self._each(NotObserved) if e.check == check), None)
+        reasons = (e.reason for e in self._each(NotObserved) if e.check == check and not e.partly)
+        return next(reasons, None)
+
+    def partly_observed(self, check: str) -> str | None:
+        """What the probe skipped of what a check looks at, None for nothing."""
+        reasons = (e.reason for e in self._each(NotObserved) if e.check == check and e.partly)
+        return "; ".join(dict.fromkeys(reasons)) or None
 
     @cached_property
     def stall(self) -> tuple[StallSeen, float] | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpdoctor.probe.recording import devices
-from ddpdoctor.probe.recording.devices import Captures, Flag
+from ddpdoctor.probe.recording.devices import Captures, Flags
 from ddpdoctor.probe.tensors.digests import ABSENT, numbers
 from ddpdoctor.probe.tensors.pending_digests import Waiting
 
@@ -54,6 +54,12 @@ class Copied:
         self.tensor, self.device = torch.as_tensor(value, dtype=dtype), device
         self.shape, self.dtype = self.tensor.shape, dtype
 
+    def to(self, *args: Any, non_blocking: bool) -> Copied:
+        return self
+
+    def reshape(self, *shape: int) -> Copied:
+        return Copied(self.tensor.reshape(*shape), self.device, self.dtype)
+
 
 @pytest.fixture(autouse=True)
 def on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +68,9 @@ def on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, device, **k: plain(*a, **k))
     monkeypatch.setattr(
         torch, "stack",
-        lambda many: Copied(stack([one.tensor for one in many]), many[0].device),
+        lambda many: Copied(
+            stack([one.tensor for one in many]), many[0].device, many[0].tensor.dtype
+        ),
     )  # fmt: skip
     monkeypatch.setattr(
         torch.Tensor, "copy_", lambda self, other, **k: copy(self, getattr(other, "tensor", other))
@@ -80,21 +88,24 @@ def test_the_device_that_holds_them_is_waited_for() -> None:
     assert not Waiting([OnDevice(7, "cuda:0")]).ready()
 
 
-@pytest.mark.parametrize(
-    ("value", "bad"), [(1.0, False), (float("nan"), True), (float("inf"), True)]
-)
-def test_so_is_that_of_a_number(value: float, bad: bool) -> None:
-    assert Flag(Copied(value, torch.device("cuda:1"), torch.float32)).answer() is bad
-    assert Flag(Copied(value, torch.device("cuda:0"), torch.float32)).answer() is None
+def numbers_on(device: str, *values: float) -> list[Copied]:
+    return [Copied(value, torch.device(device), torch.float32) for value in values]
+
+
+def test_so_is_that_of_numbers() -> None:
+    flags = Flags(numbers_on("cuda:1", 1.0, float("nan"), float("-inf")))
+    assert flags.answers() == [False, True, True]
+    assert Flags(numbers_on("cuda:1", float("nan"))).answers() == [True]
+    assert Flags(numbers_on("cuda:0", 1.0)).answers() is None
 
 
 def test_nothing_is_asked_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """An event query would invalidate the capture, whichever thread makes it."""
-    waiting, flag = Waiting([OnDevice(7, "cuda:1")]), Flag(Copied(1.0, torch.device("cuda:1")))
+    waiting, flags = Waiting([OnDevice(7, "cuda:1")]), Flags(numbers_on("cuda:1", 1.0))
     monkeypatch.setattr(Captures, "running", 1)
     monkeypatch.setattr(Event, "asked", 0)
     assert not waiting.ready(wait=True)
-    assert flag.answer() is None
+    assert flags.answers() is None
     assert Event.asked == 0
     monkeypatch.setattr(Captures, "running", 0)
     assert waiting.ready()

@@ -51,20 +51,21 @@ def test_a_context_is_found_where_it_is() -> None:
 
 def test_flags_are_read_later_without_waiting() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.watchers.numerics.numerics import Flag
+    from ddpdoctor.probe.recording.devices import Flags
 
     bad = torch.full((4,), float("nan"), device="cuda")
-    flag = Flag(torch.linalg.vector_norm(bad, ord=float("inf")))
+    numbers = [torch.linalg.vector_norm(t, ord=float("inf")) for t in (bad, torch.ones_like(bad))]
+    flags = Flags(numbers)
     deadline = time.monotonic() + 10
-    while (answer := flag.answer()) is None and time.monotonic() < deadline:
+    while (answers := flags.answers()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert answer is True
+    assert answers == [True, False]
 
 
 def test_growth_on_the_device_is_what_the_allocator_says() -> None:
     torch = pytest.importorskip("torch")
-    from ddpdoctor.probe.watchers.memory.memory import _device
+    from ddpdoctor.probe.recording.devices import memory
 
-    before = _device()[0]
+    before = memory()[0]
     kept = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")
-    assert _device()[0] - before >= len(kept)
+    assert memory()[0] - before >= len(kept)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddpdoctor.probe.recording import patching
-from ddpdoctor.probe.recording.devices import Captures, capturing
+from ddpdoctor.probe.recording.devices import Captures, hands_off
 from ddpdoctor.probe.recording.recorder import Recorder, current
 from ddpdoctor.probe.training.cuda_graphs import CudaGraphs
 from ddpdoctor.storage.run_folder import EventWriter
@@ -23,12 +23,12 @@ class Graph:
     seen: list[bool] = []
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(capturing())
+        self.seen.append(hands_off())
         if self.fails:
             raise RuntimeError("no capture")
 
     def capture_end(self) -> None:
-        self.seen.append(capturing())
+        self.seen.append(hands_off())
 
     def replay(self) -> None:
         pass
@@ -48,17 +48,17 @@ def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_from_the_begin_of_a_capture_to_its_end(graph: Graph) -> None:
     graph.capture_begin(capture_error_mode="global")
-    assert capturing()
+    assert hands_off()
     graph.capture_end()
     assert graph.seen == [True, True]
-    assert not capturing()
+    assert not hands_off()
 
 
 def test_a_capture_that_fails_is_over(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graph, "fails", True)
     with pytest.raises(RuntimeError, match="no capture"):
         graph.capture_begin()
-    assert not capturing()
+    assert not hands_off()
 
 
 def test_replays_are_progress_and_said_to_be_unseen(graph: Graph, tmp_path: Path) -> None:

@@ -341,8 +341,11 @@ def never_change(group: Replicas, names: Iterable[str]) -> bool:
 
 
 def compared(group: Replicas, kind: str, point: str = "step") -> bool:
-    """Whether two ranks have digests of a common moment."""
-    keys = [set(_rows(m, kind, point)) for m in group.members.values()]
+    """Whether two ranks have digests of a common moment, of tensors that could be read."""
+    keys = [
+        {key for key, (_, values, _) in _rows(m, kind, point).items() if any(values)}
+        for m in group.members.values()
+    ]
     return any(a & b for a, b in pairwise(keys))
 
 

@@ -246,7 +246,7 @@ def _emit_torch(recorder: Recorder) -> None:
     import torch
 
     nccl = ""
-    if torch.version.cuda:
+    if torch.version.cuda or torch.version.hip:
         try:
             nccl = ".".join(str(v) for v in torch.cuda.nccl.version())
         except Exception:
@@ -255,7 +255,7 @@ def _emit_torch(recorder: Recorder) -> None:
         TorchLoaded(
             at=time.monotonic(),
             torch=str(torch.__version__),
-            cuda=torch.version.cuda or "",
+            cuda=torch.version.cuda or (f"HIP {hip}" if (hip := torch.version.hip) else ""),
             nccl=nccl,
             threads=torch.get_num_threads(),
             interop_threads=torch.get_num_interop_threads(),

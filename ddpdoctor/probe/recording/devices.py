@@ -2,11 +2,15 @@
 
 Values are copied to the host behind the work that computes them and read once they are there.
 Nothing here waits for a device without a limit: where a rank hangs, so does its device. Nothing is
-asked of one while a CUDA graph is captured, by whatever thread: that would invalidate the capture.
+asked of one while a CUDA graph is captured, by whatever thread: that would invalidate the capture;
+nor once a device has reported an error.
+
+What is not read on a device is named in `UNREAD`, check by check.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -15,6 +19,44 @@ PATIENCE_S = 0.5
 """Seconds that may be waited for a device at the end, in all; then nothing is waited for again."""
 
 _POLL_S = 0.005
+
+LAUNCH_NS, BYTES_PER_NS = 3_000.0, 1000.0
+"""Estimates of a device's time: for a kernel, and of its memory's speed (1 TB/s)."""
+
+HOST_LAUNCH_NS = 25_000
+"""Nanoseconds of the host that a digest on a device costs at most. What it takes beyond is waiting
+for a place in the queue of a device that is behind, as the program's own launches do."""
+
+ACCELERATORS = ("cuda", "xpu", "hpu", "npu", "mtia", "musa", "mlu")
+"""Kinds of devices, as torch's modules of them are called; ROCm's is `cuda`."""
+
+_COUNTERS = (
+    ("allocated_bytes", "current"), ("allocated_bytes", "peak"), ("reserved_bytes", "current"),
+)  # fmt: skip
+
+_ERRORS = ("CUDA error", "HIP error", "cuBLAS error", "CUBLAS_STATUS", "XPU error")
+
+UNREAD: dict[str, str] = {
+    "zero-gradient": "gradients on a device are not read",
+}
+"""Checks that have nothing to go by where parameters are on a device, and why."""
+
+UNREAD_PARTLY: dict[str, str] = {
+    "double-averaging": "gradients on a device that the program itself divides",
+    "clip-before-sync": "gradients on a device that the program itself scales",
+    "hyperparameter-skew": "options that are tensors on a device",
+    "grad-scaler-skew": "loss scales, which are on the device",
+    "gradient-drift": "how far gradients on a device are apart, and the line that changed them",
+    "parameter-drift": "how far parameters on a device are apart",
+    "nonfinite-origin": "on a device, which operation and which parameters",
+}
+"""What checks leave out there."""
+
+WITHOUT_EVENTS = (
+    "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift",
+    "zero-grad-missing", "nonfinite-origin",
+)  # fmt: skip
+"""Checks that have nothing to go by on devices that are not `readable_later`."""
 
 
 class Captures:
@@ -29,12 +71,69 @@ class _Patience:
     left_s = PATIENCE_S
 
 
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured. Initialises no driver."""
-    if Captures.running:
+class Failed:
+    """A device has reported an error: see `failed`."""
+
+    seen = False
+
+
+class Work:
+    """What the doctor gave devices to do so far, estimated: launching takes about `LAUNCH_NS` of a
+    device, and it reads `BYTES_PER_NS`."""
+
+    ns = 0.0
+
+    @classmethod
+    def add(cls, launches: int, size_bytes: int = 0) -> None:
+        cls.ns += launches * LAUNCH_NS + size_bytes / BYTES_PER_NS
+
+
+def hands_off() -> bool:
+    """Whether devices are to be left alone now: a CUDA graph is being captured, or one of them has
+    reported an error. Initialises no driver."""
+    if Captures.running or Failed.seen:
         return True
     cuda = sys.modules["torch"].cuda
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
+def failed(error: BaseException) -> bool:
+    """Whether an error is that of a device; nothing is launched on any from then on. A launch of
+    the doctor's raises what an earlier kernel of the program's did, and clears it."""
+    kind = getattr(sys.modules.get("torch"), "AcceleratorError", None)
+    of_device = kind is not None and isinstance(error, kind)
+    if of_device or any(text in str(error)[:200] for text in _ERRORS):
+        Failed.seen = True
+        return True
+    return False
+
+
+def initialized() -> list[Any]:
+    """torch's modules (`torch.cuda`, `torch.xpu`) of the kinds of devices that are in use."""
+    torch = sys.modules["torch"]
+    known = (getattr(torch, name, None) for name in ACCELERATORS)
+    return [module for module in known if module is not None and _in_use(module)]
+
+
+def _in_use(module: Any) -> bool:
+    try:
+        return bool(module.is_initialized())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def memory() -> tuple[int, int, int]:
+    """Allocated, peak and reserved bytes of this process on all its devices together, by torch's
+    allocators, which count on the host."""
+    totals = [0, 0, 0]
+    for module in initialized():
+        if not hasattr(module, "memory_stats_as_nested_dict"):
+            continue
+        for index in range(module.device_count()):
+            stats = module.memory_stats_as_nested_dict(index)
+            for n, (name, when) in enumerate(_COUNTERS):
+                totals[n] += int(stats.get(name, {}).get("all", {}).get(when, 0))
+    return totals[0], totals[1], totals[2]
 
 
 def readable_later(device: Any) -> bool:
@@ -77,6 +176,7 @@ class HostCopy:
         self.host.copy_(values, non_blocking=True)
         self._event = module.Event()
         self._event.record(module.current_stream(values.device))
+        Work.add(1, self.host.nbytes)
 
     def arrived(self, *, wait: bool = False) -> bool:
         """Whether the copy is there.
@@ -84,7 +184,7 @@ class HostCopy:
         Args:
             wait: for at most what is left of `PATIENCE_S`.
         """
-        if capturing():
+        if hands_off():
             return False
         if not wait or self._event.query():
             return bool(self._event.query())
@@ -103,25 +203,42 @@ def largest_later(values: Any) -> HostCopy | None:
     None where it cannot be read later, or not now."""
     import torch
 
-    if values.is_cpu or capturing() or not readable_later(values.device):
+    if values.is_cpu or hands_off() or not readable_later(values.device):
         return None
     largest = torch.linalg.vector_norm(values.detach(), ord=float("inf"))
+    Work.add(1, values.nbytes)
     return HostCopy(largest.reshape(()))
 
 
-class Flag:
-    """Whether a number on a device is NaN or infinite, answered once the device has computed it.
+class Flags:
+    """Which of several numbers on devices are NaN or infinite, answered once they have been
+    computed: one kernel for all of them, one copy and one event.
 
     Args:
-        number: a floating-point tensor of one element.
+        numbers: floating-point tensors without dimensions.
     """
 
-    def __init__(self, number: Any) -> None:
-        self._copy = HostCopy(number)
+    def __init__(self, numbers: list[Any]) -> None:
+        import torch
 
-    def answer(self, *, wait: bool = False) -> bool | None:
-        """True if it is not finite; None as long as that is not known."""
+        if len(numbers) == 1:
+            self._copy = HostCopy(numbers[0].reshape(1))
+            return
+        device, kinds = numbers[0].device, {number.dtype for number in numbers}
+        if len(kinds) > 1:  # what is finite in the wider one may not be so in the other
+            wide = torch.float64 if torch.float64 in kinds else torch.float32
+            numbers = [number.to(wide) for number in numbers]
+        numbers = [n.to(device, non_blocking=True) for n in numbers]
+        self._copy = HostCopy(torch.stack(numbers))
+        Work.add(1)
+
+    def answers(self, *, wait: bool = False) -> list[bool] | None:
+        """For each number, whether it is not finite; None as long as that is not known."""
         if not self._copy.arrived(wait=wait):
             return None
-        value = float(self._copy.host)
-        return value != value or value in (float("inf"), float("-inf"))
+        return [not math.isfinite(value) for value in self._copy.host.tolist()]
+
+
+def caught_up(copy: HostCopy | None) -> bool:
+    """Whether a device has done all that was given to it before a copy."""
+    return copy is None or copy.arrived()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ...events import Event, NotObserved, ProbeCost, ProbeTrouble
 from ...storage.run_folder import EventWriter
-from . import startup_cost
+from . import devices, startup_cost
 from .code_locations import Sites
 from .limits import COST_EVERY_S, COST_FIRST_S, TROUBLE_LIMIT
 from .torch_compat import interposed, pause_compiler, resume_compiler, without_modes
@@ -96,6 +96,9 @@ class Recorder:
             lost: what is not observed because of it, for the report.
         """
         count = self._troubles[part] = self._troubles.get(part, 0) + 1
+        text = repr(error)[:400]
+        if devices.failed(error):
+            text += "; a kernel that the program launched before may have failed"
         if count >= TROUBLE_LIMIT:
             self.off.add(part)
         if count not in (1, TROUBLE_LIMIT):
@@ -105,7 +108,7 @@ class Recorder:
                 ProbeTrouble(
                     at=time.monotonic(),
                     part=part,
-                    error=repr(error)[:500],
+                    error=text,
                     lost=lost,
                     disabled=count >= TROUBLE_LIMIT,
                 ),
@@ -115,11 +118,11 @@ class Recorder:
     def disabled(self, part: str) -> bool:
         return part in self.off
 
-    def not_observed(self, check: str, reason: str) -> None:
-        """Record, once, that a check (or family) lacks its facts, and why."""
+    def not_observed(self, check: str, reason: str, *, partly: bool = False) -> None:
+        """Record, once, that a check lacks its facts, or a part of them, and why."""
         if (check, reason) not in self._not_observed:
             self._not_observed.add((check, reason))
-            self.emit(NotObserved(at=time.monotonic(), check=check, reason=reason))
+            self.emit(NotObserved(at=time.monotonic(), check=check, reason=reason, partly=partly))
 
     def affordable(self) -> bool:
         """Whether the doctor is within its budget and may do something costly now."""
@@ -142,6 +145,7 @@ class Recorder:
                     events=self.writer.count,
                     dropped=self.writer.dropped,
                     steps=self.step,
+                    device_s=devices.Work.ns / 1e9,
                 ),
                 vital=True,
             )

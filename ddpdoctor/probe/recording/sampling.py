@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 from ...events.drift import EARLY, full
+from .devices import HOST_LAUNCH_NS, Work
 from .limits import (
     BUDGET_SHARE,
     CHOSEN_ANEW,
@@ -19,6 +20,27 @@ from .limits import (
     WIDEST,
 )
 from .recorder import Recorder
+
+
+class Cost:
+    """What digests cost from now on.
+
+    On a device the host waits in a launch while the queue is full, as it would in the program's
+    next one: that is not counted, what the device itself works is.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._began, self._worked = time.perf_counter_ns(), Work.ns
+
+    def ns(self, tensors: int) -> int:
+        """Nanoseconds so far, of so many digests."""
+        spent, worked = time.perf_counter_ns() - self._began, Work.ns - self._worked
+        if not worked:
+            return spent
+        counted = min(spent, FIXED_NS + tensors * HOST_LAUNCH_NS)
+        self._recorder.own_ns -= spent - counted
+        return int(counted + worked)
 
 
 class Pace:

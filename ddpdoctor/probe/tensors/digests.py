@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..recording.devices import readable_later
+from ..recording.devices import Work, hands_off, readable_later
 from ..recording.torch_compat import shard
-from .limits import VALUES_SAMPLED
+from .limits import PIECE, PIECES_AT_MOST, VALUES_SAMPLED
 
 ABSENT = 0
 """The digest of None, and of tensors that cannot be digested."""
@@ -71,12 +71,31 @@ def word_sum(tensor: Any) -> Any:
     per_word = 8 // width
     # Eight bytes at a time, except for small tensors, where three more operations cost more.
     if flat.numel() < 4096 or flat.storage_offset() % per_word or not flat.is_contiguous():
-        return flat.view(as_integer).sum(dtype=torch.int64)
+        return _sum_of_elements(flat.view(as_integer))
     whole = flat.numel() // per_word * per_word
     total = flat[:whole].view(torch.int64).sum()
     if whole < flat.numel():
         total = total + flat[whole:].view(as_integer).sum(dtype=torch.int64)
     return total
+
+
+def _sum_of_elements(values: Any) -> Any:
+    """The sum of small integers as 64-bit ones. torch converts all of them first, to 8 bytes each:
+    it is given so many at a time that this takes no more than 8 MiB.
+
+    Raises:
+        Unsuited: that would be too many times.
+    """
+    import torch
+
+    if values.numel() <= PIECE:
+        return values.sum(dtype=torch.int64)
+    if values.numel() > PIECE * PIECES_AT_MOST and not values.is_cpu:
+        raise Unsuited("it is large, and not aligned to 8 bytes or not contiguous")
+    longest = max(range(values.dim()), key=lambda dim: int(values.shape[dim]))
+    many = max(1, PIECE * values.shape[longest] // values.numel())
+    parts = [_sum_of_elements(part) for part in values.split(many, longest)]
+    return torch.stack(parts).sum()
 
 
 def _flat(tensor: Any) -> Any:
@@ -142,9 +161,10 @@ def readable(tensor: Any) -> bool:
 
 def sums(tensors: Iterable[Any]) -> tuple[list[Any], list[str]]:
     """`word_sum` of each tensor, None for None and for unsuited tensors; and the distinct reasons
-    why tensors were unsuited."""
+    why tensors were unsuited. None also for those on a device that is to be left alone."""
     import torch
 
+    untouchable: bool | None = None
     found: list[Any] = []
     reasons: dict[str, None] = {}
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
@@ -154,7 +174,12 @@ def sums(tensors: Iterable[Any]) -> tuple[list[Any], list[str]]:
                 continue
             try:
                 check_suited(tensor)
-                found.append(word_sum(tensor))
+                if tensor.is_cpu:
+                    found.append(word_sum(tensor))
+                    continue
+                untouchable = hands_off() if untouchable is None else untouchable
+                found.append(None if untouchable else word_sum(tensor))
+                Work.add(0 if untouchable else 1, 0 if untouchable else tensor.nbytes)
             except Unsuited as error:
                 reasons[str(error)] = None
                 found.append(None)
@@ -218,6 +243,7 @@ class Sketcher:
         generator = torch.Generator().manual_seed(20250615)
         drawn = torch.randint(0, 2, (ROWS * BINS,), generator=generator, device="cpu")
         self._signs = (drawn * 2 - 1).to(torch.float32)
+        self._elsewhere: dict[Any, Any] = {}
 
     def sketch(self, tensors: Iterable[Any]) -> tuple[float, list[float]]:
         """The norm of all tensors on the CPU taken as one vector, and its projection: `BINS`
@@ -251,7 +277,7 @@ class Sketcher:
                 check_suited(tensor)
             except Unsuited:
                 return None
-            flat = _flat(tensor).reshape(-1).to(torch.float32)
+            flat = _flat(tensor).reshape(-1)
             size = ROWS * BINS
             parts = [
                 self._project(flat[n * size : (n + 1) * size], n)
@@ -259,10 +285,18 @@ class Sketcher:
             ]
             return torch.stack(parts).sum(0).view(-1, FEW_BINS).sum(0)
 
+    def _signs_on(self, device: Any) -> Any:
+        """The signs on a device; copied there once, from pinned memory, which waits for nothing."""
+        if device.type == "cpu":
+            return self._signs
+        if device not in self._elsewhere:
+            self._elsewhere[device] = self._signs.pin_memory().to(device, non_blocking=True)
+        return self._elsewhere[device]
+
     def _project(self, flat: Any, block: int) -> Any:
         import torch
 
-        signed = flat * self._signs[: flat.numel()].to(flat.device)
+        signed = flat.to(torch.float32) * self._signs_on(flat.device)[: flat.numel()]
         if flat.numel() % BINS:
             signed = torch.nn.functional.pad(signed, (0, -flat.numel() % BINS))
         sums = signed.view(-1, BINS).sum(0, dtype=torch.float64)

@@ -15,6 +15,9 @@ VALUES_SAMPLED = 4
 """Values read per tensor, to find the factor that it was multiplied by: one would do, but it may be
 zero."""
 
+PIECE, PIECES_AT_MOST = 1 << 20, 64
+"""Elements that are summed at a time where they have to be converted, and how many times."""
+
 # pending_digests
 
 ROWS_WAITING = 64

@@ -166,6 +166,8 @@ def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iter
     tensor = hasattr(values, "dtype") and not holds_objects(values)
     stride = max(1, -(-length // WHOLE))
     rows = range(0, length, stride)
+    if str(getattr(values, "device", "cpu")) != "cpu":
+        return  # each entry would be waited for
     if kind == "indices":
         digests = array("Q", [int(values[r]) & 0xFFFFFFFFFFFF for r in rows])
     elif tensor:

@@ -18,7 +18,7 @@ from ....events.drift import full
 from ....events.pack import pack
 from ...collectives.process_groups import ProcessGroups
 from ...recording import hooks
-from ...recording.devices import capturing
+from ...recording.devices import hands_off
 from ...recording.hooks import Subscriptions
 from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, current_recorder, guarded, shielded
@@ -221,7 +221,7 @@ class OuterModules(Watcher):
             self._write(recorder)
 
     def _digest(self, recorder: Recorder, step: int) -> None:
-        if capturing():
+        if hands_off():
             return
         wrapped = _wrapped_modules()
         for number, reference in enumerate(self.known):

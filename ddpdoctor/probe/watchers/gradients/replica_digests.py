@@ -18,11 +18,11 @@ from ....events.pack import pack
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
-from ...recording.devices import capturing, out_of_patience
+from ...recording.devices import hands_off, out_of_patience
 from ...recording.hooks import Subscriptions
 from ...recording.limits import FIRST_STEPS
 from ...recording.recorder import Recorder
-from ...recording.sampling import Pace
+from ...recording.sampling import Cost, Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, ignored_by_ddp, joins
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...tensors.digests import ABSENT, Sketcher, scattered, sums
@@ -37,6 +37,9 @@ from ..manual_sync.parameter_averaging import WriteBack
 from .gradient_sync import GradientSync
 from .limits import ENOUGH_UNCHANGED, SKETCHED_AT_EASE, SKETCHED_AT_MOST, STATES_AT_MOST
 from .manual_edits import ManualEdits
+
+COMPARED = "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift"
+"""Checks that compare digests."""
 
 
 class Watch:
@@ -129,11 +132,11 @@ class ReplicaDigests(Watcher):
         if not watch.broadcast:
             watch.buffers_next = stride
             self.forwards.enable()
-        began = time.perf_counter_ns()
+        cost = Cost(recorder)
         looked = sum(_record(recorder, watch, kind, step.number, stride) for kind in kinds)
         if not step.closure:
             write_counts.record_writes(recorder, watch.holding, watch.writes, step.number)
-        watch.pace.spent(time.perf_counter_ns() - began, looked)
+        watch.pace.spent(cost.ns(looked), looked)
         if stride == 1 and full(step.number // max(1, recorder.every)):
             self._record_full_step(
                 recorder, watch, step, kinds if watch.broadcast else [*kinds, "buffers"]
@@ -146,9 +149,9 @@ class ReplicaDigests(Watcher):
         the step, so they are final only at the next forward."""
         for watch in self.watches.values():
             if watch.buffers_next and forward.grad_enabled and watch.holding.model is forward.model:
-                began, stride, watch.buffers_next = time.perf_counter_ns(), watch.buffers_next, 0
+                cost, stride, watch.buffers_next = Cost(recorder), watch.buffers_next, 0
                 looked = _record(recorder, watch, "buffers", forward.model.forwards - 1, stride)
-                watch.pace.spent(time.perf_counter_ns() - began, looked)
+                watch.pace.spent(cost.ns(looked), looked)
 
     @on(call_hooks.called, lost="averages of parameters (local SGD)")
     def _called(self, recorder: Recorder, call: Call) -> None:
@@ -364,11 +367,12 @@ def buffers(model: Model) -> list[Any]:
 
 def digest(recorder: Recorder, tensors: list[Any]) -> Waiting | None:
     """Digests of tensors; None while a CUDA graph is being recorded."""
-    if capturing():
+    if hands_off():
         return None
     totals, reasons = sums(tensors)
     for reason in reasons:
-        recorder.not_observed("drift", f"some tensors are left out: {reason}")
+        for check in COMPARED:
+            recorder.not_observed(check, f"some tensors: {reason}", partly=True)
     return Waiting(totals)
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ....events import ShardScales
 from ....events.amp import told_at
 from ...recording import hooks
-from ...recording.devices import HostCopy, capturing, out_of_patience
+from ...recording.devices import HostCopy, hands_off, out_of_patience
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import placements, shard
@@ -111,7 +111,7 @@ class ShardScaling(Watcher):
 
     @on(lifecycle.backward_ends, during="_looking")
     def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
-        if backward.error is not None or capturing() or out_of_patience():
+        if backward.error is not None or hands_off() or out_of_patience():
             return
         for known in Optimizers.current.known():
             mine = self.known.get(known.number)
@@ -143,7 +143,7 @@ class ShardScaling(Watcher):
         full = len(mine.spans) >= SPANS_AT_MOST
         mine.ends()
         spans, mine.spans = mine.spans, []
-        if not spans or full or step.closure or capturing():
+        if not spans or full or step.closure or hands_off():
             return
         self._write(recorder)
         if not mine.sites:

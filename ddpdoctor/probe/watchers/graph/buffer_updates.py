@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ....events import BufferUpdates
 from ...recording import hooks
-from ...recording.devices import HostCopy, capturing
+from ...recording.devices import HostCopy, hands_off
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import ignored_by_ddp
 from ...recording.watcher import Watcher, on
@@ -59,7 +59,7 @@ class BufferUpdateWatch(Watcher):
         self._write(recorder)
         model, number = forward.model, forward.model.forwards - 1
         inner = model.inner()
-        if number not in UPDATES_AT or inner is None or capturing():
+        if number not in UPDATES_AT or inner is None or hands_off():
             return
         if not forward.wrapper.will_sync_module_buffers() or hasattr(
             forward.wrapper, "buffer_hook"

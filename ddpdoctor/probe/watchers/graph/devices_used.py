@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from ....events import DeviceTouched, DeviceUsed
-from ...recording import torch_compat
+from ...recording import devices, torch_compat
 from ...recording.recorder import Recorder
-from ...recording.watcher import Error, Watcher, on
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.records import Step
 from ...training.tracked_model import Model
@@ -31,7 +31,10 @@ class DevicesUsed(Watcher):
     def install(self) -> None:
         import torch
         import torch.serialization
+        from torch.nn.parallel import DistributedDataParallel
 
+        # NCCL refuses a GPU that two ranks use in the constructor, so it is noted before that.
+        self.around(DistributedDataParallel, "__init__", before=self._wraps)
         self.around((torch.serialization, torch), "load", after=self._loaded)
 
     def _emit_used(self, recorder: Recorder, index: int, why: str) -> None:
@@ -50,6 +53,18 @@ class DevicesUsed(Watcher):
             )
         )
 
+    def _name_unread(self, recorder: Recorder, parameters: list[Any]) -> None:
+        """Say which checks do not see what lies on devices."""
+        for device in {p.device for p in parameters if p.device.type not in ("cpu", "meta")}:
+            if not devices.readable_later(device):
+                reason = f"values on {device.type} devices cannot be read without waiting for them"
+                for check in devices.WITHOUT_EVENTS:
+                    recorder.not_observed(check, reason)
+            for check, reason in devices.UNREAD.items():
+                recorder.not_observed(check, reason)
+            for check, reason in devices.UNREAD_PARTLY.items():
+                recorder.not_observed(check, reason, partly=True)
+
     @on(lifecycle.wrapped)
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
         self._note_parameters(recorder, model.live_parameters() or [])
@@ -57,15 +72,19 @@ class DevicesUsed(Watcher):
 
     @on(lifecycle.step_due)
     def _step_due(self, recorder: Recorder, step: Step) -> None:
-        if self.steps >= DEVICE_LOOKS or not _ready():
+        if self.steps >= DEVICE_LOOKS:
             return
-        self.steps += 1
         optimizer = step.optimizer()
         groups = optimizer.param_groups if optimizer is not None else ()
-        self._note_parameters(recorder, [p for group in groups for p in group["params"]])
+        held = [p for group in groups for p in group["params"]]
+        if not _ready() and all(p.is_cpu for p in held[:1]):
+            return
+        self.steps += 1
+        self._note_parameters(recorder, held)
         self._find_contexts(recorder, "before a step")
 
     def _note_parameters(self, recorder: Recorder, parameters: list[Any]) -> None:
+        self._name_unread(recorder, parameters)
         if not _ready():
             return
         import torch
@@ -75,6 +94,10 @@ class DevicesUsed(Watcher):
         chosen = torch.cuda.current_device()
         if chosen:  # 0 is the default, so it does not show a choice
             self._emit_used(recorder, chosen, "set_device")
+
+    def _wraps(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        module = kwargs.get("module", args[1] if len(args) > 1 else None)
+        self._note_parameters(recorder, [] if module is None else [*module.parameters()])
 
     def _loaded(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self._find_contexts(recorder, "torch.load")

@@ -17,7 +17,7 @@ from ....events import LateBuffers, SentBuffers
 from ....events.drift import full
 from ....events.pack import pack
 from ...recording import hooks
-from ...recording.devices import capturing
+from ...recording.devices import hands_off
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import ignored_by_ddp
 from ...recording.watcher import Watcher, on
@@ -70,7 +70,7 @@ class LateBufferWatch(Watcher):
     @on(lifecycle.fast_step_due)
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
         self._write(recorder)
-        if not full(step.number) or capturing():
+        if not full(step.number) or hands_off():
             return
         for holding in step.holdings:
             found = list(_late_buffers(holding.model))[:BUFFERS_EMITTED]

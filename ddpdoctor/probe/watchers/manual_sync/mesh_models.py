@@ -15,7 +15,7 @@ from ....events import MeshDigests, MeshModel
 from ....events.drift import full
 from ....events.pack import pack
 from ...recording import hooks
-from ...recording.devices import capturing
+from ...recording.devices import hands_off
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import placements, root_mesh, shard, sharding_mesh
 from ...recording.watcher import Args, Kwargs, Watcher, on
@@ -105,7 +105,7 @@ class MeshModels(Watcher):
 
     def _digest(self, recorder: Recorder, number: int, step: int) -> None:
         every = [p for reference in self.known[number] if (p := reference()) is not None]
-        if capturing() or len(every) < len(self.known[number]):
+        if hands_off() or len(every) < len(self.known[number]):
             return
         held = [shard(p.detach()) for p in every]
         elements = sum(t.numel() for t in held)

@@ -16,7 +16,7 @@ import msgspec
 from ....events import Unwrapped, UnwrappedState
 from ....events.pack import pack
 from ...recording import hooks
-from ...recording.devices import capturing
+from ...recording.devices import hands_off
 from ...recording.hooks import Subscriptions
 from ...recording.names_in_frames import name_of
 from ...recording.recorder import Recorder
@@ -113,7 +113,7 @@ class UnwrappedModels(Watcher):
         if optimizer is None or not _several_ranks():
             return
         known = self._unwrapped_parameters(recorder, optimizer, step)
-        if not known.parameters or capturing():
+        if not known.parameters or hands_off():
             return
         self._following.enable()
         every = [ref() for ref in known.parameters]

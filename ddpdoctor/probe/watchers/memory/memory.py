@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ....events import MemoryHeld, MemorySample
-from ...recording import hooks, names_in_frames
+from ...recording import devices, hooks, names_in_frames
 from ...recording.hooks import Subscriptions
 from ...recording.limits import DEEPEST_NAME
 from ...recording.recorder import Recorder
@@ -140,7 +140,7 @@ class Memory(Watcher):
             self.pace = min(2 * self.pace, LONGEST_S)
         self.due = now + self.pace
         resident = _resident()
-        device, peak, reserved = _device()
+        device, peak, reserved = devices.memory()
         recorder.emit(
             MemorySample(
                 at=now,
@@ -254,16 +254,3 @@ class Memory(Watcher):
 def _resident() -> int:
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * _PAGE
-
-
-def _device() -> tuple[int, int, int]:
-    """Allocated, peak and reserved bytes by torch's allocator; does not wait for the device."""
-    torch = sys.modules["torch"]
-    if not torch.cuda.is_initialized():
-        return 0, 0, 0
-    stats = torch.cuda.memory_stats()
-    return (
-        int(stats.get("allocated_bytes.all.current", 0)),
-        int(stats.get("allocated_bytes.all.peak", 0)),
-        int(stats.get("reserved_bytes.all.current", 0)),
-    )

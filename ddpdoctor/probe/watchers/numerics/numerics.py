@@ -19,7 +19,6 @@ import msgspec
 
 from ....events import NonFinite
 from ...recording import hooks
-from ...recording.devices import Flag, capturing, readable_later
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import compiling, graph
@@ -35,6 +34,7 @@ from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from . import nonfinite_origin, nonfinite_sites
+from .device_numbers import DeviceNumbers
 from .finite_gradients_of_nan_loss import FiniteGradients, leaves_gradients_finite
 from .nonfinite_origin import Origin
 
@@ -66,8 +66,7 @@ class Numerics(Watcher):
         local: a non-finite gradient of the running backward.
         spared: NaN losses with finite gradients.
         lasting: the first of several non-finite losses in a row without a step, and their number.
-        flags: answers of the device about the last backward; `waiting` are those that a step
-            applied before they arrived.
+        on_device: losses and gradients there.
         plain: `torch.Tensor`.
         backwards: backwards whose gradients were looked at.
         returned: by model, for its last forward: torch's number of the first autograd node after
@@ -84,8 +83,7 @@ class Numerics(Watcher):
         self.spared = FiniteGradients()
         self.lasting: tuple[NonFinite | None, int] = (None, 0)
         self.hooks = GradientHooks()
-        self.flags: list[tuple[Flag, NonFinite]] = []
-        self.waiting: list[tuple[Flag, NonFinite]] = []
+        self.on_device = DeviceNumbers()
         self.emitted = 0
         self.plain: Any = None
         self.backwards = 0
@@ -140,7 +138,7 @@ class Numerics(Watcher):
     @on(lifecycle.backward_begins)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
         earlier, self.suspect, self.local = self.suspect, None, None
-        self.flags.clear()
+        self.on_device.backward_begins()
         self.hooks.alone = False
         marked, self.marked = self.marked, set()
         if self.emitted >= MOST_EMITTED:
@@ -194,13 +192,6 @@ class Numerics(Watcher):
         self.lasting = first, count
 
     def _flag_later(self, recorder: Recorder, backward: Backward, value: Any, kind: str) -> None:
-        import torch
-
-        if capturing() or not readable_later(value.device):
-            return
-        number = value.detach()
-        if number.numel() != 1:  # one kernel; NaN and infinity pass through
-            number = torch.linalg.vector_norm(number, ord=math.inf)
         event = NonFinite(
             at=time.monotonic(),
             kind=kind,
@@ -208,8 +199,8 @@ class Numerics(Watcher):
             value="not finite",
             site=backward.site,
         )
-        self.flags.append((Flag(number.reshape(())), event))
-        self._at_next_step.enable()
+        if self.on_device.add(value, event):
+            self._at_next_step.enable()
 
     def _watch_gradients(self, recorder: Recorder, backward: Backward, whole: bool) -> None:
         """Hook the gradients of one parameter of each model, or of many (`whole`), to look at them
@@ -320,16 +311,14 @@ class Numerics(Watcher):
 
     @on(lifecycle.step_begins, during="_at_next_step")
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
-        self._read_flags(recorder)
+        self._read_answers(recorder)
         suspect, self.suspect = self.suspect, None
-        self._at_next_step.enable(bool(self.waiting or self.flags))
         optimizer = step.optimizer()
-        if optimizer is None or _skips_itself(optimizer):
-            self.flags.clear()
+        applies = optimizer is not None and not _skips_itself(optimizer)
+        self.on_device.step(optimizer if applies else None)
+        self._at_next_step.enable(bool(self.on_device.waiting))
+        if not applies:
             return
-        # The step is applied before the device has answered.
-        self.waiting += self.flags
-        self.flags.clear()
         if suspect is None:
             return
         bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
@@ -355,15 +344,9 @@ class Numerics(Watcher):
                 recorder, msgspec.structs.replace(suspect, step=step.number, total=recorder.step)
             )
 
-    def _read_flags(self, recorder: Recorder, *, wait: bool = False) -> None:
-        still: list[tuple[Flag, NonFinite]] = []
-        for flag, event in self.waiting:
-            answer = flag.answer(wait=wait)
-            if answer is None:
-                still.append((flag, event))
-            elif answer:
-                self._emit(recorder, event)
-        self.waiting = still[-20:]
+    def _read_answers(self, recorder: Recorder, *, wait: bool = False) -> None:
+        for event in self.on_device.found(wait=wait):
+            self._emit(recorder, event)
 
     def _emit(self, recorder: Recorder, event: NonFinite) -> None:
         if self.emitted < MOST_EMITTED:
@@ -375,9 +358,8 @@ class Numerics(Watcher):
 
     @on(hooks.leaving)
     def _leaving(self, recorder: Recorder, _: None) -> None:
-        # The program may end because of what the device has not answered yet.
-        self.waiting += [(f, msgspec.structs.replace(e, applied=False)) for f, e in self.flags]
-        self._read_flags(recorder, wait=True)
+        self.on_device.end()
+        self._read_answers(recorder, wait=True)
         if (spared := self.spared.first) is not None and spared.spared > 1:
             recorder.emit(spared)
         if self.suspect is not None:  # the program ended before a step, or because of it

@@ -16,13 +16,13 @@ from typing import Any
 from ....events import TrainsAlone
 from ...collectives.sync_points import SyncPoints
 from ...recording import hooks
-from ...recording.devices import capturing
+from ...recording.devices import hands_off
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, write_probe_error
 from ...recording.watcher import Activate, Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.collective_payload import memory_of
-from ...tensors.digests import sums
+from ...tensors.digests import readable, sums
 from ...tensors.pending_digests import Arrivals, Waiting
 from ...tensors.tensor_watch import grad_of, spread, writes
 from ...training import lifecycle
@@ -118,7 +118,7 @@ class NoProcessGroup(Watcher):
     @on(lifecycle.backward_ends, during="_following")
     def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
         self.gradients = None
-        if (recorder.step < EVERY or recorder.step % EVERY == 0) and not capturing():
+        if (recorder.step < EVERY or recorder.step % EVERY == 0) and not hands_off():
             self.gradients = [_values(g) for g in self._gradients()]
 
     def _gradients(self) -> list[Any]:
@@ -147,7 +147,7 @@ class NoProcessGroup(Watcher):
     @on(lifecycle.step_ends, during="_following")
     def _step_ends(self, recorder: Recorder, step: Step) -> None:
         self.gradients = self.versions = self.values = None
-        if not capturing():
+        if not hands_off():
             self.versions = self._versions()
             self.values = self._some_values() if step.due or recorder.affordable() else None
 
@@ -170,7 +170,7 @@ class NoProcessGroup(Watcher):
 
         Values are compared if they were read: a program may swap the weights (for averaged ones)
         and swap them back, which changes memory and versions only."""
-        if self.versions is None or capturing():
+        if self.versions is None or hands_off():
             return False
         if self.values is None:
             return self.versions != self._versions()
@@ -181,7 +181,7 @@ class NoProcessGroup(Watcher):
         """Whether gradients changed since the backward by more than one factor each: clipping and
         scaling are no communication."""
         before, self.gradients = self.gradients, None
-        if before is None or capturing():
+        if before is None or hands_off():
             return False
         gradients = self._gradients()
         exact = all(g is None or g.element_size() >= 4 for g in gradients)  # else half precision
@@ -213,7 +213,7 @@ def _parameters_of(optimizer: Any) -> list[Any]:
 def _values(gradient: Any) -> list[float]:
     import torch
 
-    if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+    if gradient is None or not gradient.numel() or not readable(gradient):
         return []
     with torch.inference_mode():
         step = max(1, gradient.numel() // VALUES)
