@@ -24,11 +24,13 @@ from ddpdoctor.analysis.waiting.rendezvous_words import WORDS
 from ddpdoctor.events import GroupReady, InitEntered
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text
+from ddpdoctor.run import OF_DEVICES, Location, Rank, Run, counted, fold_ranks, ranks_do, ranks_text
 
 TIMEOUTS = ("Timed out", "timed out", "timeout", "worker_count", "Connection", "recvValue")
 """What torch's errors contain when it gives up waiting for other ranks."""
 
+_STARTS = "_new_process_group_helper"
+"""torch's function that starts a backend, after the ranks have met in the store."""
 _OWN = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 """Addresses that lead to no other machine."""
 
@@ -87,6 +89,7 @@ class RendezvousStall(Check):
         "stale-store-file": "the file of the store still holds addresses of an earlier run",
         "no-store-at-address": "under torchrun, no rank opens a store at the given address",
         "different-addresses": "ranks wait at different addresses for each other",
+        "device-group-not-formed": "the ranks met, and the backend does not connect their devices",
         "address-unreachable": "all ranks wait at an address, but do not connect",
         "world-larger-than-launched": "the world size is above the number of launched processes",
         "processes-not-seen": "fewer processes were seen than the world size says",
@@ -202,6 +205,10 @@ class RendezvousStall(Check):
 
     def _nobody_answers(self, run: Run, waiting: list[Rank]) -> Finding:
         """The finding that all ranks wait at one address and do not connect."""
+        if backend := _starts_backend(run, waiting):
+            at = _at_address(waiting)
+            facts = {"backend": backend}
+            return self._of_rule("device-group-not-formed", waiting, facts, evidence=at)
         alone = all(has_no_store(r) for r in waiting)
         never = alone and _never_opened(run, waiting)
         stuck = never and _no_short_timeout(run, waiting)
@@ -389,6 +396,18 @@ def _never_opened(run: Run, waiting: list[Rank]) -> bool:
         and all(place.startswith(_OWN) for place in places)
         and all(any(f.function == "_create_c10d_store" for f in s.frames) for s in looks)
     )
+
+
+def _starts_backend(run: Run, waiting: list[Rank]) -> str:
+    """The backend that connects devices inside of `init_process_group`, where the stack of every
+    rank is; empty where one is elsewhere, or no stack says."""
+    looks = [s for r in waiting if (s := stood_of(run, r)) and s.frames]
+    entered = waiting[0].latest(InitEntered)
+    inside = all(any(f.function == _STARTS for f in s.frames) for s in looks)
+    of_devices = entered is not None and any(name in entered.backend for name in OF_DEVICES)
+    if entered is None or not (inside and of_devices) or len(looks) < len(waiting):
+        return ""
+    return entered.backend
 
 
 def _no_short_timeout(run: Run, waiting: list[Rank]) -> bool:

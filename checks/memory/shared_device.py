@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.process.devices import monitor_of, no_gpu, shared, users
+from ddpdoctor.report.declarations import Effect
+from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, counted, fold_ranks
 
@@ -46,6 +48,8 @@ class SharedDevice(Check):
         "device-not-by-local-rank": "the GPU of a rank does not depend on LOCAL_RANK",
     }
     requires = (no_gpu,)
+    # NCCL refuses a GPU of two ranks in DDP's constructor.
+    effects = (Effect(("first-failure",), errors=(ErrorKind.SHARED_GPU,)),)
 
     def examine(self, run: Run) -> Iterable[Finding]:
         sharing = users(run)

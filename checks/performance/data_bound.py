@@ -58,6 +58,7 @@ class DataBound(Check):
     ## When it stays quiet
     - warm-up, and waits of a few milliseconds
     - waits in evaluation
+    - waits on a GPU's host while the GPU still works on the step before
     - single slow batches, as at the beginning of an epoch, that take less than two fifths of the
       run
     - workers that keep up in much of the run and are slowed down in the rest, as by other programs
@@ -233,7 +234,7 @@ def _wait(rank: Rank) -> tuple[float, float] | None:
     loader = _training_loader(rank)
     length = min(max(1, loader.workers if loader else 0), FEWEST_STEPS_TIMED // 2)
     turns = [steps[n : n + length] for n in range(0, len(steps) - length + 1, length)]
-    waits = [sum(e.data_s for e in t) / sum(e.count for e in t) for t in turns]
+    waits = [sum(e.data_s - e.overlapped_s for e in t) / sum(e.count for e in t) for t in turns]
     wait = statistics.quantiles(waits, n=5, method="inclusive")[0]
     pace = statistics.median(sum(e.wall_s for e in t) / sum(e.count for e in t) for t in turns)
     return (wait, pace) if wait >= NOTICEABLE_S and wait >= LOADING_SHARE * pace else None

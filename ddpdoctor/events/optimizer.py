@@ -39,6 +39,7 @@ class StepDone(Event, frozen=True, tag="step"):
             the steps of a quarter of a second are joined); seconds and backwards are their sums.
         data_s, forward_s, backward_s, optimizer_s: time spent in each phase since the
             previous step of any optimizer; the rest of `wall_s` was spent elsewhere.
+        overlapped_s: what of `data_s` passed while the device still worked.
         backwards: outermost backward calls since the previous step of this optimizer.
         synced: how many of these communicated.
     """
@@ -54,6 +55,7 @@ class StepDone(Event, frozen=True, tag="step"):
     optimizer_s: float = 0.0
     backwards: int = 0
     synced: int = 0
+    overlapped_s: float = 0.0
 
 
 class Ownership(Event, frozen=True, tag="ownership"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from .devices import visible_gpus
+from .devices import visible_devices
 
 FLAGS = ("standalone", "module", "no-python", "run-path", "virtual-local-rank")
 """Options without a value. Every other one takes one, also those that newer versions add."""
@@ -104,7 +104,7 @@ def with_defaults(args: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         name.startswith("rdzv-") for name in given
     ):
         return list(args)
-    processes = visible_gpus() or _PROCESSES_WITHOUT_GPU
+    processes = visible_devices() or _PROCESSES_WITHOUT_GPU
     # --standalone would make torchrun ignore an address that the user did give.
     alone = [] if given & {"master-addr", "master-port", "node-rank"} else ["--standalone"]
     return [*alone, f"--nproc-per-node={processes}", *args]

@@ -32,6 +32,7 @@ from ..run import Rank, Run, ranks_do, ranks_text
 from ..storage import stack_dumps
 from ..storage.call_ring import Phase, Ring, ask_address
 from . import system
+from .spinning import devices_wait, may_spin
 
 if TYPE_CHECKING:
     from ..config import Options
@@ -196,7 +197,8 @@ class StallDetector:
 
     def hang_after(self, run: Run) -> float:
         """Seconds without progress that count as a stall."""
-        busy = WHILE_BUSY if all(s.cpu > BUSY for s in self._ranks.values()) else 1
+        asked = self._stall.asked if self._stall else 0.0
+        busy = WHILE_BUSY if self._computes() and not devices_wait(run, asked) else 1
         if self.options.hang_after is not None:
             return busy * self.options.hang_after
         begun = any(r.steps for r in run.ranks.values()) or any(
@@ -207,6 +209,9 @@ class StallDetector:
         least = LEAST_S if begun else FIRST_STEP_S
         times = [t for r in run.ranks.values() if (t := r.step_time()) is not None]
         return max(busy * least, PATIENCE * self._longest, 3 * max(times, default=0.0))
+
+    def _computes(self) -> bool:
+        return all(s.cpu > BUSY for s in self._ranks.values())
 
     def _measure(self, rank: Rank, now: float) -> None:
         seen = self._ranks.setdefault(rank.rank, RankProgress(changed=now, cpu_at=now))
@@ -250,7 +255,9 @@ class StallDetector:
         late = now - stall.since >= limit
         if not stall.asked:
             # Ranks are asked only where a deadlock is likely: a signal may interrupt a library.
-            if not late and not self._suspects(run, live, stall, limit, now):
+            early = now - stall.since >= limit / WHILE_BUSY
+            spins = early and self._computes() and may_spin(run)
+            if not (late or spins) and not self._suspects(run, live, stall, limit, now):
                 return None
             self._ask_for_stacks(live, stall, now)
             return None

@@ -350,15 +350,26 @@ class Gpus:
             pynvml.nvmlInit()
             self._nvml = pynvml
             count = pynvml.nvmlDeviceGetCount()
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-            self.names = tuple(_text(pynvml.nvmlDeviceGetName(h)) for h in self._handles)
-            self.uuids = tuple(_text(pynvml.nvmlDeviceGetUUID(h)) for h in self._handles)
             self.driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            known = [gpu for i in range(count) if (gpu := self._gpu(i)) is not None]
+            self._handles = [handle for handle, _, _ in known]
+            self.names = tuple(name for _, name, _ in known)
+            self.uuids = tuple(uuid for _, _, uuid in known)
             self.memory = self._totals()
         except Exception as error:  # no driver, or a library that does not fit it
             self._handles = self._handles if self.names else []
             if Path("/proc/driver/nvidia").exists():
                 self.trouble = f"NVML does not answer: {error}"
+
+    def _gpu(self, index: int) -> tuple[Any, str, str] | None:
+        """Handle, name and UUID of a GPU; None of one that has failed, so that the others count."""
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            name = _text(self._nvml.nvmlDeviceGetName(handle))
+            return handle, name, _text(self._nvml.nvmlDeviceGetUUID(handle))
+        except Exception as error:
+            self.trouble = f"NVML does not answer about GPU {index}: {error}"
+            return None
 
     def _totals(self) -> tuple[int, ...]:
         try:

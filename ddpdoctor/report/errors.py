@@ -18,6 +18,7 @@ class ErrorKind(enum.Enum):
     PEER_GONE = "other rank gone"
     TIMED_OUT = "timed out"
     OUT_OF_MEMORY = "memory"
+    SHARED_GPU = "GPU of two ranks"
     BROKEN_FILE = "file incomplete"
 
 
@@ -34,6 +35,7 @@ _TEXTS = {
     ErrorKind.PEER_GONE: r"closed by peer|reset by peer",
     ErrorKind.TIMED_OUT: r"[Tt]imed out",
     ErrorKind.OUT_OF_MEMORY: r"(?i:memory)",
+    ErrorKind.SHARED_GPU: r"Duplicate GPU detected",
     ErrorKind.BROKEN_FILE: r"PytorchStreamReader|EOFError|invalid load key|Ran out of input",
 }
 

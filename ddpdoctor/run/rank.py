@@ -32,6 +32,10 @@ from .location import Location, shorten
 
 E = TypeVar("E", bound=Event)
 
+OF_DEVICES = ("nccl", "xccl", "hccl", "ucc", "rccl")
+"""Backends whose calls return when they are issued: the device waits for the other ranks, and the
+host only where it needs a result."""
+
 ON_HOST = ("gloo", "mpi", "fake", "undefined", "")
 """Backends in whose calls the host waits for the other ranks."""
 
@@ -268,6 +272,12 @@ class Rank(Facts):
         the program."""
         times = [e.wall_s / max(1, e.count) for e in self.of(StepDone)]
         return statistics.median(times[3:] or times[1:]) if times[1:] else None
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether its calls may return before they are done (see `OF_DEVICES`)."""
+        backends = (group.backend for group in self.of(GroupReady))
+        return any(name in backend for backend in backends for name in OF_DEVICES)
 
     @property
     def waits_on_gpu(self) -> bool:

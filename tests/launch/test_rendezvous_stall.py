@@ -221,6 +221,20 @@ def test_all_are_there_and_nobody_listens() -> None:
     assert found(make_run(ranks, ended=None)) == []
 
 
+@pytest.mark.parametrize(("backend", "rule"), [
+    ("nccl", "device-group-not-formed"), ("gloo", "address-unreachable"),
+])  # fmt: skip
+def test_the_ranks_have_met_and_their_devices_do_not_connect(backend: str, rule: str) -> None:
+    inside = StackFrame(file="/x/torch/distributed/distributed_c10d.py", line=2,
+                        function="_new_process_group_helper", user=False, text="")  # fmt: skip
+    looks = [RankStood(at=START + 40, rank=r, pid=PID + r, frames=(inside,)) for r in range(2)]
+    came = {r: entered(r, meets_at="tcp://node-0:29715") for r in range(2)}
+    came = {r: [line, replace(init, backend=backend)] for r, (line, init) in came.items()}
+    run = make_run(came, nodes={0: [*looks, seen()[1]]}, ended={0: -15, 1: -15})
+    (finding,) = found(run)
+    assert finding.rule == rule
+
+
 def again(rank: int, *, formed: bool, told: str = "True", second: str = "h:1") -> list[Event]:
     """A rank whose first group was destroyed, in its second `init_process_group`."""
     line, first = entered(rank, meets_at="h:1")

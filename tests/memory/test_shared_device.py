@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.memory.shared_device import SharedDevice
 from gpus import gpu_run, uses
 from recordings import make_run
 
-from ddpdoctor.events import Event, GroupReady
+from ddpdoctor.events import Event, ExceptionRaised, GroupReady
+from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Severity
 
 
@@ -47,3 +49,13 @@ def test_devices_without_identity() -> None:
 
 def test_no_gpu() -> None:
     assert SharedDevice().unobserved(make_run({0: []})) == "no rank used a GPU"
+
+
+def test_nccl_refuses_it_in_the_constructor() -> None:
+    said = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4f000"
+    error = ExceptionRaised(at=0, kind="torch.distributed.DistBackendError", message=said)
+    ranks = [[uses(0, "aaaa"), group("nccl"), error] for _ in range(2)]
+    run = gpu_run(ranks, ended={0: 1, 1: 1})
+    (finding,) = diagnose(run, [SharedDevice(), FirstFailure()]).findings
+    assert finding.check == "shared-device"
+    assert [c.check for c in finding.consequences] == ["first-failure"]

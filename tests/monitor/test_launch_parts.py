@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -112,6 +113,29 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, coun
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert devices.visible_gpus() == count
+
+
+def test_a_gpu_in_parts_offers_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, 4)
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMigMode=lambda handle: (int(handle == 2), 0),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert devices.visible_gpus() == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.visible_gpus() == 0
+
+
+@pytest.mark.parametrize(("version", "count"), [("2.13.0+rocm6.4", 8), ("2.13.0+cpu", 0)])
+def test_devices_that_nvml_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, version: str, count: int
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    answer = SimpleNamespace(stdout=b"a warning\n8\n")
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: answer)
+    assert devices.visible_devices() == count
 
 
 def test_nodes_and_what_they_share() -> None:

@@ -49,6 +49,14 @@ def test_warm_up_and_the_beginning_of_epochs() -> None:
     assert not examine([2.0, 1.0, 0.5] + ([0.001] * 9 + [1.0]) * 3)
 
 
+def test_waits_while_the_device_works() -> None:
+    """The host loads the next batch while the device computes the step before."""
+    busy = [s for n in range(20) for s in steps(1, first=n, data_s=0.2, wall_s=0.3,
+                                                overlapped_s=0.19)]  # fmt: skip
+    seen = loader(0, [list(range(100))], trains=False, ends={"backwards": 25})
+    assert not found(DataBound(), run_of([*seen, *busy], [*seen, *busy]))
+
+
 def test_short_waits_of_short_steps() -> None:
     assert not examine([0.004] * 20, step_s=0.001)
 

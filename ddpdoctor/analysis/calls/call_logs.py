@@ -9,13 +9,9 @@ from functools import lru_cache
 from itertools import takewhile
 
 from ...events import CallBlock, CallRun, CallSite, GroupReady, Signature, Wrapped
-from ...run import Call, Location, Rank, Run, State
+from ...run import OF_DEVICES, Call, Location, Rank, Run, State
 from ...run.steps import reported_by_total
 from .shared_helpers import callers, helpers
-
-OF_DEVICES = ("nccl", "xccl", "hccl", "ucc", "rccl")
-"""Backends whose calls return when they are issued: the device waits for the other ranks, and the
-host only where it needs a result."""
 
 NEW_GROUPS = -2
 """The pseudo group whose calls are `new_group` (see the call log of the probe)."""

@@ -61,6 +61,14 @@ TRANSLATIONS = (
      "of /dev/shm, or a crash in the code of the data set"),
     (r"inLengthPerRank", "all_to_all split sizes disagree: the input split that the rank sends to "
      "itself differs from its own output split"),
+    (r"Duplicate GPU detected", "two ranks use one GPU, which NCCL refuses: each has to call "
+     "torch.cuda.set_device(local_rank) first"),
+    (r"illegal memory access|misaligned address", "a kernel failed before this line: run with "
+     "CUDA_LAUNCH_BLOCKING=1 to see where"),
+    (r"ncclInvalidUsage", "NCCL was given what it cannot use, such as one GPU for two ranks: "
+     "NCCL_DEBUG=INFO says what"),
+    (r"ncclUnhandledCudaError", "a CUDA call inside NCCL failed: NCCL_DEBUG=INFO says which"),
+    (r"ncclRemoteError", "another rank's process ended: look at that rank"),
     (r"out of memory|OutOfMemory", "the memory of this rank's device is full"),
 )  # fmt: skip
 

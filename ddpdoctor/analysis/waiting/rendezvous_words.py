@@ -58,6 +58,15 @@ WORDS: Mapping[str, tuple[str, str, str, str]] = {
         "check the address, that the port is free on rank 0's machine, and that the other machines "
         "can reach it",
     ),
+    "device-group-not-formed": (
+        "the backend connects the devices here",
+        "all ranks ({ranks}) wait in init_process_group: they have met, and {backend} does not "
+        "connect their devices",
+        "with `device_id=` the backend is started here; its connections, or the network between "
+        "the devices, do not come about",
+        "run with `NCCL_DEBUG=INFO` to see where it waits; choose the network interface with "
+        "`NCCL_SOCKET_IFNAME`; try `NCCL_P2P_DISABLE=1` and `NCCL_IB_DISABLE=1`",
+    ),
     "world-larger-than-launched": (
         "waits for ranks that do not exist",
         "{waits} in init_process_group for {world} ranks, but only {exist}",

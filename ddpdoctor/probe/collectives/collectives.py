@@ -308,7 +308,9 @@ def _returned(number: int | None, result: Any) -> None:
         if log is None:
             return
         given = () if result is None else result if isinstance(result, list) else (result,)
-        works = tuple(w for w in given if hasattr(w, "is_completed"))
+        # Inside of `_coalescing_manager` the work is a placeholder, all of whose methods raise.
+        known = (w for w in given if type(w).__name__ != "_IllegalWork")
+        works = tuple(w for w in known if hasattr(w, "is_completed"))
         if works:
             log.issued(number, works)
             call_hooks.issued.fire(recorder, call_hooks.Issued(number, works))

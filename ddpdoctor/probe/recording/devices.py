@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+from .stopwatch import loading_while_busy
+
 PATIENCE_S = 0.5
 """Seconds that may be waited for a device at the end, in all; then nothing is waited for again."""
 
@@ -79,9 +81,14 @@ class Failed:
 
 class Work:
     """What the doctor gave devices to do so far, estimated: launching takes about `LAUNCH_NS` of a
-    device, and it reads `BYTES_PER_NS`."""
+    device, and it reads `BYTES_PER_NS`.
+
+    Attributes:
+        latest: the last answer that was asked for in a step, behind the work of its backward.
+    """
 
     ns = 0.0
+    latest: HostCopy | None = None
 
     @classmethod
     def add(cls, launches: int, size_bytes: int = 0) -> None:
@@ -222,14 +229,14 @@ class Flags:
         import torch
 
         if len(numbers) == 1:
-            self._copy = HostCopy(numbers[0].reshape(1))
+            self._copy = Work.latest = HostCopy(numbers[0].reshape(1))
             return
         device, kinds = numbers[0].device, {number.dtype for number in numbers}
         if len(kinds) > 1:  # what is finite in the wider one may not be so in the other
             wide = torch.float64 if torch.float64 in kinds else torch.float32
             numbers = [number.to(wide) for number in numbers]
         numbers = [n.to(device, non_blocking=True) for n in numbers]
-        self._copy = HostCopy(torch.stack(numbers))
+        self._copy = Work.latest = HostCopy(torch.stack(numbers))
         Work.add(1)
 
     def answers(self, *, wait: bool = False) -> list[bool] | None:
@@ -239,6 +246,8 @@ class Flags:
         return [not math.isfinite(value) for value in self._copy.host.tolist()]
 
 
-def caught_up(copy: HostCopy | None) -> bool:
-    """Whether a device has done all that was given to it before a copy."""
-    return copy is None or copy.arrived()
+def overlapped(recorder: Any, waited_ns: int) -> None:
+    """Note for how long a batch was waited for, where the device has not even done the backward of
+    the last step: it was not idle meanwhile."""
+    if Work.latest is not None and not Work.latest.arrived():
+        loading_while_busy.ns += waited_ns

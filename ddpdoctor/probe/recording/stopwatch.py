@@ -19,3 +19,6 @@ class Stopwatch:
 
 loading = Stopwatch()
 """Time that the program waited for batches; added by the loaders' watcher, read at each step."""
+
+loading_while_busy = Stopwatch()
+"""What of it passed while the device still worked on what it was given before."""

@@ -20,7 +20,7 @@ from ..recording import hooks
 from ..recording.limits import FIRST_STEPS
 from ..recording.patching import on_restore
 from ..recording.recorder import Recorder, current, run_hook
-from ..recording.stopwatch import loading
+from ..recording.stopwatch import loading, loading_while_busy
 from ..recording.torch_compat import call_without_modes, interposed, own_pre_hooks, pre_hooks_after
 from ..recording.watcher import Args, Kwargs, Watcher, on
 from ..recording.weak_references import WeakIdentityMap
@@ -259,6 +259,7 @@ class Optimizers(Watcher):
                     site=joined.site,
                     wall_s=joined.wall_s,
                     data_s=joined.data_s,
+                    overlapped_s=joined.overlapped_s,
                     forward_s=joined.forward_s,
                     backward_s=joined.backward_s,
                     optimizer_s=joined.optimizer_s,
@@ -365,6 +366,7 @@ def _due_fast(recorder: Recorder, known: Optimizer, step: Step) -> None:
 def _take_seconds(joined: JoinedSteps) -> None:
     """Add the seconds spent in each phase since the last call."""
     joined.data_s += loading.take_seconds()
+    joined.overlapped_s += loading_while_busy.take_seconds()
     joined.forward_s += Forwards.current.take_seconds()
     joined.backward_s += Backwards.current.take_seconds()
 

@@ -18,18 +18,18 @@ class JoinedSteps:
     Attributes:
         step, at: number and time of the last step.
         backwards, synced: backwards, and those that communicated, since the start of the process.
-        wall_s, data_s, forward_s, backward_s, optimizer_s: sums over the steps.
+        wall_s, data_s, overlapped_s, forward_s, backward_s, optimizer_s: sums over the steps.
     """
 
     __slots__ = (
-        "at", "backward_s", "backwards", "count", "data_s", "forward_s", "optimizer_s", "site",
-        "step", "synced", "wall_s",
+        "at", "backward_s", "backwards", "count", "data_s", "forward_s", "optimizer_s",
+        "overlapped_s", "site", "step", "synced", "wall_s",
     )  # fmt: skip
 
     def __init__(self, site: int) -> None:
         self.site = site
         self.count = self.step = self.backwards = self.synced = 0
-        self.at = self.wall_s = 0.0
+        self.at = self.wall_s = self.overlapped_s = 0.0
         self.data_s = self.forward_s = self.backward_s = self.optimizer_s = 0.0
 
 

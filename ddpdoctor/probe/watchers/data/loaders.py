@@ -15,6 +15,7 @@ from typing import Any
 from ....events.process import LOADERS_LOST
 from ....storage.call_ring import Phase
 from ...recording import hooks, rng_state
+from ...recording.devices import Work, overlapped
 from ...recording.frames import disguise, unframe, updates_statistics
 from ...recording.import_hooks import when_imported
 from ...recording.index_sample import halvings, kept
@@ -332,6 +333,8 @@ class Loaders(Watcher):
                 raise
             now = clock()
             loading_time.ns += now - began
+            if Work.latest is not None:
+                run_hook(recorder, "data.overlap", self.lost, overlapped, now - began)
             if plan is None or lifecycle.loading_ends.on_fast_path:
                 lifecycle.loading_ends.fire(recorder, loading)
             if plan is not None:

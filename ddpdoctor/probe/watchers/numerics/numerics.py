@@ -317,9 +317,7 @@ class Numerics(Watcher):
         applies = optimizer is not None and not _skips_itself(optimizer)
         self.on_device.step(optimizer if applies else None)
         self._at_next_step.enable(bool(self.on_device.waiting))
-        if not applies:
-            return
-        if suspect is None:
+        if optimizer is None or not applies or suspect is None:
             return
         bad = [p for g in optimizer.param_groups for p in g["params"] if not finite(p.grad)]
         if not bad and self.local is None:
