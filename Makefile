@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := samples/model/unused_parameter.py
 DEMO_RUN := build/demo
 
-.PHONY: help demo test test-all golden samples no-harm torch-tests frameworks browser chaos lint format readme picture clean
+.PHONY: help demo test test-all golden samples gpu no-harm torch-tests frameworks browser chaos lint format readme picture clean
 .DEFAULT_GOAL := help
 
 # Tests start some thousands of processes: without compiled modules each would compile them again.
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all     also the tests that take long"
 	@echo "make golden       write what checks say in tests anew, after a change of words"
 	@echo "make samples      every sample, also those that show a fault in other clothes"
+	@echo "make gpu          what to try first on a machine with GPUs"
 	@echo "make no-harm      all clean samples with and without the doctor, bit by bit; the doctor broken"
 	@echo "make torch-tests  PyTorch's own distributed tests under the probe"
 	@echo "make chaos        random faults on random ranks, and how many are named (SEEDS=32)"
@@ -61,6 +62,10 @@ golden: $(INSTALLED)
 
 samples: $(INSTALLED)
 	$(PYTEST) --fresh -m "exhaustive or not exhaustive" tests/whole/test_samples.py
+
+# Flight recorders, samples on the device, CUDA graphs, hangs on NCCL (two GPUs), what it costs.
+gpu: $(INSTALLED)
+	@$(BIN)/python tests/first_hour.py
 
 no-harm: $(INSTALLED)
 	$(BIN)/python -m pytest -m exhaustive tests/whole/test_no_harm.py tests/whole/test_fail_open.py

@@ -20,13 +20,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 from preloaded import FORKED_LIMIT_S, preloaded
 
 from ddpdoctor.report.findings import Finding, Report, Severity
+from ddpdoctor.report.registry import all_checks
 
 ROOT = Path(__file__).parent.parent
 SAMPLES = ROOT / "samples"
@@ -119,6 +120,28 @@ def command(sample: Sample, out: Path) -> list[str]:
         words = [meant.get(w, w) for w in sample.command[1:]]
         return [*doctor, "exec", "--out", str(out), *words]
     return [*doctor, "run", "--out", str(out), *sample.command, str(sample.path)]
+
+
+def on_device(sample: Sample, device: str, *more: str) -> Sample:
+    """The sample on another device, see `samples/_on_device.py`."""
+    runner = str(SAMPLES / "_on_device.py")
+    return replace(sample, command=(*sample.command, runner, "--device", device, *more))
+
+
+def device_samples() -> list[Sample]:
+    """Samples that say the same on every device: not about the launch, or about devices."""
+    return [
+        s for s in collect()
+        if s.command[0] != "exec" and not s.gpus and not s.name.startswith("launch/")
+        and '"gloo"' in s.path.read_text() and "spawn" not in s.path.read_text()
+    ]  # fmt: skip
+
+
+def lacking_on_device(sample: Sample, report: Report) -> list[str]:
+    """`differences`, without those of checks that say that they see nothing there."""
+    unseen = {s.check for s in (*report.coverage.skipped, *report.coverage.partly)}
+    codes = {c.code for c in all_checks() if c.name in unseen}
+    return [d for d in differences(sample, report) if not any(code in d for code in codes)]
 
 
 def examine(sample: Sample, folder: Path, *, limit_s: float = LIMIT_S) -> Report:

@@ -1,0 +1,133 @@
+"""Runs a sample on another device, without a change to it.
+
+    ddpdoctor run samples/_on_device.py --device cuda samples/drift/parameter_drift.py
+
+Parameters are moved when an optimizer or a wrapper gets them, and operations move tensors to where
+the others are. Groups get the backend of the device beside gloo; with fewer devices than ranks gloo
+alone. With `--device cpu` nothing is changed. `--watch-syncs` prints a line for every call of the
+doctor's that waits for the device, which must not happen.
+"""
+
+import argparse
+import datetime
+import functools
+import os
+import runpy
+import sys
+import traceback
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+class OnDevice(TorchFunctionMode):
+    """Operations on tensors of several devices happen on `device`; in-place ones where their first
+    tensor is."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = torch.device(device)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if len({t.device for t in tensors}) > 1 and name not in ("copy_", "__set__", "set_"):
+            in_place = name.endswith("_") and not name.endswith("__")
+            goal = tensors[0].device if in_place or name.startswith("__i") else self.device
+            args, kwargs = tree_map(functools.partial(to, goal), (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def to(device, thing):
+    """A tensor on a device; anything else as it is."""
+    moves = isinstance(thing, torch.Tensor) and thing.device != device
+    return thing.to(device) if moves else thing
+
+
+def before(kind, name, move):
+    """Have `move` see the second argument of a method before it is called."""
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def moved(self, given, *args, **kwargs):
+        return original(self, move(given), *args, **kwargs)
+
+    setattr(kind, name, moved)
+
+
+def move_parameters(given, device):
+    """What an optimizer is given, with its parameters moved: tensors, pairs with names, or groups."""
+    given = list(given)
+    for group in given:
+        if isinstance(group, dict):
+            inside = group["params"]
+            group["params"] = move_parameters(
+                [inside] if torch.is_tensor(inside) else inside, device
+            )
+        else:
+            parameter = group[1] if isinstance(group, tuple) else group
+            parameter.data = parameter.data.to(device)
+    return given
+
+
+def use(device, timeout_s):
+    """Have the program that follows use a device; calls time out after so many seconds."""
+    kind = torch.device(device).type
+    module = torch.get_device_module(kind)
+    enough = module.device_count() >= LOCAL_RANKS
+    here = torch.device(kind, LOCAL_RANK % max(1, module.device_count()))
+    module.set_device(here)
+    backend = dist.get_default_backend_for_device(kind) if enough else "gloo"
+    before(torch.optim.Optimizer, "__init__", lambda given: move_parameters(given, here))
+    before(torch.nn.parallel.DistributedDataParallel, "__init__", lambda model: model.to(here))
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def on_both(asked=None, *args, **kwargs):
+        if timeout_s:
+            kwargs.setdefault("timeout", datetime.timedelta(seconds=timeout_s))
+        init(f"cpu:gloo,{kind}:{backend}" if asked == "gloo" else asked, *args, **kwargs)
+
+    dist.init_process_group = on_both
+    OnDevice(here).__enter__()
+
+
+def watch_syncs():
+    """Print where the doctor waits for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    warnings.simplefilter("always")
+
+    def told(message, category, filename, lineno, file=None, line=None):
+        inside = [f for f in traceback.extract_stack() if "/ddpdoctor/probe/" in f.filename]
+        if "synchroniz" in str(message) and inside:
+            where = f"{inside[-1].filename}:{inside[-1].lineno}"
+            print(f"the doctor waits for the device: {where}", flush=True)
+
+    warnings.showwarning = told
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--watch-syncs", action="store_true")
+    options.add_argument("--timeout-s", type=float, default=0.0)
+    options.add_argument("sample")
+    options.add_argument("arguments", nargs=argparse.REMAINDER)
+    asked = options.parse_args()
+    if asked.device != "cpu":
+        use(asked.device, asked.timeout_s)
+    if asked.watch_syncs:
+        watch_syncs()
+    sys.argv = [asked.sample, *asked.arguments]
+    runpy.run_path(asked.sample, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
