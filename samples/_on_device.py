@@ -63,14 +63,12 @@ def before(kind, name, move):
 
 
 def move_parameters(given, device):
-    """What an optimizer is given, with its parameters moved: tensors, pairs with names, or groups."""
+    """What an optimizer is given (tensors, pairs with names, or groups), moved to a device."""
     given = list(given)
     for group in given:
         if isinstance(group, dict):
-            inside = group["params"]
-            group["params"] = move_parameters(
-                [inside] if torch.is_tensor(inside) else inside, device
-            )
+            inside = [group["params"]] if torch.is_tensor(group["params"]) else group["params"]
+            group["params"] = move_parameters(inside, device)
         else:
             parameter = group[1] if isinstance(group, tuple) else group
             parameter.data = parameter.data.to(device)
