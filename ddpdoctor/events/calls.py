@@ -279,6 +279,9 @@ class FlightLog(Event, frozen=True, tag="flight-log"):
     messages.
 
     Read while the main thread made no progress.
+
+    Attributes:
+        backend: the one that recorded them. What gloo calls retired may have failed.
     """
 
     group: str
@@ -286,3 +289,4 @@ class FlightLog(Event, frozen=True, tag="flight-log"):
     messages: tuple[FlightEntry, ...] = ()
     last_enqueued: int = -1
     last_completed: int = -1
+    backend: str = ""

@@ -125,6 +125,7 @@ class Dump:
                 messages=tuple(map(_flight_entry, messages))[-KEPT:],
                 last_enqueued=enqueued,
                 last_completed=completed,
+                backend=mine[0].backend,
             )
 
 

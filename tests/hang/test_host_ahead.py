@@ -118,10 +118,12 @@ def test_calls_that_differ_stop_both(tmp_path: Path) -> None:
     assert not any(f.check == "stall" for f in findings)
 
 
-def recorded(*done: bool, sizes: str = "[[4]]") -> FlightLog:
+def recorded(*done: bool, sizes: str = "[[4]]", backend: str = "nccl") -> FlightLog:
     """What torch's flight recorder has of so many all-reduces, once the rank stands still."""
     entries = (FlightEntry(n, "all_reduce", sizes, "Float", d) for n, d in enumerate(done, 1))
-    return FlightLog(at=START + 50, group="0", entries=tuple(entries), last_enqueued=len(done))
+    return FlightLog(
+        at=START + 50, group="0", entries=tuple(entries), last_enqueued=len(done), backend=backend
+    )
 
 
 def test_a_rank_that_lags_within_a_backward(tmp_path: Path) -> None:
@@ -140,6 +142,13 @@ def test_a_device_that_has_completed_all_waits_for_nobody(tmp_path: Path) -> Non
     (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP], more=logs))
     assert finding.check == "stall"
     assert "no device waits" in finding.cause
+
+
+def test_what_gloo_calls_retired_may_have_failed(tmp_path: Path) -> None:
+    made = trained([BACKWARD], [], backend="hccl")
+    logs = {0: [recorded(True, True, True, True, backend="gloo")]}
+    (finding,) = found(stalled(tmp_path, made, [IN_ITEM, ASLEEP], more=logs))
+    assert (finding.check, finding.ranks) == ("rank-missing", (1,))
 
 
 def test_devices_in_different_collectives_below_equal_calls(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...events import FlightEntry, FlightLog, Signature
 from ...events.operations import OPERATIONS
-from ...run import Call, Rank, State
+from ...run import OF_DEVICES, Call, Rank, State
 from ..calls.call_logs import CallLogs, GroupKey
 
 SENDS = {name for name, o in OPERATIONS.items() if o.sends}
@@ -53,6 +53,8 @@ def completed(rank: Rank, key: GroupKey) -> bool:
     """Whether the device has nothing to wait for in a group, as far as torch recorded."""
     log = flight_log(rank, key)
     if log is None or rank.ring is None or log.at < rank.ring.progress_at:
+        return False
+    if log.backend not in OF_DEVICES:
         return False
     return all(e.retired for e in (*log.entries, *log.messages))
 
