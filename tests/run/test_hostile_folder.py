@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import stat
 import subprocess
@@ -110,6 +111,31 @@ def test_lines_from_hell_are_skipped(tmp_path: Path) -> None:
     assert time.monotonic() - began < 20
     assert [r.steps for r in report.ranks] == [3, 3]
     assert any("unreadable" in lost for lost in report.coverage.lost)
+
+
+class Runs:
+    """A pickle that would run a command where it is loaded as usual."""
+
+    def __reduce__(self) -> object:
+        return os.system, ("touch owned",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [pickle.dumps({"entries": [Runs()]}), b"\x80\x04]", b"{", b""],
+    ids=["command", "cut", "text", "empty"],
+)
+def test_a_flight_recorders_dump_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_folder(tmp_path / "run", {0: steps(3), 1: steps(3)})
+    (folder.path / "flight-rank-0").write_bytes(content)
+    os.mkfifo(folder.path / "flight-rank-1")
+    run = open_run([folder.path])
+    run.report(all_checks())
+    assert [rank.flight_logs() for rank in run.runs[-1].ranks.values()] == [[], []]
+    assert not (tmp_path / "owned").exists()
 
 
 def test_bytes_that_are_no_text_make_a_file_unreadable(tmp_path: Path) -> None:
