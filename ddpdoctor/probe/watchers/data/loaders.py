@@ -332,7 +332,10 @@ class Loaders(Watcher):
                 raise
             now = clock()
             loading_time.ns += now - began
-            if plan is None or lifecycle.loading_ends.on_fast_path:
+            if plan is None or (
+                lifecycle.loading_ends.on_fast_path
+                and not (plan.light and not lifecycle.loading_ends.needed)
+            ):
                 lifecycle.loading_ends.fire(recorder, loading)
             if plan is not None:
                 plan.ring.enter(_USER, loading.site, now * 1e-9)
@@ -363,6 +366,7 @@ class Loaders(Watcher):
         """Enter the wait for a batch before a step that is to take the fast path; None if other
         watchers want to know of it, or it may be an evaluation's."""
         if steady_state.stage != Stage.NONE or lifecycle.loading_begins.on_fast_path:
+            plan.light = 0
             return None
         began = time.perf_counter_ns()
         try:
