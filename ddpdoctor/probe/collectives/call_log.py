@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
@@ -270,9 +271,19 @@ class CallLog:
 
     def step_ended(self, step: int, now: float) -> None:
         """End the blocks: so many optimizer steps were taken. The caller then enters a phase."""
-        self.ring.step_ended(step)
+        # As `TimedRing.step_ended` and the usual case of `_fold`, without their calls.
+        ring = self.ring
+        ring.step, ring.thread = step, get_ident()
         for group, log in self._groups.items():
-            if log.codes:
+            repeat = log.repeat
+            if (
+                repeat
+                and log.codes == log.run_codes
+                and log.step - log.run_step == repeat * log.every
+            ):
+                log.codes = []
+                log.repeat = repeat + 1
+            elif log.codes:
                 self._fold(group, log)
         if now - self._emitted_at > EMITTED_EVERY_S:
             self._emitted_at = now

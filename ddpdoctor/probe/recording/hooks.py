@@ -5,6 +5,7 @@ The failure of one callback is recorded and, if it keeps failing, switches off t
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -17,24 +18,41 @@ Callback = Callable[[Recorder, M], None]
 _every: list[Hook[Any]] = []
 
 
+class Light(enum.Enum):
+    """What a callback that is called on the fast path means for light steps (see `LightSteps`):
+    while it is enabled there are none, it is not called in them, or it is called."""
+
+    NONE = enum.auto()
+    LEFT_OUT = enum.auto()
+    CALLED = enum.auto()
+
+
 class Subscription(Generic[M]):
     """One callback of a hook. While disabled it costs nothing.
 
     Attributes:
         part: its name in records of failures; `lost` is what is not observed if it fails.
         fast_path: it is also called in steps that take the fast path (see `SteadyState`).
+        light: whether it is called in light steps.
         given_up: it failed too often and cannot be enabled again.
     """
 
-    __slots__ = ("_hook", "callback", "enabled", "fast_path", "given_up", "lost", "part")
+    __slots__ = ("_hook", "callback", "enabled", "fast_path", "given_up", "light", "lost", "part")
 
     def __init__(
-        self, moment: Hook[M], callback: Callback[M], fast_path: bool, lost: str, enabled: bool
+        self,
+        moment: Hook[M],
+        callback: Callback[M],
+        fast_path: bool,
+        lost: str,
+        enabled: bool,
+        light: Light,
     ) -> None:
         self._hook = moment
         self.part = f"{callback.__module__.rpartition('.')[2]}.{callback.__name__.strip('_')}"
         self.callback = callback
         self.fast_path = fast_path
+        self.light = light
         self.lost = lost
         self.enabled = enabled
         self.given_up = False
@@ -67,6 +85,8 @@ class Hook(Generic[M]):
     Attributes:
         on_fast_path: the enabled subscriptions that are also called in a step on the fast path.
             Callers test whether it is empty before they do anything for it.
+        in_light: those of them that are called in light steps; `needed`: one of them wants every
+            step.
     """
 
     def __init__(self, name: str) -> None:
@@ -75,6 +95,8 @@ class Hook(Generic[M]):
         self._every: list[Subscription[M]] = []
         self._enabled: list[Subscription[M]] = []
         self.on_fast_path: list[Subscription[M]] = []
+        self.in_light: list[Subscription[M]] = []
+        self.needed = False
 
     def subscribe(
         self,
@@ -83,6 +105,7 @@ class Hook(Generic[M]):
         fast_path: bool = True,
         lost: str = "",
         enabled: bool = True,
+        light: Light = Light.NONE,
     ) -> Subscription[M]:
         """Have `callback(recorder, moment)` called when the hook fires.
 
@@ -90,8 +113,9 @@ class Hook(Generic[M]):
             fast_path: call it also in steps that take the fast path.
             lost: what is not observed if it fails, for the report.
             enabled: call it from now on; else once `enable` was called.
+            light: for one on the fast path, whether it is called in light steps.
         """
-        new = Subscription(self, callback, fast_path, lost, enabled)
+        new = Subscription(self, callback, fast_path, lost, enabled, light)
         self._every.append(new)
         self.update()
         return new
@@ -101,6 +125,8 @@ class Hook(Generic[M]):
         # New lists: `fire` may be iterating over the old ones.
         self._enabled = [one for one in self._every if one.enabled]
         self.on_fast_path = [one for one in self._enabled if one.fast_path]
+        self.in_light = [one for one in self.on_fast_path if one.light is Light.CALLED]
+        self.needed = any(one.light is Light.NONE for one in self.on_fast_path)
 
     def fire(self, recorder: Recorder, moment: M) -> None:
         """Call every enabled callback."""
@@ -118,6 +144,14 @@ class Hook(Generic[M]):
             except Exception as error:
                 self._failed(recorder, one, error)
 
+    def fire_light(self, recorder: Recorder, moment: M) -> None:
+        """Call the enabled callbacks that also want light steps."""
+        for one in self.in_light:
+            try:
+                one.callback(recorder, moment)
+            except Exception as error:
+                self._failed(recorder, one, error)
+
     def _failed(self, recorder: Recorder, one: Subscription[M], error: Exception) -> None:
         recorder.trouble(one.part, error, one.lost)
         if one.part in recorder.off:
@@ -125,7 +159,8 @@ class Hook(Generic[M]):
             one.given_up = True
 
     def clear(self) -> None:
-        self._every, self._enabled, self.on_fast_path = [], [], []
+        self._every, self._enabled = [], []
+        self.update()
 
 
 handled: Hook[BaseException] = Hook("handled")

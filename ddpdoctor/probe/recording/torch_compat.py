@@ -426,12 +426,14 @@ def ignored_by_ddp(module: Any) -> frozenset[str]:
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
 
 
-def when_computed(callback: Callable[[], None]) -> None:
-    """Inside a backward: call `callback` once all gradients are computed, and before DDP waits for
-    the other ranks."""
+def queue_when_computed() -> Callable[[Callable[[], None]], None]:
+    """A function that has, inside a backward, a callback called once all gradients are computed,
+    and before DDP waits for the other ranks."""
     import torch
 
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    queue: Callable[[Callable[[], None]], None]
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    return queue
 
 
 def flight_recorders() -> Iterator[str]:

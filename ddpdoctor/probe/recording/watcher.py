@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from . import patching
-from .hooks import Hook, Subscription, Subscriptions
+from .hooks import Hook, Light, Subscription, Subscriptions
 
 W = TypeVar("W", bound="Watcher")
 F = TypeVar("F", bound=Callable[..., None])
@@ -36,6 +36,7 @@ class _Wish:
     fast_path: bool
     lost: str | None
     enabled: bool
+    light: Light
 
 
 def on(
@@ -45,6 +46,7 @@ def on(
     fast_path: bool = True,
     lost: str | None = None,
     enabled: bool = False,
+    light: Light = Light.NONE,
 ) -> Callable[[F], F]:
     """Declare that a method `(self, recorder, moment)` is called when a hook fires.
 
@@ -54,12 +56,13 @@ def on(
         fast_path: call it also in steps that take the fast path.
         lost: what is not observed if it fails, if that differs from the watcher's `lost`.
         enabled: one that is `during` something is enabled at the start, too.
+        light: for one on the fast path, whether it is called in light steps.
     """
 
     def declare(method: F) -> F:
         wishes: list[_Wish] = vars(method).setdefault("wishes", [])
         # Decorators are applied from the lowest up: the first line is the first subscription.
-        wishes.insert(0, _Wish(hook, during, fast_path, lost, enabled or not during))
+        wishes.insert(0, _Wish(hook, during, fast_path, lost, enabled or not during, light))
         return method
 
     return declare
@@ -129,6 +132,7 @@ class Watcher:
                     fast_path=wish.fast_path,
                     lost=self.lost if wish.lost is None else wish.lost,
                     enabled=wish.enabled,
+                    light=wish.light,
                 )
                 if wish.during:
                     group: Subscriptions = getattr(self, wish.during)

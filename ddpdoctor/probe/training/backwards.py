@@ -3,6 +3,7 @@ which parameters got no gradient. Fires the hooks of `lifecycle`."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from functools import partial
@@ -18,7 +19,7 @@ from . import lifecycle
 from .backward_observation import BackwardObservation
 from .ddp_collectives import DDPCollectives
 from .records import Backward
-from .steady_state import FastPath, ObservedCall, Plan, Stage, steady_state
+from .steady_state import NOT_MARKED, FastPath, ObservedCall, Plan, Stage, steady_state
 from .tracked_model import Model
 from .wrapped_models import WrappedModels
 
@@ -33,6 +34,7 @@ class Backwards(Watcher):
         count: outermost backwards that have ended; `synced` of them communicated.
         seconds: spent in them since it was last read.
         step: optimizer steps before the end of the last one.
+        plain: `torch.Tensor`.
     """
 
     lost = "backwards, and with them unused parameters and unsynchronised steps"
@@ -44,6 +46,7 @@ class Backwards(Watcher):
         self.synced = 0
         self.seconds = 0.0
         self.step = -1
+        self.plain: Any = None
 
     def running(self) -> bool:
         """Whether a backward is running."""
@@ -65,6 +68,7 @@ class Backwards(Watcher):
     def install(self) -> None:
         import torch.autograd
 
+        self.plain = torch.Tensor
         usual = FastPath("autograd.backward", self.lost, self._begins_fast, self._ends_fast)
         self.around(
             torch.autograd, "backward", before=self._begins, after=self._ends, fast_path=usual
@@ -98,7 +102,8 @@ class Backwards(Watcher):
         wrapper = step.wrapper()
         if wrapper is None or step.model.pending != now.pending or self.depth or step.model.running:
             return None
-        if now.sync and not wrapper.require_backward_grad_sync:
+        flag = wrapper.require_backward_grad_sync
+        if now.sync and not flag:
             return None
         call = now.call
         if call is None and now.sync and step.model.group >= 0:
@@ -112,17 +117,26 @@ class Backwards(Watcher):
             frame = now.find_frame(recorder)
             if frame is None:
                 return None
+        if step.light and (lifecycle.backward_begins.needed or not self._plainly_finite(args)):
+            step.light = 0
         self.depth += 1
         self.nested = 0
         recorder.moves += 1
-        backward.number, backward.roots, backward.frame = self.count, _roots(args, kwargs), frame
-        backward.error = None
+        backward.error, backward.flag = None, flag
         backward.synced.clear()
         steady_state.stage = Stage.BACKWARD
         backward.began = began = time.monotonic()
         if call is not None and now.sync:
             backward.logged = step.call_log.log_recurring(call, frame, now.moved, began)
         step.ring.enter(_BACKWARD, now.site, began)
+        backward.roots = _roots(args, kwargs)
+        if step.light:
+            step.before = NOT_MARKED
+            step.sequence = step.sequence_of(wrapper)
+            if lifecycle.backward_begins.in_light:
+                lifecycle.backward_begins.fire_light(recorder, backward)
+            return backward
+        backward.number, backward.frame = self.count, frame
         if interposed.functions() or interposed.dispatches():
             call_without_modes(_observe_fast, recorder, step, backward)
         else:
@@ -132,6 +146,14 @@ class Backwards(Watcher):
         backward.frame = None
         step.sequence = step.sequence_of(wrapper)
         return backward
+
+    def _plainly_finite(self, args: Args) -> bool:
+        """Whether a backward starts from one number that is finite, or that cannot be read without
+        waiting for a device, and no mode of the user's would see the reading."""
+        root: Any = args[0] if args else None
+        if type(root) is not self.plain or interposed.functions() or interposed.dispatches():
+            return False
+        return not root.is_cpu or (root.numel() == 1 and math.isfinite(root.item()))
 
     def _ends_fast(self, recorder: Recorder, backward: Backward, result: None) -> None:
         """After a backward on the fast path: it was the model's if its group communicated or a
@@ -153,7 +175,8 @@ class Backwards(Watcher):
         if averaged:
             self.synced += 1
             backward.synced.add(model.number)
-        if averaged or mark(grad_of(step.sampled())) != step.before:
+        reached = averaged or (step.before == NOT_MARKED and not now.sync)
+        if reached or mark(grad_of(step.sampled())) != step.before:
             step.next, step.averaged = now.following or step.first, averaged
             model.reached(recorder.step, averaged)
             model.answered()
@@ -166,7 +189,10 @@ class Backwards(Watcher):
                 step.call_log.void(backward.logged)
             backward.logged = -1
         step.ring.enter(_USER, backward.site, ended)
-        if lifecycle.backward_ends.on_fast_path:
+        if step.light and not lifecycle.backward_ends.needed:
+            if lifecycle.backward_ends.in_light:
+                lifecycle.backward_ends.fire_light(recorder, backward)
+        elif lifecycle.backward_ends.on_fast_path:
             lifecycle.backward_ends.fire_fast(recorder, backward)
         backward.roots = ()
         if averaged is not now.sync or not backward.models:

@@ -167,6 +167,7 @@ class Forwards(Watcher):
         # As `Plan.examined` in most steps, without its calls.
         due = model.synced_backwards + step.syncs > model.next_examined
         if due and stage == Stage.NONE and step.examined():
+            step.light = 0
             return None
         collectives, call = DDPCollectives.current, now.call
         broadcasts = collectives.buffers and model.group >= 0 and collectives.broadcasts(wrapper)
@@ -194,8 +195,11 @@ class Forwards(Watcher):
                 model, step.call_log.log_recurring(call, frame, now.moved, began)
             )
         step.ring.enter(_FORWARD, now.site, began)
-        new = ModuleOrigins.current.registrations != self.registrations
-        if new or number >= model.looked_at or lifecycle.forward_begins.on_fast_path:
+        if ModuleOrigins.current.registrations != self.registrations:
+            step.light, model.looked_at = 0, 0
+        if step.light and not lifecycle.forward_begins.needed:
+            return forward, began
+        if number >= model.looked_at or lifecycle.forward_begins.on_fast_path:
             call_without_modes(self._observe_fast, recorder, forward, number, frame)
         return forward, began
 
@@ -225,8 +229,10 @@ class Forwards(Watcher):
         self.inside -= 1
         self.seconds += ended - began
         forward.model.ended(forward.sync, True)
-        forward.output = result
-        if lifecycle.forward_ends.on_fast_path:
+        if step.light and not lifecycle.forward_ends.needed:
+            pass
+        elif lifecycle.forward_ends.on_fast_path:
+            forward.output = result
             lifecycle.forward_ends.fire_fast(recorder, forward)
         forward.wrapper = forward.output = None
         forward.args, forward.kwargs = (), {}

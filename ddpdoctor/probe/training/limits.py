@@ -12,6 +12,16 @@ MOST_LOOKED_AT, LARGEST = 32, 1 << 20
 """How many parameters are sampled, and how many elements each may have: the gradients are read in
 the backward."""
 
+# light_steps
+
+EXAMINED = 9
+"""Examined steps in a row, from one whose successor is a multiple of eight on: so that windows of
+eight steps, and what is looked at in every eighth, fall among them."""
+
+SHORTEST, LONGEST_LIGHT, LONGEST_LIGHT_S = 16, 256, 2.0
+"""A period of examined and light steps: the fewest and most steps, powers of two, and about how
+many seconds at most: what is counted is confirmed at its end."""
+
 # lifecycle
 
 PULSES_FIRST = 16

@@ -27,6 +27,7 @@ from ..recording.weak_references import WeakIdentityMap
 from . import lifecycle
 from .backwards import Backwards
 from .forwards import Forwards
+from .light_steps import LightSteps
 from .limits import JOINED_LATER_S, JOINED_S, PULSES_FIRST, STEPS_IN_FULL
 from .records import JoinedSteps, Optimizer, Step
 from .steady_state import Stage, steady_state
@@ -46,6 +47,7 @@ class Optimizers(Watcher):
         sites: where each was created.
         waiting: those with steps that are not recorded yet.
         pulse_at: when the next pulse is due; `pulses` so far.
+        light: decides which steps on the fast path are light.
     """
 
     lost = "optimizer steps"
@@ -58,6 +60,7 @@ class Optimizers(Watcher):
         self.waiting: list[Optimizer] = []
         self.pulse_at = 0.0
         self.pulses = 0
+        self.light = LightSteps()
         # Called once, when an optimizer steps in a process that is no rank.
         self._first_step: list[Callable[[], None]] = []
 
@@ -205,40 +208,50 @@ class Optimizers(Watcher):
                 return False
         number = step.number = known.steps
         steady_state.stage = Stage.STEP
-        if number >= known.due_at:
-            call_without_modes(_due_fast, recorder, known, step)
-        else:
+        if expected.light and not lifecycle.step_begins.needed:
             step.due = False
-        if lifecycle.step_begins.on_fast_path:
-            call_without_modes(lifecycle.step_begins.fire_fast, recorder, step)
+        else:
+            if number >= known.due_at:
+                call_without_modes(_due_fast, recorder, known, step)
+            else:
+                step.due = False
+            if lifecycle.step_begins.on_fast_path:
+                call_without_modes(lifecycle.step_begins.fire_fast, recorder, step)
         step.began = known.began = began = time.monotonic()
         expected.ring.enter(_OPTIMIZER, now.site, began)
         return True
 
-    def _record_step(self, recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
-        """Record a step: at once, or together with steps that follow soon at the same line."""
+    def _count_step(self, recorder: Recorder, known: Optimizer) -> float:
+        """Count a step that is over, and record it: at once, or together with steps that follow
+        soon at the same line. Returns the time."""
+        now = time.monotonic()
+        step, known.steps = known.steps, known.steps + 1
+        recorder.step += 1
+        recorder.moves += 1
         assert known.step is not None
-        site, joined = known.step.site, known.joined
-        if joined is not None and joined.site != site:
-            self._emit_steps(recorder)
-            joined = None
-        if joined is None:
-            joined = known.joined = JoinedSteps(site)
-            self.waiting.append(known)
-        joined.count += 1
-        joined.step, joined.at = step, now
-        backwards = Backwards.current
-        joined.backwards, joined.synced = backwards.count, backwards.synced
-        joined.wall_s += now - self.last_step_at
-        if self.count > 1:
-            _take_seconds(joined)
-        joined.optimizer_s += now - known.began
-        self.last_step_at = now
-        within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
-        if step < FIRST_STEPS or now - known.emitted_at >= within:
-            self._emit_steps(recorder)
-        else:
-            recorder.before_events = self._emit_steps
+        with recorder.lock:
+            site, joined = known.step.site, known.joined
+            if joined is not None and joined.site != site:
+                self._emit_steps(recorder)
+                joined = None
+            if joined is None:
+                joined = known.joined = JoinedSteps(site)
+                self.waiting.append(known)
+            joined.count += 1
+            joined.step, joined.at = step, now
+            backwards = Backwards.current
+            joined.backwards, joined.synced = backwards.count, backwards.synced
+            joined.wall_s += now - self.last_step_at
+            if self.count > 1:
+                _take_seconds(joined)
+            joined.optimizer_s += now - known.began
+            self.last_step_at = now
+            within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
+            if step < FIRST_STEPS or now - known.emitted_at >= within:
+                self._emit_steps(recorder)
+            else:
+                recorder.before_events = self._emit_steps
+        return now
 
     def _emit_steps(self, recorder: Recorder) -> None:
         """Write the steps that wait; called before any other event is written, to keep the
@@ -327,20 +340,19 @@ class Optimizers(Watcher):
             expected.next, steady_state.stage = expected.next.following, Stage.BETWEEN
         else:
             expected.next, expected.averaged, steady_state.stage = expected.first, False, Stage.NONE
-        if lifecycle.step_ends.on_fast_path:
+        if lifecycle.step_ends.needed:
+            expected.light = 0
+        if expected.light:
+            if lifecycle.step_ends.in_light:
+                lifecycle.step_ends.fire_light(recorder, known.step)
+        elif lifecycle.step_ends.on_fast_path:
             lifecycle.step_ends.fire_fast(recorder, known.step)
+        if expected.next is expected.first:
+            expected.light -= expected.light > 0
+            if not expected.light:
+                expected.light = self.light.after(recorder, expected, known.steps - 1, now)
         if now >= self.pulse_at:
             self._fire_pulse(recorder, known.step, now)
-
-    def _count_step(self, recorder: Recorder, known: Optimizer) -> float:
-        """Count and record a step that is over; returns the time."""
-        now = time.monotonic()
-        step, known.steps = known.steps, known.steps + 1
-        recorder.step += 1
-        recorder.moves += 1
-        with recorder.lock:
-            self._record_step(recorder, known, step, now)
-        return now
 
     def _fire_pulse(self, recorder: Recorder, step: Step, now: float) -> None:
         """Fire a pulse, and choose the time of the next."""

@@ -140,6 +140,7 @@ class Backward:
             was pending; each with whether its group communicated.
         logged: on the fast path, number in the ring of the collective that averages its gradients;
             -1 if it averages none, or is over.
+        flag: on the fast path, DDP's `require_backward_grad_sync` when it began.
     """
 
     number: int
@@ -158,6 +159,7 @@ class Backward:
     unannounced: list[tuple[Model, bool]] = field(default_factory=list)
     error: BaseException | None = None
     logged: int = -1
+    flag: bool | None = None
 
 
 @dataclass(slots=True)

@@ -36,6 +36,10 @@ DEEP = 1 << 30
 """Deeper than any stack: `sys._getframe` raises ValueError."""
 
 
+NOT_MARKED = (-1, -1)
+"""Stands for the mark of a gradient in a light step, in which it is not read."""
+
+
 class Stage:
     """How far a step on the fast path has come. Plain numbers: an enum's members are slower."""
 
@@ -120,6 +124,7 @@ class Plan:
         sequence_of: asks torch, for a wrapper, how many collectives its group has had.
         sequence: that count before the backward; `before`: (id, version) of the sampled gradient
             then.
+        light: how many steps are light, from the one that is running on (see `LightSteps`).
     """
 
     model: Model
@@ -134,6 +139,7 @@ class Plan:
     averaged: bool = False
     sequence: int = -1
     before: tuple[int, int] = NO_TENSOR
+    light: int = 0
 
     def examined(self) -> bool:
         """Whether a backward of the step that begins may be one that is examined."""
@@ -224,6 +230,8 @@ class SteadyState:
 
     def stop(self, recorder: Recorder) -> None:
         """Leave the fast path, as something unexpected happens."""
+        if self.expected is not None:
+            self.expected.light = 0
         if self.stage == Stage.BACKWARD:
             self.broken = True  # left when the backward is over: its effects are read then
         else:

@@ -366,6 +366,7 @@ class Loaders(Watcher):
         """Enter the wait for a batch before a step that is to take the fast path; None if other
         watchers want to know of it, or it may be an evaluation's."""
         if steady_state.stage != Stage.NONE or lifecycle.loading_begins.on_fast_path:
+            plan.light = 0
             return None
         began = time.perf_counter_ns()
         try:

@@ -313,7 +313,10 @@ class GradientSync(Watcher):
             return NOT_REDUCED, backward.site
         wrapper = sync.model.ddp()
         blame = sync.off_site if sync.off_site >= 0 else backward.site
-        if wrapper is not None and wrapper.require_backward_grad_sync:
+        flag = backward.flag  # of one on the fast path, which is long over
+        if flag is None:
+            flag = wrapper is not None and bool(wrapper.require_backward_grad_sync)
+        if flag:
             return "forward only", blame
         return "no_sync", blame
 

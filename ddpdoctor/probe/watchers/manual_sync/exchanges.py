@@ -14,7 +14,7 @@ from ....events.operations import operation
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...collectives.process_groups import ProcessGroups
-from ...recording.hooks import Subscriptions
+from ...recording.hooks import Light, Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import sequence_number
 from ...recording.watcher import Watcher, on
@@ -175,7 +175,7 @@ class Exchanges(Watcher):
             self._begin_window()
             self.autograd_grad_step = recorder.step
 
-    @on(lifecycle.backward_ends, during="_following", enabled=True)
+    @on(lifecycle.backward_ends, during="_following", enabled=True, light=Light.CALLED)
     def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
         self._begin_window()
         self.applied = {}
@@ -185,7 +185,7 @@ class Exchanges(Watcher):
         if self.earlier:
             steady_state.observe_next_step()
 
-    @on(lifecycle.step_ends, during="_following", enabled=True)
+    @on(lifecycle.step_ends, during="_following", enabled=True, light=Light.CALLED)
     def _step_ends(self, recorder: Recorder, step: Step) -> None:
         self.stepped = True
         self.uncounted, self.calls = False, 0

@@ -19,7 +19,7 @@ import msgspec
 
 from ....events import NonFinite
 from ...recording import hooks
-from ...recording.hooks import Subscriptions
+from ...recording.hooks import Light, Subscriptions
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import compiling, graph
 from ...recording.watcher import Watcher, on
@@ -110,7 +110,7 @@ class Numerics(Watcher):
             if not all(finite(tensor) for tensor in given):
                 self.marked.add(forward.model)
 
-    @on(lifecycle.forward_ends)
+    @on(lifecycle.forward_ends, light=Light.LEFT_OUT)
     def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
         if forward.grad_enabled and self.emitted < MOST_EMITTED:
             output = forward.output
@@ -135,7 +135,7 @@ class Numerics(Watcher):
             return ""
         return "gone" if any(output is None for output in outputs) else "finite"
 
-    @on(lifecycle.backward_begins)
+    @on(lifecycle.backward_begins, light=Light.LEFT_OUT)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
         earlier, self.suspect, self.local = self.suspect, None, None
         self.on_device.backward_begins()

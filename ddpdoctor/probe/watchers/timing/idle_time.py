@@ -17,7 +17,7 @@ from ....events import Pace
 from ....events.timing import PHASES
 from ....storage.call_ring import Phase
 from ...collectives import call_hooks
-from ...recording.hooks import Subscriptions
+from ...recording.hooks import Light, Subscriptions
 from ...recording.index_sample import halvings
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
@@ -177,7 +177,7 @@ class IdleTime(Watcher):
         if self.looking and get_ident() == self.thread:
             self.waited[self.segment] += seconds
 
-    @on(lifecycle.step_ends)
+    @on(lifecycle.step_ends, light=Light.LEFT_OUT)
     def _step_ends(self, recorder: Recorder, step: Step) -> None:
         optimizer = step.known.number
         if optimizer != self.leader:

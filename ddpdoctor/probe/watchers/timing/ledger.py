@@ -14,6 +14,7 @@ from ...collectives import call_hooks
 from ...collectives.call_log import call_log_of
 from ...collectives.timed_ring import TimedRing
 from ...recording import hooks
+from ...recording.hooks import Light
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
@@ -77,10 +78,10 @@ class Ledger(Watcher):
 
     @on(SyncWaits.averaged)
     def _averaged(self, recorder: Recorder, seconds: float) -> None:
-        if ring := _ring(recorder):
-            ring.waited_before(seconds)
+        if log := recorder.call_log:
+            log.ring.waited_before(seconds)
 
-    @on(lifecycle.step_ends)
+    @on(lifecycle.step_ends, light=Light.LEFT_OUT)
     def _step_ends(self, recorder: Recorder, step: Step) -> None:
         steps = recorder.step
         if steps % WINDOW:

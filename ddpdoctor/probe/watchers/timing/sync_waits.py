@@ -7,12 +7,13 @@ while another watcher asks for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ...collectives import call_hooks
 from ...recording import torch_compat
-from ...recording.hooks import Hook, Subscriptions
-from ...recording.recorder import Recorder, shielded
+from ...recording.hooks import Hook, Light, Subscriptions
+from ...recording.recorder import Recorder, current
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.records import Backward
@@ -38,7 +39,7 @@ class SyncWaits(Watcher):
         self.handle: Any = None
         self.computed_at = 0.0
         self._measuring = Subscriptions()
-        self._runs = shielded("waits", self._backward_runs, self.lost)
+        self._queue: Callable[[Callable[[], None]], None] | None = None
 
     def install(self) -> None:
         from torch.nn.parallel.distributed import DistributedDataParallel
@@ -65,21 +66,26 @@ class SyncWaits(Watcher):
         if began is not None:
             call_hooks.waited.fire(recorder, time.monotonic() - began)
 
-    @on(lifecycle.backward_begins, during="_measuring")
+    @on(lifecycle.backward_begins, during="_measuring", light=Light.CALLED)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
         self.computed_at = 0.0
         for root in backward.roots:
             if (node := getattr(root, "grad_fn", None)) is not None:
-                self.handle = node.register_prehook(self._runs)
+                self._queue = self._queue or torch_compat.queue_when_computed()
+                self.handle = node.register_prehook(self._backward_runs)
                 return
 
-    def _backward_runs(self, gradients: Any) -> None:
-        torch_compat.when_computed(self._gradients_computed)
+    def _backward_runs(self, gradients: Any) -> None:  # called by torch, as the next
+        try:
+            self._queue(self._gradients_computed)  # type: ignore[misc]
+        except Exception as error:
+            if (recorder := current.recorder) is not None:
+                recorder.trouble("waits", error, self.lost)
 
     def _gradients_computed(self) -> None:  # called by torch: nothing here can fail
         self.computed_at = time.monotonic()
 
-    @on(lifecycle.backward_ends, during="_measuring")
+    @on(lifecycle.backward_ends, during="_measuring", light=Light.CALLED)
     def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
         handle, self.handle = self.handle, None
         if handle is not None:
