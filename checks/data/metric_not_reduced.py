@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.data import data_calls
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
+from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.events import ComparedValue, SaveDecided, SchedulerStep
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
@@ -51,7 +52,8 @@ class MetricNotReduced(Check):
     ## How to fix it
     Reduce the sums, not the averages, before the value is used, on every rank:
     `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`. `dist.reduce` is not
-    enough where all ranks use the value: only one of them gets the sum.
+    enough where all ranks use the value: only one of them gets the sum. In Lightning:
+    `self.log("val_loss", ..., sync_dist=True)`.
 
     ## When it stays quiet
     - Metrics that are equal on all ranks: reduced, gathered, or sent from one rank.
@@ -102,9 +104,14 @@ class MetricNotReduced(Check):
                 for n in by_rank
             )
             rule = ONE_RANK if to_one else SCHEDULED
+            logged, rank = event.logged, run.ranks[next(iter(by_rank))]
+            logs = rank.location(logged.site) if logged is not None else None
             yield self._finding(
-                rule, run, loader, tuple(by_rank), line, values, event.kind,
-                label="steps with each rank's own metric",
+                rule, run, loader, tuple(by_rank), logs or line, values, event.kind,
+                label=f"logs each rank's own `{logged.name}`"
+                if logged is not None and logs is not None
+                else "steps with each rank's own metric",
+                steps=line if logs is not None else None,
                 use=f"{event.kind}.step is given a metric that differs between ranks",
                 why="`dist.reduce` gives the result to one rank; the others go on with values that "
                 "are not the result"
@@ -112,7 +119,7 @@ class MetricNotReduced(Check):
                 else "each rank passes a value of its own, and its schedule follows that",
                 fix="reduce with `dist.all_reduce`, which gives the result to every rank"
                 if to_one
-                else REDUCE,
+                else (reduced(logged.by, logged.name) if logged is not None else "") or REDUCE,
                 unequal=f"{len(unequal)} of {len(calls)}",
             )  # fmt: skip
 
@@ -155,6 +162,7 @@ class MetricNotReduced(Check):
         unequal: str,
         fix: str = REDUCE,
         saves: Location | None = None,
+        steps: Location | None = None,
     ) -> Finding:
         at = loader.first.loop_at if rule == SAVED else None
         return self.finding(
@@ -165,7 +173,11 @@ class MetricNotReduced(Check):
             label=label,
             related=tuple(
                 Related(text, spot)
-                for text, spot in (("evaluates one rank's share", at), ("saves here", saves))
+                for text, spot in (
+                    ("evaluates one rank's share", at),
+                    ("saves here", saves),
+                    (f"{subject} steps here", steps),
+                )
                 if spot is not None
             ),
             summary=f"{use}: {_spelled(values)}",

@@ -10,6 +10,7 @@ from ddpdoctor.events import (
     CallBlock,
     CallRun,
     ComparedValue,
+    Logged,
     SaveDecided,
     SchedulerStep,
     Signature,
@@ -106,12 +107,20 @@ def test_calls_that_reduce_nothing(op):
     assert len(judged(run_of(more=exchange(op, 4)))) == 1
 
 
-def scheduled(values, *, more=()):
+def scheduled(values, *, more=(), logged=None):
     def events(rank):
         held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, replicas=2,
                           sampler_rank=rank, ends={"evaluated": 1})  # fmt: skip
         steps = [
-            SchedulerStep(at=0, kind="ReduceLROnPlateau", step=4 * n, call=n, site=STEP, metric=v)
+            SchedulerStep(
+                at=0,
+                kind="ReduceLROnPlateau",
+                step=4 * n,
+                call=n,
+                site=STEP,
+                metric=v,
+                logged=logged,
+            )
             for n, v in enumerate(values[rank])
         ]
         return [*prologue(2), *LINES, *held_out, *steps, *more]
@@ -123,6 +132,14 @@ def test_a_schedule_that_follows_the_metric_of_each_rank():
     (finding,) = judged(scheduled(OTHER_VALUES))
     assert (finding.rule, finding.ranks) == ("decides-the-schedule", (0, 1))
     assert finding.location.line == 33
+
+
+def test_a_metric_that_a_framework_was_given_by_name():
+    logged = Logged(name="val_loss", site=SAVE, by="lightning.pytorch.core.module")
+    (finding,) = judged(scheduled(OTHER_VALUES, logged=logged))
+    assert finding.location.line != 33
+    assert finding.related[0].location.line == 33
+    assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
 
 
 def test_a_metric_that_only_one_rank_has():
