@@ -27,7 +27,7 @@ QUESTIONS: dict[str, str] = {
     "Which exceptions were there?": "ExceptionRaised ExceptionPassed ThreadFailed SamplerRefused",
     "Which process groups are there?": "InitEntered GroupReady GroupDestroyed TrainsAlone",
     "Which collectives did a rank call, and with what?": (
-        "Signature CallSite CallBlock CallRun MessageSize ObjectsGathered FlightLog"
+        "Signature CallSite CallBlock CallRun MessageSize ObjectsGathered GatheredWhole FlightLog"
     ),
     "Where did ranks stand when nothing moved?": "StallSeen StallOver RankStood FlightLog",
     "What was wrapped, and how?": (
@@ -75,7 +75,7 @@ QUESTIONS: dict[str, str] = {
 WHEN: dict[str, str] = {
     "once": (
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
-        " MeshModel MessageSize"
+        " MeshModel MessageSize GatheredWhole"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
         " ScheduleEnded"
     ),

@@ -15,6 +15,7 @@ from .calls import (
     CallSite,
     FlightEntry,
     FlightLog,
+    GatheredWhole,
     MessageSize,
     ObjectsGathered,
     Place,

@@ -230,6 +230,19 @@ class ObjectsGathered(Event, frozen=True, tag="objects-gathered"):
     entries: int
 
 
+class GatheredWhole(Event, frozen=True, tag="gathered-whole"):
+    """Tensors are gathered at a call site, and nothing in the code that can run after it selects
+    among their rows. Recorded once for each such site.
+
+    Attributes:
+        call_site: number of the `CallSite`.
+        by: the module of a library that the program called for it, empty for torch itself.
+    """
+
+    call_site: int
+    by: str = ""
+
+
 class CallBlock(Event, frozen=True, tag="call-block"):
     """A sequence of calls in one group, for `CallRun` to refer to.
 
