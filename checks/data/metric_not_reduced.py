@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data import data_calls
+from ddpdoctor.analysis.data.division import divided_loaders
+from ddpdoctor.analysis.data.epoch_audit import pads, partitioned
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
 from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.events import ComparedValue, SaveDecided, SchedulerStep
@@ -192,12 +194,19 @@ class MetricNotReduced(Check):
 
 
 def _evaluations(run: Run) -> list[Loader]:
-    """The loaders that are only evaluated, on several ranks, each of which takes its share."""
+    """The loaders that are only evaluated, on several ranks, each of which takes its share: as its
+    sampler says, or as the samples show that the ranks read."""
+    read_apart = {
+        id(d.loader)
+        for d in divided_loaders(run)
+        if any(partitioned(a) or pads(a, d.batch) for a in d.audits)
+    }
     found = []
     for loader in loaders(run):
         readers = loader.readers.values()
         shares = {r.seen.sampler_rank for r in readers if r.seen.replicas > 1}
-        if not loader.trains and len(shares) == len(readers) > 1 and all(map(_evaluates, readers)):
+        divided = len(shares) == len(readers) or id(loader) in read_apart
+        if not loader.trains and len(readers) > 1 and divided and all(map(_evaluates, readers)):
             found.append(loader)
     return found
 

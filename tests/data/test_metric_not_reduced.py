@@ -83,6 +83,23 @@ def test_a_metric_that_stays_the_same_on_one_rank():
     assert finding.evidence["evaluations_in_which_they_differ"] == "3 of 3"
 
 
+def test_shares_of_a_sampler_of_ones_own():
+    """It does not say how many ranks there are, but the samples do that were read."""
+
+    def events(rank, both):
+        read = [0, 1, 2, 3] if both else [rank, 2 + rank]
+        held_out = loader(HELD_OUT, [read] * 3, trains=False, length=4, loop_site=VALIDATE,
+                          ends={"grad_enabled": False}, own_order=True)  # fmt: skip
+        mine = [value(4 * n + 4, v) for n, v in enumerate(OTHER_VALUES[rank])]
+        decided = [saved(4, OTHER_VALUES[0][0])] if rank == 0 else []
+        return [*prologue(2), *LINES, *held_out, *mine, *decided]
+
+    for both in (False, True):
+        run = make_run({n: events(n, both) for n in range(2)})
+        assert [f.rule for f in judged(run)] == ["decides-what-is-saved"] * (not both)
+        assert bool(MetricNotReduced().unobserved(run)) is both
+
+
 @pytest.mark.parametrize(
     "run",
     [

@@ -14,12 +14,15 @@ REENTRANT = "use_reentrant=False"
 REDUCED = "reduced"
 EACH_ONCE = "each once"
 CALLED = "called"
+EQUAL_BATCHES = "equal batches"
 
 _LIGHTNING = {
     UNUSED: 'Trainer(strategy="ddp_find_unused_parameters_true")',
     NO_UNUSED: 'Trainer(strategy="ddp")',
     REDUCED: 'self.log("{name}", ..., sync_dist=True)',
     CALLED: "compute the loss in `training_step`, which runs inside the wrapper",
+    EQUAL_BATCHES: "`Trainer(limit_train_batches=N)` with no more batches than any rank has (here "
+    "{least}); or let the data begin again at its end and set `Trainer(max_steps=N)`",
     "": "Trainer(strategy=DDPStrategy({option}))",
 }
 _FABRIC = {
@@ -30,6 +33,7 @@ _FABRIC = {
 }
 _TRAINER = {
     CALLED: "call the `model` that the Trainer passes to `compute_loss`",
+    EQUAL_BATCHES: "let the data begin again at its end and set `TrainingArguments(max_steps=N)`",
     REENTRANT: 'TrainingArguments(gradient_checkpointing_kwargs={{"use_reentrant": False}})',
     "": "TrainingArguments(ddp_{option})",
 }
@@ -69,6 +73,16 @@ def reduced(by: str, name: str) -> str:
     where that is not known."""
     words = framework_of(by).get(REDUCED)
     return f"`{words.format(name=name)}`" if words else ""
+
+
+def equal_batches(by: str, least: int) -> str:
+    """What to do where a framework runs the loop and ranks have different numbers of batches, as a
+    sentence; empty where the program runs it.
+
+    Args:
+        least: the smallest number of batches that a rank has.
+    """
+    return framework_of(by).get(EQUAL_BATCHES, "").format(least=least)
 
 
 def each_once(by: str) -> str:
