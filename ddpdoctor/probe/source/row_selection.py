@@ -13,13 +13,18 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from types import CodeType, FrameType
 
+from ..recording.code_locations import own_files
 from .ast_cache import covers_line, function_of, last_name, parts_of, source_of
 from .call_resolver import Bound, Scope, resolve, searched
 
 FUNCTIONS_AT_MOST = 200
 """Functions that are searched: with more, one of them may select."""
+
+FILES_AT_MOST = 40
+"""Files of the program that are searched for a function of which only the name is known."""
 
 SELECTING = re.compile(
     r"chunk|compress|dict|drop(_duplicates|na)?|filter|fromkeys|groupby|head|index_select|islice"
@@ -56,6 +61,7 @@ class _Search:
     def __init__(self, kind: Kind, running: set[CodeType]) -> None:
         self._kind = kind
         self._seen = running  # of these only the rest is looked at
+        self._names: dict[str, bool] = {}
 
     def after(self, frame: FrameType, scope: Scope) -> bool:
         """Whether what a running function does from its current line on may select rows."""
@@ -65,7 +71,7 @@ class _Search:
         loops = (n for n in parts_of(code) if isinstance(n, (ast.For, ast.While)))
         first = min((n.lineno for n in loops if covers_line(n, line)), default=line)
         nodes = [n for n in parts_of(code) if getattr(n, "end_lineno", 0) >= first]
-        return self._any(code, [n for n in nodes if not isinstance(n, ast.ClassDef)], scope)
+        return self._any([n for n in nodes if not isinstance(n, ast.ClassDef)], scope)
 
     def _function(self, function: types.FunctionType, owner: object) -> bool:
         function = inspect.unwrap(function)
@@ -78,21 +84,34 @@ class _Search:
         if function_of(code) is None or len(self._seen) > FUNCTIONS_AT_MOST:
             return True
         names = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
-        return self._any(code, parts_of(code), Scope(names, function.__globals__))
+        return self._any(parts_of(code), Scope(names, function.__globals__))
 
-    def _any(self, code: CodeType, nodes: list[ast.AST], scope: Scope) -> bool:
-        source = source_of(code.co_filename)
+    def _named(self, name: str, scope: Scope) -> bool:
+        """Whether a function of that name in some file of the program may select: of a call of an
+        object that is not known every one may be meant."""
+        if name not in self._names:
+            files = self._files
+            self._names[name] = len(files) > FILES_AT_MOST or any(
+                _selects(part, scope, set())
+                for file in files
+                if (source := source_of(file)) is not None
+                for function in source.defined.get(name, ())
+                for part in source.parts(function)
+            )
+        return self._names[name]
+
+    @cached_property
+    def _files(self) -> list[str]:
+        return own_files()
+
+    def _any(self, nodes: list[ast.AST], scope: Scope) -> bool:
         tests = {n.test for n in nodes if isinstance(n, (ast.If, ast.While, ast.IfExp, ast.Assert))}
         if any(_selects(n, scope, tests) for n in nodes):
             return True
         for call in (n for n in nodes if isinstance(n, ast.Call)):
             target = resolve(call.func, scope)
-            if target is None and source is not None:
-                # An object that is not known: every function of that name in the file may be meant.
-                named = source.defined.get(last_name(call.func), [])
-                parts = [part for function in named for part in source.parts(function)]
-                if any(_selects(n, scope, tests) for n in parts):
-                    return True
+            if target is None and self._named(last_name(call.func), scope):
+                return True
             if any(self._function(made, owner) for made, owner in _functions(target)):
                 return True
         return False
@@ -111,7 +130,7 @@ def _functions(target: object) -> Iterator[tuple[types.FunctionType, object]]:
         owner = target if isinstance(target, type) else type(target)
         names = ("__init__",) if isinstance(target, type) else ("__call__", "forward")
         for name in names:
-            found = getattr(owner, name, None)
+            found = inspect.getattr_static(owner, name, None)
             if isinstance(found, types.FunctionType):
                 yield found, None if isinstance(target, type) else target
 

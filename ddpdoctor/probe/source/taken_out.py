@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from .ast_cache import function_of, own_nodes
@@ -18,7 +18,10 @@ ATTRIBUTE = "module"
 """Under which DDP keeps the model."""
 
 DEPTH = 3
-"""How many calls are followed."""
+"""How many calls of the program's functions are followed."""
+
+CALLS = 50
+"""Calls of one function that are followed."""
 
 
 class TakenOut(NamedTuple):
@@ -56,7 +59,7 @@ def taken_out(
             found = next(reads, None)
             if found is not None:
                 here = Found(user.f_code, statement.lineno)
-                return TakenOut(here, found if is_user(found.code) else None)
+                return TakenOut(here, found if found.line else None)
     return None
 
 
@@ -74,17 +77,31 @@ def _targets(statement: ast.Assign) -> Iterator[ast.expr]:
 def _reads(
     node: ast.AST, code: CodeType, scope: Scope, is_user: Callable[[CodeType], bool], depth: int
 ) -> Iterator[Found]:
-    """The lines that read the attribute: in some code, then in the functions that it calls."""
+    """The lines that read the attribute: in some code, then in the functions that it calls; 0 for a
+    line of a library."""
     parts = list(ast.walk(node))
     for part in parts:
         names = isinstance(part, ast.Attribute) and part.attr == ATTRIBUTE
         if names or _asks_by_name(part):
             yield Found(code, part.lineno)  # type: ignore[attr-defined]
-    for call in (p for p in parts if isinstance(p, ast.Call)) if depth else ():
-        inner = entered(call, scope)
-        body = function_of(inner[0].__code__) if inner is not None else None
-        if inner is not None and body is not None:
-            yield from _reads(body, inner[0].__code__, inner[1], is_user, depth - 1)
+    calls = [p for p in parts if isinstance(p, ast.Call)] if depth else []
+    for call in calls[:CALLS]:
+        if (inner := entered(call, scope)) is None:
+            continue
+        function, arguments = inner
+        if not is_user(function.__code__):
+            if _of_a_library(function):
+                yield Found(function.__code__, 0)
+        elif (body := function_of(function.__code__)) is not None:
+            yield from _reads(body, function.__code__, arguments, is_user, depth - 1)
+
+
+def _of_a_library(function: FunctionType) -> bool:
+    """Whether a function, or one that it calls, names the attribute. Its source is not parsed: such
+    files are large."""
+    known = (function.__globals__.get(name) for name in function.__code__.co_names)
+    every = (function, *(f for f in known if isinstance(f, FunctionType)))
+    return any(ATTRIBUTE in f.__code__.co_names or ATTRIBUTE in f.__code__.co_consts for f in every)
 
 
 def _asks_by_name(node: ast.AST) -> bool:
