@@ -4,6 +4,7 @@ run: --nproc-per-node 2
 finds: DDP301 error at `self.toggle_optimizer(optimizer_g)`
 steps: 1
 needs: lightning
+status: 1
 """
 
 import lightning
