@@ -58,7 +58,7 @@ QUESTIONS: dict[str, str] = {
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead RowsChosen"
         " ForwardInput"
-        " ComparedValue SaveDecided"
+        " ComparedValue SaveDecided MetricUsed"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -102,7 +102,7 @@ WHEN: dict[str, str] = {
     ),
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken OuterModule"
-        " OuterStateTaken Clipped SchedulerStep"
+        " OuterStateTaken Clipped SchedulerStep MetricUsed"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"

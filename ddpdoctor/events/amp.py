@@ -89,6 +89,24 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     logged: Logged | None = None
 
 
+class MetricUsed(Event, frozen=True, tag="metric-used"):
+    """A framework decides by a number that the program has logged and has not asked to be reduced;
+    only some calls are recorded.
+
+    Attributes:
+        kind: the class that decides, as `ModelCheckpoint`.
+        step, call, metric: as in `SchedulerStep`.
+        site: the line of the program that called into the framework.
+    """
+
+    kind: str
+    step: int
+    call: int
+    site: int
+    metric: float
+    logged: Logged
+
+
 class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
     """What became of a learning-rate schedule that was planned for a number of steps. Recorded at
     the end of the rank.

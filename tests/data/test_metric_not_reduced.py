@@ -11,6 +11,7 @@ from ddpdoctor.events import (
     CallRun,
     ComparedValue,
     Logged,
+    MetricUsed,
     SaveDecided,
     SchedulerStep,
     Signature,
@@ -157,6 +158,39 @@ def test_a_metric_that_a_framework_was_given_by_name():
     assert finding.location.line != 33
     assert finding.related[0].location.line == 33
     assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
+
+
+def used(values, *, kind="ModelCheckpoint", name="val_loss", where=SAVE):
+    logged = Logged(name=name, site=where, by="lightning.pytorch.core.module")
+    return [
+        MetricUsed(at=0, kind=kind, step=4 * n, call=n, site=STEP, metric=v, logged=logged)
+        for n, v in enumerate(values)
+    ]
+
+
+def decided(values, *others):
+    """Two ranks whose framework decides by a metric of each."""
+
+    def events(rank):
+        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, replicas=2,
+                          sampler_rank=rank, ends={"evaluated": 1})  # fmt: skip
+        return [*prologue(2), *LINES, *held_out, *used(values[rank]), *others]
+
+    return make_run({n: events(n) for n in range(2)})
+
+
+def test_a_checkpoint_that_a_framework_chooses():
+    (finding,) = judged(decided(OTHER_VALUES))
+    assert (finding.rule, finding.location.line) == ("decides-what-is-saved", 32)
+    assert finding.related[-1].location.line == 33
+    assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
+    equal = used([0.5, 0.6, 0.7], name="val_acc", where=COMPARE)
+    assert len(judged(decided(OTHER_VALUES, *equal))) == 1
+
+
+@pytest.mark.parametrize("values", [[OTHER_VALUES[0]] * 2, [[0.9], [0.7]], [[0.9, 0.8], []]])
+def test_checkpoints_that_are_no_fault(values):
+    assert judged(decided(values)) == []
 
 
 def test_a_metric_that_only_one_rank_has():

@@ -225,7 +225,10 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.MeshModel, e.MeshDigests,
         e.Averaged, e.Rewritten, e.ShardScales,
     ),
-    _DATA: (e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided),
+    _DATA: (
+        e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided,
+        e.MetricUsed,
+    ),
     _TIME: (
         e.Pace, e.TimeLedger, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,
         e.MemoryHeld, e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,
