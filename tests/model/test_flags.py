@@ -129,6 +129,15 @@ def test_the_line_that_calls_a_function_of_a_library() -> None:
     assert setting_in_frames(sys._getframe(), lambda c: c is code, "requires_grad", True) is None
 
 
+def test_the_line_that_calls_a_function_which_does_so_by_default() -> None:
+    net = nn.Linear(2, 2)
+    code = sys._getframe().f_code
+    _freeze(net)
+    ours = (code, _freeze.__code__)
+    found = setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", False)
+    assert found == Found(code, code.co_firstlineno + 3)
+
+
 HOW = "late"
 
 

@@ -205,7 +205,8 @@ def _settings(
             function, bound = inner
             within = function.__code__, bound, is_user, wanted, value, 1 << 30, depth - 1
             for setting in _settings(*within):
-                yield Found(code, call.lineno) if _passes_value(call, value) else setting
+                passed = _passes_value(call, value) or _has_default(function, value)
+                yield Found(code, call.lineno) if passed else setting
 
 
 def _by_libraries(
@@ -234,6 +235,12 @@ def _passes_value(call: ast.Call, value: bool | None) -> bool:
     return value is not None and any(
         isinstance(a, ast.Constant) and a.value is value for a in given(call)
     )
+
+
+def _has_default(function: types.FunctionType, value: bool | None) -> bool:
+    """Whether one of a function's arguments is `value` unless it is passed."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return value is not None and any(default is value for default in defaults)
 
 
 def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
