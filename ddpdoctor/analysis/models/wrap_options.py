@@ -21,8 +21,8 @@ _LIGHTNING = {
     NO_UNUSED: 'Trainer(strategy="ddp")',
     REDUCED: 'self.log("{name}", ..., sync_dist=True)',
     CALLED: "compute the loss in `training_step`, which runs inside the wrapper",
-    EQUAL_BATCHES: "set `Trainer(limit_train_batches=N)` with no more batches than any rank has (here "
-    "{least}); or let the data begin again at its end and set `Trainer(max_steps=N)`",
+    EQUAL_BATCHES: "set `Trainer(limit_train_batches=N)` with no more batches than any rank has "
+    "(here {least}); or let the data begin again at its end and set `Trainer(max_steps=N)`",
     "": "Trainer(strategy=DDPStrategy({option}))",
 }
 _FABRIC = {
