@@ -27,7 +27,7 @@ QUESTIONS: dict[str, str] = {
     "Which exceptions were there?": "ExceptionRaised ExceptionPassed ThreadFailed SamplerRefused",
     "Which process groups are there?": "InitEntered GroupReady GroupDestroyed TrainsAlone",
     "Which collectives did a rank call, and with what?": (
-        "Signature CallSite CallBlock CallRun MessageSize ObjectsGathered FlightLog"
+        "Signature CallSite CallBlock CallRun MessageSize ObjectsGathered GatheredWhole FlightLog"
     ),
     "Where did ranks stand when nothing moved?": "StallSeen StallOver RankStood FlightLog",
     "What was wrapped, and how?": (
@@ -58,7 +58,7 @@ QUESTIONS: dict[str, str] = {
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead RowsChosen"
         " ForwardInput"
-        " ComparedValue SaveDecided"
+        " ComparedValue SaveDecided MetricUsed"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -75,7 +75,7 @@ QUESTIONS: dict[str, str] = {
 WHEN: dict[str, str] = {
     "once": (
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
-        " MeshModel MessageSize"
+        " MeshModel MessageSize GatheredWhole"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
         " ScheduleEnded"
     ),
@@ -102,7 +102,7 @@ WHEN: dict[str, str] = {
     ),
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken OuterModule"
-        " OuterStateTaken Clipped SchedulerStep"
+        " OuterStateTaken Clipped SchedulerStep MetricUsed"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"

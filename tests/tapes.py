@@ -65,6 +65,7 @@ class CallLog:
         shadows: bool = False,
         internal: bool | None = None,
         key: str = "",
+        through: str = "",
         caller: int | Sequence[int] = (),
         hands_on: int = 0,
         branches: Mapping[int, str] | None = None,
@@ -100,7 +101,7 @@ class CallLog:
                 Site(at=self._clock, id=100 + number, file=f"{CWD}/train.py", line=line,
                      function="main", text=text or f"dist.{op}(x)  # {line}"),
                 CallSite(at=self._clock, id=number, thread=thread, shadows=shadows, key=key,
-                         internal=internal,
+                         internal=internal, through=through,
                          started=100 + number if started else -1,
                          places=() if started else (Place(100 + number, around, hands_on > 0),)),
             ]  # fmt: skip

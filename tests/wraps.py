@@ -99,9 +99,19 @@ def unused(
     )
 
 
-def use(examined: int, unused: dict[int, int] | None = None, model: int = 0) -> ParameterUse:
+def use(
+    examined: int,
+    unused: dict[int, int] | None = None,
+    model: int = 0,
+    thawed: tuple[int, ...] = (),
+) -> ParameterUse:
     return ParameterUse(
-        at=0, model=model, examined=examined, backwards=examined, unused=unused or {}
+        at=0,
+        model=model,
+        examined=examined,
+        backwards=examined,
+        unused=unused or {},
+        thawed=thawed,
     )
 
 

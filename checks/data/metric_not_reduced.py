@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from ddpdoctor.analysis.data import data_calls
+from ddpdoctor.analysis.data.division import divided_loaders
+from ddpdoctor.analysis.data.epoch_audit import pads, partitioned
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
-from ddpdoctor.events import ComparedValue, SaveDecided, SchedulerStep
+from ddpdoctor.analysis.models.wrap_options import reduced
+from ddpdoctor.events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
@@ -40,7 +43,8 @@ class MetricNotReduced(Check):
     When an iteration over a loader begins, each rank reads the numbers that its running functions
     compare by `<` and the like, and records those that changed. When a file is saved it records the
     number that the `if` around it compares with the best one so far, and what `ReduceLROnPlateau`
-    is given. A number is reported if it changes with evaluations only, over a loader that is
+    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint`). One is
+    reported if it changes with evaluations only, over a loader that is
     divided between ranks, and differs between ranks at least twice, while the rank that saves took
     part in no reduction or gathering of values after the same optimizer step.
 
@@ -51,7 +55,8 @@ class MetricNotReduced(Check):
     ## How to fix it
     Reduce the sums, not the averages, before the value is used, on every rank:
     `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`. `dist.reduce` is not
-    enough where all ranks use the value: only one of them gets the sum.
+    enough where all ranks use the value: only one of them gets the sum. In Lightning:
+    `self.log("val_loss", ..., sync_dist=True)`.
 
     ## When it stays quiet
     - Metrics that are equal on all ranks: reduced, gathered, or sent from one rank.
@@ -78,33 +83,39 @@ class MetricNotReduced(Check):
             return why
         if not _evaluations(run):
             return "no evaluation was divided between ranks"
-        if not run.any(SaveDecided) and not _metrics(run):
+        if not any((run.any(SaveDecided), run.any(MetricUsed), _metrics(run, SchedulerStep))):
             return "no metric was seen to decide about a file or a schedule"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
         evaluations = _evaluations(run)
         if evaluations:
-            yield from self._schedules(run, evaluations[0])
+            told = list(self._schedules(run, evaluations[0]))
+            yield from told
+            places = {finding.location for finding in told}
+            decided = self._decisions(run, evaluations[0])
+            yield from (f for f in decided if f.location not in places)
             yield from self._saves(run, evaluations)
 
     def _schedules(self, run: Run, loader: Loader) -> Iterator[Finding]:
-        for line, by_rank in _metrics(run).items():
-            common = set.intersection(*(set(calls) for calls in by_rank.values()))
-            calls = {c: {n: m[c].metric for n, m in by_rank.items()} for c in sorted(common)}
-            unequal = {c: values for c, values in calls.items() if _differ(values)}
-            if set(by_rank) != set(loader.readers) or len(unequal) < FEWEST:
+        for line, by_rank in _metrics(run, SchedulerStep).items():
+            if (found := _unequal(by_rank, loader)) is None:
                 continue
-            call, values = next(iter(unequal.items()))
+            call, values, unequal = found
             event = next(iter(by_rank.values()))[call]
             to_one = all(
                 data_calls.values_exchanged(run.ranks[n], by_rank[n][call].step, {"reduce"})
                 for n in by_rank
             )
             rule = ONE_RANK if to_one else SCHEDULED
+            logged, rank = event.logged, run.ranks[next(iter(by_rank))]
+            logs = rank.location(logged.site) if logged is not None else None
             yield self._finding(
-                rule, run, loader, tuple(by_rank), line, values, event.kind,
-                label="steps with each rank's own metric",
+                rule, run, loader, tuple(by_rank), logs or line, values, event.kind,
+                label=f"logs each rank's own `{logged.name}`"
+                if logged is not None and logs is not None
+                else "steps with each rank's own metric",
+                steps=line if logs is not None else None,
                 use=f"{event.kind}.step is given a metric that differs between ranks",
                 why="`dist.reduce` gives the result to one rank; the others go on with values that "
                 "are not the result"
@@ -112,8 +123,29 @@ class MetricNotReduced(Check):
                 else "each rank passes a value of its own, and its schedule follows that",
                 fix="reduce with `dist.all_reduce`, which gives the result to every rank"
                 if to_one
-                else REDUCE,
-                unequal=f"{len(unequal)} of {len(calls)}",
+                else (reduced(logged.by, logged.name) if logged is not None else "") or REDUCE,
+                unequal=unequal,
+            )  # fmt: skip
+
+    def _decisions(self, run: Run, loader: Loader) -> Iterator[Finding]:
+        """What a framework decides by a number that is logged by name."""
+        for line, by_rank in _metrics(run, MetricUsed).items():
+            if (found := _unequal(by_rank, loader)) is None:
+                continue
+            call, values, unequal = found
+            number, calls = next(iter(by_rank.items()))
+            event = calls[call]
+            logged = event.logged
+            yield self._finding(
+                SAVED, run, loader, tuple(by_rank),
+                line, values, event.kind,
+                label=f"logs each rank's own `{logged.name}`",
+                use=f"{event.kind} decides by `{logged.name}`, which differs between ranks",
+                why=f"`{logged.name}` comes from each rank's share of the data, and is not reduced "
+                "where it is logged",
+                fix=reduced(logged.by, logged.name) or REDUCE,
+                unequal=unequal,
+                saves=run.ranks[number].location(event.site),
             )  # fmt: skip
 
     def _saves(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
@@ -155,6 +187,7 @@ class MetricNotReduced(Check):
         unequal: str,
         fix: str = REDUCE,
         saves: Location | None = None,
+        steps: Location | None = None,
     ) -> Finding:
         at = loader.first.loop_at if rule == SAVED else None
         return self.finding(
@@ -165,7 +198,11 @@ class MetricNotReduced(Check):
             label=label,
             related=tuple(
                 Related(text, spot)
-                for text, spot in (("evaluates one rank's share", at), ("saves here", saves))
+                for text, spot in (
+                    ("evaluates one rank's share", at),
+                    ("saves here", saves),
+                    (f"{subject} steps here", steps),
+                )
                 if spot is not None
             ),
             summary=f"{use}: {_spelled(values)}",
@@ -180,12 +217,19 @@ class MetricNotReduced(Check):
 
 
 def _evaluations(run: Run) -> list[Loader]:
-    """The loaders that are only evaluated, on several ranks, each of which takes its share."""
+    """The loaders that are only evaluated, on several ranks, each of which takes its share: as its
+    sampler says, or as the samples show that the ranks read."""
+    read_apart = {
+        id(d.loader)
+        for d in divided_loaders(run)
+        if any(partitioned(a) or pads(a, d.batch) for a in d.audits)
+    }
     found = []
     for loader in loaders(run):
         readers = loader.readers.values()
         shares = {r.seen.sampler_rank for r in readers if r.seen.replicas > 1}
-        if not loader.trains and len(shares) == len(readers) > 1 and all(map(_evaluates, readers)):
+        divided = len(shares) == len(readers) or id(loader) in read_apart
+        if not loader.trains and len(readers) > 1 and divided and all(map(_evaluates, readers)):
             found.append(loader)
     return found
 
@@ -196,15 +240,36 @@ def _evaluates(reader: Reader) -> bool:
     return any(e.evaluated or not e.grad_enabled for e in ends if e is not None)
 
 
-def _metrics(run: Run) -> dict[Location, dict[int, dict[int, SchedulerStep]]]:
-    """What schedulers are given, by line, rank and number of the call there."""
-    found: dict[Location, dict[int, dict[int, SchedulerStep]]] = {}
+Used = TypeVar("Used", SchedulerStep, MetricUsed)
+
+
+def _metrics(run: Run, of: type[Used]) -> dict[Location, dict[int, dict[int, Used]]]:
+    """What schedulers, or others that decide, are given: by the line of the call, or the line that
+    logs it, by rank and number of the call there."""
+    found: dict[Location, dict[int, dict[int, Used]]] = {}
     for number, rank in run.ranks.items():
-        for event in rank.of(SchedulerStep):
-            line = rank.location(event.site)
+        for event in rank.of(of):
+            by_name = event.logged if isinstance(event, MetricUsed) else None
+            line = rank.location(event.site if by_name is None else by_name.site)
             if event.metric is not None and line is not None:
                 found.setdefault(line, {}).setdefault(number, {})[event.call] = event
     return found
+
+
+def _unequal(
+    by_rank: Mapping[int, Mapping[int, Used]], loader: Loader
+) -> tuple[int, dict[int, float | None], str] | None:
+    """The first call in which the numbers of all ranks of a loader differ, these, and in how many
+    calls they do, in words; None where they differ in few."""
+    common = set.intersection(*(set(calls) for calls in by_rank.values()))
+    calls: dict[int, dict[int, float | None]] = {
+        c: {n: m[c].metric for n, m in by_rank.items()} for c in sorted(common)
+    }
+    unequal = {c: values for c, values in calls.items() if _differ(values)}
+    if set(by_rank) != set(loader.readers) or len(unequal) < FEWEST:
+        return None
+    call, values = next(iter(unequal.items()))
+    return call, values, f"{len(unequal)} of {len(calls)}"
 
 
 def _unreduced(

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.data.data_calls import gathered
+from ddpdoctor.analysis.data.data_calls import Rows, gathered, rows_used_whole
+from ddpdoctor.analysis.data.division import Division
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, figures, related
 from ddpdoctor.analysis.data.loader_faults import sound_divisions
-from ddpdoctor.analysis.data.loaders import Loader, Reader
+from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
+from ddpdoctor.analysis.models.wrap_options import each_once
 from ddpdoctor.report.findings import Confidence, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Run, counted, plural, ranks_text, some
+
+TENSORS = 8
+"""Tensors of results for each sample that one line may gather: predictions, labels, losses."""
 
 
 class SamplerPaddingDuplicates(LoaderCheck):
     """The sampler pads, so that some samples count twice
 
     ## What it finds
-    `DistributedSampler` makes its shares equally long by repeating some samples. The report names
-    their indices, the ranks that read them, and the largest possible error of a metric averaged
-    over all samples.
+    `DistributedSampler` makes its shares equally long by repeating some samples, and so do the
+    batch samplers of frameworks (Accelerate). The report names their indices, the ranks that read
+    them, and the largest possible error of a metric averaged over all samples.
 
     ## How it knows
     When the loader is first iterated, each rank records the length of the dataset and the
@@ -30,6 +35,10 @@ class SamplerPaddingDuplicates(LoaderCheck):
     if at least as many numbers as a rank read samples are gathered during or after the loop, by the
     sizes of the tensors and objects.
 
+    Where all ranks gather a row for each sample that they read, the repeated ones too, the code
+    that can run after that line is searched for whatever selects among rows (`rows[:length]`, a
+    mask, a dictionary by index). If there is nothing, the repeated rows are scored.
+
     ## Why it hurts
     In evaluation, repeated samples count twice, so the metric depends on the number of ranks. In
     training it hardly matters.
@@ -38,11 +47,13 @@ class SamplerPaddingDuplicates(LoaderCheck):
     Gather the predictions and drop those beyond `len(dataset)`, or read the data without padding:
     `sampler=range(rank, len(dataset), world_size)` reads each sample once. The shares then differ
     in length, so there must be no collective per batch in that loop (or use `Join`).
-    `drop_last=True` drops samples instead.
+    `drop_last=True` drops samples instead. With Accelerate, gather by
+    `accelerator.gather_for_metrics(...)`, which drops the repeated rows.
 
     ## When it stays quiet
     - The length divides by the number of ranks, or `drop_last=True`.
     - A custom sampler repeats samples in training, or within one rank: that is its choice.
+    - A framework's batch sampler repeats samples, and their rows are not known to be scored.
 
     Only a note: training; a result per sample may be gathered from the ranks, as repeated samples
     may be dropped there. Gathered sums and counts have the same error as reduced ones.
@@ -55,14 +66,50 @@ class SamplerPaddingDuplicates(LoaderCheck):
         "padded-evaluation": "torch's sampler pads in an evaluation",
         "padded-training": "torch's sampler pads in training",
         "padding-gathered": "torch's sampler pads in an evaluation that gathers results per sample",
+        "padding-scored": "results of all samples are gathered, the repeated ones too, and nothing "
+        "selects among them",
         "custom-sampler": "a custom sampler yields samples on several ranks in an evaluation",
     }
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for division in sound_divisions(run):
             loader, readers, made = division.loader, division.everyone, division.audits
-            if all(_pads(r) for r in readers):
+            if (scored := _scored(division)) is not None:
+                yield self._of_scored(division, *scored)
+            elif all(_pads(r) for r in readers):
                 yield from self._judge(loader, readers, made)
+
+    def _of_scored(self, division: Division, audit: Audit, rows: Rows) -> Finding:
+        reader, total = division.everyone[0], sum(audit.total.values()) * audit.sampled
+        length, surplus = reader.seen.length, total - reader.seen.length
+        bound = _bound(audit)
+        repeated = list(audit.repeated)
+        named = some(repeated, 6) if audit.sampled == 1 else "not all on record"
+        return self.of_reader(
+            reader,
+            rule="padding-scored",
+            confidence=Confidence.SUSPECTED,
+            ranks=division.numbers,
+            location=reader.rank.location(rows.site),
+            label=f"gathers {total} results for {length} samples",
+            related=related(reader, sampler=False),
+            summary=f"the evaluation gathers {total} results for the {counted(length, 'sample')} "
+            f"of {dataset(reader)}: {counted(surplus, 'sample')} "
+            f"{plural(surplus, 'counts', 'count')} twice ({plural(surplus, 'index', 'indices')} "
+            f"{named}), and a metric over all is off by up to {bound:.2%}",
+            cause=f"{_padder(reader)} repeats samples to give all ranks equally many, and nothing "
+            "after this line drops the repeated results",
+            fix=each_once(rows.by)
+            or "sort the gathered results into dataset order (the first of each rank, then the "
+            f"second of each) and keep the first {length}",
+            evidence={
+                **figures(audit),
+                "rows gathered": total,
+                "samples in the data set": length,
+                "largest error of an averaged metric": f"{bound:.6f} of its range",
+            },
+            at=reader.rank.wall(audit.epochs[reader.rank.rank].began.at),
+        )
 
     def _judge(
         self, loader: Loader, readers: list[Reader], made: tuple[Audit, ...]
@@ -129,6 +176,57 @@ def _pads(reader: Reader) -> bool:
     seen = reader.seen
     pads = seen.total_size > seen.length > 0
     return seen.distributed and not seen.sampler_drop_last and (pads or _custom(reader))
+
+
+def _padder(reader: Reader) -> str:
+    return reader.seen.batch_sampler or reader.seen.sampler
+
+
+def _scored(division: Division) -> tuple[Audit, Rows] | None:
+    """The first epoch of an evaluation in which all ranks gathered a row for each sample that they
+    read, some samples were repeated for equal shares, and nothing selects among the rows; with what
+    was gathered."""
+    numbers, readers = set(division.numbers), division.everyone
+    if division.loader.trains or len(readers) < 2:
+        return None
+    for audit in division.audits:
+        samples = {epoch.samples for epoch in audit.epochs.values()}
+        total = sum(audit.total.values()) * audit.sampled
+        surplus = total - audit.length
+        whole = audit.complete and not audit.never and set(audit.epochs) == numbers
+        if not whole or len(samples) > 1 or not 0 < surplus <= total // 4:
+            continue
+        found = [_rows_of_samples(division, audit, reader) for reader in readers]
+        if all(rows is not None for rows in found) and found[0] is not None:
+            return audit, found[0]
+    return None
+
+
+def _rows_of_samples(division: Division, audit: Audit, reader: Reader) -> Rows | None:
+    """What a rank gathered of its samples in one epoch: as many rows as samples, or a multiple
+    (predictions and labels), by calls of each batch or by few calls afterwards."""
+    epoch, rank = audit.epochs[reader.rank.rank], reader.rank
+    step = epoch.began.step
+    others = (
+        e
+        for loader in loaders(division.run)
+        if not loader.trains
+        for r in loader.readers.values()
+        if r.rank is rank
+        for e in r.epochs
+        if e.began.step == step and e is not epoch
+    )
+    if any(others) or epoch.samples < 1:
+        return None
+    for rows in rows_used_whole(rank, step):
+        tensors, rest = divmod(rows.rows, epoch.samples)
+        if (
+            rest == 0
+            and 0 < tensors <= TENSORS
+            and rows.calls in (tensors, tensors * epoch.batches)
+        ):
+            return rows
+    return None
 
 
 def _custom(reader: Reader) -> bool:

@@ -18,7 +18,8 @@ from ddpdoctor.analysis.data.loader_check import (
 )
 from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, loaders
 from ddpdoctor.analysis.data.sharing_ranks import partners
-from ddpdoctor.events import ExceptionPassed, LoaderSeen, OptimizerSeen
+from ddpdoctor.analysis.models.wrap_options import equal_batches
+from ddpdoctor.events import ExceptionPassed, LoaderSeen, OptimizerSeen, Wrapped
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.report.declarations import WAITING, Condition, Effect, When
 from ddpdoctor.report.errors import LOST_PEER, error_kinds
@@ -41,6 +42,10 @@ AFTERWARDS = (
     "call `model.module` instead of the wrapped model; or give every rank the same number of "
     "batches"
 )
+
+
+SHARES = ("batch-sampler", "dataset-length", "unequal-shares")
+"""Rules for ranks that have different amounts of data."""
 
 
 def _by_another_epoch(mine: Finding, other: Finding) -> bool:
@@ -74,7 +79,8 @@ class UnevenBatches(LoaderCheck):
     `batch_size`. If each rank reads its own shard, stop all ranks after the shortest one
     (`all_reduce` of `len(loader)` with `ReduceOp.MIN`), or train inside `with Join([model]):`.
     `Join` covers only DDP's collectives, and does not copy the optimizer's state from the rank with
-    more batches to the others. In evaluation, `all_reduce` once after the loop.
+    more batches to the others. In evaluation, `all_reduce` once after the loop. In Lightning, set
+    `Trainer(limit_train_batches=N)` with no more batches than every rank has.
 
     ## When it stays quiet
     - The ranks have the same number of batches.
@@ -204,7 +210,11 @@ class UnevenBatches(LoaderCheck):
             else f" (`DistributedSampler`), stop all ranks after {least} batches",
         }
         _, cause, fix, label, _ = (text.format_map(facts) for text in self.words[rule])
-        if not loader.trains and rule in ("batch-sampler", "dataset-length", "unequal-shares"):
+        made = reader.rank.first(Wrapped)
+        framework = equal_batches(made.by, least) if made is not None else ""
+        if rule in SHARES and framework and loader.trains:
+            fix = f"give every rank the same number of samples; or {framework}"
+        if not loader.trains and rule in SHARES:
             fix = AFTERWARDS
         return self.of_reader(
             reader,

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.manual_sync import classify
 from ddpdoctor.analysis.manual_sync.copies import trained_copies
+from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
 from ddpdoctor.analysis.replicas.causes import Cause
 from ddpdoctor.analysis.replicas.group_findings import united
@@ -98,7 +99,7 @@ class HyperparameterSkew(Check):
 
     ## How to fix it
     Step schedulers on every rank, with values that are equal everywhere: all-reduce the validation
-    loss before `scheduler.step(loss)`.
+    loss before `scheduler.step(loss)`; in Lightning, `self.log("val_loss", ..., sync_dist=True)`.
 
     ## When it stays quiet
     - Values that are equal up to float32 rounding (one rank's value may have been broadcast).
@@ -410,7 +411,17 @@ def _scheduler_decides(skew: Skew) -> Cause | None:
     spot = skew.line_of(skew.stepping[0], call)
     if skew.plateau:
         text = "ReduceLROnPlateau gets a different metric on each rank and decides locally"
-        return Cause(LOCAL_METRIC, text, SAME_METRIC, "decides from each rank's local metric", spot)
+        label = "decides from each rank's local metric"
+        if (logged := call.logged) is None:
+            return Cause(LOCAL_METRIC, text, SAME_METRIC, label, spot)
+        return Cause(
+            LOCAL_METRIC,
+            text=f"{text}: `{logged.name}`, which is not reduced where it is logged",
+            fix=reduced(logged.by, logged.name),
+            label=f"logs each rank's own `{logged.name}`",
+            location=skew.group.members[skew.stepping[0]].rank.location(logged.site) or spot,
+            related=(Related(f"{call.kind} {label}", spot),) if spot else (),
+        )
     text = f"the ranks step {call.kind} at different times, or created it differently"
     label = "steps on every rank, but not equally"
     return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, label, spot)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import msgspec
 
 from ddpdoctor.analysis.models import wrapped_models as models
+from ddpdoctor.analysis.models.wrap_options import WrapOptions
 from ddpdoctor.events import (
     Bypassed,
     GroupDestroyed,
@@ -23,6 +24,10 @@ from ddpdoctor.report.declarations import NOT_AVERAGED, Effect
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, plural
 
+OF_ITS_BACKWARD = "backward of a forward that bypasses DDP"
+TAKEN = "takes the model out of the wrapper"
+NAMED = "keeps the model beside the wrapper"
+
 
 class DdpBypassed(Check):
     """The forward bypasses DistributedDataParallel
@@ -30,7 +35,8 @@ class DdpBypassed(Check):
     ## What it finds
     Optimizer steps on gradients of a wrapped model that come from no forward of the wrapper:
     `model.module(x)`, a method of the inner module (`model.module.loss(x)`), the raw model under
-    another name, a wrapper that is made and not used. The finding names the line of that call. Also
+    another name, a wrapper that is made and not used. The finding names the line of that call; if
+    the wrapper is gone, the line that took the model out of it, where it is found. Also
     if no optimizer holds the model and the program repeatedly applies such gradients itself.
 
     ## How it knows
@@ -93,6 +99,11 @@ class DdpBypassed(Check):
         first, last = events[0], _to_its_end(rank, events[-1])
         call = next((e.call_site for e in reversed(events) if e.call_site >= 0), -1)
         spot = rank.location(call) or rank.location(first.site)
+        named = rank.location(first.named_site)
+        at_fault = named if last.discarded else None
+        bypasses = (
+            "bypasses the wrapper" if call >= 0 else "backward of a forward that bypasses DDP"
+        )
         wrapper, title = seen.wrapper, seen.title
         if not wrapped.forward and not last.discarded:
             return self._without_forward(seen)
@@ -101,18 +112,19 @@ class DdpBypassed(Check):
             ranks=seen.ranks,
             steps=Steps(first.step, last.step, last.count),
             subjects=(title,),
-            location=spot,
-            label="bypasses the wrapper"
-            if call >= 0
-            else "backward of a forward that bypasses DDP",
-            related=models.related(rank, ((wrapped.here, wrapped.site), ("backward", first.site))),
+            location=at_fault or spot,
+            label="keeps the model, not the wrapper" if at_fault else bypasses,
+            related=models.related(
+                rank,
+                (
+                    *_taken(first, bypasses if at_fault else "", call),
+                    (wrapped.here, wrapped.site),
+                    ("backward", first.site),
+                ),
+            ),
             summary=f"{_applied(title, last)}, {seen.where}",
             cause=_cause(title, last),
-            fix="keep the result of `DistributedDataParallel(...)` and call it; give the inner "
-            f"model another name: no `{wrapper} = {wrapper}.module`"
-            if last.discarded
-            else f"call the wrapper: `{wrapper}(x)`, not `{wrapper}.module(x)` or the inner model; "
-            "call other methods from `forward`",
+            fix=_fix(wrapped, wrapper, last),
             evidence={
                 "steps without synchronisation": last.count,
                 "forwards through the wrapper": last.forwards,
@@ -147,6 +159,29 @@ class DdpBypassed(Check):
             },
             at=rank.wall(first.at),
         )
+
+
+def _taken(event: Bypassed, bypasses: str, call: int) -> Iterator[tuple[str, int]]:
+    """Labels and sites of how the model left its wrapper, and of the call around it if that is not
+    the finding's line."""
+    if event.taken_site != event.named_site:
+        yield TAKEN, event.taken_site
+    if bypasses:
+        yield bypasses, call
+    else:
+        yield NAMED, event.named_site
+
+
+def _fix(wrapped: Wrapped, wrapper: str, last: Bypassed) -> str:
+    called = WrapOptions(wrapped).called
+    if last.discarded and wrapped.by:
+        return f"{called}; take the model out of the wrapper only to save it, under another name"
+    if last.discarded:
+        return f"{called}; give the inner model another name: no `{wrapper} = {wrapper}.module`"
+    return (
+        f"{called + ': ' if wrapped.by else 'call the wrapper: '}`{wrapper}(x)`, not "
+        f"`{wrapper}.module(x)` or the inner model; call other methods from `forward`"
+    )
 
 
 def _rule(last: Bypassed) -> str:

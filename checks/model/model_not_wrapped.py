@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.manual_sync import unwrapped, unwrapped_rules
 from ddpdoctor.analysis.replicas import manual_edits
-from ddpdoctor.events import GroupReady, OptimizerSeen, TorchLoaded, Unwrapped
+from ddpdoctor.events import Bypassed, GroupReady, OptimizerSeen, TorchLoaded, Unwrapped
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When, seen, several_ranks
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Run
@@ -23,6 +23,8 @@ def _known(run: Run) -> str | None:
         return None
     if not run.training_ranks():
         return "no optimizer step seen"
+    if run.any(Bypassed):  # they hold a model whose wrapper is gone: `ddp-bypassed` tells that
+        return None
     optimizers = [e for r in run.ranks.values() for e in r.of(OptimizerSeen)]
     held = not optimizers or any(e.models for e in optimizers)
     return None if held else "the optimizers step inside the backward, or on sharded parameters"

@@ -78,6 +78,7 @@ class ParametersChangedAfterWrap(Check):
     - The model is moved to where it already is.
     - The optimizer is built before the wrap.
     - DDP ignores the parameters (`_ddp_params_and_buffers_to_ignore`).
+    - Parameters that are frozen for some steps and thawed again (see `unused-parameter`).
     - With `find_unused_parameters=True`: parameters that are frozen, tied or removed later.
     """
 
@@ -193,6 +194,13 @@ def _later(rank: Rank, every: list[ParametersChanged]) -> list[int]:
 
 
 def _events(kind: str, rank: Rank, wrapped: Wrapped) -> list[ParametersChanged]:
-    """The changes of a kind that affect DDP."""
+    """The changes of a kind that affect DDP; parameters that are frozen for some steps only are for
+    `unused-parameter` to tell."""
     mine = (e for e in rank.of(ParametersChanged) if (e.model, e.kind) == (wrapped.model, kind))
-    return [e for e in mine if not (kind in WAITED_FOR and e.find_unused)]
+    thawed = set(models.names_of(wrapped, models.thawed(rank, wrapped.model)))
+    return [
+        e
+        for e in mine
+        if not (kind in WAITED_FOR and e.find_unused)
+        and not (kind == "frozen" and thawed.issuperset(e.names))
+    ]

@@ -44,7 +44,15 @@ REASONS = {
         "the parameters were frozen after the wrap",
         "frozen after the wrap",
         "{part} was frozen after the wrap{more}, and DDP still waits for its gradients",
-        "freeze it before the wrap ({freeze}), or wrap again after freezing",
+        "wrap again after freezing, or freeze it before the wrap if it is never trained: {freeze}; "
+        "if other steps are to train it: {ddp.unused}",
+    ),
+    "frozen-in-some-steps": Reason(
+        "the parameters were frozen in that backward, and thawed later",
+        "frozen in this backward, thawed later",
+        "{part} was frozen in this backward (`requires_grad` was False) and thawed later, so it is "
+        "to be trained in others{more}, and DDP waits for its gradients in each",
+        "{ddp.unused}{apart}",
     ),
     "output-not-in-loss": Reason(
         "the module was called, but the loss does not use its output",
@@ -97,8 +105,15 @@ REASONS = {
     ),
 }
 
-SOME_STEPS = ("used-in-some-steps", "output-in-some-steps", "parameter-in-some-steps")
+SOME_STEPS = (
+    "used-in-some-steps",
+    "output-in-some-steps",
+    "parameter-in-some-steps",
+    "frozen-in-some-steps",
+)
 """Rules for parameters that get a gradient in other steps."""
+
+APART = ", or wrap each part that has an optimizer of its own by itself"
 
 
 ENDS = {
@@ -144,7 +159,8 @@ class UnusedParameter(Check):
 
     ## How to fix it
     Use the layer, remove it, or freeze it with `requires_grad_(False)` *before* the wrap. If the
-    set changes from step to step by design, wrap with `find_unused_parameters=True`.
+    set changes from step to step by design, or parameters are frozen for some steps only (a GAN
+    that trains one half at a time), wrap with `find_unused_parameters=True`.
 
     ## When it stays quiet
     - Frozen parameters, and those that DDP ignores (`_ddp_params_and_buffers_to_ignore`).
@@ -198,7 +214,8 @@ class UnusedParameter(Check):
         when = _when(rank, model, event, bool(later))
         left_out, examined = _share(rank, model, event)
         share = f"{left_out} of {examined} backwards examined"
-        rules = {p: _rule(event, p, always=left_out == examined) for p in parts}
+        thawed = {i for r in run.ranks.values() for i in models.thawed(r, model)}
+        rules = {p: _rule(event, p, thawed, always=left_out == examined) for p in parts}
         lost = [p for p in parts if allowed and _is_lost(run, model, p, rules[p])]
         parts.sort(key=lambda p: p not in lost)  # the module at fault leads
         rules = {p: rules[p] for p in parts}
@@ -298,11 +315,12 @@ def _when(rank: Rank, model: int, event: UnusedParameters, others: bool) -> str:
     return f"in all {use.examined} backwards examined"
 
 
-def _rule(event: UnusedParameters, part: Part, *, always: bool) -> str:
+def _rule(event: UnusedParameters, part: Part, thawed: set[int], *, always: bool) -> str:
     """Why a part has no gradient. What was done to it comes before what the forward did with it."""
-    unspent = set(part.positions) <= set(event.unspent)
-    if set(part.positions) <= set(event.frozen):
-        return "frozen-after-wrap"
+    positions = set(part.positions)
+    unspent = positions <= set(event.unspent)
+    if positions <= set(event.frozen):
+        return "frozen-in-some-steps" if positions <= thawed else "frozen-after-wrap"
     if not always and not part.whole and part.module and _called(event, part) is Called.YES:
         return "parameter-in-some-steps"
     if not always:
@@ -320,15 +338,17 @@ def _place(
     rank: Rank, wrapped: Wrapped, event: UnusedParameters, part: Part, rule: str
 ) -> Location | None:
     """The line that makes the module; of a single parameter that one loss leaves out, the line of
-    the backward."""
-    backward = rank.location(event.site) if rule == "parameter-in-some-steps" else None
-    return backward or models.made_at(rank, wrapped, part)
+    the backward; of one that is frozen for a while, the line that freezes it."""
+    sites = {"parameter-in-some-steps": event.site, "frozen-in-some-steps": event.frozen_site}
+    return rank.location(sites.get(rule, -1)) or models.made_at(rank, wrapped, part)
 
 
 def _related(
     rank: Rank, wrapped: Wrapped, event: UnusedParameters, part: Part
 ) -> tuple[Related, ...]:
     places = [(wrapped.here, wrapped.site), ("backward without it", event.site)]
+    if set(part.positions) <= set(event.frozen):
+        places.insert(0, ("frozen here", event.frozen_site))
     branch = models.branch_of(event, part)
     if branch >= 0 and _called(event, part) not in (Called.YES, Called.NO_GRAD):
         places.insert(0, ("skipped here", branch))
@@ -427,4 +447,5 @@ def _fix(
             f"sum(p.sum() for p in {first}.parameters())`{others}; "
             "`find_unused_parameters=True` does not help if the wrapper's output depends on it"
         )
-    return REASONS[rule].fix.format(freeze=freeze, ddp=ddp)
+    apart = "" if ddp.wrapped.by else APART
+    return REASONS[rule].fix.format(freeze=freeze, ddp=ddp, apart=apart)

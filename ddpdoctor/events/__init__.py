@@ -6,7 +6,7 @@ edited, the codec knows every class that exists. `INDEX.md` lists the events by 
 
 from __future__ import annotations
 
-from .amp import Hyperparameters, ScalerStep, ScheduleEnded, SchedulerStep
+from .amp import Hyperparameters, Logged, MetricUsed, ScalerStep, ScheduleEnded, SchedulerStep
 from .base import Event, Part, Site
 from .calls import (
     CALLERS,
@@ -15,6 +15,7 @@ from .calls import (
     CallSite,
     FlightEntry,
     FlightLog,
+    GatheredWhole,
     MessageSize,
     ObjectsGathered,
     Place,

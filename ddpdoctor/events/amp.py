@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Event
+from .base import Event, Part
 
 
 class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
@@ -56,6 +56,19 @@ class ScalerStep(Event, frozen=True, tag="scaler-step"):
     each: int = 0
 
 
+class Logged(Part, frozen=True):
+    """A number that the program hands to a framework by name (part of `SchedulerStep`).
+
+    Attributes:
+        site: the line that does so first.
+        by: the framework's module with the function that is called for it.
+    """
+
+    name: str
+    site: int
+    by: str
+
+
 class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     """A learning-rate scheduler was stepped; only some calls are recorded.
 
@@ -63,6 +76,8 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
         call: zero-based number of the call at this line.
         optimizer: the one whose options it sets; -1 if that has not stepped yet.
         metric: what `ReduceLROnPlateau` is given, None if it is no finite number on the CPU.
+        logged: where a framework steps the scheduler with a number that the program has logged and
+            has not asked to be reduced, that number; None otherwise.
     """
 
     kind: str
@@ -71,6 +86,25 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     site: int
     optimizer: int = -1
     metric: float | None = None
+    logged: Logged | None = None
+
+
+class MetricUsed(Event, frozen=True, tag="metric-used"):
+    """A framework decides by a number that the program has logged and has not asked to be reduced;
+    only some calls are recorded.
+
+    Attributes:
+        kind: the class that decides, as `ModelCheckpoint`.
+        step, call, metric: as in `SchedulerStep`.
+        site: the line of the program that called into the framework.
+    """
+
+    kind: str
+    step: int
+    call: int
+    site: int
+    metric: float
+    logged: Logged
 
 
 class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):

@@ -108,9 +108,12 @@ class Statement(Part, frozen=True):
         exits: for a loop, the statements that end it.
         matched: for an arm of an `if`, every other arm makes the same calls as that line.
         kind: the keyword of its head; `past` for a past one, `after` for the `else` of a loop or a
-            `try`. Empty in older records, whose `text` says all: see `_of_older_record`.
-        test: the condition of an `if`, `elif`, `while` or past one; what a `match` matches.
-        of: for a later arm, the head of the statement that it belongs to.
+            `try`, `decorated` for a decorator whose wrapper, in a library, calls the function under
+            a condition. Empty in older records, whose `text` says all: see `_of_older_record`.
+        test: the condition of an `if`, `elif`, `while`, past or decorated one; what a `match`
+            matches.
+        of: for a later arm, the head of the statement that it belongs to; for a decorated one, that
+            of the statement in the wrapper.
     """
 
     line: int
@@ -202,6 +205,8 @@ class CallSite(Event, frozen=True, tag="call-site"):
             the program; None where that was not recorded.
         started: if the thread has no line of the user and so no places, the line that started it.
         key: in a loop over names, the variable that selects what is sent, as `name = 'loss'`.
+        through: the function or property of a library that the line uses and that communicates,
+            empty where the line calls the collective itself.
     """
 
     id: int
@@ -211,6 +216,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
     started: int = -1
     key: str = ""
     internal: bool | None = None
+    through: str = ""
 
     @property
     def line(self) -> int:
@@ -228,6 +234,19 @@ class ObjectsGathered(Event, frozen=True, tag="objects-gathered"):
 
     call_site: int
     entries: int
+
+
+class GatheredWhole(Event, frozen=True, tag="gathered-whole"):
+    """Tensors are gathered at a call site, and nothing in the code that can run after it selects
+    among their rows. Recorded once for each such site.
+
+    Attributes:
+        call_site: number of the `CallSite`.
+        by: the module of a library that the program called for it, empty for torch itself.
+    """
+
+    call_site: int
+    by: str = ""
 
 
 class CallBlock(Event, frozen=True, tag="call-block"):

@@ -136,7 +136,8 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
             observed. `blind` are those of them that ran under `no_grad` only.
         find_unused: `find_unused_parameters` is set.
         site: the line of the backward; `forward_site` of the forward before it.
-        frozen: those of `indices` that required a gradient at the wrap and no longer do.
+        frozen: those of `indices` that required a gradient at the wrap and no longer do;
+            `frozen_site` is the line that froze them, -1 if it was not found.
         by_torch: read from the error that DDP raises in the next forward.
         branches: by module, the line of the `if` that skips it, if one was found.
         unspent: those of `indices` whose forward results the program still holds: the loss left
@@ -158,6 +159,7 @@ class UnusedParameters(Event, frozen=True, tag="unused-parameters"):
     total: int = -1
     blind: tuple[str, ...] = ()
     unspent: tuple[int, ...] = ()
+    frozen_site: int = -1
 
     def describe(self) -> str:
         if not self.indices:
@@ -181,17 +183,21 @@ class ModulesSkipped(Event, frozen=True, tag="modules-skipped"):
 
 
 class ParameterUse(Event, frozen=True, tag="parameter-use"):
-    """How often parameters got no gradient so far. Recorded at powers of two and at the end.
+    """How often parameters got no gradient so far. Recorded at powers of two, when one is seen to
+    be thawed, and at the end.
 
     Attributes:
         examined: synchronised backwards that were examined, of `backwards` in all.
         unused: by position in `Wrapped.parameters`, examined backwards without its gradient.
+        thawed: positions of parameters that were frozen in such a backward and require a gradient
+            again since.
     """
 
     model: int
     examined: int
     backwards: int
     unused: dict[int, int] = {}
+    thawed: tuple[int, ...] = ()
 
 
 class SearchCost(Event, frozen=True, tag="search-cost"):
@@ -215,6 +221,9 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
         site: the line of the backward; `call_site` of the call that bypassed the wrapper, -1 if it
             was not found.
         discarded: the wrapper no longer exists.
+        named_site: the line that gave the model the name by which it is called, taking it out of
+            the wrapper; `taken_site` the line that reads the wrapper's attribute for it, in a
+            function that it calls, say. -1 if they were not found.
     """
 
     model: int
@@ -225,6 +234,8 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
     site: int = -1
     call_site: int = -1
     discarded: bool = False
+    named_site: int = -1
+    taken_site: int = -1
 
     def describe(self) -> str:
         return f"model {self.model}: stepped with gradients that went around its wrapper"

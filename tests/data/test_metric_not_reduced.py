@@ -10,6 +10,8 @@ from ddpdoctor.events import (
     CallBlock,
     CallRun,
     ComparedValue,
+    Logged,
+    MetricUsed,
     SaveDecided,
     SchedulerStep,
     Signature,
@@ -82,6 +84,23 @@ def test_a_metric_that_stays_the_same_on_one_rank():
     assert finding.evidence["evaluations_in_which_they_differ"] == "3 of 3"
 
 
+def test_shares_of_a_sampler_of_ones_own():
+    """It does not say how many ranks there are, but the samples do that were read."""
+
+    def events(rank, both):
+        read = [0, 1, 2, 3] if both else [rank, 2 + rank]
+        held_out = loader(HELD_OUT, [read] * 3, trains=False, length=4, loop_site=VALIDATE,
+                          ends={"grad_enabled": False}, own_order=True)  # fmt: skip
+        mine = [value(4 * n + 4, v) for n, v in enumerate(OTHER_VALUES[rank])]
+        decided = [saved(4, OTHER_VALUES[0][0])] if rank == 0 else []
+        return [*prologue(2), *LINES, *held_out, *mine, *decided]
+
+    for both in (False, True):
+        run = make_run({n: events(n, both) for n in range(2)})
+        assert [f.rule for f in judged(run)] == ["decides-what-is-saved"] * (not both)
+        assert bool(MetricNotReduced().unobserved(run)) is both
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -106,12 +125,20 @@ def test_calls_that_reduce_nothing(op):
     assert len(judged(run_of(more=exchange(op, 4)))) == 1
 
 
-def scheduled(values, *, more=()):
+def scheduled(values, *, more=(), logged=None):
     def events(rank):
         held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, replicas=2,
                           sampler_rank=rank, ends={"evaluated": 1})  # fmt: skip
         steps = [
-            SchedulerStep(at=0, kind="ReduceLROnPlateau", step=4 * n, call=n, site=STEP, metric=v)
+            SchedulerStep(
+                at=0,
+                kind="ReduceLROnPlateau",
+                step=4 * n,
+                call=n,
+                site=STEP,
+                metric=v,
+                logged=logged,
+            )
             for n, v in enumerate(values[rank])
         ]
         return [*prologue(2), *LINES, *held_out, *steps, *more]
@@ -123,6 +150,47 @@ def test_a_schedule_that_follows_the_metric_of_each_rank():
     (finding,) = judged(scheduled(OTHER_VALUES))
     assert (finding.rule, finding.ranks) == ("decides-the-schedule", (0, 1))
     assert finding.location.line == 33
+
+
+def test_a_metric_that_a_framework_was_given_by_name():
+    logged = Logged(name="val_loss", site=SAVE, by="lightning.pytorch.core.module")
+    (finding,) = judged(scheduled(OTHER_VALUES, logged=logged))
+    assert finding.location.line != 33
+    assert finding.related[0].location.line == 33
+    assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
+
+
+def used(values, *, kind="ModelCheckpoint", name="val_loss", where=SAVE):
+    logged = Logged(name=name, site=where, by="lightning.pytorch.core.module")
+    return [
+        MetricUsed(at=0, kind=kind, step=4 * n, call=n, site=STEP, metric=v, logged=logged)
+        for n, v in enumerate(values)
+    ]
+
+
+def decided(values, *others):
+    """Two ranks whose framework decides by a metric of each."""
+
+    def events(rank):
+        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, replicas=2,
+                          sampler_rank=rank, ends={"evaluated": 1})  # fmt: skip
+        return [*prologue(2), *LINES, *held_out, *used(values[rank]), *others]
+
+    return make_run({n: events(n) for n in range(2)})
+
+
+def test_a_checkpoint_that_a_framework_chooses():
+    (finding,) = judged(decided(OTHER_VALUES))
+    assert (finding.rule, finding.location.line) == ("decides-what-is-saved", 32)
+    assert finding.related[-1].location.line == 33
+    assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
+    equal = used([0.5, 0.6, 0.7], name="val_acc", where=COMPARE)
+    assert len(judged(decided(OTHER_VALUES, *equal))) == 1
+
+
+@pytest.mark.parametrize("values", [[OTHER_VALUES[0]] * 2, [[0.9], [0.7]], [[0.9, 0.8], []]])
+def test_checkpoints_that_are_no_fault(values):
+    assert judged(decided(values)) == []
 
 
 def test_a_metric_that_only_one_rank_has():

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 
+import msgspec
 import pytest
 from ddpdoctor.checks.data.sampler_padding_duplicates import SamplerPaddingDuplicates
 from readers import found, loader, run_of
 
-from ddpdoctor.events import CallBlock, CallRun, CallSite, Event, ObjectsGathered, Place, Signature
+from ddpdoctor.events import (
+    CallBlock,
+    CallRun,
+    CallSite,
+    Event,
+    GatheredWhole,
+    ObjectsGathered,
+    Place,
+    Signature,
+)
 from ddpdoctor.events.pack import pack_ascending
 from ddpdoctor.report.findings import Finding, Severity
 
@@ -145,6 +156,55 @@ def test_objects_that_are_gathered_tell_how_much_they_hold() -> None:
     assert gathering(op="all_gather_object").severity is Severity.NOTE, "not known"
 
 
+WHOLE = GatheredWhole(at=0, call_site=5)
+
+
+def scored(
+    *more: Event, shape: tuple[int, ...] = (11,), calls: int = 1, length: int = 21
+) -> list[Finding]:
+    """An evaluation on two ranks, and the tensors that both gather at one line."""
+    numel = math.prod(shape)
+    events = [
+        Signature(at=0, id=0, op="all_gather", numel=numel, shape=shape),
+        CallSite(at=0, id=5, places=(Place(site=4),)),
+        CallBlock(at=0, id=0, codes=(0, 5) * calls),
+        CallRun(at=0, group=0, first=0, block=0, step=0),
+        *more,
+    ]
+    ranks = [[*part(length, 2, r), *events] for r in range(2)]
+    return found(SamplerPaddingDuplicates(), run_of(*ranks))
+
+
+def test_repeated_results_that_are_scored() -> None:
+    (finding,) = scored(WHOLE)
+    assert (finding.rule, finding.severity) == ("padding-scored", Severity.WARNING)
+    assert finding.location is not None and finding.location.line == 21
+    assert finding.evidence["rows gathered"] == 22
+    (both,) = scored(WHOLE, shape=(11, 3), calls=2)
+    assert both.rule == "padding-scored", "predictions and labels"
+
+
+def test_repeated_results_that_a_framework_gathers() -> None:
+    (finding,) = scored(GatheredWhole(at=0, call_site=5, by="accelerate.accelerator"))
+    assert finding.fix == "`accelerator.gather_for_metrics(...)`"
+
+
+def test_rows_that_are_not_those_of_the_samples() -> None:
+    assert [f.rule for f in scored()] == ["padding-gathered"], "some may be dropped"
+    assert [f.rule for f in scored(WHOLE, shape=(10,))] == ["padded-evaluation"]
+    assert [f.rule for f in scored(WHOLE, shape=(1,), calls=11)] != ["padding-scored"]
+    assert not scored(WHOLE, shape=(10,), length=20), "none are repeated"
+
+
+def test_rows_gathered_in_another_step() -> None:
+    later = CallRun(at=0, group=0, first=1, block=0, step=7)
+    (finding,) = scored(WHOLE, later)
+    assert finding.rule == "padding-scored"
+    other = part(8, 1, 0)
+    other = [msgspec.structs.replace(e, loader=1) for e in other]
+    assert [f.rule for f in scored(WHOLE, *other)] == ["padding-gathered"], "of which evaluation?"
+
+
 def test_only_a_subset_of_a_large_data_set_is_on_record() -> None:
     """One index in two by hash: the number of duplicates is known all the same."""
     from ddpdoctor.events import EpochEnded
@@ -156,8 +216,6 @@ def test_only_a_subset_of_a_large_data_set_is_on_record() -> None:
         ended = events.pop()
         assert isinstance(ended, EpochEnded)
         kept = [i for i in _read(1001, 2, r) if (i * scatter & 0xFFFFFFFF) >> 31 == 0]
-        import msgspec
-
         events.append(
             msgspec.structs.replace(ended, indices=pack_ascending(array("q", kept)), sampled=2)
         )

@@ -8,8 +8,8 @@ from unittest import mock
 import msgspec
 import pytest
 from ddpdoctor.checks.data.uneven_batches import UnevenBatches
-from readers import found, loader, run_of
-from recordings import steps
+from readers import found, loader, prologue, run_of
+from recordings import make_run, steps
 
 from ddpdoctor.events import (
     EpochBegan,
@@ -19,6 +19,7 @@ from ddpdoctor.events import (
     ExceptionRaised,
     OptimizerSeen,
     StepDone,
+    Wrapped,
 )
 from ddpdoctor.report.errors import error_kinds
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
@@ -38,6 +39,18 @@ def examine(*ranks: Sequence[Event], ended: dict[int, int | None] | None = None)
 def test_lengths_that_differ_are_told_before_the_hang() -> None:
     (finding,) = examine(part(36, ended=False), part(24, ended=False), ended={0: None, 1: None})
     assert finding.confidence is Confidence.SUSPECTED
+
+
+def test_the_fix_in_the_words_of_the_framework_that_runs_the_loop() -> None:
+    parts = [part(36, ended=False, length=36), part(24, length=24)]
+    (finding,) = examine(*parts)
+    assert "Join" in finding.fix
+    made = Wrapped(at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
+                   site=-1, by="lightning.pytorch.trainer.trainer")  # fmt: skip
+    ranks = {r: [*prologue(2, wrapped=False), made, *p] for r, p in enumerate(parts)}
+    (finding,) = UnevenBatches().examine(make_run(ranks, ended=FAILED))
+    assert "`Trainer(limit_train_batches=N)`" in finding.fix
+    assert "Join" not in finding.fix
 
 
 def test_and_explained_after_it() -> None:

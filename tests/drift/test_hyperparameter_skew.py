@@ -21,6 +21,7 @@ from replicas import LINE, OTHER, STEP, digests, run_of
 from ddpdoctor.events import (
     Hyperparameters,
     Loaded,
+    Logged,
     OptimizerSeen,
     SchedulerStep,
     StepDone,
@@ -33,6 +34,8 @@ from ddpdoctor.probe.training import optimizers
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch, _values
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Steps
+
+LOG = 77
 
 
 def rate(step, lr, **options):
@@ -107,6 +110,16 @@ def test_plateau_on_local_losses():
     run = run_of({0: [rate(0, 0.1), plateau, rate(2, 0.05)], 1: [rate(0, 0.1), plateau]})
     (finding,) = HyperparameterSkew().examine(run)
     assert finding.ranks == (0, 1)
+
+
+def test_plateau_on_a_loss_that_a_framework_was_given_by_name():
+    logged = Logged(name="val_loss", site=LOG, by="lightning.pytorch.core.module")
+    plateau = msgspec.structs.replace(scheduled("ReduceLROnPlateau"), metric=0.5, logged=logged)
+    line = site(LOG, "train.py", 9, 'self.log("val_loss", loss)')
+    run = run_of({0: [line, rate(0, 0.1), plateau, rate(2, 0.05)], 1: [rate(0, 0.1), plateau]})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.rule, finding.location.line) == ("rank-local-metric", 9)
+    assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
 
 
 def test_options_set_by_rank_point_at_the_step():

@@ -61,6 +61,30 @@ def test_not_stuck_while_one_of_them_still_moves(tmp_path: Path) -> None:
     assert not finding.deadlocked
 
 
+DECORATED = Statement(
+    line=6, text="@rank_zero_only", kind="decorated", test="rank == 0", of="if rank == 0:"
+)
+
+
+@pytest.mark.parametrize("through", ["log_dir", ""])
+def test_a_decorator_that_calls_on_one_rank(tmp_path: Path, through: str) -> None:
+    made = tapes(3)
+    for tape in made.values():
+        tape.call(line=20)
+    made[0].call(
+        "broadcast", 8, "folder = trainer.log_dir", inside=(DECORATED,), through=through,
+        state=State.BEGUN, at=START + 5,
+    )  # fmt: skip
+    for rank in (1, 2):
+        made[rank].call("barrier", 30, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert (finding.rule, finding.ranks) == ("branch", (0,))
+    assert "`@rank_zero_only`" in finding.cause
+    assert 6 in [r.location.line for r in finding.related]
+    assert ("`log_dir`" in finding.fix) is bool(through)
+    assert "broadcast on" not in finding.fix
+
+
 def test_swap_that_no_shape_shows(tmp_path: Path) -> None:
     made = tapes()
     for tape in made.values():

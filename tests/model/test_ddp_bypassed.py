@@ -10,7 +10,7 @@ import pytest
 import torch
 from ddpdoctor.checks.model.ddp_bypassed import DdpBypassed
 from recordings import make_run, site, steps
-from wraps import codes, group, rank
+from wraps import codes, group, rank, wrap
 
 from ddpdoctor.events import Bypassed, GroupDestroyed, RankExiting, SyncPattern, Wrapped
 from ddpdoctor.events.drift import UNHELD
@@ -91,6 +91,30 @@ def test_a_wrapper_that_nobody_kept():
     run = make_run({r: rank(bypassed(discarded=True)) for r in (0, 1)})
     (found,) = CHECK.examine(run)
     assert found.rule == "wrapper-discarded"
+
+
+def test_the_line_that_took_the_model_out_of_a_wrapper_that_is_gone():
+    lines = [
+        site(60, "train.py", 4, "net = unwrap(net)"),
+        site(61, "tools.py", 9, "return model.module"),
+        site(62, "train.py", 7, "loss = net(x)"),
+    ]
+    event = bypassed(call_site=62, named_site=60, taken_site=61, discarded=True)
+    (found,) = CHECK.examine(make_run({r: rank(*lines, event) for r in (0, 1)}))
+    assert (found.location.file, found.location.line) == ("train.py", 4)
+    assert [r.location.line for r in found.related[:2]] == [9, 7]
+    kept = msgspec.structs.replace(event, discarded=False)
+    (found,) = CHECK.examine(make_run({r: rank(*lines, kept) for r in (0, 1)}))
+    assert found.location.line == 7
+    assert [r.location.line for r in found.related[:2]] == [9, 4]
+
+
+def test_a_wrapper_that_a_framework_made():
+    made = wrap(by="accelerate.accelerator")
+    run = make_run({r: rank(bypassed(discarded=True), wrapped=made) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert "`accelerator.prepare(...)`" in found.fix
+    assert "DistributedDataParallel(" not in found.fix
 
 
 def test_nothing_recorded():

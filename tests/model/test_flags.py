@@ -112,6 +112,32 @@ def test_the_line_that_sets_the_parameters_after_the_wrap(flag: bool, line: int)
     assert found.line == first + line
 
 
+def _freeze(net: nn.Module, on: bool = False) -> None:
+    for parameter in net.parameters():
+        parameter.requires_grad = on
+
+
+def test_the_line_that_calls_a_function_of_a_library() -> None:
+    """The last one before the line that is executing; `_freeze` is not the user's here."""
+    net = nn.Linear(2, 2)
+    code = sys._getframe().f_code
+    _freeze(net)
+    _freeze(net)
+    found = setting_in_frames(sys._getframe(), lambda c: c is code, "requires_grad", False)
+    _freeze(net)
+    assert found == Found(code, code.co_firstlineno + 5)
+    assert setting_in_frames(sys._getframe(), lambda c: c is code, "requires_grad", True) is None
+
+
+def test_the_line_that_calls_a_function_which_does_so_by_default() -> None:
+    net = nn.Linear(2, 2)
+    code = sys._getframe().f_code
+    _freeze(net)
+    ours = (code, _freeze.__code__)
+    found = setting_in_frames(sys._getframe(), lambda c: c in ours, "requires_grad", False)
+    assert found == Found(code, code.co_firstlineno + 3)
+
+
 HOW = "late"
 
 

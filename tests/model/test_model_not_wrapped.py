@@ -9,6 +9,7 @@ from replicas import digests, replica
 from wraps import codes, group, parameters
 
 from ddpdoctor.events import (
+    Bypassed,
     CallBlock,
     CallRun,
     Edited,
@@ -408,4 +409,7 @@ def test_optimizers_that_step_inside_the_backward_are_not_examined():
     assert "inside the backward" in CHECK.unobserved(run)
     held = msgspec.structs.replace(seen, models=(0,), foreign=0)
     run = make_run({r: [group((0, 1)), held, *steps(3)] for r in (0, 1)})
+    assert CHECK.unobserved(run) is None
+    gone = Bypassed(at=0, model=0, optimizer=0, step=0, count=1, forwards=0, discarded=True)
+    run = make_run({r: [group((0, 1)), seen, gone, *steps(3)] for r in (0, 1)})
     assert CHECK.unobserved(run) is None

@@ -5,7 +5,7 @@ import pytest
 from ddpdoctor.checks.model.parameters_changed_after_wrap import ParametersChangedAfterWrap
 from ddpdoctor.checks.model.rank_dependent_graph import RankDependentGraph
 from recordings import make_run, site, steps
-from wraps import codes, rank, unused
+from wraps import codes, rank, unused, use
 
 from ddpdoctor.events import Loaded, ParametersChanged, Replica
 
@@ -56,6 +56,13 @@ def test_the_steps_that_follow_are_concerned_too():
 def test_what_gets_no_gradient_later_is_right_where_ddp_searches(kind):
     run = make_run({r: rank(changed(kind, find_unused=True)) for r in (0, 1)})
     assert codes(run, CHECK) == []
+
+
+@pytest.mark.parametrize(("thawed", "told"), [((2, 3), 0), ((2,), 1), ((), 1)])
+def test_what_is_frozen_for_some_steps_is_for_another_check(thawed, told):
+    frozen = changed("frozen", trained=0)
+    run = make_run({r: rank(frozen, use(1, {2: 1, 3: 1}, thawed=thawed)) for r in (0, 1)})
+    assert len(codes(run, CHECK)) == told
 
 
 def test_parameters_that_a_load_put_in_are_told_at_the_load():

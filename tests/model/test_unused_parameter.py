@@ -5,7 +5,7 @@ import pytest
 import torch
 from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
-from wraps import codes, rank, skipped, unused, use
+from wraps import BRANCH, codes, rank, skipped, unused, use, wrap
 
 from ddpdoctor.events import Edited, OptimizerSeen, Wrapped
 from ddpdoctor.probe.training.tracked_model import Model
@@ -123,6 +123,41 @@ def test_another_backward_over_the_same_forward_brings_the_rest():
 
 def test_frozen_later():
     (found,) = find(unused([4, 5], frozen=(4, 5)), use(1, {4: 1, 5: 1}))
+    assert found.rule == "frozen-after-wrap"
+
+
+FROZEN_FOR_A_STEP = (
+    unused([4, 5], frozen=(4, 5), frozen_site=BRANCH, called=("", *ALL)),
+    use(1, {4: 1, 5: 1}, thawed=(4, 5)),
+)
+
+
+def test_frozen_for_a_step_is_not_to_be_frozen_before_the_wrap():
+    (found,) = find(*FROZEN_FOR_A_STEP)
+    assert found.rule == "frozen-in-some-steps"
+    assert found.location.line == 20
+    assert "find_unused_parameters=True" in found.fix
+    assert "requires_grad_(False)" not in found.fix
+
+
+def test_frozen_for_a_step_where_a_framework_wraps():
+    wrapped = wrap(by="lightning.pytorch.trainer.trainer")
+    run = make_run({r: rank(*FROZEN_FOR_A_STEP, wrapped=wrapped) for r in range(2)})
+    (found,) = UnusedParameter().examine(run)
+    assert found.fix == '`Trainer(strategy="ddp_find_unused_parameters_true")`'
+
+
+def test_frozen_for_a_step_where_ddp_expects_it():
+    event, summary = FROZEN_FOR_A_STEP
+    (found,) = find(msgspec.structs.replace(event, find_unused=True), summary)
+    assert found.severity is Severity.NOTE
+    assert "requires_grad_(False)" not in found.fix
+
+
+@pytest.mark.parametrize("thawed", [(), (4,)])
+def test_what_stays_frozen_in_part_is_frozen(thawed):
+    event, _ = FROZEN_FOR_A_STEP
+    (found,) = find(event, use(1, {4: 1, 5: 1}, thawed=thawed))
     assert found.rule == "frozen-after-wrap"
 
 

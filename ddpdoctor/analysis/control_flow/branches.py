@@ -27,11 +27,16 @@ def parts(head: Statement) -> str:
     """How a statement makes ranks diverge."""
     if head.kind == "past":
         return f"some ranks leave at `{head.text}`, before this call"
+    if head.kind == "decorated":
+        under = f", at `{head.of}`" if head.of else ""
+        return f"`{head.text}` calls this function on some ranks only{under}"
     return f"only some ranks enter `{head.label}`"
 
 
 def leading(head: Statement) -> str:
     """The label of a statement that makes ranks diverge."""
+    if head.kind == "decorated":
+        return "runs this function on some ranks only"
     return "some ranks leave here" if head.kind == "past" else "the branch around the call"
 
 
@@ -48,6 +53,11 @@ def unbranched(head: Statement, what: str) -> str:
         return (
             f"{what} on every rank: put this call alone under `if {rest}:`, and leave the rest of "
             f"the block under `{part}`"
+        )
+    if head.kind == "decorated":
+        return (
+            f"{what} on every rank: before this function is called, or in one without "
+            f"`{head.text}`, and use the result here"
         )
     if head.kind == "past" and head.text.startswith("except"):
         return (

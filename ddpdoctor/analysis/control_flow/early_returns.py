@@ -88,7 +88,7 @@ def _is_plain(call: CallRecord, depth: int) -> bool:
     return spot is not None and all(
         SAME_ON_ALL.match(head.text) is not None and not head.ways and not head.exits
         if head.is_loop
-        else head.kind == "with" or "__name__" in head.text or head.line == spot.line
+        else head.kind in ("with", "decorated") or "__name__" in head.text or head.line == spot.line
         for head in place.inside
     )
 

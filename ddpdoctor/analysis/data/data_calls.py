@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
 
-from ...events import CallBlock, CallRun, CallSite, GroupReady, ObjectsGathered, Signature
+from ...events import (
+    CallBlock,
+    CallRun,
+    CallSite,
+    GatheredWhole,
+    GroupReady,
+    ObjectsGathered,
+    Signature,
+)
 from ...events.operations import OPERATIONS
 from ...run import Rank
 from .thresholds import FEW
@@ -55,6 +63,42 @@ def gathered(rank: Rank, step: int) -> Gathered | None:
     most = max(found, key=lambda place: found[place])
     lines = {s.id: s.line for s in rank.of(CallSite)}
     return Gathered(found.total(), lines.get(most, -1))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tensors that one line gathered at one count of optimizer steps.
+
+    Attributes:
+        rows: in the first dimension of what this rank passed, in all `calls` together.
+        site: the line of the call.
+        by: the module of a library that the program called for it, empty for torch itself.
+    """
+
+    rows: int
+    calls: int
+    site: int
+    by: str
+
+
+def rows_used_whole(rank: Rank, step: int) -> list[Rows]:
+    """What the rank gathered after `step` optimizer steps and before the next, by lines after which
+    nothing selects among the rows."""
+    whole = {e.call_site: e.by for e in rank.of(GatheredWhole)}
+    if not whole:
+        return []
+    sizes = {s.id: s.shape[0] for s in rank.of(Signature) if s.op in GATHERS and s.shape}
+    blocks = {b.id: b.codes for b in rank.of(CallBlock) if not sizes.keys().isdisjoint(b.codes)}
+    rows: Counter[int] = Counter()
+    calls: Counter[int] = Counter()
+    for run in rank.of(CallRun):
+        codes = blocks.get(run.block, ())
+        for signature, place in zip(codes[::2], codes[1::2], strict=True):
+            if signature in sizes and place in whole and (times := _times(run, step)):
+                rows[place] += times * sizes[signature]
+                calls[place] += times
+    lines = {s.id: s.line for s in rank.of(CallSite)}
+    return [Rows(n, calls[p], lines.get(p, -1), whole[p]) for p, n in rows.items()]
 
 
 def values_exchanged(rank: Rank, step: int, ops: Set[str] = EXCHANGES) -> bool:

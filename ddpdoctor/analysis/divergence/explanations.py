@@ -9,6 +9,7 @@ alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar
@@ -471,7 +472,11 @@ def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
     if op.startswith("DDP"):
         return unwrapped(head, call)
     here = blamed.divergence.location(call)
-    return unbranched(head, f"call {op}" if here is None or op in here.source else "make this call")
+    if here is None or op in here.source:
+        return unbranched(head, f"call {op}")
+    through = call.site.through if call.site is not None else ""
+    used = through and re.search(rf"\b{re.escape(through)}\b", here.source)
+    return unbranched(head, f"use `{through}`, which calls {op}," if used else "make this call")
 
 
 def _why(divergence: CallDivergence, left: LeftLoop) -> str:

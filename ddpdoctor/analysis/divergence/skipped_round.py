@@ -134,7 +134,7 @@ def _is_entered(around: Statement, ways: set[int]) -> bool:
     if around.kind == "try":
         return {way.line for way in around.ways} <= ways
     even = OF_MODEL.match(text) or SAME_ON_ALL.match(text)
-    return bool(even) or around.kind == "with"
+    return bool(even) or around.kind in ("with", "decorated")
 
 
 def _comparable(divergence: CallDivergence, key: Key, loop: Location) -> bool:

@@ -1,4 +1,5 @@
-"""How an option of the wrapper is set by whoever made it: the program, or a framework for it."""
+"""How a program that uses a framework sets what others set themselves: an option of the wrapper, or
+that a number is reduced."""
 
 from __future__ import annotations
 
@@ -10,22 +11,37 @@ from ...events import Wrapped
 UNUSED, NO_UNUSED = "find_unused_parameters=True", "find_unused_parameters=False"
 STATIC, NO_STATIC = "static_graph=True", "static_graph=False"
 REENTRANT = "use_reentrant=False"
+REDUCED = "reduced"
+EACH_ONCE = "each once"
+CALLED = "called"
+EQUAL_BATCHES = "equal batches"
 
 _LIGHTNING = {
     UNUSED: 'Trainer(strategy="ddp_find_unused_parameters_true")',
     NO_UNUSED: 'Trainer(strategy="ddp")',
+    REDUCED: 'self.log("{name}", ..., sync_dist=True)',
+    CALLED: "compute the loss in `training_step`, which runs inside the wrapper",
+    EQUAL_BATCHES: "set `Trainer(limit_train_batches=N)` with no more batches than any rank has "
+    "(here {least}); or let the data begin again at its end and set `Trainer(max_steps=N)`",
     "": "Trainer(strategy=DDPStrategy({option}))",
 }
 _FABRIC = {
     UNUSED: 'Fabric(strategy="ddp_find_unused_parameters_true")',
     NO_UNUSED: 'Fabric(strategy="ddp")',
+    CALLED: "keep what `fabric.setup(...)` returns and call it",
     "": "Fabric(strategy=DDPStrategy({option}))",
 }
 _TRAINER = {
+    CALLED: "call the `model` that the Trainer passes to `compute_loss`",
+    EQUAL_BATCHES: "let the data begin again at its end and set `TrainingArguments(max_steps=N)`",
     REENTRANT: 'TrainingArguments(gradient_checkpointing_kwargs={{"use_reentrant": False}})',
     "": "TrainingArguments(ddp_{option})",
 }
-_ACCELERATE = {"": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({option})])"}
+_ACCELERATE = {
+    EACH_ONCE: "accelerator.gather_for_metrics(...)",
+    CALLED: "keep what `accelerator.prepare(...)` returns and call it",
+    "": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({option})])",
+}
 
 _BY_FRAMEWORK: Mapping[str, Mapping[str, str]] = {
     "lightning.pytorch": _LIGHTNING,
@@ -41,8 +57,39 @@ others what stands under the empty name."""
 
 _BY_PROGRAM = {
     REENTRANT: "checkpoint(..., use_reentrant=False)",
+    CALLED: "keep the result of `DistributedDataParallel(...)` and call it",
     "": "DDP(..., {option})",
 }
+
+
+def framework_of(by: str) -> Mapping[str, str]:
+    """What to type in the framework that a module is of; empty for no framework that is known."""
+    names = (n for n in _BY_FRAMEWORK if f"{by}.".startswith(f"{n}."))
+    return _BY_FRAMEWORK[name] if (name := next(names, "")) else {}
+
+
+def reduced(by: str, name: str) -> str:
+    """The code, in backquotes, that has a framework reduce a number which is logged by name; empty
+    where that is not known."""
+    words = framework_of(by).get(REDUCED)
+    return f"`{words.format(name=name)}`" if words else ""
+
+
+def equal_batches(by: str, least: int) -> str:
+    """What to do where a framework runs the loop and ranks have different numbers of batches, as a
+    sentence; empty where the program runs it.
+
+    Args:
+        least: the smallest number of batches that a rank has.
+    """
+    return framework_of(by).get(EQUAL_BATCHES, "").format(least=least)
+
+
+def each_once(by: str) -> str:
+    """The code, in backquotes, that has a framework gather a result of each sample once; empty
+    where it has none that is known."""
+    words = framework_of(by).get(EACH_ONCE)
+    return f"`{words}`" if words else ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +115,11 @@ class WrapOptions:
         return self.set(REENTRANT)
 
     @property
+    def called(self) -> str:
+        """What to do so that forwards go through the wrapper, as a sentence."""
+        return (framework_of(self.wrapped.by) or _BY_PROGRAM).get(CALLED, _BY_PROGRAM[CALLED])
+
+    @property
     def drop_unused(self) -> str:
         """What to do to search for unused parameters no longer."""
         return self._drop(UNUSED, NO_UNUSED)
@@ -82,9 +134,8 @@ class WrapOptions:
     def set(self, option: str) -> str:
         """The code that sets an option (`static_graph=True`), in backquotes."""
         by = self.wrapped.by
-        names = (n for n in _BY_FRAMEWORK if f"{by}.".startswith(f"{n}."))
-        words = _BY_FRAMEWORK[name] if (name := next(names, "")) else _BY_PROGRAM
-        if by and not name:
+        words = framework_of(by) or _BY_PROGRAM
+        if by and words is _BY_PROGRAM:
             return f"`{option}` where {by.partition('.')[0]} wraps the model"
         if option == REENTRANT and option not in words:
             words = _BY_PROGRAM

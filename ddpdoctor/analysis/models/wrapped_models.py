@@ -162,6 +162,12 @@ def use_of(rank: Rank, model: int) -> ParameterUse | None:
     return next((e for e in reversed(rank.of(ParameterUse)) if e.model == model), None)
 
 
+def thawed(rank: Rank, model: int) -> tuple[int, ...]:
+    """Positions of parameters that were frozen in a backward and thawed later."""
+    use = use_of(rank, model)
+    return use.thawed if use is not None else ()
+
+
 def skipped_of(rank: Rank, model: int) -> list[ModulesSkipped]:
     """Records of modules that a forward did not call."""
     return [e for e in rank.of(ModulesSkipped) if e.model == model]

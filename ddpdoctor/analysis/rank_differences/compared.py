@@ -225,14 +225,17 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.MeshModel, e.MeshDigests,
         e.Averaged, e.Rewritten, e.ShardScales,
     ),
-    _DATA: (e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided),
+    _DATA: (
+        e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided,
+        e.MetricUsed,
+    ),
     _TIME: (
         e.Pace, e.TimeLedger, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,
         e.MemoryHeld, e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,
     ),
     _CALLS: (
         e.Site, e.Signature, e.MessageSize, e.CallSite, e.CallBlock, e.CallRun,
-        e.ObjectsGathered, e.FlightLog, e.StepDraws,
+        e.ObjectsGathered, e.GatheredWhole, e.FlightLog, e.StepDraws,
     ),
     _OUTSIDE: (
         e.MonitorStarted, e.NodeSilent, e.ProcessStarted, e.ProcessEnded, e.ProcessState,

@@ -18,9 +18,10 @@ from typing import Any
 from ...events import CALLERS, CallBlock, CallRun, CallSite, Place, Signature
 from ...storage.call_ring import State
 from ..recording import threads
-from ..recording.code_locations import USER
+from ..recording.code_locations import LIBRARY, USER
 from ..recording.recorder import Recorder
 from ..recording.threads import Threads
+from ..source.decorators import decorated
 from ..source.loop_keys import LoopKey, keyed
 from ..source.loop_rounds import rounds
 from ..source.passthrough import passes_through
@@ -412,7 +413,8 @@ class CallLog:
         lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
         number = self._sites.get(lines)
         if number is None:
-            number = self._emit_call_site(lines, self._places(frames))
+            through = self._through(frame)
+            number = self._emit_call_site(lines, self._places(frames), through=through)
             if chosen := keyed(frames):
                 self._keyed[number] = chosen
         return number, [f.f_code for f in frames]
@@ -444,13 +446,29 @@ class CallLog:
             code, line = frame.f_code, frame.f_lineno
             site = self.recorder.sites.place(code.co_filename, line, code.co_name)
             handed = handed and passes_through(code, line, called)
-            around = enclosing(code.co_filename, line)
+            around = enclosing(code.co_filename, line) + decorated(frame, self._is_users)
             places.append(Place(site, around, handed, rounds(around, frame)))
             called = code
         return tuple(places)
 
+    def _is_users(self, code: CodeType) -> bool:
+        return self.recorder.sites.kind(code) is USER
+
+    def _through(self, frame: FrameType) -> str:
+        """The name of the library's function that a frame of the user's is in."""
+        inner: FrameType | None = sys._getframe(1)
+        while inner is not None and inner.f_back is not frame:
+            inner = inner.f_back
+        library = inner is not None and self.recorder.sites.kind(inner.f_code) is LIBRARY
+        return inner.f_code.co_name if inner is not None and library else ""
+
     def _emit_call_site(
-        self, line: Key, places: tuple[Place, ...], started: int = -1, key: str = ""
+        self,
+        line: Key,
+        places: tuple[Place, ...],
+        started: int = -1,
+        key: str = "",
+        through: str = "",
     ) -> int:
         number = self._sites[line] = len(self._sites)
         own = threads.current()
@@ -463,6 +481,7 @@ class CallLog:
             started=started,
             key=key,
             internal=internal(self.recorder) if places else None,
+            through=through,
         )
         self.recorder.emit(called, vital=True)
         return number

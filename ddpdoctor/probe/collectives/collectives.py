@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...events.operations import OPERATIONS
 from ...storage.call_ring import State
 from ..recording import hooks
 from ..recording.frames import disguise, unframe
@@ -17,7 +18,7 @@ from ..recording.recorder import Recorder, current_recorder
 from ..recording.watcher import Args, Kwargs, Watcher, on
 from . import call_hooks
 from .call_log import call_log_of
-from .gathered_objects import GatheredObjects
+from .gathered_results import GatheredResults
 from .process_groups import ProcessGroups
 
 
@@ -94,7 +95,7 @@ class Collectives(Watcher):
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
 
-        GatheredObjects.begin()
+        GatheredResults.begin()
         for name, kind in KINDS.items():
             original = getattr(c10d, name, None)
             if original is None:
@@ -201,6 +202,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
     group_at, tensor_at, op_at = place("group"), place(kind.tensor), place("op")
     root_at, group_root_at = place(kind.root), place("group_" + kind.root)
     object_at = place(kind.gathered)
+    gathers = kind.op in OPERATIONS and OPERATIONS[kind.op].gathers
 
     def read(recorder: Recorder, args: Args, kwargs: Kwargs) -> int | None:
         given = len(args)
@@ -235,9 +237,11 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
             return None  # not a member, or no group at all: torch raises or warns itself
         site = log.here()
         if kind.gathered:
-            GatheredObjects.current.record_object(
+            GatheredResults.current.record_object(
                 recorder, site, args[object_at] if object_at < given else kwargs["obj"]
             )
+        elif gathers:
+            GatheredResults.current.record_tensor(recorder, site, tensor)
         if messages:
             return log.point_to_point(number, kind.op, site, -1, sends, receives)
         if kind.p2p:

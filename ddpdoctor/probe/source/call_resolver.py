@@ -112,8 +112,9 @@ def setting_in_frames(
 
     Returns:
         The last such statement before the line that is executing, else the last one; if a helper
-        sets it to its argument, the line that passes it. None if there are statements in several
-        branches: it is not known which ran.
+        sets it to its argument, the line that passes it; if a library's function sets it, the line
+        that calls that (`self.toggle_optimizer(optimizer)`). None if there are statements in
+        several branches: it is not known which ran.
     """
 
     def wanted(node: ast.AST, scope: Scope) -> bool:
@@ -121,7 +122,10 @@ def setting_in_frames(
 
     settings = [
         found
-        for found in _settings_in_frames(frame, is_user, wanted, value)
+        for found in (
+            *_settings_in_frames(frame, is_user, wanted, value),
+            *_by_libraries(frame, is_user, wanted, name),
+        )
         if after is None or found.code is not after.code or found.line > after.line
     ]
     found = next(iter(settings), None)
@@ -201,7 +205,29 @@ def _settings(
             function, bound = inner
             within = function.__code__, bound, is_user, wanted, value, 1 << 30, depth - 1
             for setting in _settings(*within):
-                yield Found(code, call.lineno) if _passes_value(call, value) else setting
+                passed = _passes_value(call, value) or _has_default(function, value)
+                yield Found(code, call.lineno) if passed else setting
+
+
+def _by_libraries(
+    frame: FrameType | None, is_user: Callable[[CodeType], bool], wanted: Sets, name: str
+) -> Iterator[Found]:
+    """The calls in the running frames of functions that are not the user's and in which a statement
+    is `wanted`: the last one before the line that is executing first."""
+
+    def names_it(code: CodeType) -> bool:
+        return name in code.co_names and not is_user(code)
+
+    for user, scope in searched(frame, lambda f: is_user(f.f_code)):
+        node = function_of(user.f_code)
+        calls = list(_calls(node))[:CALLS] if node is not None else []
+        line = user.f_lineno
+        for call in sorted(calls, key=lambda c: (c.lineno <= line, c.lineno), reverse=True):
+            inner = _into(call, scope, names_it)
+            if inner is not None and not never_runs(user.f_code, call.lineno, scope.get):
+                function, bound = inner
+                if any(wanted(n, bound) for n in parts_of(function.__code__)):
+                    yield Found(user.f_code, call.lineno)
 
 
 # Whether a call has the constant `value` among its arguments.
@@ -209,6 +235,12 @@ def _passes_value(call: ast.Call, value: bool | None) -> bool:
     return value is not None and any(
         isinstance(a, ast.Constant) and a.value is value for a in given(call)
     )
+
+
+def _has_default(function: types.FunctionType, value: bool | None) -> bool:
+    """Whether one of a function's arguments is `value` unless it is passed."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return value is not None and any(default is value for default in defaults)
 
 
 def _sets(node: ast.AST, scope: Scope, name: str, value: bool | None) -> bool:
@@ -333,16 +365,27 @@ def _into(
 ) -> tuple[types.FunctionType, Scope] | None:
     """The user's function that a call enters, and the scope of its arguments; None for any other
     call."""
+    found = entered(call, scope)
+    return found if found is not None and is_user(found[0].__code__) else None
+
+
+def entered(call: ast.Call, scope: Scope) -> tuple[types.FunctionType, Scope] | None:
+    """The function that a call enters, and the scope of its arguments; None for what is no function
+    in Python."""
     target = resolve(call.func, scope)
     if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
         target = Bound(target.__self__, target.__func__)
     function = target.function if isinstance(target, Bound) else target
-    if not isinstance(function, types.FunctionType) or not is_user(function.__code__):
+    if not isinstance(function, types.FunctionType):
         return None
     values = [resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]
     if isinstance(target, Bound):
         values.insert(0, target.owner)
-    names = dict(zip(function.__code__.co_varnames, values, strict=False))
+    code, defaults = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    names = dict(zip(positional[code.co_argcount - len(defaults) :], defaults, strict=True))
+    names.update(function.__kwdefaults__ or {})
+    names.update(zip(code.co_varnames, values, strict=False))
     names.update({k.arg: resolve(k.value, scope) for k in call.keywords if k.arg})
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:

@@ -1,7 +1,7 @@
-"""Lightning divides 21 samples of a validation by a sampler that pads, and stops by their number.
+"""Lightning divides 21 samples of a validation by a sampler that pads, and 22 results are scored.
 
 run: --nproc-per-node 2
-finds: DDP504 note at `trainer.fit(Classifier(), train, test)`
+finds: DDP504 warning at `everyone = self.all_gather(torch.cat(self.seen))`
 steps: 16
 needs: lightning
 """

@@ -22,6 +22,7 @@ from ...recording.weak_references import WeakIdentityMap
 from ...source.call_resolver import item_set_in_frames
 from ...training import lifecycle
 from ...training.backwards import Backwards
+from ...training.logged_metrics import LoggedMetrics
 from ...training.optimizers import Optimizers
 from ...training.records import Step
 from .limits import EXACT_BELOW, GROUPS_AT_MOST, LISTED_BELOW, SCALER_CALLS_AT_MOST
@@ -208,6 +209,8 @@ class HyperparameterWatch(Watcher):
         self.scheduler_calls[site] = call + 1
         if call < 20 or call & (call - 1) == 0:
             known = Optimizers.current.known_optimizer(getattr(args[0], "optimizer", None))
+            metric = _metric(args, kwargs)
+            by_name = LoggedMetrics.current.used_by_framework
             recorder.emit(
                 SchedulerStep(
                     at=time.monotonic(),
@@ -216,7 +219,8 @@ class HyperparameterWatch(Watcher):
                     call=call,
                     site=site,
                     optimizer=-1 if known is None else known.number,
-                    metric=_metric(args, kwargs),
+                    metric=metric,
+                    logged=None if metric is None else by_name(recorder),
                 )
             )
 

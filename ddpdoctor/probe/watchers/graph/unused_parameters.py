@@ -6,6 +6,7 @@ submodules are watched only in a model's first forwards and after the set has ch
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from typing import Any
@@ -16,6 +17,7 @@ from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import compiling, ready_indices, without_gradient
 from ...recording.watcher import Watcher, on
+from ...source.call_resolver import setting_in_frames
 from ...source.source_text import branch_around
 from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
@@ -40,6 +42,8 @@ class Watched:
             reached.
         examined: synchronised backwards examined.
         counts: by position, in how many of these the parameter got no gradient.
+        frozen: positions of parameters that were frozen in such a backward, and `thawed` those of
+            them that were seen to require a gradient later (so many of them recorded).
     """
 
     def __init__(self) -> None:
@@ -54,6 +58,9 @@ class Watched:
         self.shared: set[tuple[int, ...]] = set()
         self.examined = 0
         self.counts: dict[int, int] = {}
+        self.frozen: set[int] = set()
+        self.thawed: set[int] = set()
+        self.thawed_on_record = 0
 
     def so_far(self) -> tuple[frozenset[str] | None, frozenset[str]]:
         """`called` and `called_with_grad`, including a forward that is still running: its backward
@@ -112,6 +119,7 @@ class UnusedParameterWatch(Watcher):
 
     @on(lifecycle.forward_failed)
     def _forward_failed(self, recorder: Recorder, forward: Forward) -> None:
+        self._note_thawed(recorder, forward.model)
         if "finished reduction in the prior iteration" in str(forward.error):
             self._learn_from_error(recorder, forward)
 
@@ -163,6 +171,7 @@ class UnusedParameterWatch(Watcher):
             if untouched is None or not backward.expected_sync[model.number]:
                 continue
             watched = self._watched[model]
+            self._note_thawed(recorder, model)
             watched.examined += 1
             if untouched not in watched.shared:
                 self._examined(recorder, model, untouched, backward.site)
@@ -214,6 +223,8 @@ class UnusedParameterWatch(Watcher):
             self._calls.enable()
         called, called_with_grad = watched.so_far()
         parameters = model.live_parameters() or []
+        frozen = tuple(i for i in unused if parameters and not parameters[i].requires_grad)
+        watched.frozen.update(frozen)
         step = optimizer_models.steps_of(model)
         total = max(0, model.backward_step) if by_torch else recorder.step
         if total < recorder.step:  # the error is about the backward before the last step
@@ -231,7 +242,8 @@ class UnusedParameterWatch(Watcher):
                 static_graph=model.static_graph,
                 site=site,
                 forward_site=model.forward_site,
-                frozen=tuple(i for i in unused if parameters and not parameters[i].requires_grad),
+                frozen=frozen,
+                frozen_site=_frozen_site(recorder, model) if frozen and not by_torch else -1,
                 by_torch=by_torch,
                 branches=_branches(recorder, model, unused),
                 total=total,
@@ -240,9 +252,21 @@ class UnusedParameterWatch(Watcher):
             vital=True,
         )
 
+    def _note_thawed(self, recorder: Recorder, model: Model) -> None:
+        """Record frozen parameters that require a gradient again, as in a GAN that freezes one half
+        for the step of the other: they are to be trained."""
+        watched = self._watched[model]
+        for position in watched.frozen - watched.thawed:
+            parameter = model.parameters[position]()
+            if parameter is not None and parameter.requires_grad:
+                watched.thawed.add(position)
+        if len(watched.thawed) != watched.thawed_on_record and watched.examined:
+            _emit_use(recorder, model, watched)
+
     @on(hooks.leaving)
     def _leaving(self, recorder: Recorder, _: None) -> None:
         for model, watched in self._watched.items():
+            self._note_thawed(recorder, model)
             if watched.examined:
                 _emit_use(recorder, model, watched)
 
@@ -294,7 +318,20 @@ def _count(watched: Watched, unused: tuple[int, ...]) -> None:
         watched.counts[position] = watched.counts.get(position, 0) + 1
 
 
+def _frozen_site(recorder: Recorder, model: Model) -> int:
+    """The line that froze parameters for this backward, -1 if none was found."""
+    found = setting_in_frames(
+        sys._getframe(1),
+        lambda code: recorder.sites.kind(code) == "user",
+        "requires_grad",
+        False,
+        after=model.made_at,
+    )
+    return recorder.sites.number(found.code, found.line) if found else -1
+
+
 def _emit_use(recorder: Recorder, model: Model, watched: Watched) -> None:
+    watched.thawed_on_record = len(watched.thawed)
     recorder.emit(
         ParameterUse(
             at=time.monotonic(),
@@ -302,6 +339,7 @@ def _emit_use(recorder: Recorder, model: Model, watched: Watched) -> None:
             examined=watched.examined,
             backwards=model.synced_backwards,
             unused=dict(watched.counts),
+            thawed=tuple(sorted(watched.thawed)),
         ),
         vital=True,
     )

@@ -24,6 +24,7 @@ from ...recording.recorder import Recorder, current_recorder
 from ...recording.torch_compat import compiling
 from ...recording.watcher import Watcher, on
 from ...source.call_resolver import Bound, call_in_frames
+from ...source.taken_out import taken_out
 from ...tensors.digests import digests, readable
 from ...training import lifecycle
 from ...training.forwards import Forwards
@@ -64,6 +65,8 @@ class Bypass:
         count: steps on bypassing gradients so far.
         emitted: lines of forwards on record.
         on_record, last: the event recorded last, and the latest one.
+        taken: the lines that took the model out of the wrapper, as in `Bypassed`; None until they
+            are searched for.
         digests: of a few parameters at the last suspect, if no optimizer holds the model; `moved`
             counts the suspects that found them changed.
     """
@@ -78,6 +81,7 @@ class Bypass:
         self.emitted: set[int] = set()
         self.on_record: Bypassed | None = None
         self.last: Bypassed | None = None
+        self.taken: tuple[int, int] | None = None
         self.digests: list[int] = []
         self.moved = 0
 
@@ -195,6 +199,8 @@ class WrapperBypass(Watcher):
         elif known.armed < ARMED_AT_MOST:
             self._arm(recorder, model, known)
         call = known.calls.get(suspect.site, -1)
+        if known.taken is None:
+            known.taken = _taken_out(recorder, model)
         known.last = Bypassed(
             at=time.monotonic(),
             model=model.number,
@@ -205,6 +211,8 @@ class WrapperBypass(Watcher):
             site=suspect.site,
             call_site=call,
             discarded=model.wrapper is None or model.wrapper() is None,
+            named_site=known.taken[0],
+            taken_site=known.taken[1],
         )
         if call not in known.emitted or known.count & (known.count - 1) == 0:
             known.emitted.add(call)
@@ -328,6 +336,24 @@ def _find_call(recorder: Recorder, model: Model) -> int:
 
     found = call_in_frames(sys._getframe(1), is_user, wanted)
     return recorder.sites.number(found.code, found.line) if found else -1
+
+
+def _taken_out(recorder: Recorder, model: Model) -> tuple[int, int]:
+    """Sites of the lines that took the model out of its wrapper, as in `Bypassed`."""
+    inner = model.inner()
+
+    def is_user(code: CodeType) -> bool:
+        return recorder.sites.kind(code) == "user"
+
+    found = None
+    if inner is not None:
+        found = taken_out(sys._getframe(1), is_user, inner, model.made_at)
+    if found is None:
+        return -1, -1
+    number, read = recorder.sites.number, found.read
+    return number(found.named.code, found.named.line), -1 if read is None else number(
+        read.code, read.line
+    )
 
 
 def _is_users(recorder: Recorder, function: Any) -> bool:

@@ -1,20 +1,27 @@
-"""The size of objects that are gathered (`all_gather_object`): an entry per sample, or a few sums?
+"""Do results of single samples that are gathered reach a metric as they are?
 
-Only gathered samples show that duplicates of a `DistributedSampler` reach a metric.
+Only gathered samples show that duplicates of a `DistributedSampler` reach a metric. Of objects
+(`all_gather_object`) the size is recorded: an entry per sample, or a few sums? Of tensors, whether
+the program may drop some of their rows.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
-from ...events import ObjectsGathered
+from ...events import GatheredWhole, ObjectsGathered
 from ..recording.recorder import Recorder
 from ..recording.watcher import Watcher
+from ..source.row_selection import may_select
 
 VISITED = 4096
 """Parts of one object that are counted; objects with more count as `ENDLESS`."""
+
+PLACES = 32
+"""Lines that gather tensors which are searched for what selects among the rows."""
 
 ENDLESS = 1 << 40
 """Stands for a size that is not known."""
@@ -23,11 +30,12 @@ _TABLES = (dict, OrderedDict, defaultdict, Counter)
 _ROWS = (list, set, frozenset, deque)
 
 
-class GatheredObjects(Watcher):
-    lost = "the size of gathered objects"
+class GatheredResults(Watcher):
+    lost = "what becomes of gathered results"
 
     def __init__(self) -> None:
         self._recorded: dict[int, int] = {}  # the largest size so far, by call site
+        self._searched: set[int] = set()  # call sites
 
     def record_object(self, recorder: Recorder, place: int, value: Any) -> None:
         """Record the size of an object that is gathered at a call site, if it exceeds those before.
@@ -39,6 +47,17 @@ class GatheredObjects(Watcher):
             self._recorded[place] = found = (1 << found.bit_length()) - 1
             event = ObjectsGathered(at=time.monotonic(), call_site=place, entries=found)
             recorder.emit(event, vital=True)
+
+    def record_tensor(self, recorder: Recorder, place: int, tensor: Any) -> None:
+        """Record that the rows of a tensor, gathered at a call site, are used as they are."""
+        if place < 0 or place in self._searched or len(self._searched) >= PLACES:
+            return
+        if not getattr(tensor, "ndim", 0):
+            return
+        self._searched.add(place)
+        if not may_select(sys._getframe(1), recorder.sites.kind):
+            by = recorder.sites.library_called()
+            recorder.emit(GatheredWhole(at=time.monotonic(), call_site=place, by=by), vital=True)
 
 
 def entries(value: Any) -> int:

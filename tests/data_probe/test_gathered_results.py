@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddpdoctor.events import Event, ObjectsGathered
-from ddpdoctor.probe.collectives import gathered_objects
-from ddpdoctor.probe.collectives.gathered_objects import GatheredObjects
+from ddpdoctor.probe.collectives import gathered_results
+from ddpdoctor.probe.collectives.gathered_results import GatheredResults
 
 Sums = namedtuple("Sums", "correct count")
 
@@ -26,18 +26,18 @@ Sums = namedtuple("Sums", "correct count")
         ({index: [] for index in range(11)}, 12),
         ({"labels": [torch.zeros(4), torch.zeros(4), torch.zeros(3)]}, 13),
         ("0110", 4),
-        ([1] * 50_000, gathered_objects.ENDLESS),
-        (object(), gathered_objects.ENDLESS),
+        ([1] * 50_000, gathered_results.ENDLESS),
+        (object(), gathered_results.ENDLESS),
     ],
 )
 def test_entries(value: Any, entries: int) -> None:
-    assert gathered_objects.entries(value) == entries
+    assert gathered_results.entries(value) == entries
 
 
 def test_what_holds_itself() -> None:
     value: list[Any] = []
     value.append(value)
-    assert gathered_objects.entries(value) == gathered_objects.ENDLESS
+    assert gathered_results.entries(value) == gathered_results.ENDLESS
 
 
 def test_only_what_is_larger_than_before_is_recorded() -> None:
@@ -47,9 +47,9 @@ def test_only_what_is_larger_than_before_is_recorded() -> None:
         def emit(self, event: Event, *, vital: bool) -> None:
             self.events.append(event)
 
-    GatheredObjects.begin()
+    GatheredResults.begin()
     recorder: Any = Recorder()
     for size in (5, 7, 6, 20, -1):
-        GatheredObjects.current.record_object(recorder, 2 if size > 0 else -1, [0] * abs(size))
+        GatheredResults.current.record_object(recorder, 2 if size > 0 else -1, [0] * abs(size))
     told = [e.entries for e in recorder.events if isinstance(e, ObjectsGathered)]
     assert told == [7, 15, 31]

@@ -1,0 +1,114 @@
+"""Which line of the program took the model out of its wrapper, as `model = model.module` does?
+
+Nothing of the user's is executed: the running functions are searched for the statement that gave
+the model the name it has now, and what that statement calls for the attribute of the wrapper.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
+
+from .ast_cache import function_of, own_nodes
+from .call_resolver import Found, Scope, entered, resolve, searched
+
+ATTRIBUTE = "module"
+"""Under which DDP keeps the model."""
+
+DEPTH = 3
+"""How many calls of the program's functions are followed."""
+
+CALLS = 50
+"""Calls of one function that are followed."""
+
+
+class TakenOut(NamedTuple):
+    """The statement that named the model, and the line of the program that reads the attribute of
+    the wrapper for it: the same one, or in a function that it calls; None if a library reads it."""
+
+    named: Found
+    read: Found | None
+
+
+def taken_out(
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    model: Any,
+    made_at: Found | None = None,
+) -> TakenOut | None:
+    """The last statement before the line that is executing, in the innermost running function that
+    has one.
+
+    Args:
+        made_at: the line that wraps the model; earlier ones of that function do not count.
+    """
+    for user, scope in searched(frame, lambda f: is_user(f.f_code)):
+        node, line = function_of(user.f_code), user.f_lineno
+        after = made_at.line if made_at is not None and made_at.code is user.f_code else 0
+        named = [
+            statement
+            for statement in (own_nodes(node) if node is not None else ())
+            if isinstance(statement, ast.Assign) and after < statement.lineno
+            if any(resolve(target, scope) is model for target in _targets(statement))
+        ]
+        named.sort(key=lambda s: (s.lineno <= line, s.lineno), reverse=True)
+        for statement in named:
+            reads = _reads(statement.value, user.f_code, scope, is_user, DEPTH)
+            found = next(reads, None)
+            if found is not None:
+                here = Found(user.f_code, statement.lineno)
+                return TakenOut(here, found if found.line else None)
+    return None
+
+
+def _targets(statement: ast.Assign) -> Iterator[ast.expr]:
+    """The names that an assignment gives, those in tuples too."""
+    ahead = list(statement.targets)
+    while ahead:
+        target = ahead.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            ahead += target.elts
+        else:
+            yield target
+
+
+def _reads(
+    node: ast.AST, code: CodeType, scope: Scope, is_user: Callable[[CodeType], bool], depth: int
+) -> Iterator[Found]:
+    """The lines that read the attribute: in some code, then in the functions that it calls; 0 for a
+    line of a library."""
+    parts = list(ast.walk(node))
+    for part in parts:
+        names = isinstance(part, ast.Attribute) and part.attr == ATTRIBUTE
+        if names or _asks_by_name(part):
+            yield Found(code, part.lineno)  # type: ignore[attr-defined]
+    calls = [p for p in parts if isinstance(p, ast.Call)] if depth else []
+    for call in calls[:CALLS]:
+        if (inner := entered(call, scope)) is None:
+            continue
+        function, arguments = inner
+        if not is_user(function.__code__):
+            if _of_a_library(function):
+                yield Found(function.__code__, 0)
+        elif (body := function_of(function.__code__)) is not None:
+            yield from _reads(body, function.__code__, arguments, is_user, depth - 1)
+
+
+def _of_a_library(function: FunctionType) -> bool:
+    """Whether a function, or one that it calls, names the attribute. Its source is not parsed: such
+    files are large."""
+    known = (function.__globals__.get(name) for name in function.__code__.co_names)
+    every = (function, *(f for f in known if isinstance(f, FunctionType)))
+    return any(ATTRIBUTE in f.__code__.co_names or ATTRIBUTE in f.__code__.co_consts for f in every)
+
+
+def _asks_by_name(node: ast.AST) -> bool:
+    """Whether it is `getattr(model, "module", model)`."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "getattr"
+        and any(isinstance(a, ast.Constant) and a.value == ATTRIBUTE for a in node.args)
+    )

@@ -1,0 +1,126 @@
+"""Which line of the program handed a number to a framework, by the name under which the framework
+uses it?
+
+A framework that averages what is logged, and later steps a scheduler by it, has only its name left.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from functools import partial
+from math import isfinite
+from types import FrameType
+from typing import Any
+
+from ...events import Logged, MetricUsed
+from ..recording.code_locations import LIBRARY, USER
+from ..recording.frames import variables
+from ..recording.import_hooks import when_imported
+from ..recording.recorder import Recorder
+from ..recording.watcher import Args, Kwargs, Watcher
+
+LOGGERS = {
+    "lightning.pytorch.core.module": ("LightningModule", "log", "sync_dist"),
+    "pytorch_lightning.core.module": ("LightningModule", "log", "sync_dist"),
+}
+"""By module: the class and its method that is given a name and a number, and the option by which it
+reduces that number over the ranks."""
+
+DECIDERS = {
+    "lightning.pytorch.callbacks.model_checkpoint": "ModelCheckpoint",
+    "pytorch_lightning.callbacks.model_checkpoint": "ModelCheckpoint",
+}
+"""By module: the class whose `check_monitor_top_k(trainer, current)` decides by the number that its
+`monitor` names."""
+
+CALLS_IN_FULL = 20
+"""Decisions of one kind that are all recorded; later ones at powers of two."""
+
+NAMES_AT_MOST = 200
+"""Names whose lines are kept."""
+
+
+class LoggedMetrics(Watcher):
+    """
+    Attributes:
+        lines: by name, where the number was logged first.
+        reduced: names of numbers that the framework was asked to reduce.
+        decisions: by class and name, how often it decided.
+    """
+
+    lost = "which lines log the metrics of a framework"
+
+    def __init__(self) -> None:
+        self.lines: dict[str, Logged] = {}
+        self.reduced: set[str] = set()
+        self.decisions: Counter[tuple[str, str]] = Counter()
+
+    def install(self) -> None:
+        for name in LOGGERS:
+            when_imported(name, partial(self._watch, name), lost=self.lost)
+        for name, owner in DECIDERS.items():
+            when_imported(name, partial(self._watch_decider, owner), lost=self.lost)
+
+    def _watch_decider(self, owner: str, module: Any) -> None:
+        self.around(getattr(module, owner), "check_monitor_top_k", before=self._deciding)
+
+    def _deciding(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        name = getattr(args[0], "monitor", None)
+        given = args[2] if len(args) > 2 else kwargs.get("current")
+        if type(name) is not str or (logged := self.lines.get(name)) is None:
+            return
+        if name in self.reduced or (metric := _number(given)) is None:
+            return
+        kind = type(args[0]).__name__
+        call = self.decisions[kind, name]
+        self.decisions[kind, name] += 1
+        if call < CALLS_IN_FULL or call & (call - 1) == 0:
+            recorder.emit(
+                MetricUsed(
+                    at=time.monotonic(),
+                    kind=kind,
+                    step=recorder.step,
+                    call=call,
+                    site=recorder.site(),
+                    metric=metric,
+                    logged=logged,
+                )
+            )
+
+    def _watch(self, by: str, module: Any) -> None:
+        owner, method, option = LOGGERS[by]
+        kind = getattr(module, owner)
+        self.around(kind, method, before=partial(self._logging, by, option))
+
+    def _logging(
+        self, by: str, option: str, recorder: Recorder, args: Args, kwargs: Kwargs
+    ) -> None:
+        name = args[1] if len(args) > 1 else kwargs.get("name")
+        if type(name) is not str or name in self.lines or len(self.lines) >= NAMES_AT_MOST:
+            return
+        self.lines[name] = Logged(name=name, site=recorder.site(), by=by)
+        if kwargs.get(option):
+            self.reduced.add(name)
+
+    def used_by_framework(self, recorder: Recorder) -> Logged | None:
+        """The number, not reduced, whose name a running function of a framework holds, between the
+        current call and the user's code; None if there is none."""
+        frame: FrameType | None = sys._getframe(1) if self.lines else None
+        while frame is not None and (kind := recorder.sites.kind(frame.f_code)) is not USER:
+            if kind is LIBRARY:
+                for value in variables(frame).values():
+                    if type(value) is str and value in self.lines:
+                        return None if value in self.reduced else self.lines[value]
+            frame = frame.f_back
+        return None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or one in a tensor on the CPU; reading it from a device would wait."""
+    if type(value) is sys.modules["torch"].Tensor:
+        if value.numel() != 1 or not value.is_cpu:
+            return None
+        value = value.item()
+    return float(value) if type(value) in (int, float) and isfinite(value) else None

@@ -1,0 +1,81 @@
+"""The line that took a model out of its wrapper, by the source of the running functions."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+from ddpdoctor.probe.source.call_resolver import Found
+from ddpdoctor.probe.source.taken_out import TakenOut, taken_out
+
+MODEL = SimpleNamespace()
+
+
+def wrap() -> Any:
+    return SimpleNamespace(module=MODEL)
+
+
+def bare(model: Any) -> Any:
+    return model.module if hasattr(model, "module") else model
+
+
+def both(*models: Any) -> list[Any]:
+    return [bare(model) for model in models]
+
+
+def of_a_library(model: Any) -> Any:
+    return getattr(model, "module", model)
+
+
+def is_user(code: CodeType) -> bool:
+    return code.co_filename == __file__ and code.co_name != "of_a_library"
+
+
+def found(made_at: Found | None = None) -> TakenOut | None:
+    return taken_out(sys._getframe(1), is_user, MODEL, made_at)
+
+
+def lines(taken: TakenOut | None, code: CodeType) -> tuple[int, str]:
+    assert taken is not None
+    return (
+        taken.named.line - code.co_firstlineno,
+        "" if taken.read is None else taken.read.code.co_name,
+    )
+
+
+def test_at_once() -> None:
+    code, model = sys._getframe().f_code, wrap()
+    model = model.module
+    assert lines(found(), code) == (2, code.co_name)
+    model = None
+
+
+def test_in_a_function_of_the_program() -> None:
+    code, model = sys._getframe().f_code, MODEL
+    model = wrap()
+    other, model = both(None, model)
+    assert lines(found(), code) == (3, "bare")
+    assert other is None and model is MODEL
+
+
+def test_in_a_function_of_a_library() -> None:
+    code, model = sys._getframe().f_code, wrap()
+    model = of_a_library(model)
+    assert lines(found(), code) == (2, "")
+    assert model is MODEL
+
+
+def test_a_model_that_was_never_in_the_variable_of_the_wrapper() -> None:
+    model = MODEL
+    wrapper = wrap()
+    assert found() is None
+    assert wrapper.module is model
+
+
+def test_what_stands_before_the_wrap() -> None:
+    code, holder = sys._getframe().f_code, SimpleNamespace(module=MODEL)
+    model = holder.module
+    made_at = Found(code, code.co_firstlineno + 3)
+    assert found(made_at) is None
+    assert found() is not None and model is MODEL
