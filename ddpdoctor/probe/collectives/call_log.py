@@ -29,6 +29,7 @@ from ..source.statements import enclosing
 from . import stack_server
 from .call_hooks import reduction_name
 from .call_origin import internal, shadows
+from .group_log import GroupLog, Recurring
 from .timed_ring import TimedRing
 
 NEW_GROUPS = -2
@@ -46,61 +47,6 @@ EMITTED_EVERY_S = 5.0
 process is killed, but for the ring."""
 
 Key = tuple[Any, ...]
-
-
-class _GroupLog:
-    """The calls of one group that are not recorded yet.
-
-    Attributes:
-        next: number of the next call.
-        codes: signature and call site of each call of the current block.
-        first, step: number of its first call, and the optimizer step then.
-        block: number of the block that repeats; `run_codes`, `run_first` and `run_step` are its
-            codes, and the first call and step of its first occurrence.
-        repeat: how often it has occurred in a row, 0 for no block; `every`: once in so many steps.
-    """
-
-    def __init__(self) -> None:
-        self.next = 0
-        self.codes: list[int] = []
-        self.first = 0
-        self.step = -1
-        self.block = -1
-        self.run_codes: list[int] = []
-        self.run_first = 0
-        self.run_step = -1
-        self.every = 0
-        self.repeat = 0
-
-
-class Recurring:
-    """A collective that DDP issues itself in every step on the fast path.
-
-    Attributes:
-        codes: its signature, and its last call site.
-        outer: code and instruction of each frame above the one that was there last, as many as
-            distinguish call sites; None before the first call.
-    """
-
-    __slots__ = ("codes", "group", "log", "outer", "signature")
-
-    def __init__(self, group: int, log: _GroupLog, signature: int) -> None:
-        self.group = group
-        self.log = log
-        self.signature = signature
-        self.codes = (signature, -1)
-        self.outer: list[tuple[CodeType, int]] | None = None
-
-    def still_at(self, frame: FrameType) -> bool:
-        """Whether a frame at the same instruction as last time has the same callers."""
-        if self.outer is None:
-            return False
-        above = frame.f_back
-        for code, instruction in self.outer:
-            if above is None or above.f_code is not code or above.f_lasti != instruction:
-                return False
-            above = above.f_back
-        return True
 
 
 class CallLog:
@@ -121,7 +67,7 @@ class CallLog:
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
         self._keyed: dict[int, LoopKey] = {}
         self._threads = threading.local()
-        self._groups: dict[int, _GroupLog] = {}
+        self._groups: dict[int, GroupLog] = {}
         self._blocks: dict[tuple[int, ...], int] = {}
         self._runs = 0
         self._emitted_at = time.monotonic()
@@ -217,7 +163,7 @@ class CallLog:
     def _log(self, group: int, signature: int, site: int, now: float) -> int:
         log = self._groups.get(group)
         if log is None:
-            log = self._groups[group] = _GroupLog()
+            log = self._groups[group] = GroupLog()
         index = log.next
         log.next = index + 1
         if not log.codes:
@@ -297,7 +243,7 @@ class CallLog:
                 self._fold(group, log)
             self._emit_run(group, log)
 
-    def _fold(self, group: int, log: _GroupLog) -> None:
+    def _fold(self, group: int, log: GroupLog) -> None:
         """End a block: one more of the current run if it is equal and comes in time, else the first
         of a new run."""
         codes, log.codes = log.codes, []
@@ -319,7 +265,7 @@ class CallLog:
         log.block, log.run_first, log.run_step, log.repeat = block, log.first, log.step, 1
         log.run_codes, log.every = codes, 1
 
-    def _emit_run(self, group: int, log: _GroupLog) -> None:
+    def _emit_run(self, group: int, log: GroupLog) -> None:
         if not log.repeat:
             return
         self._runs += 1

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ..collectives.call_log import CallLog, Recurring
+from ..collectives.call_log import CallLog
+from ..collectives.group_log import Recurring
 from ..collectives.timed_ring import TimedRing
 from ..recording.hooks import Hook
 from ..recording.recorder import Recorder
