@@ -70,10 +70,14 @@ class FunctionalCollectives(Watcher):
         self.tracing: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
-        when_imported(DTENSORS, self._watch, lost=self.lost)
+        # Either may come first: transformers gets the module of DTensors without the other.
+        when_imported(
+            MODULE,
+            lambda module: when_imported(DTENSORS, lambda _: self._watch(module), lost=self.lost),
+            lost=self.lost,
+        )
 
-    def _watch(self, _: Any) -> None:
-        module = sys.modules[MODULE]
+    def _watch(self, module: Any) -> None:
         self.tracing = getattr(module, "_are_we_tracing", self.tracing)
         stand_in = _StandIn(module)
         for name, op in OPERATIONS.items():
