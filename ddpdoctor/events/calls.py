@@ -82,12 +82,16 @@ class Way(Part, frozen=True):
     Attributes:
         line, text: of the handler, or of the statement around the jump.
         first, last: the range of lines that it may skip.
+        set_line, set_by: of the statement in the loop under which the flag is set that the jump
+            asks for; 0 where it asks for no flag.
     """
 
     line: int
     text: str
     first: int
     last: int
+    set_line: int = 0
+    set_by: str = ""
 
 
 class Statement(Part, frozen=True):

@@ -30,7 +30,7 @@ from ..control_flow.branches import (
     where,
 )
 from ..control_flow.caught_exceptions import caught, way_out
-from ..control_flow.jumps import ways_around
+from ..control_flow.jumps import may_end, ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .early_return import Retried, ReturnedEarly, came_back
@@ -45,7 +45,7 @@ from .explanation import (
     what_was_skipped,
 )
 from .left_loop import TOGETHER, LeftLoop, LoopExitKind
-from .loop_exits import left_loop
+from .loop_exits import MAY_END, left_loop
 from .recorded_difference import InAnotherStep, RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
@@ -315,7 +315,7 @@ class LoopExit(CallExplanation):
             summary=summary if ours else "",
             cause=f"{why}{left.cause}",
             fix=TOGETHER if why and not left.blames else left.fix,
-            related=skips.tried if skips else (),
+            related=skips.tried if skips else _may_end(suspect.divergence, left),
             steps=skips.steps if skips else None,
             evidence=left.evidence if ours else None,
             also=skips.ranks if skips else (),
@@ -472,6 +472,15 @@ def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
         return unwrapped(head, call)
     here = blamed.divergence.location(call)
     return unbranched(head, f"call {op}" if here is None or op in here.source else "make this call")
+
+
+def _may_end(divergence: CallDivergence, left: LeftLoop) -> tuple[Related, ...]:
+    """The statement that may have ended the loop, where nothing proves that it did."""
+    if left.exits or left.how is not LoopExitKind.UNKNOWN:
+        return ()
+    stay = divergence.others(left.ranks)
+    may = may_end(stay[0], left.loop) if stay else None
+    return (Related(MAY_END, may),) if may else ()
 
 
 def _why(divergence: CallDivergence, left: LeftLoop) -> str:
