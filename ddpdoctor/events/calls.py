@@ -206,6 +206,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
             the program; None where that was not recorded.
         started: if the thread has no line of the user and so no places, the line that started it.
         key: in a loop over names, the variable that selects what is sent, as `name = 'loss'`.
+        set_at: the only line that puts an entry of that name into a dictionary, where there is one.
     """
 
     id: int
@@ -215,6 +216,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
     started: int = -1
     key: str = ""
     internal: bool | None = None
+    set_at: Place | None = None
 
     @property
     def line(self) -> int:

@@ -49,7 +49,7 @@ from .loop_exits import MAY_END, left_loop
 from .recorded_difference import InAnotherStep, RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
-from .unanswered import Unanswered
+from .unanswered import LackingName, Unanswered
 
 NEW_GROUP_ON_ALL = (
     "call new_group on every rank, in the same order, and keep the group with this rank: "
@@ -418,6 +418,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     MembersOnly(),
     DifferentGroups(),
     InAnotherStep(),
+    LackingName(),
     Arguments(),
     ExceptionExit(),
     Thread(),
@@ -433,7 +434,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     Order(
         "key-order",
         "ranks loop over the same names (keys, a set) in a different order",
-        lambda suspect: suspect.call.key,
+        lambda suspect: suspect.call.key and not suspect.divergence.extra,
         "the ranks loop over the same names in a different order (a `set` of strings is ordered "
         "differently in every process)",
     ),
@@ -478,8 +479,7 @@ def _may_end(divergence: CallDivergence, left: LeftLoop) -> tuple[Related, ...]:
     """The statement that may have ended the loop, where nothing proves that it did."""
     if left.exits or left.how is not LoopExitKind.UNKNOWN:
         return ()
-    stay = divergence.others(left.ranks)
-    may = may_end(stay[0], left.loop) if stay else None
+    may = may_end(divergence.others(left.ranks)[0], left.loop)
     return (Related(MAY_END, may),) if may else ()
 
 
