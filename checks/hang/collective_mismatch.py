@@ -27,9 +27,9 @@ class CollectiveMismatch(Check):
     that a rank skipped because of an exception, two collectives in a different order, a round of a
     loop that some ranks skip or a loop that they leave early. Also where shapes are equal and
     nothing hangs: the same calls in a different order in every round, or one line in a loop over
-    names (dictionary keys, a set) that come in a different order. Also ranks that wait for each
-    other in collectives of different groups, and ranks that have been in different steps since one
-    in which they ran different numbers of backwards that communicate.
+    names (dictionary keys, a set) that come in a different order, or of which a rank lacks one.
+    Also ranks that wait for each other in collectives of different groups, and ranks that have been
+    in different steps since one in which they ran different numbers of backwards that communicate.
 
     ## How it knows
     Every rank records each collective before it calls it, in a file that outlives the process: its

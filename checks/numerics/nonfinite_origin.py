@@ -24,6 +24,9 @@ inputs, so that it cannot be told whether these were finite."""
 HUGE, GROWN = 1e6, 1e3
 """Parameters have exploded if one is above both `HUGE` and `GROWN` times their earlier norm."""
 
+STOPPED_ON = "stopped before the backward on ranks"
+"""Name of the evidence which ranks raised or exited because of such a loss."""
+
 EXPLODED = "parameters-exploded"
 INPUT = "input"
 AFTER_FORWARD = "after-forward"
@@ -172,7 +175,9 @@ class NonfiniteOrigin(Check):
     are averaged: of about 30 parameters in the first 128 backwards, later mostly of one, as
     `--budget` allows. A loss that is not finite is followed back at once, to parameters, inputs and
     buffers of the forward, or along the autograd graph to an operation. It is reported if an
-    optimizer steps on it, or if no optimizer steps any more because of it.
+    optimizer steps on it, if no optimizer steps any more because of it, or if the program raises or
+    exits before the backward: then the loss is found in the variables of the functions that it
+    leaves.
 
     On a GPU nothing waits for the device: the loss and one gradient are flagged there and read at a
     later step. This gives the rank and the step, but not the operation. The finding is proven.
@@ -212,6 +217,17 @@ class NonfiniteOrigin(Check):
                 ),
             ),
         ),
+        Effect(
+            ("first-failure",),
+            when=(
+                Condition(
+                    "of ranks that stopped because of it",
+                    lambda mine, other: (
+                        bool(other.ranks) and {*other.ranks} <= {*_stopped_on(mine)}
+                    ),
+                ),
+            ),
+        ),
     )
 
     def unobserved(self, run: Run) -> str | None:
@@ -236,6 +252,7 @@ class NonfiniteOrigin(Check):
         rule, exploded = _origin(event), _exploded(event, rank)
         origin, facts = ORIGINS[rule], _facts(event, rank, guilty, run)
         last = max((r.steps for r in run.training_ranks()), default=step + 1) - 1
+        stopped = [r.rank for r, e in guilty.items() if e.stopped]
         steps = Steps(step, max(step, last), max(step, last) - step + 1)
         if event.spared:
             steps = Steps(step, event.last, event.spared)
@@ -264,10 +281,16 @@ class NonfiniteOrigin(Check):
                 FINITE_ON: [
                     r.rank for r in run.training_ranks() if _brought(event) and r not in firsts
                 ],
+                **({STOPPED_ON: stopped} if stopped else {}),
                 **({"largest parameter": event.largest} if exploded else {}),
             },
             at=rank.wall(event.at),
         )
+
+
+def _stopped_on(finding: Finding) -> list[int]:
+    ranks = finding.evidence.get(STOPPED_ON)
+    return ranks if isinstance(ranks, list) else []
 
 
 def _first(rank: Rank) -> NonFinite | None:
@@ -275,7 +298,7 @@ def _first(rank: Rank) -> NonFinite | None:
     any more, or the program failed. One that left the gradients finite counts only if there is no
     other."""
     failed = rank.exception is not None
-    mattered = [e for e in rank.of(NonFinite) if e.applied or e.skipped or failed]
+    mattered = [e for e in rank.of(NonFinite) if e.applied or e.skipped or e.stopped or failed]
     spared = [e for e in mattered if e.spared]
     return next((e for e in mattered if not e.spared), spared[-1] if spared else None)
 

@@ -82,12 +82,16 @@ class Way(Part, frozen=True):
     Attributes:
         line, text: of the handler, or of the statement around the jump.
         first, last: the range of lines that it may skip.
+        set_line, set_by: of the statement in the loop under which the flag is set that the jump
+            asks for; 0 where it asks for no flag.
     """
 
     line: int
     text: str
     first: int
     last: int
+    set_line: int = 0
+    set_by: str = ""
 
 
 class Statement(Part, frozen=True):
@@ -207,6 +211,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
         key: in a loop over names, the variable that selects what is sent, as `name = 'loss'`.
         through: the function or property of a library that the line uses and that communicates,
             empty where the line calls the collective itself.
+        set_at: the only line that puts an entry of that name into a dictionary, where there is one.
     """
 
     id: int
@@ -217,6 +222,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
     key: str = ""
     internal: bool | None = None
     through: str = ""
+    set_at: Place | None = None
 
     @property
     def line(self) -> int:

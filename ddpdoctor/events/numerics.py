@@ -29,6 +29,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
         gradients: for a parameter, the optimizer's state is not finite either: a gradient caused
             it.
         applied: an optimizer stepped with gradients that were not finite.
+        stopped: the program raised or exited before the backward of this loss.
         skipped: number of backwards in a row that began with it while no optimizer stepped, from
             number `backward` of this rank on (-1 if not recorded).
         spared: number of steps, up to number `last`, that applied finite gradients of such a loss.
@@ -60,6 +61,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
     total: int = -1
     largest: float = 0.0
     within: str = ""
+    stopped: bool = False
 
     def describe(self) -> str:
         return f"{self.value} in {self.kind} {', '.join(self.names[:2])} at step {self.step}"

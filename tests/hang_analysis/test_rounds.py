@@ -122,6 +122,35 @@ def test_what_may_not_have_ended_a_loop(
     assert finding.location.line == (11 if named else 7)
 
 
+@pytest.mark.parametrize(
+    ("outer", "flagged", "inner", "line", "named"),
+    [
+        ("for epoch in range(3):", True, "for i in range(5):", 7, True),
+        ("for epoch in range(3):", False, "for i in range(5):", 8, True),
+        ("while True:", True, "for x in batches(rank):", 7, True),
+        ("for epoch in range(3):", True, "for x in batches(rank):", 7, False),
+    ],
+)
+def test_the_statement_that_decides_in_nested_loops(
+    tmp_path: Path, outer: str, flagged: bool, inner: str, line: int, named: bool
+) -> None:
+    """`if bad:` sets the flag and breaks the inner loop; `if stop:` then ends the outer one."""
+    breaks = Way(line=11, text="if bad:", first=14, last=15)
+    asks = Way(line=16, text="if stop:", first=18, last=18, set_line=11, set_by="if bad:")
+    loop = (
+        Statement(line=8, text=inner, exits=(breaks,)),
+        Statement(line=7, text=outer, exits=(asks,) if flagged else ()),
+    )
+    (finding,) = found(left(tmp_path, loop=loop))
+    assert finding.rule == "loop-exit"
+    assert finding.location is not None
+    assert finding.location.line == (11 if named else line)
+    if named:
+        assert f"left the loop at train.py:{line} " in finding.cause
+    else:
+        assert "may end" in next(r.label for r in finding.related if r.location.line == 11)
+
+
 def test_a_handler_that_ended_a_loop(tmp_path: Path) -> None:
     way = Way(line=11, text="except OSError:", first=13, last=14)
     loop = (Statement(line=8, text="for i in range(80):", exits=(way,)),)

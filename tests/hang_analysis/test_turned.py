@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
-from tapes import START, CallLog, run_of, tapes
+from msgspec import structs
+from tapes import CWD, START, CallLog, run_of, tapes
 
-from ddpdoctor.events import Event, Statement, StepDone
+from ddpdoctor.events import CallSite, Event, Place, Site, Statement, StepDone
 from ddpdoctor.report.findings import Finding, Steps
 from ddpdoctor.run import Run
 
@@ -135,6 +136,60 @@ def test_one_line_in_a_loop_over_names(tmp_path: Path, rounds: int) -> None:
     assert finding.rule == "key-order"
     assert finding.ranks == (2,)
     assert finding.location is not None and finding.location.line == 30
+
+
+def lacked(
+    tmp_path: Path, ours: str, theirs: str, steps: int = 3, after: int = 0, within: str = ""
+) -> list[Finding]:
+    """One letter is one name; in the last step rank 1 has `theirs`, and after the loop all make
+    another call, rank 1 on line `after` where it is given."""
+    made = tapes()
+    loop = Statement(line=7, text="for k, v in figures.items():", kind="for")
+    test = Statement(line=LOSS, text="if large:", kind="if")
+    for rank, tape in made.items():
+        for step in range(steps):
+            for name in theirs if rank and step == steps - 1 else ours:
+                tape.call("all_reduce", LOSS, "dist.all_reduce(v)", step=step, inside=(loop,),
+                          key=f"k = {name!r}")  # fmt: skip
+                if name == "b":  # which line 20 sets
+                    last = tape.events[-1]
+                    assert isinstance(last, CallSite)
+                    spot = Site(at=START, id=77, file=f"{CWD}/model.py", line=20, function="f")
+                    place = Place(site=77, inside=(test,))
+                    tape.events[-1:] = [spot, structs.replace(last, set_at=place)]
+            last_step = step == steps - 1
+            line = after if after and rank and last_step else COUNT
+            inside = (loop,) if within and rank and last_step else ()
+            tape.call("all_reduce", line, "other(x)", step=step, inside=inside)
+    return found(run_of(tmp_path, made, more=TRAINED))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "lacks"), [("ac", "b"), ("a", "b` and `c"), ("ab", "c"), ("bc", "a")]
+)
+def test_a_loop_over_names_that_lacks_one_on_a_rank(
+    tmp_path: Path, theirs: str, lacks: str
+) -> None:
+    (finding,) = lacked(tmp_path, "abc", theirs)
+    assert (finding.rule, finding.ranks) == ("lacking-name", (1,))
+    assert f"no all_reduce for `{lacks}`" in finding.summary
+    assert finding.location is not None and finding.location.line == LOSS
+    lines = [r.location.line for r in finding.related]
+    assert (20 in lines) is (lacks[0] == "b")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "after", "within"),
+    [
+        ("abd", 0, ""),  # each has a name of its own
+        ("abc", 0, ""),
+        ("ab", 30, "the loop"),  # the other branch in the loop makes the call
+    ],
+)
+def test_names_that_no_rank_lacks(tmp_path: Path, theirs: str, after: int, within: str) -> None:
+    rules = [f.rule for f in lacked(tmp_path, "abc", theirs, after=after, within=within)]
+    assert "lacking-name" not in rules
+    assert not rules or within
 
 
 def test_names_that_say_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from types import CodeType, FrameType, SimpleNamespace
 import pytest
 import torch.distributed  # what is called is looked up there
 
-from ddpdoctor.probe.source import loop_keys
+from ddpdoctor.probe.source import key_setters, loop_keys
 
 assert torch.distributed
 
@@ -37,6 +37,11 @@ def nested(parts):
     for part in parts:
         for name in part:
             dist.all_reduce(part[name])
+
+def in_place(figures):
+    for name, value in figures.items():
+        value = value.data.clone()
+        dist.all_reduce(value.div_(dist.get_world_size()))
 
 def computed(loaders):
     for name, loader in loaders.items():
@@ -92,6 +97,7 @@ def line(text: str, nth: int = 0) -> int:
         ("in_a_helper", "= reduced(", REDUCED, ("name", "value")),
         ("comprehension", "{k: reduced(v)", REDUCED, ("k", "v")),
         ("nested", "part[name])", None, ("name", "part")),
+        ("in_place", "value.div_(", None, ("name", "value")),
         ("computed", "all_reduce(total)", None, ()),
         ("computed_there", "model.evaluate", None, ()),
         ("beside", "all_reduce(gradient)", None, ()),
@@ -135,3 +141,29 @@ def frames() -> list[FrameType]:
 
 def test_a_call_in_no_loop() -> None:
     assert loop_keys.keyed(frames()) is None
+
+
+SETTERS = """\
+def fill(out, x):
+    out["loss"] = x
+    if x.bad:
+        out["bad"] = 1
+        out["both"] = 1
+    else:
+        out["both"] = 2
+    read = out["read"]
+    out.setdefault("late", x)
+    out.update(size=3)
+    return {"acc": x, **out}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("loss", 2), ("bad", 4), ("both", 0), ("read", 0), ("late", 9), ("size", 10), ("acc", 11)],
+)
+def test_the_line_that_sets_an_entry(tmp_path: Path, name: str, line: int) -> None:
+    path = tmp_path / "fill.py"
+    path.write_text(SETTERS)
+    found = key_setters.setter(name, [str(path)])
+    assert found == ((str(path), line, "fill") if line else None)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ddpdoctor.events import Statement
 from ddpdoctor.probe.source.loop_rounds import rounds
@@ -30,6 +31,8 @@ def told(text: str, **known: Any) -> dict[int, int]:
     args, sly, names = SimpleNamespace(epochs=5), Sly(), known
     batches, lying = [(1, 2)] * 3, Lying([1, 2])
     frame = sys._getframe()
+    x, empty, scalar, plain = torch.ones(10, 2), torch.ones(0), torch.ones(()), "a,b"
+    assert len(x) == 10 and not len(empty) and scalar and plain
     assert args and sly and batches and type(lying) is Lying and names is not None
     return rounds([head], frame)
 
@@ -44,6 +47,17 @@ def told(text: str, **known: Any) -> dict[int, int]:
         ("for x, y in batches:", 3),
         ("for n, (x, y) in enumerate(batches):", 3),
         ("for n in enumerate(range(4)):", 4),
+        ("for n in range(0, len(x), 3):", 4),
+        ("for n in range(len(batches) * 2 // 4):", 1),
+        ("for row in x:", 10),
+        ("for part in x.split(4):", 3),
+        ("for part in x.chunk(6):", 5),
+        ("for part in torch.randperm(len(x)).split(args.epochs):", 2),
+        ("for i in torch.randperm(len(x), device=device):", 10),
+        ("for i, j in zip(x, range(3)):", 3),
+        ("for k, v in names.items():", 0),
+        ("for x in [make() for _ in range(3)]:", 3),
+        ("for n in tqdm(range(4), disable=True):", 4),
     ],
 )
 def test_rounds_are_told_by_values(text: str, count: int) -> None:
@@ -60,6 +74,14 @@ def test_rounds_are_told_by_values(text: str, count: int) -> None:
         "for n in range(0, 10, 0):",
         "for x, y in loader:",
         "for x in lying:",
+        "for x in scalar:",
+        "for part in plain.split(2):",
+        "for part in x.split(2, dim=1):",
+        "for part in x.split([2, 8]):",
+        "for part in empty.split(0):",
+        "for i in zip(batches, loader):",
+        "for x in [x for x in batches if x]:",
+        "for x in range(4 // 0):",
         "for epoch in range(",
         "for epoch in range(*args):",
     ],

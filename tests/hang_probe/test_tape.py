@@ -175,6 +175,40 @@ def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     assert not statements.enclosing(str(path), 14)[-1].exits
 
 
+FLAGS = """\
+def main():
+    while not self.done:
+        stop = False
+        for x in batches:
+            reduce(x)
+            if x.bad:
+                log(x)
+                stop = True
+                self.done = True
+            elif other: stop = False
+            if stop:
+                break
+        found = len(x)
+        late = now() > 3
+        if late or found: break
+        if late: break
+        if found: break
+"""
+
+
+def test_the_statement_that_sets_the_flag_of_a_jump_decides(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FLAGS)
+    inner, outer = (s for s in statements.enclosing(str(path), 5) if s.is_loop)
+    assert [(w.line, w.set_line, w.set_by) for w in inner.exits] == [(11, 6, "if x.bad:")]
+    assert [(w.line, w.set_line, w.set_by) for w in outer.exits] == [
+        (15, 0, ""),
+        (16, 14, "late = now() > 3"),
+        (17, 0, ""),
+        (2, 6, "if x.bad:"),
+    ]
+
+
 def test_the_statements_that_leave_before_a_line(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_followed_through_a_graph(operation: str) -> None:
     origin = trace(made.sum(), {id(p): [n] for n, p in model.named_parameters()})
     assert origin.operation in (operation, "reciprocal")
     assert origin.module == "2"
+
+
+def test_a_target_that_is_no_result_of_the_model() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
+
+    model = torch.nn.Linear(4, 1)
+    target = torch.tensor([[0.0], [math.inf]])
+    loss = torch.nn.functional.smooth_l1_loss(model(torch.ones(2, 4)), target)
+    origin = trace(loss, {id(p): [n] for n, p in model.named_parameters()})
+    assert (origin.operation, origin.entered) == ("", "smooth_l1_loss")
 
 
 def test_of_a_table_that_is_also_the_last_layer_the_nearest_is_told() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.numerics.nonfinite_origin import NonfiniteOrigin
 from recordings import make_run, site, steps
 from wraps import wrap
@@ -15,6 +16,7 @@ from ddpdoctor.events import Event, ExceptionRaised, NonFinite, ScalerStep, Sket
 from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.training.wrapped_models import WrappedModels
 from ddpdoctor.probe.watchers.numerics.numerics import Numerics
+from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Finding, Severity
 
 
@@ -289,6 +291,20 @@ def test_the_program_ended_over_it() -> None:
     error = ExceptionRaised(at=0, kind="FloatingPointError", message="loss is nan")
     (finding,) = found([bad("loss", 5, applied=False), error], [], ended={0: 1, 1: -15})
     assert finding.ranks == (0,)
+
+
+def test_the_program_stopped_before_the_backward_of_it() -> None:
+    stopped = bad("loss", 12, site=-1, origin_site=2, entered="mse_loss", applied=False,
+                  stopped=True)  # fmt: skip
+    (finding,) = found([], [stopped])
+    assert (finding.rule, finding.ranks) == ("before-operation", (1,))
+    assert finding.location is not None and finding.location.file == "model.py"
+    assert finding.related == ()
+    failed = ExceptionRaised(at=1, kind="FloatingPointError", message="loss", frames=(), step=12)
+    raised = make_run({0: steps(12), 1: [site(2, "model.py", 9, ""), *steps(12), stopped, failed]})
+    report = diagnose(raised, [NonfiniteOrigin(), FirstFailure()])
+    (finding,) = [f for f in report.findings if f.code == "DDP801"]
+    assert [f.check for f in finding.consequences] == ["first-failure"]
 
 
 def test_nothing_wrong() -> None:

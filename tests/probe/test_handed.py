@@ -20,6 +20,7 @@ GIVEN = [
     "if sizes:\n    def f(s, t):\n        call(s)",
     "def f(v):\n    call(torch.tensor([float(v)]))",
     "def f(t):\n    call(t.sum())",
+    "def f(figures, name):\n    call(figures[name])",
     "def f(n):\n    x = n\n    x += 1\n    call(torch.zeros(x))",
 ]
 OWN = [
@@ -40,6 +41,8 @@ OWN = [
     "def f(t):\n    def g():\n        call(t)\n    g()",
     "def f(t):\n    other(t); call(torch.ones(1))",
     "def f(v):\n    t = torch.tensor([sum(v), len(v)])\n    call(t)",
+    "def f(t, mask):\n    kept = t[mask.bool()].float()\n    call(kept)",
+    "def f(t, mask):\n    call(t.masked_select(mask))",
 ]
 
 

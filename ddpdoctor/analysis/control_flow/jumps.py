@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...events import CALLERS, CallSite, ExceptionPassed, Place, Statement, Way
 from ...run import Location, Rank
@@ -161,9 +161,9 @@ def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
 
 def exits(
     leaver: Rank, last: CallSite | None, stay: CallRecord, loop: Location, sure: bool, even: bool
-) -> tuple[Location, ...]:
-    """The statements one of which ended a loop on a rank that left it; none where the loop may as
-    well have ended by its head.
+) -> dict[Location, Location]:
+    """The statements one of which ended a loop on a rank that left it, or a loop inside of it; each
+    with the loop that it ends. None where the loop may as well have ended by its head.
 
     Args:
         last: the last call of the rank that left; stay: a call of another rank in the loop.
@@ -172,7 +172,7 @@ def exits(
     """
     key = (loop.file, loop.line, loop.function)
     ended = {
-        way.line: Location(loop.file, way.line, loop.function, way.text)
+        (way.line, way.set_line): (way, loop)
         for site in stay.rank.of(CallSite)
         for at, _, _, each in loops_around(stay.rank, site)
         if at == key
@@ -182,32 +182,56 @@ def exits(
     if begin is not None and end is not None:
         same_round = begin < end
         ended = {
-            n: way
-            for n, way in ended.items()
-            if (begin < n < end if same_round else n > begin or n < end)
+            n: found
+            for n, found in ended.items()
+            if (begin < n[0] < end if same_round else n[0] > begin or n[0] < end)
         }
         sure = sure or same_round
-    sure = sure or _ENDLESS.match(loop.source) is not None
+    sure = sure or _is_endless(loop, ended.values())
     counted = even and same_rounds(loop, leaver, stay.rank)
-    return tuple(
-        way
-        for way in ended.values()
-        if sure or ON_RANK.search(way.source) or (counted and not _unseen(leaver, way))
-    )
+    if counted and not sure:
+        # A loop inside of it that ended early makes fewer calls, too.
+        for head, each in _within(stay, key):
+            inner = {(way.line, way.set_line): (way, head) for way in each.exits}
+            ended = {**inner, **ended}
+    found = {}
+    for way, head in ended.values():
+        here = _decides(way, head)
+        if sure or ON_RANK.search(here.source) or (counted and not _unseen(leaver, here)):
+            found[here] = head
+    return found
+
+
+def _within(stay: CallRecord, loop: Key) -> Iterator[tuple[Location, Statement]]:
+    """The loops around a call that are inside of a loop, innermost first."""
+    for at, head, _, each in loops_around(stay.rank, stay.site):
+        if at == loop:
+            return
+        yield head, each
+
+
+def _is_endless(loop: Location, ways: Iterable[tuple[Way, Location]]) -> bool:
+    """Whether a loop ends by one of its statements only: its head has no condition, or just asks
+    for a flag that they set."""
+    return _ENDLESS.match(loop.source) is not None or any(w.line == loop.line for w, _ in ways)
+
+
+def _decides(way: Way, loop: Location) -> Location:
+    """The statement that decides about a jump in a loop."""
+    line, text = (way.set_line, way.set_by) if way.set_line else (way.line, way.text)
+    return Location(loop.file, line, loop.function, text)
 
 
 def may_end(stay: CallRecord, loop: Location) -> Location | None:
     """The conditional statement that ends a loop around a call, or a loop inside of it; None where
     there are several."""
     key = (loop.file, loop.line, loop.function)
-    within: dict[int, Location] = {}
-    for at, head, _, each in loops_around(stay.rank, stay.site):
-        ends = (Location(head.file, w.line, head.function, w.text) for w in each.exits)
-        within.update((end.line, end) for end in ends)
-        if at == key:
-            only = next(iter(within.values())) if len(within) == 1 else None
-            return only if only and only.source.startswith(("if ", "elif ")) else None
-    return None
+    around = [(h, e) for at, h, _, e in loops_around(stay.rank, stay.site) if at == key]
+    ends = {
+        _decides(way, head) for head, each in (*_within(stay, key), *around) for way in each.exits
+    }
+    only = ends.pop() if around and len(ends) == 1 else None
+    return only if only and only.source.startswith(("if ", "elif ")) else None
 
 
 def _unseen(rank: Rank, way: Location) -> bool:

@@ -35,6 +35,7 @@ class CallDivergence:
         width: after how many calls they make the same ones again; 0 where that is not seen.
         again: the later calls in which they differ in the same way; variants: those of them in
             which the sides consist of other ranks.
+        lacking: the names that `rest` lacks, of the loop over names in which `side` is.
         cut: up to which call they were examined, where there were too many; -1 otherwise.
     """
 
@@ -52,6 +53,7 @@ class CallDivergence:
     width: int = 0
     again: tuple[int, ...] = ()
     variants: tuple[CallDivergence, ...] = ()
+    lacking: tuple[str, ...] = ()
     cut: int = -1
 
     def may_be_left(self, still: CallRecord, loop: Key) -> bool:

@@ -19,7 +19,7 @@ from ..calls.call_logs import (
 from ..control_flow.branches import arms
 from ..waiting.snapshot import snapshot_of
 from .align import CallDivergence, compare
-from .reordered_calls import reordered
+from .reordered_calls import lacking, reordered
 from .thresholds import FAULTS, LOOKS, NEAR, REACH, TIMES, WINDOW
 
 Marks = tuple[object, ...]
@@ -110,7 +110,9 @@ def _next(
     """
     found = _by_calls(known, key, logs, start, judged)
     until = found.index if found else None
-    return _by_lines(known, key, logs, start, until, judged) or found
+    if earlier := _by_lines(known, key, logs, start, until, judged):
+        return earlier
+    return (found and lacking(known, key, logs, found.index)) or found
 
 
 def _by_lines(
@@ -130,7 +132,7 @@ def _by_lines(
             break
         marks = tuple(m and (m.what, m.spots, m.key) for m in _there(known, logs, index))
         if marks not in judged:
-            judged[marks] = reordered(known, key, logs, index)
+            judged[marks] = reordered(known, key, logs, index) or lacking(known, key, logs, index)
         if (divergence := judged[marks]) is not None:
             return replace(divergence, index=index)
         start = index + 1

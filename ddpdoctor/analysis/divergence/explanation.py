@@ -48,6 +48,10 @@ class CallExplanation(Explanation[Suspect]):
         """
         seen, said = _difference(blamed)
         location = location or blamed.divergence.location(blamed.call)
+        shown = {(r.location.file, r.location.line) for r in related}
+        rest = (
+            r for r in _related(blamed, location) if (r.location.file, r.location.line) not in shown
+        )
         ops = {made.signature.op for made in blamed.divergence.calls.values()}
         return Attribution(
             rule=self.rule,
@@ -59,7 +63,7 @@ class CallExplanation(Explanation[Suspect]):
             summary=summary or f"{said}: {sides_text(blamed)}",
             cause=cause,
             fix=fix,
-            related=(*related, *_related(blamed, location)),
+            related=(*related, *rest),
             subjects=subjects or tuple(sorted(ops)),
             steps=steps,
             evidence=evidence or {},

@@ -31,7 +31,7 @@ from ..control_flow.branches import (
     where,
 )
 from ..control_flow.caught_exceptions import caught, way_out
-from ..control_flow.jumps import ways_around
+from ..control_flow.jumps import may_end, ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .early_return import Retried, ReturnedEarly, came_back
@@ -46,11 +46,11 @@ from .explanation import (
     what_was_skipped,
 )
 from .left_loop import TOGETHER, LeftLoop, LoopExitKind
-from .loop_exits import left_loop
+from .loop_exits import MAY_END, left_loop
 from .recorded_difference import InAnotherStep, RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
-from .unanswered import Unanswered
+from .unanswered import LackingName, Unanswered
 
 NEW_GROUP_ON_ALL = (
     "call new_group on every rank, in the same order, and keep the group with this rank: "
@@ -316,7 +316,7 @@ class LoopExit(CallExplanation):
             summary=summary if ours else "",
             cause=f"{why}{left.cause}",
             fix=TOGETHER if why and not left.blames else left.fix,
-            related=skips.tried if skips else (),
+            related=skips.tried if skips else _may_end(suspect.divergence, left),
             steps=skips.steps if skips else None,
             evidence=left.evidence if ours else None,
             also=skips.ranks if skips else (),
@@ -419,6 +419,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     MembersOnly(),
     DifferentGroups(),
     InAnotherStep(),
+    LackingName(),
     Arguments(),
     ExceptionExit(),
     Thread(),
@@ -434,7 +435,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     Order(
         "key-order",
         "ranks loop over the same names (keys, a set) in a different order",
-        lambda suspect: suspect.call.key,
+        lambda suspect: suspect.call.key and not suspect.divergence.extra,
         "the ranks loop over the same names in a different order (a `set` of strings is ordered "
         "differently in every process)",
     ),
@@ -477,6 +478,14 @@ def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
     through = call.site.through if call.site is not None else ""
     used = through and re.search(rf"\b{re.escape(through)}\b", here.source)
     return unbranched(head, f"use `{through}`, which calls {op}," if used else "make this call")
+
+
+def _may_end(divergence: CallDivergence, left: LeftLoop) -> tuple[Related, ...]:
+    """The statement that may have ended the loop, where nothing proves that it did."""
+    if left.exits or left.how is not LoopExitKind.UNKNOWN:
+        return ()
+    may = may_end(divergence.others(left.ranks)[0], left.loop)
+    return (Related(MAY_END, may),) if may else ()
 
 
 def _why(divergence: CallDivergence, left: LeftLoop) -> str:

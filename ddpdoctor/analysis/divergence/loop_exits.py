@@ -240,7 +240,10 @@ def _with_exits(left: LeftLoop, leaver: Rank, last: CallSite | None, stay: CallR
         return left
     sure = left.how is LoopExitKind.BROKE
     even = not list(_uneven_within(left.loop, leaver, stay))
-    return replace(left, exits=exits(leaver, last, stay, left.loop, sure, even))
+    found = exits(leaver, last, stay, left.loop, sure, even)
+    loops = set(found.values())
+    loop = loops.pop() if len(loops) == 1 else left.loop
+    return replace(left, loop=loop, exits=tuple(found))
 
 
 def _uneven_within(loop: Location, leaver: Rank, stay: CallRecord) -> Iterator[Location]:

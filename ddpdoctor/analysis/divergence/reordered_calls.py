@@ -1,12 +1,13 @@
 """The same calls of the same lines in a different order, which shows only in the line numbers, or
-in the names that one line loops over."""
+in the names that one line loops over; and loops over names of which some ranks lack one."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
-from ..control_flow.branches import arms, condition
+from ..control_flow.branches import arms, condition, is_inside
+from ..control_flow.jumps import loops_around
 from .align import CallDivergence
 from .thresholds import LONGEST_ROUND, ROUNDS, WINDOW
 
@@ -54,6 +55,67 @@ def reordered(
         before=tuple(m for r in made if (m := known.recorded(logs[r], index - 1)) is not None),
         width=width,
     )
+
+
+def lacking(
+    known: CallLogs, key: GroupKey, logs: dict[int, GroupCalls], index: int
+) -> CallDivergence | None:
+    """The divergence at a call in a loop over names, where some ranks lack the name of this round:
+    they are at a later one, or have left the loop. None otherwise."""
+    made = {r: m for r, log in logs.items() if (m := known.at(log, index)) is not None}
+    sides: dict[Mark, list[int]] = {}
+    for rank, one in made.items():
+        sides.setdefault(_mark(one), []).append(rank)
+    if len(sides) < 2:
+        return None
+    two = sorted(sides.values(), key=lambda side: (-len(side), side))[:2]
+    for side, rest in (two, two[::-1]):
+        ours, theirs = (_names(known, logs[s[0]], index, made[side[0]]) for s in (side, rest))
+        names = tuple(n for n in ours if n not in theirs)
+        if not names or names[0] != next(iter(ours)) or not _carries(made[side[0]]):
+            continue
+        # Where a rank was stopped in the loop, more names may have followed.
+        stopped = known.at(logs[side[0]], index + len(ours)) is None
+        if {*theirs} - {*ours} and not stopped:
+            continue  # each has names of its own
+        later = bool(theirs) and next(iter(theirs)) in ours
+        if later or (not theirs and _is_past(known, logs, index, made[side[0]], made[rest[0]])):
+            before = tuple(m for r in made if (m := known.at(logs[r], index - 1)) is not None)
+            return CallDivergence(
+                key, index, made, (), True, True, tuple(side), tuple(rest), made[side[0]],
+                before=before, lacking=names,
+            )  # fmt: skip
+    return None
+
+
+def _names(known: CallLogs, log: GroupCalls, index: int, loop: CallRecord) -> dict[str, CallRecord]:
+    """The names that one run of a loop over names comes to on a rank, from a call on.
+
+    Args:
+        loop: a call of any rank in that loop.
+    """
+    found: dict[str, CallRecord] = {}
+    for made in known.window(log, index, WINDOW):
+        same = made.spots == loop.spots and made.step == loop.step
+        if not same or not made.key or made.key in found:
+            break
+        found[made.key] = made
+    return found
+
+
+def _is_past(
+    known: CallLogs, logs: dict[int, GroupCalls], index: int, made: CallRecord, other: CallRecord
+) -> bool:
+    """Whether a rank has left a loop over names in which another rank is at its next one: both were
+    at the same name in the call before."""
+    pair = [known.recorded(logs[m.rank.rank], index - 1) for m in (made, other)]
+    mine, theirs = pair
+    if mine is None or theirs is None or not mine.key or mine.spots != made.spots:
+        return False
+    if _mark(mine) != _mark(theirs) or mine.step != made.step or mine.key == made.key:
+        return False
+    loop = next((head for _, head, _, _ in loops_around(made.rank, made.site)), None)
+    return loop is not None and not is_inside(other.rank, other.site, loop.file, loop.line)
 
 
 def _width(pairs: list[Pair]) -> int:

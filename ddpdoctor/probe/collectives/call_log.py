@@ -22,6 +22,7 @@ from ..recording.code_locations import LIBRARY, USER
 from ..recording.recorder import Recorder
 from ..recording.threads import Threads
 from ..source.decorators import decorated
+from ..source.key_setters import setter
 from ..source.loop_keys import LoopKey, keyed
 from ..source.loop_rounds import rounds
 from ..source.passthrough import passes_through
@@ -381,9 +382,20 @@ class CallLog:
         if not key:
             return number
         if key not in known.sites:
-            places = self._places(self._user_frames(frame))
-            known.sites[key] = self._emit_call_site((number, key), places, key=key)
+            frames = self._user_frames(frame)
+            set_at = self._set_at(known.name, frames)
+            known.sites[key] = self._emit_call_site(
+                (number, key), self._places(frames), key=key, set_at=set_at
+            )
         return known.sites[key]
+
+    def _set_at(self, name: str, frames: list[FrameType]) -> Place | None:
+        """The line of the program that sets the entry with this name."""
+        found = setter(name, (f.f_code.co_filename for f in frames))
+        if found is None:
+            return None
+        site = self.recorder.sites.place(*found)
+        return Place(site, enclosing(found.file, found.line))
 
     def _places(self, frames: list[FrameType]) -> tuple[Place, ...]:
         places, called = [], None
@@ -415,6 +427,7 @@ class CallLog:
         started: int = -1,
         key: str = "",
         through: str = "",
+        set_at: Place | None = None,
     ) -> int:
         number = self._sites[line] = len(self._sites)
         own = threads.current()
@@ -426,6 +439,7 @@ class CallLog:
             shadows=shadows(),
             started=started,
             key=key,
+            set_at=set_at,
             internal=internal(self.recorder) if places else None,
             through=through,
         )

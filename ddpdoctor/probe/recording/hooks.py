@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from .recorder import Recorder
@@ -165,6 +166,10 @@ class Hook(Generic[M]):
 
 handled: Hook[BaseException] = Hook("handled")
 """An exception handler of the program logs or prints the exception that it caught."""
+
+failing: Hook[tuple[BaseException | None, list[FrameType]]] = Hook("failing")
+"""An exception leaves the program, or (None) it calls `sys.exit` with a bad status: with the frames
+that are left, innermost first, whose variables still exist."""
 
 leaving: Hook[None] = Hook("leaving")
 """The interpreter is about to exit: the last chance to record."""

@@ -168,13 +168,12 @@ def last_name(node: ast.AST) -> str:
 
 def is_call_of(call: ast.Call, called: CodeType | None) -> bool:
     """Whether a call is one of a function of the user's by its name; of one of `torch.distributed`
-    for None."""
+    that is not just asked for something (`get_rank`) for None."""
     name = called_name(call)
-    return (
-        name in vars(sys.modules["torch.distributed"])
-        if called is None
-        else (name == called.co_name)
-    )
+    if called is not None:
+        return name == called.co_name
+    asks = name.startswith(("get_", "is_"))
+    return not asks and name in vars(sys.modules["torch.distributed"])
 
 
 def given(call: ast.Call, *, but: Collection[str] = ()) -> list[ast.expr]:
@@ -240,6 +239,11 @@ def parts_of(code: CodeType) -> list[ast.AST]:
     """All nodes of the definition that a code object was compiled from; empty without source."""
     source, node = source_of(code.co_filename), function_of(code)
     return source.parts(node) if source is not None and node is not None else []
+
+
+def parsed_files() -> list[str]:
+    """The files that were parsed so far."""
+    return [file for file, (_, source) in _known.items() if source is not None]
 
 
 def source_of(file: str) -> Source | None:

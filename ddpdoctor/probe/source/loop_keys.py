@@ -23,14 +23,14 @@ _TRIES = 4
 _LONGEST = 80
 NOTHING_ELSE = frozenset(
     {
-        "Tensor", "as_tensor", "clone", "contiguous", "cpu", "cuda", "detach", "div", "double",
-        "flatten", "float", "full", "get", "getattr", "half", "int", "item", "long", "mean",
-        "new_tensor", "pop", "reshape", "squeeze", "stack", "sum", "tensor", "to", "unsqueeze",
-        "view",
+        "Tensor", "abs", "add", "as_tensor", "bool", "clone", "contiguous", "cpu", "cuda", "detach",
+        "div", "double", "flatten", "float", "full", "get", "get_world_size", "getattr", "half",
+        "int", "item", "long", "max", "mean", "min", "mul", "new_tensor", "norm", "pop", "reshape",
+        "sqrt", "squeeze", "stack", "sub", "sum", "tensor", "to", "type", "unsqueeze", "view",
     }
 )  # fmt: skip
-"""Functions that return their argument in another form. Any other function may compute a new value
-for each key, and may itself choose by it."""
+"""Functions that return their argument in another form, also in its place (`div_`). Any other
+function may compute a new value for each key, and may itself choose by it."""
 _NOT_SENT = ("group", "async_op", "op", "src", "dst")
 """Arguments of collectives that do not choose what is sent."""
 _Loop: TypeAlias = ast.For | ast.comprehension
@@ -40,7 +40,7 @@ class LoopKey:
     """A call site in a loop over names.
 
     Attributes:
-        sites: the number of the call site with each key.
+        sites: the number of the call site with each key; name: the last key itself.
     """
 
     def __init__(self, code: CodeType, names: tuple[str, ...]) -> None:
@@ -48,6 +48,7 @@ class LoopKey:
         self._names = names
         self._tries = _TRIES
         self.sites: dict[str, int] = {}
+        self.name = ""
 
     @property
     def over(self) -> bool:
@@ -66,6 +67,7 @@ class LoopKey:
         known: dict[str, Any] = variables(outer) if outer is not None else {}
         for name in self._names:
             if type(value := known.get(name)) is str:
+                self.name = value
                 return f"{name} = {value[:_LONGEST]!r}"
         self._tries -= not self.sites
         return ""
@@ -151,5 +153,7 @@ def _assigned_from(used: set[str], loop: ast.For, line: int) -> set[str]:
 
 def _is_unchanged(value: ast.AST) -> bool:
     return all(
-        last_name(n.func) in NOTHING_ELSE for n in ast.walk(value) if isinstance(n, ast.Call)
+        last_name(n.func).rstrip("_") in NOTHING_ELSE
+        for n in ast.walk(value)
+        if isinstance(n, ast.Call)
     )

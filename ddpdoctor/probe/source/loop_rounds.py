@@ -4,17 +4,21 @@ in a frame."""
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterable
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
 from ...events import Statement
 from ..recording.frames import variables
+from .ast_cache import called_name
 
 _HEAD = re.compile(r"for [^:]+? in (.+):")
-_SIZED = (list, tuple, dict, set, str)
+_SIZED = (list, tuple, dict, OrderedDict, set, str)
 """Types of which the length can be asked without running code of the user's; not of what derives
 from them."""
 
@@ -43,24 +47,72 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _length(over: ast.expr, frame: FrameType) -> int | None:
-    """How many items an expression yields: a `range`, a list, or `enumerate` of these."""
+    """How many items an expression yields: a `range`, a list, a tensor or its parts, or what runs
+    over these once (`enumerate`, `zip`)."""
+    if isinstance(over, ast.ListComp | ast.GeneratorExp) and len(over.generators) == 1:
+        only = over.generators[0]
+        return None if only.ifs else _length(only.iter, frame)
     if not isinstance(over, ast.Call):
         value = _looked_up(over, frame)
-        return len(value) if type(value) in _SIZED else None
-    name = over.func.id if isinstance(over.func, ast.Name) else ""
-    if over.keywords or not over.args:
+        return len(value) if type(value) in _SIZED else _rows(over, frame)
+    name, args = called_name(over), over.args
+    if isinstance(over.func, ast.Attribute):
+        if name in _VIEWS and not args:
+            return _length(over.func.value, frame)
+        return _parts(over.func, over, frame) if name in _PARTS else _rows(over, frame)
+    if name in _OVER_ONE and args:
+        return _length(args[0], frame)
+    if over.keywords or not args:
         return None
-    if name == "enumerate":
-        return _length(over.args[0], frame)
-    given = [_value(argument, frame) for argument in over.args] if name == "range" else []
+    if name == "zip":
+        lengths = [_length(a, frame) for a in args]
+        return None if None in lengths else min(lengths)  # type: ignore[type-var]
+    given = [_value(argument, frame) for argument in args] if name == "range" else []
     if not 0 < len(given) <= 3 or None in given or 0 in given[2:]:
         return None
     return len(range(*given))  # type: ignore[arg-type]
 
 
+_OVER_ONE = ("enumerate", "reversed", "sorted", "list", "tuple", "tqdm")
+"""Functions that yield one item for each of their first argument."""
+_VIEWS = ("items", "keys", "values", "tolist")
+_PARTS = ("split", "chunk")
+"""Methods of tensors that yield parts of it."""
+
+
+def _parts(func: ast.Attribute, call: ast.Call, frame: FrameType) -> int | None:
+    """How many parts `x.split(size)` or `x.chunk(number)` has, along the first dimension."""
+    rows = _rows(func.value, frame)
+    number = _value(call.args[0], frame) if len(call.args) == 1 and not call.keywords else None
+    if not rows or number is None or number <= 0:
+        return None
+    size = number if func.attr == "split" else -(-rows // number)
+    return -(-rows // size)
+
+
+def _rows(node: ast.expr, frame: FrameType) -> int | None:
+    """The first dimension of a tensor: of a variable, or `torch.randperm(n)`."""
+    if isinstance(node, ast.Call):
+        counts = called_name(node) in ("randperm", "arange") and len(node.args) == 1
+        return _value(node.args[0], frame) if counts else None
+    value, torch = _looked_up(node, frame), sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor or not value.dim():
+        return None
+    return int(value.shape[0])
+
+
 def _value(node: ast.expr, frame: FrameType) -> int | None:
+    if isinstance(node, ast.Call):
+        counted = called_name(node) == "len" and len(node.args) == 1
+        return _length(node.args[0], frame) if counted else None
     found = _looked_up(node, frame)
     return found if type(found) is int else None
+
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
 
 
 def _looked_up(node: ast.expr, frame: FrameType) -> Any:
@@ -75,9 +127,11 @@ def _looked_up(node: ast.expr, frame: FrameType) -> Any:
             return object.__getattribute__(owner, "__dict__").get(node.attr)
         except AttributeError:
             return None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         left, right = _value(node.left, frame), _value(node.right, frame)
         if left is None or right is None:
             return None
-        return left + right if isinstance(node.op, ast.Add) else left - right
+        if right == 0 and isinstance(node.op, ast.FloorDiv):
+            return None
+        return _ARITHMETIC[type(node.op)](left, right)
     return None

@@ -16,6 +16,9 @@ _NOT_SENT = ("group", "async_op")
 """Arguments of collectives that do not say what is sent."""
 _OF_MANY = ("len", "sum", "min", "max", "any", "all")
 """These reduce an argument to one value, which is no longer the argument."""
+_SELECTS = ("masked_select", "nonzero", "argwhere", "unique", "unique_consecutive")
+"""These choose elements by their values: how many there are is decided there, as in an index that
+is computed (`x[mask.bool()]`)."""
 _LISTS_RANKS = "new_group"
 """The argument of `new_group` must be the ranks themselves: one that computes them decides."""
 
@@ -78,6 +81,13 @@ def _is_constant(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) or last_name(node).isupper()
 
 
+def _selects(node: ast.AST) -> bool:
+    """Whether an expression chooses elements by values that it computes."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func) in _SELECTS
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Call)
+
+
 class _Values:
     """What the variables of a function were assigned, up to a line.
 
@@ -115,6 +125,8 @@ class _Values:
         chosen = any(isinstance(n, _CHOICES) for n in parts)
         called = (n.func for n in parts if isinstance(n, ast.Call))
         one_of_many = any(isinstance(f, ast.Name) and f.id in _OF_MANY for f in called)
+        if any(map(_selects, parts)):
+            return False
         if not own or chosen or one_of_many or any("rank" in last_name(n) for n in parts[1:]):
             return False
         new, self._asked = own - self._asked, self._asked | own

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec import structs
+
 from ...events import Statement, Way
 from .ast_cache import Defined, Source, covers_line, dotted, last_name, source_of
 
@@ -234,7 +236,9 @@ def _jumps(source: Source, node: ast.stmt) -> tuple[list[Way], list[Way]]:
             ends = isinstance(node, ast.Return) or _exit_of(node) == "exit"
             if ends or (isinstance(node, ast.Break) and not nested):
                 head = block.line if block.kind in _BRANCHES else node.lineno
-                exits.append(_way(source, head, node.lineno + 1, loop.end))
+                way = _way(source, head, node.lineno + 1, loop.end)
+                test = block.test if block.kind in ("if", "elif") else None
+                exits.extend(_decided(source, way, test, loop, True) or [way])
             arms = _arms(source, node)
             for arm in arms:
                 if arm.kind == "except" and not nested and _swallows(arm) and not _ends_round(arm):
@@ -242,7 +246,49 @@ def _jumps(source: Source, node: ast.stmt) -> tuple[list[Way], list[Way]]:
                 search(arm, node.lineno, nested or arm.kind in _ROUNDS)
 
     search(loop, loop.line, False)
+    if loop.kind == "while":
+        head = _way(source, loop.line, loop.line, loop.end)
+        exits += _decided(source, head, loop.test, loop, False)
     return sorted(ways, key=lambda w: w.line), exits
+
+
+def _decided(source: Source, way: Way, test: ast.expr | None, loop: Arm, ends: bool) -> list[Way]:
+    """A jump under a flag, once for each statement in the loop that sets the flag, which decides;
+    empty where the condition is no flag that the loop sets to true or false.
+
+    Args:
+        ends: the value of the condition with which the loop ends.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, ends = test.operand, not ends
+    flag = dotted(test) if test is not None else ""
+    values = list(_set_in(source, loop, flag)) if flag else []
+    if not all(isinstance(v, (ast.Compare, ast.BoolOp)) or _is_bool(v) for _, _, v in values):
+        return []
+    return [
+        structs.replace(way, set_line=line, set_by=_head(source, line))
+        for line, branched, value in values
+        if not isinstance(value, ast.Constant) or (branched and value.value is ends)
+    ]
+
+
+def _set_in(
+    source: Source, block: Arm, flag: str, branch: int = 0
+) -> Iterator[tuple[int, bool, ast.expr]]:
+    """The assignments to a name in a block: the line of the innermost branch around each, or its
+    own, whether it is in a branch, and the value."""
+    for node in block.body:
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        if isinstance(node, ast.Assign) and flag in map(dotted, targets):
+            constant = isinstance(node.value, ast.Constant)
+            yield (branch if constant and branch else node.lineno), branch > 0, node.value
+        for arm in () if isinstance(node, Defined) else _arms(source, node):
+            inner = arm.line if arm.kind in _BRANCHES else branch
+            yield from _set_in(source, arm, flag, inner)
+
+
+def _is_bool(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, bool)
 
 
 def _way(source: Source, line: int, first: int, last: int) -> Way:

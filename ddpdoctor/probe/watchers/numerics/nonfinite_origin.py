@@ -177,7 +177,7 @@ def _skip_harmless(node: Any) -> Any:
 
 
 _INPUTS = {"_saved_self": 0, "_saved_input": 0, "_saved_mat1": 0, "_saved_other": 1,
-           "_saved_mat2": 1, "_saved_weight": 1}  # fmt: skip
+           "_saved_mat2": 1, "_saved_weight": 1, "_saved_target": 1}  # fmt: skip
 """Attributes for saved inputs, by their position in `next_functions`."""
 
 _BEHIND_THE_BIAS = ("_saved_mat1", "_saved_mat2")

@@ -2,7 +2,8 @@
 
 Looked at when a backward begins and when gradients arrive, before they are averaged. A loss that is
 not finite is followed back at once, while its graph exists, but recorded only when an optimizer
-steps on it: what a GradScaler or the user's own test skips is no fault. On a GPU nothing waits for
+steps on it, or the program stops because of it: what a GradScaler or the user's own test skips is
+no fault. On a GPU nothing waits for
 the device: flags are copied to the host and read at a later step.
 """
 
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -33,7 +35,7 @@ from ...training.optimizers import Optimizers
 from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
-from . import nonfinite_origin, nonfinite_sites
+from . import nonfinite_origin, nonfinite_sites, stopped_before_backward
 from .device_numbers import DeviceNumbers
 from .finite_gradients_of_nan_loss import FiniteGradients, leaves_gradients_finite
 from .nonfinite_origin import Origin
@@ -247,17 +249,29 @@ class Numerics(Watcher):
             self.suspect = self.local
             self._at_next_step.enable()
 
-    def _diagnose(self, recorder: Recorder, backward: Backward, root: Any) -> NonFinite:
-        """Find what made the loss non-finite: parameters, inputs, buffers, or else an operation."""
+    def _diagnose(
+        self,
+        recorder: Recorder,
+        backward: Backward | None,
+        root: Any,
+        holder: FrameType | None = None,
+    ) -> NonFinite:
+        """Find what made the loss non-finite: parameters, inputs, buffers, or else an operation.
+
+        Args:
+            backward: None where that was not reached; holder: then the function that has the loss.
+        """
         live = [m for m in WrappedModels.current.live() if m.pending]
-        frame = recorder.sites.user_frame(sys._getframe(1))
+        frame = holder or recorder.sites.user_frame(sys._getframe(1))
         base = NonFinite(
             at=time.monotonic(),
             kind="loss",
             step=recorder.step,
             value=nonfinite_origin.value_in(root),
-            site=backward.site,
-            backward=backward.number,
+            site=-1 if backward is None else backward.site,
+            backward=-1 if backward is None else backward.number,
+            stopped=backward is None,
+            applied=backward is not None,
             forward_site=live[0].forward_site if live else -1,
         )
         for kind, named in self._forward_state(live):
@@ -353,6 +367,20 @@ class Numerics(Watcher):
                 largest = nonfinite_origin.largest(Optimizers.current.parameters().values())
                 event = msgspec.structs.replace(event, largest=largest)
             recorder.emit(event, vital=True)
+
+    @on(hooks.failing)
+    def _failing(
+        self, recorder: Recorder, what: tuple[BaseException | None, list[FrameType]]
+    ) -> None:
+        error, frames = what
+        pending = any(m.pending for m in self.returned)
+        if not pending or self.emitted >= MOST_EMITTED or compiling():
+            return
+        if stopped_before_backward.own_error(recorder, error, frames):
+            found = stopped_before_backward.loss_in(recorder, frames, self.plain)
+            if found is not None:
+                self.suspect = None
+                self._emit(recorder, self._diagnose(recorder, None, *found))
 
     @on(hooks.leaving)
     def _leaving(self, recorder: Recorder, _: None) -> None:

@@ -212,6 +212,8 @@ def _note_child(recorder: Recorder, caller: FrameType) -> None:
 
 def _note_exit(recorder: Recorder, status: Any) -> None:
     _note_status(status, recorder.site())
+    if _ending.status and (frame := recorder.sites.user_frame(sys._getframe(1))) is not None:
+        hooks.failing.fire(recorder, (None, [f for f, _ in traceback.walk_stack(frame)]))
     _note_handled(_ending.status, sys.exc_info()[1])
 
 
@@ -255,6 +257,8 @@ def note_exception(
     def note(recorder: Recorder) -> None:
         if not caught:
             _ending.how, _ending.status = "exception", 1
+            left = [frame for frame, _ in traceback.walk_tb(trace)]
+            hooks.failing.fire(recorder, (error, left[::-1]))
         recorder.emit(
             _exception_event(recorder, error, _frames(recorder, trace), caught), vital=True
         )
