@@ -9,12 +9,11 @@ alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...events import CallSite, Place, Site, Statement
+from ...events import CallSite, Place, Site
 from ...report.findings import Related
 from ...run import Location, Rank, ranks_do, ranks_text
 from ...run.phrases import listed
@@ -26,8 +25,6 @@ from ..control_flow.branches import (
     parts,
     passed,
     same_lines,
-    unbranched,
-    unwrapped,
     where,
 )
 from ..control_flow.caught_exceptions import caught, way_out
@@ -35,7 +32,7 @@ from ..control_flow.jumps import may_end, ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .early_return import Retried, ReturnedEarly, came_back
-from .entered_branches import entered, only_theirs, opposed
+from .entered_branches import branch_fix, entered, only_theirs, opposed
 from .explanation import (
     ANOTHER_ORDER,
     SAME_ORDER,
@@ -362,7 +359,7 @@ class MissingCall(CallExplanation):
             suspect,
             cause=f"{_caught(suspect.divergence, suspect.ranks)}{who} made this call in each of "
             f"the last {suspect.rounds} rounds but not in this one{around}",
-            fix=_branch_fix(suspect, *found)
+            fix=branch_fix(suspect, *found)
             if found
             else f"call {op} on every rank of the group in every round, or on none",
         )
@@ -380,7 +377,7 @@ class OppositeBranches(CallExplanation):
             suspect,
             cause=f"ranks take different branches of `{found[1].opening}`, whose collectives "
             "differ or come in a different order",
-            fix=_branch_fix(suspect, *found),
+            fix=branch_fix(suspect, *found),
         )
 
 
@@ -392,7 +389,7 @@ class Branch(CallExplanation):
         found = entered(suspect)
         if found is None:
             return None
-        return self.blame(suspect, cause=parts(found[1]), fix=_branch_fix(suspect, *found))
+        return self.blame(suspect, cause=parts(found[1]), fix=branch_fix(suspect, *found))
 
 
 @dataclass(frozen=True)
@@ -456,28 +453,6 @@ def members(ranks: tuple[int, ...]) -> str:
 
 
 _OTHER_NAMES = "the ranks loop over the same names in a different order, and so they"
-
-
-def _branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
-    """What to do about a branch around a call."""
-    call = blamed.call
-    # Both sides make the call, so moving it out of one branch helps nobody.
-    if in_another_order(blamed):
-        return SAME_ORDER
-    if opposed(blamed, place, head):
-        return (
-            "call the same collectives in the same order in every branch of "
-            f"`{head.opening}`, or once outside of it"
-        )
-    op = call.signature.op
-    if op.startswith("DDP"):
-        return unwrapped(head, call)
-    here = blamed.divergence.location(call)
-    if here is None or op in here.source:
-        return unbranched(head, f"call {op}")
-    through = call.site.through if call.site is not None else ""
-    used = through and re.search(rf"\b{re.escape(through)}\b", here.source)
-    return unbranched(head, f"use `{through}`, which calls {op}," if used else "make this call")
 
 
 def _may_end(divergence: CallDivergence, left: LeftLoop) -> tuple[Related, ...]:
