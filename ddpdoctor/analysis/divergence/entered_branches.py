@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from ...events import CallSite, Place, Statement
 from ...run import Rank
 from ..calls.call_logs import CallRecord, lines
@@ -13,11 +11,8 @@ from ..control_flow.branches import (
     condition,
     is_inside,
     same_lines,
-    unbranched,
-    unwrapped,
 )
 from ..control_flow.jumps import line_in, loops_around
-from .explanation import SAME_ORDER, in_another_order
 from .suspects import Suspect
 
 
@@ -107,25 +102,3 @@ def _makes(rank: Rank, spots: tuple[tuple[str, int], ...]) -> bool:
         tuple((at.file, at.line) for p in site.places if (at := rank.location(p.site))) == spots
         for site in rank.of(CallSite)
     )
-
-
-def branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
-    """What to do about a branch around a call."""
-    call = blamed.call
-    # Both sides make the call, so moving it out of one branch helps nobody.
-    if in_another_order(blamed):
-        return SAME_ORDER
-    if opposed(blamed, place, head):
-        return (
-            "call the same collectives in the same order in every branch of "
-            f"`{head.opening}`, or once outside of it"
-        )
-    op = call.signature.op
-    if op.startswith("DDP"):
-        return unwrapped(head, call)
-    here = blamed.divergence.location(call)
-    if here is None or op in here.source:
-        return unbranched(head, f"call {op}")
-    through = call.site.through if call.site is not None else ""
-    used = through and re.search(rf"\b{re.escape(through)}\b", here.source)
-    return unbranched(head, f"use `{through}`, which calls {op}," if used else "make this call")

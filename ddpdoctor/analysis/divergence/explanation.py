@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from typing import ClassVar
 
+from ...events import Place, Statement
 from ...report.findings import Evidence, Related, Steps
 from ...run import Location, ranks_do, ranks_text
 from ...run.phrases import listed
-from ..control_flow.branches import branch, condition, head_of, leading
+from ..control_flow.branches import branch, condition, head_of, leading, unbranched, unwrapped
 from ..waiting.thresholds import LINES_SHOWN
 from .attribution import WHO, Attribution, Explanation
-from .entered_branches import around_all, entered, only_theirs
+from .entered_branches import around_all, entered, only_theirs, opposed
 from .loop_exits import left_loop
 from .suspects import Suspect
 
@@ -172,3 +174,25 @@ def _lines(blamed: Suspect) -> Iterator[tuple[str, Location | None]]:
         if not depth:
             by = "called from here" if by_all else f"{op} of {ranks_text(side)} is called from here"
             yield by, made.caller
+
+
+def branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
+    """What to do about a branch around a call."""
+    call = blamed.call
+    # Both sides make the call, so moving it out of one branch helps nobody.
+    if in_another_order(blamed):
+        return SAME_ORDER
+    if opposed(blamed, place, head):
+        return (
+            "call the same collectives in the same order in every branch of "
+            f"`{head.opening}`, or once outside of it"
+        )
+    op = call.signature.op
+    if op.startswith("DDP"):
+        return unwrapped(head, call)
+    here = blamed.divergence.location(call)
+    if here is None or op in here.source:
+        return unbranched(head, f"call {op}")
+    through = call.site.through if call.site is not None else ""
+    used = through and re.search(rf"\b{re.escape(through)}\b", here.source)
+    return unbranched(head, f"use `{through}`, which calls {op}," if used else "make this call")

@@ -32,11 +32,12 @@ from ..control_flow.jumps import may_end, ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .early_return import Retried, ReturnedEarly, came_back
-from .entered_branches import branch_fix, entered, only_theirs, opposed
+from .entered_branches import entered, only_theirs, opposed
 from .explanation import (
     ANOTHER_ORDER,
     SAME_ORDER,
     CallExplanation,
+    branch_fix,
     in_another_order,
     order_fix,
     sides_text,
