@@ -11,7 +11,7 @@ import pytest
 from ddpdoctor.probe.watchers.gradients import gradient_sync
 from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 
-ANY: Any = SimpleNamespace(began=0.0, site=0, untouched={})
+ANY: Any = SimpleNamespace(began=0.0, site=0, untouched={}, flag=None)
 
 
 class Model(SimpleNamespace):

@@ -90,7 +90,8 @@ class LightSteps:
             return 0
         model = plan.model
         left = [self.period - place - 1]
-        left += [n for n in range(left[0]) if full(step + 1 + n)][:1]
+        # Of the steps after the first ones, those that `full` chooses end in 99.
+        left += [n for n in range(99 - (step + 1) % 100, left[0], 100) if full(step + 1 + n)]
         plan.examined()  # chooses `next_examined`
         left.append((model.next_examined - model.synced_backwards) // max(1, plan.syncs))
         self.steps = max(0, min(left))

@@ -228,30 +228,33 @@ class Optimizers(Watcher):
         step, known.steps = known.steps, known.steps + 1
         recorder.step += 1
         recorder.moves += 1
-        assert known.step is not None
         with recorder.lock:
-            site, joined = known.step.site, known.joined
-            if joined is not None and joined.site != site:
-                self._emit_steps(recorder)
-                joined = None
-            if joined is None:
-                joined = known.joined = JoinedSteps(site)
-                self.waiting.append(known)
-            joined.count += 1
-            joined.step, joined.at = step, now
-            backwards = Backwards.current
-            joined.backwards, joined.synced = backwards.count, backwards.synced
-            joined.wall_s += now - self.last_step_at
-            if self.count > 1:
-                _take_seconds(joined)
-            joined.optimizer_s += now - known.began
-            self.last_step_at = now
-            within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
-            if step < FIRST_STEPS or now - known.emitted_at >= within:
-                self._emit_steps(recorder)
-            else:
-                recorder.before_events = self._emit_steps
+            self._record_step(recorder, known, step, now)
         return now
+
+    def _record_step(self, recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
+        assert known.step is not None
+        site, joined = known.step.site, known.joined
+        if joined is not None and joined.site != site:
+            self._emit_steps(recorder)
+            joined = None
+        if joined is None:
+            joined = known.joined = JoinedSteps(site)
+            self.waiting.append(known)
+        joined.count += 1
+        joined.step, joined.at = step, now
+        backwards = Backwards.current
+        joined.backwards, joined.synced = backwards.count, backwards.synced
+        joined.wall_s += now - self.last_step_at
+        if self.count > 1:
+            _take_seconds(joined)
+        joined.optimizer_s += now - known.began
+        self.last_step_at = now
+        within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
+        if step < FIRST_STEPS or now - known.emitted_at >= within:
+            self._emit_steps(recorder)
+        else:
+            recorder.before_events = self._emit_steps
 
     def _emit_steps(self, recorder: Recorder) -> None:
         """Write the steps that wait; called before any other event is written, to keep the
