@@ -15,6 +15,7 @@ from ..recording import hooks
 from ..recording.frames import disguise, unframe
 from ..recording.patching import refused, replace
 from ..recording.recorder import Recorder, current_recorder
+from ..recording.torch_compat import is_work
 from ..recording.watcher import Args, Kwargs, Watcher, on
 from . import call_hooks
 from .call_log import call_log_of
@@ -312,9 +313,7 @@ def _returned(number: int | None, result: Any) -> None:
         if log is None:
             return
         given = () if result is None else result if isinstance(result, list) else (result,)
-        # Inside of `_coalescing_manager` the work is a placeholder, all of whose methods raise.
-        known = (w for w in given if type(w).__name__ != "_IllegalWork")
-        works = tuple(w for w in known if hasattr(w, "is_completed"))
+        works = tuple(w for w in given if is_work(w))
         if works:
             log.issued(number, works)
             call_hooks.issued.fire(recorder, call_hooks.Issued(number, works))

@@ -86,8 +86,8 @@ class Hook(Generic[M]):
     Attributes:
         on_fast_path: the enabled subscriptions that are also called in a step on the fast path.
             Callers test whether it is empty before they do anything for it.
-        in_light: those of them that are called in light steps; `needed`: one of them wants every
-            step.
+        in_light: those of them that are called in light steps: all, while one of them wants every
+            step (`needed`).
     """
 
     def __init__(self, name: str) -> None:
@@ -126,8 +126,10 @@ class Hook(Generic[M]):
         # New lists: `fire` may be iterating over the old ones.
         self._enabled = [one for one in self._every if one.enabled]
         self.on_fast_path = [one for one in self._enabled if one.fast_path]
-        self.in_light = [one for one in self.on_fast_path if one.light is Light.CALLED]
         self.needed = any(one.light is Light.NONE for one in self.on_fast_path)
+        self.in_light = [
+            one for one in self.on_fast_path if self.needed or one.light is Light.CALLED
+        ]
 
     def fire(self, recorder: Recorder, moment: M) -> None:
         """Call every enabled callback."""
@@ -137,17 +139,9 @@ class Hook(Generic[M]):
             except Exception as error:
                 self._failed(recorder, one, error)
 
-    def fire_fast(self, recorder: Recorder, moment: M) -> None:
-        """Call the enabled callbacks that also want steps on the fast path."""
-        for one in self.on_fast_path:
-            try:
-                one.callback(recorder, moment)
-            except Exception as error:
-                self._failed(recorder, one, error)
-
-    def fire_light(self, recorder: Recorder, moment: M) -> None:
-        """Call the enabled callbacks that also want light steps."""
-        for one in self.in_light:
+    def fire_fast(self, recorder: Recorder, moment: M, light: int = 0) -> None:
+        """Call the enabled callbacks that also want steps on the fast path, or light ones."""
+        for one in self.in_light if light else self.on_fast_path:
             try:
                 one.callback(recorder, moment)
             except Exception as error:

@@ -450,6 +450,12 @@ def flight_recorders() -> Iterator[str]:
             yield dump(includeCollectives=True, onlyActive=False).decode()
 
 
+def is_work(result: Any) -> bool:
+    """Whether a collective has returned a `Work`. Inside of `_coalescing_manager` it returns a
+    placeholder, all of whose methods raise."""
+    return type(result).__name__ != "_IllegalWork" and hasattr(result, "is_completed")
+
+
 def own_pre_hooks(optimizer: Any) -> Any:
     """The step pre-hooks registered on this optimizer; None if torch does not keep them there."""
     return getattr(optimizer, "_optimizer_step_pre_hooks", None)

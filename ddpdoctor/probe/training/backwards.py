@@ -134,7 +134,7 @@ class Backwards(Watcher):
             step.before = NOT_MARKED
             step.sequence = step.sequence_of(wrapper)
             if lifecycle.backward_begins.in_light:
-                lifecycle.backward_begins.fire_light(recorder, backward)
+                lifecycle.backward_begins.fire_fast(recorder, backward, step.light)
             return backward
         backward.number, backward.frame = self.count, frame
         if interposed.functions() or interposed.dispatches():
@@ -189,11 +189,9 @@ class Backwards(Watcher):
                 step.call_log.void(backward.logged)
             backward.logged = -1
         step.ring.enter(_USER, backward.site, ended)
-        if step.light and not lifecycle.backward_ends.needed:
-            if lifecycle.backward_ends.in_light:
-                lifecycle.backward_ends.fire_light(recorder, backward)
-        elif lifecycle.backward_ends.on_fast_path:
-            lifecycle.backward_ends.fire_fast(recorder, backward)
+        ends = lifecycle.backward_ends
+        if ends.in_light if step.light else ends.on_fast_path:
+            ends.fire_fast(recorder, backward, step.light)
         backward.roots = ()
         if averaged is not now.sync or not backward.models:
             steady_state.broken = True

@@ -197,7 +197,7 @@ class Forwards(Watcher):
         step.ring.enter(_FORWARD, now.site, began)
         if ModuleOrigins.current.registrations != self.registrations:
             step.light, model.looked_at = 0, 0
-        if step.light and not lifecycle.forward_begins.needed:
+        if step.light and not lifecycle.forward_begins.in_light:
             return forward, began
         if number >= model.looked_at or lifecycle.forward_begins.on_fast_path:
             call_without_modes(self._observe_fast, recorder, forward, number, frame)
@@ -229,11 +229,10 @@ class Forwards(Watcher):
         self.inside -= 1
         self.seconds += ended - began
         forward.model.ended(forward.sync, True)
-        if step.light and not lifecycle.forward_ends.needed:
-            pass
-        elif lifecycle.forward_ends.on_fast_path:
+        ends = lifecycle.forward_ends
+        if ends.in_light if step.light else ends.on_fast_path:
             forward.output = result
-            lifecycle.forward_ends.fire_fast(recorder, forward)
+            ends.fire_fast(recorder, forward, step.light)
         forward.wrapper = forward.output = None
         forward.args, forward.kwargs = (), {}
 

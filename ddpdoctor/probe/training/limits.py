@@ -20,7 +20,7 @@ eight steps, and what is looked at in every eighth, fall among them."""
 
 SHORTEST, LONGEST_LIGHT, LONGEST_LIGHT_S = 16, 256, 2.0
 """A period of examined and light steps: the fewest and most steps, powers of two, and about how
-many seconds at most: what is counted is confirmed at its end."""
+many seconds at most: drift shows at the earliest in the next examined step."""
 
 # lifecycle
 

@@ -345,11 +345,9 @@ class Optimizers(Watcher):
             expected.next, expected.averaged, steady_state.stage = expected.first, False, Stage.NONE
         if lifecycle.step_ends.needed:
             expected.light = 0
-        if expected.light:
-            if lifecycle.step_ends.in_light:
-                lifecycle.step_ends.fire_light(recorder, known.step)
-        elif lifecycle.step_ends.on_fast_path:
-            lifecycle.step_ends.fire_fast(recorder, known.step)
+        ends = lifecycle.step_ends
+        if ends.in_light if expected.light else ends.on_fast_path:
+            ends.fire_fast(recorder, known.step, expected.light)
         if expected.next is expected.first:
             expected.light -= expected.light > 0
             if not expected.light:
