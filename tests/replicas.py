@@ -35,6 +35,7 @@ def replica(
     names: Sequence[str] = NAMES,
     norm: str = "BatchNorm1d",
     device: str = "cuda:0",
+    by: str = "",
 ) -> list[Event]:
     """A model that was wrapped and an optimizer that holds it; `norm` holds the buffers."""
     return [
@@ -47,6 +48,7 @@ def replica(
             group=0,
             site=WRAP,
             device=device,
+            by=by,
             parameters=tuple(Tensor(name=n, shape=(2,), dtype="float32") for n in names),
             buffers=tuple(
                 Tensor(name=n, shape=(2,), dtype="int64" if "calls" in n else "float32")

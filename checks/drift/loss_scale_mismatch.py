@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.models.wrap_options import counted
 from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
@@ -193,8 +194,7 @@ class LossScaleMismatch(Check):
             cause="DDP averages the ranks' means, whatever each is a mean of: an element of one "
             f"rank counts {middle:.2g} times as much as one of another (median; at most "
             f"{spreads[worst]:.2g})",
-            fix="reduce with `sum`, `dist.all_reduce(count)` the number of elements that count, "
-            "and use `loss = local_sum * world_size / count`",
+            fix=_by_count(counted(group.any.wrapped.by)),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "elements that count": [
@@ -322,6 +322,15 @@ def _same_gradient(events: list[GatheredInGraph]) -> bool:
         abs(e.norm - first.norm) <= allowed and math.dist(e.sketch, first.sketch) <= allowed
         for e in events
     )
+
+
+def _by_count(option: str) -> str:
+    """What to do; option: the code that has the framework do it, where it has one."""
+    by_hand = (
+        "reduce with `sum`, `dist.all_reduce(count)` the number of elements that count, and use "
+        "`loss = local_sum * world_size / count`"
+    )
+    return f"set {option}; in a loss of your own, {by_hand}" if option else by_hand
 
 
 def _steps(group: Replicas, unequal: Iterable[int], known: Iterable[int]) -> Steps:

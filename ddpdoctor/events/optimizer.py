@@ -11,8 +11,9 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
     Attributes:
         closure: a closure that computes the loss was passed to `step`.
         optimizer: number of the optimizer on this rank, in order of first step.
-        models: numbers of the wrappers whose parameters it holds.
-        parameters: number of parameters it holds; `foreign` of them belong to no wrapper.
+        models: numbers of the wrappers that synchronise parameters it holds.
+        parameters: number of parameters it holds; `foreign` of them belong to no wrapper, or are
+            ignored by it.
         pieces: the ranks of the device mesh over which all of its parameters are sharded
             (`DTensor`), this one included; empty for other parameters.
     """

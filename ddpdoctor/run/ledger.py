@@ -50,6 +50,8 @@ _PHASES = {
     Phase.OPTIMIZER: OPTIMIZER,
 }
 
+_TRAINING = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -166,21 +168,28 @@ def _stretches(every: Mapping[int, list[TimeLedger]]) -> Iterator[dict[int, floa
     # The first record of a step was made when it ended, another one at the end of the run.
     by_step = {n: {e.step: e for e in reversed(records)} for n, records in every.items()}
     before = dict.fromkeys(every, 0.0)
+    trains = {n: _trains(records[-1]) for n, records in every.items()}
     for step in sorted(set.intersection(*(set(t) for t in by_step.values()))):
-        now = {n: _waited(table[step]) for n, table in by_step.items()}
+        now = {n: _waited(table[step], trains[n]) for n, table in by_step.items()}
         yield {n: now[n] - before[n] for n in now}
         before = now
-    yield {n: _waited(records[-1]) - before[n] for n, records in every.items()}
+    yield {n: _waited(records[-1], trains[n]) - before[n] for n, records in every.items()}
 
 
-def _waited(record: TimeLedger) -> float:
+def _waited(record: TimeLedger, trains: bool) -> float:
     """Seconds waited in collectives, without the start-up."""
-    return sum(a.waited_s for a in record.accounts if not _starting(a))
+    return sum(a.waited_s for a in record.accounts if not _starting(a, trains))
 
 
-def _starting(account: Account) -> bool:
-    known = account.phase in (Phase.START, Phase.INIT)
-    return known or (account.phase == Phase.USER and account.site < 0)
+def _trains(record: TimeLedger) -> bool:
+    """Whether the rank came to a phase of training: an actor or a server of others does not."""
+    return any(a.phase in _TRAINING for a in record.accounts)
+
+
+def _starting(account: Account, trains: bool) -> bool:
+    if account.phase in (Phase.START, Phase.INIT):
+        return True
+    return trains and account.phase == Phase.USER and account.site < 0
 
 
 def _untimed(records: list[TimeLedger]) -> float:
@@ -196,8 +205,9 @@ def _rank_time(number: int, records: list[TimeLedger], waited_for: Mapping[int, 
     lines = []
     loops = {a.site for a in record.accounts if a.phase == Phase.DATA}
     wraps = any(a.phase == Phase.FORWARD for a in record.accounts)
+    trains = _trains(record)
     for account in record.accounts:
-        name = _name(account)
+        name = START if _starting(account, trains) else _name(account)
         if name == OUTSIDE and not wraps and account.site in loops:
             name = FORWARD  # no wrapper whose forward would be seen
         accounts[name] += account.own_s + (account.waited_s if name == START else 0.0)
@@ -214,7 +224,7 @@ def _rank_time(number: int, records: list[TimeLedger], waited_for: Mapping[int, 
             )
         )
     accounts[WAITING] = sum(waited_for.values())
-    accounts[COMMUNICATION] = _waited(record) - accounts[WAITING]
+    accounts[COMMUNICATION] = _waited(record, trains) - accounts[WAITING]
     accounts[DOCTOR] = record.doctor_s
     for name, seconds in accounts.items():
         if seconds < 0:  # the doctor's time is taken out of the account that was open at its end
@@ -225,9 +235,7 @@ def _rank_time(number: int, records: list[TimeLedger], waited_for: Mapping[int, 
 
 
 def _name(account: Account) -> str:
-    """The account to which a phase belongs."""
-    if _starting(account):
-        return START
+    """The account to which a phase after the start-up belongs."""
     if account.phase == SAVING:
         return CHECKPOINT
     if account.phase & EVALUATING:

@@ -44,9 +44,14 @@ def end_of(
 
 
 def stopped_in(node: Facts, attempt: int) -> Stopped | None:
-    """Who stopped the run in that attempt; none where it was over, and another one had begun."""
+    """Who stopped the run in that attempt; none where it was over: its processes had all ended, or
+    another attempt had begun."""
     next_one = (e.at for e in node.of(ProcessStarted) if e.attempt > attempt)
     until = min(next_one, default=math.inf)
+    ends = {e.pid: e.at for e in node.of(ProcessEnded) if e.attempt == attempt}
+    started = [e.pid for e in node.of(ProcessStarted) if e.attempt == attempt]
+    if started and all(pid in ends for pid in started):
+        until = min(until, max(ends.values()))
     return next((s for s in reversed(node.of(Stopped)) if s.at <= until), None)
 
 

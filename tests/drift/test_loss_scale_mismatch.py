@@ -160,7 +160,7 @@ def test_where_some_batches_are_of_unknown_size():
     assert not list(LossScaleMismatch().examine(run_of(ranks)))
 
 
-def counted(*counts, reduction="mean", weigh=lambda mine, every: 1.0):
+def counted(*counts, reduction="mean", weigh=lambda mine, every: 1.0, by=""):
     """Two ranks whose losses are means over so many elements in each forward."""
     ranks = {
         n: [
@@ -172,7 +172,8 @@ def counted(*counts, reduction="mean", weigh=lambda mine, every: 1.0):
         for n in range(2)
     }
     ranks[0] += steps(8)
-    return [f for f in LossScaleMismatch().examine(run_of(ranks)) if f.rule == "valid-elements"]
+    run = run_of(ranks, by=by)
+    return [f for f in LossScaleMismatch().examine(run) if f.rule == "valid-elements"]
 
 
 FEW_AND_MANY = ((2, 53), (51, 109), (90, 40), (3, 60), (50, 57))
@@ -182,8 +183,14 @@ def test_a_mean_over_unequal_numbers_of_valid_elements():
     (finding,) = counted(*FEW_AND_MANY)
     assert (finding.severity, finding.ranks) == (Severity.WARNING, (0, 1))
     assert finding.steps == Steps(first=0, last=3, count=4, compared=5, total=None)
+    assert finding.fix.startswith("reduce with `sum`")
     (by_hand,) = counted(*FEW_AND_MANY, reduction="sum", weigh=lambda mine, every: 1 / mine)
     assert by_hand.rule == "valid-elements"
+
+
+def test_the_framework_counts_the_elements_of_all_ranks():
+    (finding,) = counted(*FEW_AND_MANY, by="transformers.trainer")
+    assert "`TrainingArguments(average_tokens_across_devices=True)`" in finding.fix
 
 
 def test_steps_are_those_of_the_optimizer_where_gradients_are_accumulated():

@@ -21,6 +21,7 @@ from ddpdoctor.events import (
     ProcessStarted,
     RankExiting,
     Relayed,
+    Stopped,
 )
 from ddpdoctor.probe.recording.code_locations import Sites
 from ddpdoctor.probe.watchers.process.worker_exceptions import relayed
@@ -165,6 +166,25 @@ def test_somebody_stopped_the_run() -> None:
     run = make_run({0: raised(5, "KeyboardInterrupt", ""), 1: []}, ended={0: 1, 1: -15},
                    stopped="interrupt")  # fmt: skip
     assert found(run) == []
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_signal_after_the_ranks_had_ended_stopped_nothing(over: bool) -> None:
+    """It came while the doctor wrote its report."""
+    stop = Stopped(at=START + (60 if over else 6), by="terminate", reason="SIGTERM")
+    ends = [
+        ProcessEnded(at=START + 7 + r, rank=r, pid=PID + r, wall=WALL, status=1) for r in range(2)
+    ]
+    starts = [
+        ProcessStarted(at=START, rank=r, local_rank=r, pid=PID + r, wall=WALL, world_size=2)
+        for r in range(2)
+    ]
+    run = make_run(
+        {0: raised(5, "ValueError", "no such file"), 1: []},
+        ended=None,
+        nodes={0: [*starts, *ends, stop]},
+    )
+    assert [f.rule for f in found(run)] == (["exception"] if over else [])
 
 
 def test_one_rank_alone_is_interrupted() -> None:

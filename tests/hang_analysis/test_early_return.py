@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
+from recordings import steps
 from tapes import START, CallLog, run_of, tapes
 
 from ddpdoctor.events import RankExiting, Statement, Way
@@ -136,3 +137,26 @@ def test_a_rank_makes_its_calls_again_after_an_exception(tmp_path: Path, catches
     if catches:
         assert finding.ranks == (1,)
         assert "`except RuntimeError:` (train.py:45) catches an exception" in finding.cause
+
+
+@pytest.mark.parametrize("set_up", [0, 3])
+def test_a_library_calls_the_function_in_a_loop_of_its_own(tmp_path: Path, set_up: int) -> None:
+    """The rounds since training began say that it is past the call; what set it up does not."""
+    made = tapes()
+    for tape in made.values():
+        for _ in range(set_up):
+            tape.call("broadcast", 99, caller=40, step=0)
+        for step in range(1, 7):
+            tape.call("broadcast", 99, caller=40, step=step)
+            if step < 6:
+                tape.call("all_gather", 20, caller=40, step=step, inside=(PAST,))
+                tape.call("DDP backward", 21, caller=40, step=step)
+    waiting(made[0], "all_gather", 20, 40, step=6, inside=(PAST,))
+    waiting(made[1], "broadcast", 99, 40, step=6)
+    for tape in made.values():
+        tape.events += steps(6)
+    finding = found(tmp_path, made)
+    assert (finding.rule, finding.ranks) == ("missing-call", (1,))
+    assert finding.cause.count("`if not path.exists():` (train.py:15) leads out of it first") == 1
+    assert [str(r.location) for r in finding.related][:1] == ["train.py:15"]
+    assert "before `if not path.exists():`" in finding.fix

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from ledgers import LedgerOf
-from recordings import make_run
+from recordings import START, make_run
 
+from ddpdoctor.events import Account, TimeLedger
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.run.ledger import ACCOUNTS, ledger_of
+from ddpdoctor.storage.call_ring import Phase
 
 ROUNDS = 8
 
@@ -109,3 +111,25 @@ def test_what_the_report_says() -> None:
 def test_a_short_run_has_rows_and_no_table() -> None:
     report = diagnose(make_run({0: LedgerOf().steps(8, forward=1.0).events}), [])
     assert report.ledger and not report.tables
+
+
+def test_a_rank_that_never_trains_is_not_starting_all_the_time() -> None:
+    """An actor, or a server of others: it answers them from the moment it joined them."""
+    learner, actor = LedgerOf().steps(8, forward=4.0), LedgerOf()
+    actor.events.append(actor_record(waited=3.0, own=1.0))
+    ledger = ledger_of(make_run({0: learner.events, 1: actor.events}).ranks)
+    time = ledger.ranks[1]
+    assert time.accounts["start-up"] == 1.0
+    assert time.accounts["outside"] == 1.0
+    assert time.accounts["waiting"] + time.accounts["communication"] == 3.0
+    assert "ended earlier" not in ledger.efficiency()
+
+
+def actor_record(*, waited: float, own: float) -> TimeLedger:
+    return TimeLedger(
+        at=START + 5,
+        step=0,
+        wall_s=5.0,
+        doctor_s=0.0,
+        accounts=(Account(Phase.START, -1, 1.0, 0.0), Account(Phase.USER, -1, own, waited)),
+    )

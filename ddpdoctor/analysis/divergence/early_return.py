@@ -9,7 +9,7 @@ from ...report.findings import Related
 from ...run import Location, ranks_text
 from ..calls.call_logs import CallRecord
 from ..control_flow.branches import around, leading, same_lines, unbranched
-from ..control_flow.early_returns import EarlyReturn, early_return
+from ..control_flow.early_returns import EarlyReturn, early_return, early_return_to
 from .attribution import WHO, Attribution
 from .explanation import CallExplanation, sides_text, what_was_skipped
 from .suspects import Suspect
@@ -101,7 +101,11 @@ def _repeating(made: CallRecord) -> tuple[Location, Location] | None:
 def came_back(suspect: Suspect) -> EarlyReturn | None:
     """The function around the call from which those who skipped it came back without it."""
     skipped = [m for rank, m in suspect.divergence.calls.items() if rank in suspect.ranks]
-    return early_return(suspect.call, skipped, suspect.divergence.before)
+    found = early_return(suspect.call, skipped, suspect.divergence.before)
+    if found is None and suspect.rounds:  # the earlier rounds say that they are past it
+        every = [early_return_to(suspect.call, m) for m in skipped]
+        found = every[0] if every and all(e == every[0] for e in every) else None
+    return found
 
 
 def not_skipped(found: EarlyReturn, made: CallRecord) -> str:

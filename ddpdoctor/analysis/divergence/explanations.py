@@ -31,7 +31,7 @@ from ..control_flow.caught_exceptions import caught, way_out
 from ..control_flow.jumps import may_end, ways_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
-from .early_return import Retried, ReturnedEarly, came_back
+from .early_return import Retried, ReturnedEarly, came_back, not_skipped, related
 from .entered_branches import entered, only_theirs, opposed
 from .explanation import (
     ANOTHER_ORDER,
@@ -351,18 +351,19 @@ class MissingCall(CallExplanation):
             return None
         found, who = entered(suspect), ranks_text(suspect.ranks)
         around = f": {parts(found[1])}" if found else ""
+        op = suspect.call.signature.op
+        fix = f"call {op} on every rank of the group in every round, or on none"
+        back = None
         if ways := ways_around(suspect.call):
             around = ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:WAYS_NAMED])
         elif not found and (back := came_back(suspect)):
-            around = f": {back.text}"
-        op = suspect.call.signature.op
+            around, fix = f": {back.text}", not_skipped(back, suspect.call)
         return self.blame(
             suspect,
             cause=f"{_caught(suspect.divergence, suspect.ranks)}{who} made this call in each of "
             f"the last {suspect.rounds} rounds but not in this one{around}",
-            fix=branch_fix(suspect, *found)
-            if found
-            else f"call {op} on every rank of the group in every round, or on none",
+            fix=branch_fix(suspect, *found) if found else fix,
+            related=related(back) if back else (),
         )
 
 

@@ -158,9 +158,10 @@ def left_out(
         index: the number of the present call in the group; made: that of each rank.
     """
     ours = logs[next(iter(made))]
-    past = known.window(ours, max(0, index - HISTORY), min(index, HISTORY))
+    past = list(known.window(ours, max(0, index - HISTORY), min(index, HISTORY)))
     said = [(m.what, m.text) for m in past]
-    return _next(said, made) or _due(said, made)
+    in_training = [(m.what, m.text) for m in past if m.step > 0]  # without what sets it up
+    return _next(said, made) or _next(in_training, made) or _due(said, made)
 
 
 def _next(said: list[Said], made: dict[int, CallRecord]) -> Missed | None:

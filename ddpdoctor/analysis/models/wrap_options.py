@@ -15,6 +15,7 @@ REDUCED = "reduced"
 EACH_ONCE = "each once"
 CALLED = "called"
 EQUAL_BATCHES = "equal batches"
+COUNTED = "counted"
 
 _LIGHTNING = {
     UNUSED: 'Trainer(strategy="ddp_find_unused_parameters_true")',
@@ -34,6 +35,7 @@ _FABRIC = {
 _TRAINER = {
     CALLED: "call the `model` that the Trainer passes to `compute_loss`",
     EQUAL_BATCHES: "let the data begin again at its end and set `TrainingArguments(max_steps=N)`",
+    COUNTED: "TrainingArguments(average_tokens_across_devices=True)",
     REENTRANT: 'TrainingArguments(gradient_checkpointing_kwargs={{"use_reentrant": False}})',
     "": "TrainingArguments(ddp_{option})",
 }
@@ -89,6 +91,13 @@ def each_once(by: str) -> str:
     """The code, in backquotes, that has a framework gather a result of each sample once; empty
     where it has none that is known."""
     words = framework_of(by).get(EACH_ONCE)
+    return f"`{words}`" if words else ""
+
+
+def counted(by: str) -> str:
+    """The code, in backquotes, that has a framework divide its loss by the elements of all ranks;
+    empty where it has none that is known."""
+    words = framework_of(by).get(COUNTED)
     return f"`{words}`" if words else ""
 
 

@@ -76,14 +76,11 @@ def _find(optimizer: Any, number: int) -> list[OptimizerModel]:
     found = []
     for model in WrappedModels.current.live():
         parameters = [ref() for ref in model.parameters]
-        mine = [i for i, p in enumerate(parameters) if p is not None and id(p) in held]
+        there = {i: p for i, p in enumerate(parameters) if p is not None and i not in model.ignored}
+        mine = {i for i, p in there.items() if id(p) in held}
         if not mine:
             continue
         if model not in claimed:
-            mine += [
-                i
-                for i, p in enumerate(parameters)
-                if p is not None and not p.requires_grad and i not in model.ignored
-            ]
-        found.append(OptimizerModel(model, number, sorted(set(mine) - model.ignored)))
+            mine |= {i for i, p in there.items() if not p.requires_grad}
+        found.append(OptimizerModel(model, number, sorted(mine)))
     return found
