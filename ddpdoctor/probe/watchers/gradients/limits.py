@@ -204,6 +204,10 @@ INSIDE_FIRST = 8
 
 CLEARS_EMITTED = 200
 
+CLEARS_ASKED = 16
+"""Backwards between two steps before which a gradient on a device is asked whether it is zero. With
+more of them, it is not known whether gradients were cleared."""
+
 CLEARS_ENOUGH = 4
 """A program that stopped clearing is recorded after this many steps in a row with cleared gradients
 and as many without. One that mixes them accumulates gradients on purpose, and is dropped."""
