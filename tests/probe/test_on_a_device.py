@@ -18,17 +18,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpdoctor.events import Averaged
 from ddpdoctor.probe.recording import devices
 from ddpdoctor.probe.recording.devices import Failed, Work, hands_off, largest_later
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.recording.sampling import Cost
 from ddpdoctor.probe.tensors import digests, pending_digests
 from ddpdoctor.probe.tensors.digests import Sketcher, Unsuited, word_sum
-from ddpdoctor.probe.tensors.pending_digests import Waiting
+from ddpdoctor.probe.tensors.pending_digests import SomeValues, Waiting
 from ddpdoctor.probe.training.finite_gradients import finite
 from ddpdoctor.probe.watchers.gradients import hyperparameters
 from ddpdoctor.probe.watchers.gradients.zero_gradients import readable
 from ddpdoctor.probe.watchers.graph.devices_used import DevicesUsed
+from ddpdoctor.probe.watchers.manual_sync.averaged_gradients import AveragedGradients
 from ddpdoctor.probe.watchers.numerics.numerics import Numerics
 from ddpdoctor.probe.watchers.process.no_process_group import _values
 from ddpdoctor.storage.run_folder import EventWriter
@@ -100,6 +102,45 @@ def test_nothing_is_read_at_once(on_gpu: FakeTensorMode) -> None:
         assert _values(tensor) == []
     assert largest_later(weight) is not None
     assert hyperparameters._plain(torch.ones((), device="cuda")) is None
+
+
+def test_some_values_come_later(on_gpu: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one kernel and one copy for all tensors."""
+    tensors = [torch.ones(300, 64, device="cuda"), None, torch.ones(2, device="cuda")]
+    with Launches() as launches:
+        found = SomeValues(tensors)
+    assert not found.ready() and found.values == []
+    assert (dict(launches.kernels), len(Copies.made)) == ({"cat": 1}, 1)
+    monkeypatch.setattr(Copies, "come", [1.0, 2.0, 3.0])
+    assert found.ready() and found.values == [1.0, 2.0, 3.0]
+
+
+def test_averages_are_recorded_once_their_values_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order; without values, as where a graph is captured, there is nothing to tell."""
+    told: list[Any] = []
+    recorder: Any = SimpleNamespace(emit=told.append)
+    AveragedGradients.renew()
+    watcher = AveragedGradients.current
+
+    def event(step: int, kind: str = "gradients") -> Averaged:
+        return Averaged(at=0, optimizer=0, step=step, local=(), applied=(), kind=kind)
+
+    def values(come: list[float], there: bool = True) -> Any:
+        return SimpleNamespace(values=come, ready=lambda wait=False: there or wait)
+
+    watcher.pending = [
+        (event(1), values([]), values([])),
+        (event(2), values([1.0]), values([math.nan])),
+        (event(3, "parameters"), values([1.0]), values([1.0])),
+        (event(4, "parameters"), values([1.0]), values([3.0])),
+        (event(5), values([1.0]), values([2.0], there=False)),
+        (event(6), values([1.0]), values([4.0])),
+    ]
+    watcher._record_arrived(recorder)
+    assert [(e.step, e.local, e.applied) for e in told] == [(4, (1.0,), (3.0,))]
+    assert watcher.looks == {0: 1}
+    watcher._leaving(recorder, None)
+    assert [e.step for e in told] == [4, 5, 6]
 
 
 def test_a_sketch_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

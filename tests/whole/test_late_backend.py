@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling import Sample, collect, differences, examine
+from sampling import Sample, collect, differences, examine, stopping
 
 BACKEND = str(Path(__file__).with_name("late_backend.py"))
 ALWAYS = {"hang/rank_missing", "hang/rank_exited_early", "hang/collective_mismatch"}
@@ -67,9 +67,8 @@ def test_sample(sample: Sample, tmp_path: Path) -> None:
     if sample.name in OTHERWISE:
         pytest.skip(OTHERWISE[sample.name])
     given = (*sample.command, BACKEND)
-    if sample.name.startswith("hang/") and "--hang-after" not in given:
-        # Where a device waits, a deadlock is suspected only, and does not end the run by itself.
-        given = ("--hang-after", "5", "--on-hang", "stop", *given)
+    if sample.name.startswith("hang/"):
+        given = stopping(given)
     report = examine(replace(sample, command=given), tmp_path)
     assert not [f.summary for f in report.findings if f.code == "DDP001"]
     assert differences(sample, report) == []

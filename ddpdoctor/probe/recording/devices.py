@@ -44,7 +44,7 @@ UNREAD: dict[str, str] = {
 """Checks that have nothing to go by where parameters are on a device, and why."""
 
 UNREAD_PARTLY: dict[str, str] = {
-    "double-averaging": "gradients on a device that the program itself divides",
+    "double-averaging": "gradients of wrapped models on a device that the program divides",
     "clip-before-sync": "gradients on a device that the program itself scales",
     "hyperparameter-skew": "options that are tensors on a device",
     "grad-scaler-skew": "loss scales, which are on the device",

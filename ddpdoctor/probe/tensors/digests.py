@@ -220,15 +220,24 @@ def some_values(tensors: list[Any]) -> list[float]:
     CPU, in one list; nothing for others."""
     import torch
 
-    values: list[float] = []
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            if tensor is None or not readable(tensor) or not tensor.is_floating_point():
-                continue
-            if tensor.is_contiguous() and tensor.numel():
-                count = min(tensor.numel(), VALUES_SAMPLED)
-                values += tensor.as_strided((count,), (tensor.numel() // count,)).tolist()
-    return values
+        on_cpu = [t for t in tensors if t is not None and t.is_cpu]
+        return [value for part in sampled(on_cpu) for value in part.tolist()]
+
+
+def sampled(tensors: list[Any]) -> list[Any]:
+    """Views of up to `VALUES_SAMPLED` elements, evenly spread, of those tensors that are contiguous
+    and of floating-point numbers. Call it under `torch.inference_mode()`."""
+    views = []
+    for tensor in tensors:
+        try:
+            check_suited(tensor)
+        except Unsuited:
+            continue
+        if tensor.is_floating_point() and tensor.is_contiguous() and tensor.numel():
+            count = min(tensor.numel(), VALUES_SAMPLED)
+            views.append(tensor.as_strided((count,), (tensor.numel() // count,)))
+    return views
 
 
 class Sketcher:
