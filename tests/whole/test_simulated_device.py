@@ -33,6 +33,7 @@ OTHERWISE: dict[str, str] = {
     "drift/clip_before_sync_shards": _MESH,
     "drift/hyperparameter_skew_sharded": _MESH,
     "drift/parameter_drift_mesh": _MESH,
+    "drift/unsynced_step_uneven": _FUNCTIONAL,
     "hang/collective_mismatch_full_tensor": _MESH,
     "hang/collective_shape_mismatch_clean": _FUNCTIONAL,
     "hang/rank_exited_early": _READS_NOTHING,

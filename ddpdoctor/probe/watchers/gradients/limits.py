@@ -157,6 +157,9 @@ ENOUGH_UNCHANGED = 8
 """Steps in which an unknown communication hook must leave the parameters unchanged before it is
 taken to exchange gradients."""
 
+SKETCHED_ON_A_DEVICE = 32_000_000
+"""Elements up to which tensors on a device are sketched: 160 kernels, in full steps only."""
+
 SKETCHED_AT_MOST = 400_000_000
 
 SKETCHED_AT_EASE = 1_000_000
