@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+ASKED = ("_has_compatible_shallow_copy_type",)  # about tensors as they are
 
 
 class OnDevice(TorchFunctionMode):
@@ -37,6 +38,8 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if name in ASKED:
+            return function(*args, **kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if len({t.device for t in tensors}) > 1 and name not in ("copy_", "__set__", "set_"):
             in_place = name.endswith("_") and not name.endswith("__")
@@ -51,6 +54,15 @@ def to(device, thing):
     return thing.to(device) if moves else thing
 
 
+def as_torch(function):
+    """The function, with its frames counted as torch's own: the program's line is the one above."""
+    function.__code__ = function.__code__.replace(co_filename=torch.overrides.__file__)
+    return function
+
+
+OnDevice.__torch_function__ = as_torch(OnDevice.__torch_function__)
+
+
 def before(kind, name, move):
     """Have `move` see the second argument of a method before it is called."""
     original = getattr(kind, name)
@@ -59,7 +71,7 @@ def before(kind, name, move):
     def moved(self, given, *args, **kwargs):
         return original(self, move(given), *args, **kwargs)
 
-    setattr(kind, name, moved)
+    setattr(kind, name, as_torch(moved))
 
 
 def move_parameters(given, device):
@@ -77,23 +89,25 @@ def move_parameters(given, device):
 
 def use(device, timeout_s):
     """Have the program that follows use a device; calls time out after so many seconds."""
-    kind = torch.device(device).type
+    asked = torch.device(device)
+    kind = asked.type
     module = torch.get_device_module(kind)
-    enough = module.device_count() >= LOCAL_RANKS
-    here = torch.device(kind, LOCAL_RANK % max(1, module.device_count()))
+    enough = asked.index is not None or module.device_count() >= LOCAL_RANKS
+    number = LOCAL_RANK % max(1, module.device_count()) if asked.index is None else asked.index
+    here = torch.device(kind, number)
     module.set_device(here)
-    backend = dist.get_default_backend_for_device(kind) if enough else "gloo"
+    own = dist.get_default_backend_for_device(kind) if enough else "gloo"
     before(torch.optim.Optimizer, "__init__", lambda given: move_parameters(given, here))
     before(torch.nn.parallel.DistributedDataParallel, "__init__", lambda model: model.to(here))
     init = dist.init_process_group
 
     @functools.wraps(init)
-    def on_both(asked=None, *args, **kwargs):
+    def on_both(backend=None, *args, **kwargs):
         if timeout_s:
             kwargs.setdefault("timeout", datetime.timedelta(seconds=timeout_s))
-        init(f"cpu:gloo,{kind}:{backend}" if asked == "gloo" else asked, *args, **kwargs)
+        init(f"cpu:gloo,{kind}:{own}" if backend == "gloo" else backend, *args, **kwargs)
 
-    dist.init_process_group = on_both
+    dist.init_process_group = as_torch(on_both)
     OnDevice(here).__enter__()
 
 

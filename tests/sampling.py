@@ -137,6 +137,14 @@ def device_samples() -> list[Sample]:
     ]  # fmt: skip
 
 
+def stopping(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Have a hang end the run: where a device waits, a deadlock is suspected only, and does not."""
+    for option, value in (("--hang-after", "5"), ("--on-hang", "stop")):
+        if option not in command:
+            command = (option, value, *command)
+    return command
+
+
 def lacking_on_device(sample: Sample, report: Report) -> list[str]:
     """`differences`, without those of checks that say that they see nothing there."""
     unseen = {s.check for s in (*report.coverage.skipped, *report.coverage.partly)}

@@ -13,6 +13,7 @@ class MonitorStarted(Event, frozen=True, tag="monitor-started"):
         cpu_quota: CPU limit of the control group in cores, None if unlimited.
         gpus, gpu_uuids: names and UUIDs by NVML's index.
         gpu_trouble: why GPUs that seem to exist could not be queried.
+        divided: UUIDs of the GPUs that are divided into instances (MIG).
     """
 
     schema: int
@@ -28,6 +29,7 @@ class MonitorStarted(Event, frozen=True, tag="monitor-started"):
     gpu_memory_bytes: tuple[int, ...] = ()
     driver: str = ""
     gpu_trouble: str = ""
+    divided: tuple[str, ...] = ()
 
 
 class NodeSilent(Event, frozen=True, tag="node-silent"):

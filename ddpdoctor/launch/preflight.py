@@ -13,6 +13,10 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 TIMEOUT_S = 120
 SIZES = (4 * 1024, 1024**2, 16 * 1024**2, 256 * 1024**2)
@@ -30,13 +34,9 @@ def main() -> int:
     import torch
     import torch.distributed as dist
 
-    local = int(os.environ["LOCAL_RANK"])
-    # One backend for all: with fewer GPUs than ranks some would take NCCL, the others gloo.
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= here
-    if gpu:
-        torch.cuda.set_device(local)
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    device = _device()
+    if gpu := device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
         everyone: list[Manifest] = [{} for _ in range(dist.get_world_size())]
@@ -50,6 +50,17 @@ def main() -> int:
     finally:
         dist.destroy_process_group()
     return 0 if right else 1
+
+
+def _device() -> torch.device:
+    """Where this rank works. With fewer GPUs than ranks all work on the CPU: else some would take
+    NCCL, the others gloo."""
+    import torch
+
+    local = int(os.environ["LOCAL_RANK"])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
+    return torch.device("cuda", local) if enough else torch.device("cpu")
 
 
 def _manifest(device: object) -> Manifest:

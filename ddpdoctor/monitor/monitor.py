@@ -150,6 +150,7 @@ class Monitor:
                 gpu_memory_bytes=self._gpus.memory,
                 driver=self._gpus.driver,
                 gpu_trouble=self._gpus.trouble,
+                divided=self._gpus.divided,
             )
         )
         self._check_memory_limit(always=True)

@@ -341,6 +341,7 @@ class Gpus:
         self._handles: list[Any] = []
         self.names: tuple[str, ...] = ()
         self.uuids: tuple[str, ...] = ()
+        self.divided: tuple[str, ...] = ()
         self.memory: tuple[int, ...] = ()
         self.driver = ""
         self.trouble = ""
@@ -356,6 +357,7 @@ class Gpus:
             self.names = tuple(name for _, name, _ in known)
             self.uuids = tuple(uuid for _, _, uuid in known)
             self.memory = self._totals()
+            self.divided = tuple(uuid for h, _, uuid in known if self._is_divided(h))
         except Exception as error:  # no driver, or a library that does not fit it
             self._handles = self._handles if self.names else []
             if Path("/proc/driver/nvidia").exists():
@@ -370,6 +372,13 @@ class Gpus:
         except Exception as error:
             self.trouble = f"NVML does not answer about GPU {index}: {error}"
             return None
+
+    def _is_divided(self, handle: Any) -> bool:
+        """Whether a GPU is divided into instances (MIG), which NVML names as a whole."""
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0])
+        except Exception:  # it cannot be divided
+            return False
 
     def _totals(self) -> tuple[int, ...]:
         try:
@@ -386,10 +395,17 @@ class Gpus:
             except Exception as error:
                 self.trouble = f"NVML does not list processes: {error}"
                 continue
-            for process in running:
+            for process in (*running, *self._shared_by(handle)):
                 # None under some drivers and virtual GPUs: a context is there, its size is unknown.
                 held.setdefault(process.pid, {})[index] = process.usedGpuMemory or 0
         return held
+
+    def _shared_by(self, handle: Any) -> list[Any]:
+        """Processes that use a GPU through its MPS server, which is listed in their place."""
+        try:
+            return list(self._nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+        except Exception:  # there is no MPS, or the library is too old
+            return []
 
     def used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Memory in use in bytes, and utilisation in percent, by device."""

@@ -49,6 +49,11 @@ def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
         )
     if not run.ranks:
         return None
+    if run.backend == "fake":
+        return (
+            "there is no such process, torch's backend `fake` only pretends that there is",
+            "ranks are compared where a real backend is used",
+        )
     started = (e for node in run.nodes.values() for e in node.of(ProcessStarted))
     if run.info.nodes > 1 and not any(e.rank == rank for e in started):
         return (

@@ -88,8 +88,17 @@ def dropped(optimizer):
     optimizer.zero_grad()
 
 
-def judged(clears, steps, monkeypatch, due=lambda step: True, clear=dropped):
-    """What is told of an optimizer whose gradients are cleared before some steps."""
+def zeroed(optimizer):
+    """Clears gradients behind torch's back."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.data.zero_()
+
+
+def judged(clears, steps, monkeypatch, due=lambda step: True, clear=dropped, others=0):
+    """What is told of an optimizer whose gradients are cleared before some steps; `others` are
+    backwards before that, of another loss."""
     import torch
 
     from ddpdoctor.probe.training import lifecycle
@@ -105,11 +114,12 @@ def judged(clears, steps, monkeypatch, due=lambda step: True, clear=dropped):
             number=number, known=known, site=1, closure=False, due=due(number),
             optimizer=lambda: optimizer,
         )  # fmt: skip
-        if clears(number):
-            clear(optimizer)
-        lifecycle.backward_begins.fire(recorder, backward)
-        (parameter * parameter).sum().backward()
-        lifecycle.backward_ends.fire(recorder, backward)
+        for left in range(others, -1, -1):
+            if clears(number) and not left:
+                clear(optimizer)
+            lifecycle.backward_begins.fire(recorder, backward)
+            (parameter * parameter).sum().backward()
+            lifecycle.backward_ends.fire(recorder, backward)
         lifecycle.step_begins.fire(recorder, step)
         if step.due:
             lifecycle.step_due.fire(recorder, step)
@@ -171,17 +181,29 @@ def test_gradients_on_a_device_that_are_zeroed_behind_torchs_back(clears, after,
     """`p.grad.data.zero_()` leaves no trace but the values, which the device tells later."""
     from ddpdoctor.probe.watchers.gradients import zero_grad
 
-    def zeroed(optimizer):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.data.zero_()
-
     monkeypatch.setattr(zero_grad, "readable", lambda tensor: False)
     monkeypatch.setattr(
         zero_grad, "largest_later", lambda grad: Copy(float(grad.abs().max()), after)
     )
     assert judged(clears, 12, monkeypatch, clear=zeroed) == told
+
+
+@pytest.mark.parametrize(
+    ("clears", "others", "told"),
+    [
+        (lambda n: True, 1, [(1, False)]),
+        (lambda n: False, 1, [(1, True)]),
+        (lambda n: False, 40, []),
+    ],
+    ids=["zeroed", "kept", "more than are asked"],
+)
+def test_zeroed_on_a_device_between_two_backwards(clears, others, told, monkeypatch):
+    """A GAN's loss of the generator leaves gradients in the discriminator."""
+    from ddpdoctor.probe.watchers.gradients import zero_grad
+
+    monkeypatch.setattr(zero_grad, "readable", lambda tensor: False)
+    monkeypatch.setattr(zero_grad, "largest_later", lambda grad: Copy(float(grad.abs().max()), 0))
+    assert judged(clears, 12, monkeypatch, clear=zeroed, others=others) == told
 
 
 def test_gradients_that_no_device_tells_are_not_judged(monkeypatch):

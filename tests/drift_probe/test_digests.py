@@ -170,6 +170,7 @@ def test_parameters_are_sketched_once_more_at_the_end(monkeypatch):
     monkeypatch.setattr(replica_digests.optimizer_models, "steps_taken", lambda holding: 7)
     ReplicaDigests.current.watches[0, 0] = replica_digests.Watch.__new__(replica_digests.Watch)
     known = {"rows": {}, "writes": replica_digests.write_counts.WriteCounts(), "left_out": "Join"}
+    known["sketches"] = []
     vars(ReplicaDigests.current.watches[0, 0]).update(known, holding=holding)
     ReplicaDigests.current._finish(recorder)
     assert [(e.step, e.norm) for e in told if isinstance(e, Sketch)] == [(7, 2.0)]

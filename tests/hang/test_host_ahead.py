@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from ddpdoctor.checks.hang.stall import Stall
 from recordings import PID, steps
 from tapes import START, WALL, CallLog, run_of, stall, stood
 
+from ddpdoctor.analysis.waiting.device_waits import hosts_ahead
 from ddpdoctor.events import (
     Event,
     FlightEntry,
@@ -106,8 +108,20 @@ def test_all_issued_the_same_calls(tmp_path: Path) -> None:
     seen = [IN_ITEM, stood(1, 22, "total += loss.item()", cpu=1.0)]
     (finding,) = found(stalled(tmp_path, made, seen))
     assert finding.check == "stall"
-    assert "ahead of their devices" in finding.cause
+    assert "ahead of their devices, and all ranks issued the same calls" in finding.cause
     assert "no rank waits" not in finding.cause
+
+
+@pytest.mark.parametrize("issued", [(3, 3), (3, 2)])
+def test_equal_calls_are_claimed_only_where_they_are(issued: tuple[int, int]) -> None:
+    """The rank that issued more may have destroyed its group."""
+    rank: Any = SimpleNamespace(flight_logs=list)
+    logs = {n: SimpleNamespace(rank=rank, issued=count) for n, count in enumerate(issued)}
+    key = type("Key", (), {"on_device": True, "name": "0"})()
+    known: Any = SimpleNamespace(logs={key: logs})
+    said = hosts_ahead(known)
+    assert "ahead of their devices" in said
+    assert ("the same calls" in said) is (issued[0] == issued[1])
 
 
 def test_calls_that_differ_stop_both(tmp_path: Path) -> None:

@@ -23,9 +23,15 @@ def held(rank: int, second: int, **gpus: int) -> Event:
     return RankSample(at=START + second, rank=rank, pid=PID + rank, rss_bytes=1, gpu_bytes=sizes)
 
 
-def gpu_run(ranks: Sequence[list[Event]], *seen: Event, gpus: int = 2, **more: object) -> Run:
+def gpu_run(
+    ranks: Sequence[list[Event]],
+    *seen: Event,
+    gpus: int = 2,
+    divided: tuple[str, ...] = (),
+    **more: object,
+) -> Run:
     """Ranks of one node with that many GPUs, and what its monitor saw."""
-    node = monitor(gpus=("H200",) * gpus, gpu_uuids=UUIDS[:gpus])
+    node = monitor(gpus=("H200",) * gpus, gpu_uuids=UUIDS[:gpus], divided=divided)
     line = site(1, "train.py", 12, "model.cuda()")
     heads = [started(r, len(ranks)) for r in range(len(ranks))]
     events = {r: [heads[r], line, *own, *steps(3)] for r, own in enumerate(ranks)}

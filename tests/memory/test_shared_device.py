@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.memory.shared_device import SharedDevice
+from ddpdoctor.checks.memory.stray_cuda_context import StrayCudaContext
 from gpus import gpu_run, uses
 from recordings import make_run
 
@@ -59,3 +61,11 @@ def test_nccl_refuses_it_in_the_constructor() -> None:
     (finding,) = diagnose(run, [SharedDevice(), FirstFailure()]).findings
     assert finding.check == "shared-device"
     assert [c.check for c in finding.consequences] == ["first-failure"]
+
+
+@pytest.mark.parametrize("uuids", [("MIG-1", "MIG-2"), ("aaaa", "aaaa")], ids=["parts", "whole"])
+def test_parts_of_one_gpu(uuids: tuple[str, str]) -> None:
+    """Whether torch names the part or the whole GPU, as NVML does, each rank has its own part."""
+    ranks = [[uses(0, uuid)] for uuid in uuids]
+    assert not list(SharedDevice().examine(gpu_run(ranks, divided=("GPU-aaaa",))))
+    assert not list(StrayCudaContext().examine(gpu_run(ranks, divided=("GPU-aaaa",))))

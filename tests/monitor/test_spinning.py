@@ -46,13 +46,20 @@ def test_a_gpu_that_has_failed_hides_no_other(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("GPU is lost")
         return index
 
+    listed = [SimpleNamespace(pid=7, usedGpuMemory=5)]
+    clients = [SimpleNamespace(pid=8, usedGpuMemory=None)]
     nvml: Any = SimpleNamespace(
         nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=handle, nvmlDeviceGetName=lambda h: "H200",
         nvmlDeviceGetUUID=lambda h: f"GPU-{h}", nvmlSystemGetDriverVersion=lambda: "570",
         nvmlDeviceGetMemoryInfo=lambda h: SimpleNamespace(total=141, used=1),
+        nvmlDeviceGetMigMode=lambda h: (h == 2, False),
+        nvmlDeviceGetComputeRunningProcesses=lambda h: listed if h == 0 else [],
+        nvmlDeviceGetMPSComputeRunningProcesses=lambda h: clients if h == 2 else [],
     )  # fmt: skip
     monkeypatch.setitem(__import__("sys").modules, "pynvml", nvml)
     gpus = system.Gpus()
     assert gpus.uuids == ("GPU-0", "GPU-2")
     assert "GPU 1" in gpus.trouble
+    assert gpus.divided == ("GPU-2",)
+    assert gpus.by_process() == {7: {0: 5}, 8: {1: 0}}, "of MPS the clients, not the server"

@@ -58,3 +58,10 @@ def test_torch_without_nccl() -> None:
 
 def test_no_wrapped_model() -> None:
     assert SlowBackend().unobserved(make_run({0: []}))
+
+
+def test_torch_chooses_one_backend_only() -> None:
+    """Since torch 2.6 `init_process_group()` makes no group for the CPU where there are GPUs."""
+    advice = (SlowBackend.__doc__ or "").partition("## How to fix it")[2].partition("##")[0]
+    assert '`init_process_group("cpu:gloo,cuda:nccl")`' in advice
+    assert "Without a backend torch takes that of the GPU only" in " ".join(advice.split())

@@ -18,17 +18,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpdoctor.events import Averaged
 from ddpdoctor.probe.recording import devices
 from ddpdoctor.probe.recording.devices import Failed, Work, hands_off, largest_later
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.recording.sampling import Cost
-from ddpdoctor.probe.tensors import digests, pending_digests
-from ddpdoctor.probe.tensors.digests import Sketcher, Unsuited, word_sum
-from ddpdoctor.probe.tensors.pending_digests import Waiting
+from ddpdoctor.probe.tensors import device_sketches, digests, pending_digests
+from ddpdoctor.probe.tensors.device_sketches import LaterSketch
+from ddpdoctor.probe.tensors.digests import BINS, Sketcher, Unsuited, word_sum
+from ddpdoctor.probe.tensors.pending_digests import SomeValues, Waiting
 from ddpdoctor.probe.training.finite_gradients import finite
 from ddpdoctor.probe.watchers.gradients import hyperparameters
 from ddpdoctor.probe.watchers.gradients.zero_gradients import readable
 from ddpdoctor.probe.watchers.graph.devices_used import DevicesUsed
+from ddpdoctor.probe.watchers.manual_sync.averaged_gradients import AveragedGradients
 from ddpdoctor.probe.watchers.numerics.numerics import Numerics
 from ddpdoctor.probe.watchers.process.no_process_group import _values
 from ddpdoctor.storage.run_folder import EventWriter
@@ -52,7 +55,7 @@ class Launches(TorchDispatchMode):
     """Counts operations that are kernels, and the bytes of the largest temporary."""
 
     VIEWS = ("view", "reshape", "detach", "alias", "slice", "split", "as_strided", "select",
-             "unsqueeze", "empty", "permute", "t", "device")  # fmt: skip
+             "unsqueeze", "empty", "permute", "t", "device", "narrow")  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +105,45 @@ def test_nothing_is_read_at_once(on_gpu: FakeTensorMode) -> None:
     assert hyperparameters._plain(torch.ones((), device="cuda")) is None
 
 
+def test_some_values_come_later(on_gpu: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one kernel and one copy for all tensors."""
+    tensors = [torch.ones(300, 64, device="cuda"), None, torch.ones(2, device="cuda")]
+    with Launches() as launches:
+        found = SomeValues(tensors)
+    assert not found.ready() and found.values == []
+    assert (dict(launches.kernels), len(Copies.made)) == ({"cat": 1}, 1)
+    monkeypatch.setattr(Copies, "come", [1.0, 2.0, 3.0])
+    assert found.ready() and found.values == [1.0, 2.0, 3.0]
+
+
+def test_averages_are_recorded_once_their_values_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order; without values, as where a graph is captured, there is nothing to tell."""
+    told: list[Any] = []
+    recorder: Any = SimpleNamespace(emit=told.append)
+    AveragedGradients.renew()
+    watcher = AveragedGradients.current
+
+    def event(step: int, kind: str = "gradients") -> Averaged:
+        return Averaged(at=0, optimizer=0, step=step, local=(), applied=(), kind=kind)
+
+    def values(come: list[float], there: bool = True) -> Any:
+        return SimpleNamespace(values=come, ready=lambda wait=False: there or wait)
+
+    watcher.pending = [
+        (event(1), values([]), values([])),
+        (event(2), values([1.0]), values([math.nan])),
+        (event(3, "parameters"), values([1.0]), values([1.0])),
+        (event(4, "parameters"), values([1.0]), values([3.0])),
+        (event(5), values([1.0]), values([2.0], there=False)),
+        (event(6), values([1.0]), values([4.0])),
+    ]
+    watcher._record_arrived(recorder)
+    assert [(e.step, e.local, e.applied) for e in told] == [(4, (1.0,), (3.0,))]
+    assert watcher.looks == {0: 1}
+    watcher._leaving(recorder, None)
+    assert [e.step for e in told] == [4, 5, 6]
+
+
 def test_a_sketch_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: tensor)
     monkeypatch.setattr(digests, "check_suited", lambda tensor: None)
@@ -109,6 +151,43 @@ def test_a_sketch_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         assert sketcher.bins(torch.ones(300, 333, device="meta")).device.type == "meta"
     assert len(sketcher._elsewhere) == 1, "the signs are copied there once"
+
+
+class Arrived:
+    """A copy to the host that is there at once."""
+
+    def __init__(self, values: Any) -> None:
+        self.host = values
+
+    def arrived(self, *, wait: bool = False) -> bool:
+        return True
+
+
+def test_sketches_of_a_device_tell_the_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over pieces and blocks, of several tensors and types; as large as it is, within a third."""
+    monkeypatch.setattr(device_sketches, "HostCopy", Arrived)
+    signs = Sketcher().signs_on(torch.device("cpu"))
+    torch.manual_seed(1)
+    one = [torch.randn(1200, 1000), None, torch.randn(37, dtype=torch.float64), torch.ones(3).int()]
+    other = [one[0] + 0.01 * torch.randn(1200, 1000), None, one[2], one[3]]
+    first, second, again = (LaterSketch(tensors, signs) for tensors in (one, other, one))
+    assert all(sketch.ready() for sketch in (first, second, again))
+    assert first.bins == again.bins and len(first.bins) == BINS
+    assert first.norm == pytest.approx(float(one[0].norm()), rel=1e-3)
+    apart = sum((a - b) ** 2 for a, b in zip(first.bins, second.bins, strict=True)) ** 0.5
+    assert apart == pytest.approx(float((one[0] - other[0]).norm()), rel=0.34)
+
+
+def test_a_sketch_takes_few_kernels(
+    on_gpu: FakeTensorMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_sketches, "HostCopy", Copies)
+    monkeypatch.setattr(device_sketches, "check_suited", lambda tensor: None)
+    signs = torch.ones(device_sketches.BLOCK, device="cuda")
+    model = [torch.ones(500, 1000, device="cuda") for _ in range(64)]  # 32 million elements
+    with Launches() as launches:
+        LaterSketch(model, signs)
+    assert sum(launches.kernels.values()) <= 64 * 5 and len(Copies.made) == 1
 
 
 def numerics(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:

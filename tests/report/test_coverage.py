@@ -7,7 +7,7 @@ from recordings import make_run, torch_loaded
 from toys import ToyQuiet
 
 from ddpdoctor import render
-from ddpdoctor.events import Event, ProbeTrouble, RankExiting
+from ddpdoctor.events import Event, GroupReady, ProbeTrouble, RankExiting
 from ddpdoctor.report.diagnose import diagnose
 
 LEAVES = RankExiting(at=1, how="return")
@@ -49,3 +49,11 @@ def test_nothing_is_said_of_a_run_whose_ranks_were_not_observed() -> None:
     report = diagnose(make_run({0: [PAST_THE_HOOK], 1: [PAST_THE_HOOK]}), [ToyQuiet()])
     assert "ranks 0-1 were not observed, so nothing can be said of this run" in render.text(report)
     assert report.run.outcome == "completed"
+
+
+def test_ranks_that_a_fake_group_pretends_to_have() -> None:
+    group = GroupReady(at=0, group=0, name="0", backend="fake", ranks=(0, 1), member=True, site=1)
+    report = diagnose(make_run({0: [torch_loaded(), group, LEAVES]}, world_size=2), [ToyQuiet()])
+    (unobserved,) = report.coverage.unobserved
+    assert unobserved.ranks == (1,)
+    assert "there is no such process" in unobserved.reason

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 from recordings import make_run
 
-from ddpdoctor.events import Event, GroupReady, InitEntered, Replica, Signature
+from ddpdoctor.events import (
+    Event,
+    GroupReady,
+    InitEntered,
+    Replica,
+    Signature,
+    ThreadsSeen,
+    Wrapped,
+)
 from ddpdoctor.probe.collectives.process_groups import _place_of
 from ddpdoctor.storage.call_ring import RingWriter, read_ring
 
@@ -80,3 +88,26 @@ def test_what_has_no_rank_keeps_saying_so() -> None:
     told = [Signature(at=3, id=0, op="all_reduce"), Signature(at=3, id=1, op="send", root=9)]
     run = make_run({n: [*joined(1 - n, 2, "here"), *told] for n in range(2)})
     assert [s.root for s in run.ranks[0].of(Signature)] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "unseen"),
+    [
+        ("cuda", "nccl", True),
+        ("cuda", "cpu:gloo,cuda:nccl", True),
+        ("npu", "cpu:gloo,npu:hccl", True),
+        ("xpu", "xccl", True),
+        ("cuda", "gloo", False),
+        ("cuda", "fake", False),
+        ("cpu", "cpu:gloo,cuda:nccl", False),
+    ],
+)
+def test_where_the_host_does_not_see_the_waiting(device: str, backend: str, unseen: bool) -> None:
+    """On any device; with a wrapper or, as in FSDP2 and by hand, without."""
+    group = GroupReady(at=0, group=0, name="0", backend=backend, ranks=(0, 1), member=True, site=1)
+    threads = ThreadsSeen(at=0, compute=1, alive=2, asked=False, device=device)
+    wrapped = Wrapped(at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
+                      site=-1, device=f"{device}:0" if device != "cpu" else device)  # fmt: skip
+    for events in ([group, threads], [group, wrapped]):
+        (rank,) = make_run({0: [*events]}).ranks.values()
+        assert rank.waits_on_gpu is unseen

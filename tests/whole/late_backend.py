@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-PATIENCE_S = 0.5
-"""After how long a wait returns without the values. Long enough for them where all ranks come: the
-CPU has no streams that would keep later work behind them."""
+PATIENCE_S = float(os.environ.get("LATE_BACKEND_PATIENCE_S") or 0.5)
+"""After how long a wait returns without the values. It has to be long enough for them where all
+ranks come: the CPU has no streams that would keep later work behind them."""
 
 UNNUMBERED = "LATE_BACKEND_UNNUMBERED"
 """The variable by which its groups do not count their collectives, as those of MPI do not."""
@@ -77,9 +77,12 @@ class LateWork(dist._Work):
 class LateGroup(dist.ProcessGroup):
     """A process group over gloo whose works are late."""
 
-    def __init__(self, inner: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self.inner, self.issued = inner, 0
+    def __init__(self, inner: Any, asked: Any) -> None:
+        super().__init__(asked.group_rank, asked.group_size)
+        self.inner, self.name, self.issued = inner, asked.group_id, 0
+
+    def getGroupName(self) -> str:
+        return str(self.name)
 
     def _get_sequence_number_for_group(self) -> int:
         if os.environ.get(UNNUMBERED):
@@ -131,17 +134,29 @@ class LateGroup(dist.ProcessGroup):
         return self.inner.barrier(opts or dist.BarrierOptions())
 
 
+def as_torch(function: Any) -> Any:
+    """The function, with its frames counted as torch's own: the program's line is the one above."""
+    function.__code__ = function.__code__.replace(co_filename=torch.overrides.__file__)
+    return function
+
+
+@as_torch
+def wait_for_all() -> None:
+    """What every read of a device does: it waits for all that was issued before."""
+    for work in list(ISSUED):
+        work.arrived.wait()
+    ISSUED.clear()
+
+
 def reads(read: Callable[..., Any]) -> Callable[..., Any]:
     """A method of tensors that waits for all that was issued before."""
 
     @functools.wraps(read)
     def wait_and_read(*args: Any, **kwargs: Any) -> Any:
-        for work in list(ISSUED):
-            work.arrived.wait()
-        ISSUED.clear()
+        wait_for_all()
         return read(*args, **kwargs)
 
-    return wait_and_read
+    return as_torch(wait_and_read)
 
 
 def blocks(make: Callable[..., None]) -> Callable[..., None]:
@@ -155,15 +170,20 @@ def blocks(make: Callable[..., None]) -> Callable[..., None]:
         finally:
             BLOCKING.pop()
 
-    return blocking
+    return as_torch(blocking)
 
 
-def create(store: Any, rank: int, size: int, timeout: Any) -> LateGroup:
-    return LateGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+def over_gloo(asked: Any) -> Any:
+    """The group on which a late one works; `asked` are torch's options for it."""
+    return dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, asked.timeout)
+
+
+def create(asked: Any, options: Any) -> LateGroup:
+    return LateGroup(over_gloo(asked), asked)
 
 
 def main() -> None:
-    dist.Backend.register_backend("hccl", create, devices=["cpu"])
+    dist.Backend.register_backend("hccl", create, extended_api=True, devices=["cpu"])
     for name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__"):
         setattr(torch.Tensor, name, reads(getattr(torch.Tensor, name)))
     wrapper = torch.nn.parallel.DistributedDataParallel
@@ -174,7 +194,7 @@ def main() -> None:
     def init_late(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         init("hccl", *args, **kwargs)
 
-    dist.init_process_group = init_late
+    dist.init_process_group = as_torch(init_late)
     script, *sys.argv[1:] = sys.argv[1:]
     sys.argv[0] = script
     runpy.run_path(script, run_name="__main__")

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpdoctor.launch.preflight import _who
+import pytest
+import torch
+
+from ddpdoctor.launch.preflight import _device, _who
 
 
 def test_two_ranks_meet(tmp_path: Path) -> None:
@@ -34,3 +37,18 @@ def test_what_differs_is_told_by_rank() -> None:
         "NCCL_DEBUG differs: 'not set' on ranks 0-1; 'INFO' on rank 2",
         "torch differs: '2.13.0' on ranks 0-1; '2.12.0' on rank 2",
     ]
+
+
+@pytest.mark.parametrize(("gpus", "kinds"), [(0, {"cpu"}), (2, {"cpu"}), (4, {"cuda"})])
+def test_all_ranks_take_the_same_backend(
+    gpus: int, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more ranks than GPUs too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    taken = set()
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        taken.add(_device().type)
+    assert taken == kinds

@@ -31,11 +31,14 @@ def trained_on(rank: Rank) -> list[DeviceUsed]:
 
 
 def users(run: Run) -> dict[tuple[str, str], list[tuple[Rank, DeviceUsed]]]:
-    """Who trains on which GPU, by node and UUID."""
+    """Who trains on which GPU, by node and UUID. Not of GPUs that are divided: ranks that name the
+    whole one may have parts of their own."""
     found: dict[tuple[str, str], list[tuple[Rank, DeviceUsed]]] = {}
     for rank in run.ranks.values():
+        seen = monitor_of(run, rank)
+        divided = set(map(plain, seen.divided)) if seen is not None else set()
         for event in trained_on(rank):
-            if event.uuid:
+            if event.uuid and plain(event.uuid) not in divided:
                 found.setdefault((rank.node, plain(event.uuid)), []).append((rank, event))
     return found
 

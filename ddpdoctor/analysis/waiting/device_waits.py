@@ -60,15 +60,17 @@ def completed(rank: Rank, key: GroupKey) -> bool:
 
 
 def hosts_ahead(known: CallLogs) -> str:
-    """What can be said of hosts that issued equally many calls; empty where none is ahead."""
+    """What can be said where no rank is known to wait; empty where no host is ahead."""
     made = [(log.rank, key) for key, logs in known.logs.items() for log in logs.values()]
     if not any(key.on_device for _, key in made):
         return ""
     if all(completed(rank, key) for rank, key in made):
         return "torch's flight recorder has all calls completed: no device waits for another rank"
+    # A rank that issued more may have left its group, so that it waits no longer.
+    same = all(len({log.issued for log in logs.values()}) == 1 for logs in known.logs.values())
     return (
-        "the hosts are ahead of their devices, and all ranks issued the same calls: for which rank "
-        "a device waits is not on record"
+        f"the hosts are ahead of their devices{', and all ranks issued the same calls' * same}: "
+        "for which rank a device waits is not on record"
     )
 
 

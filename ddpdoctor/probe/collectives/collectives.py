@@ -17,8 +17,9 @@ from ..recording.patching import refused, replace
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import is_work
 from ..recording.watcher import Args, Kwargs, Watcher, on
-from . import call_hooks
+from . import call_hooks, coalescing
 from .call_log import call_log_of
+from .coalescing import coalesced
 from .gathered_results import GatheredResults
 from .process_groups import ProcessGroups
 
@@ -106,6 +107,7 @@ class Collectives(Watcher):
                 if vars(holder).get(name) is original:
                     replace(holder, name, wrapper)
         self._watch_waits(c10d)
+        coalescing.watch(lambda: self.inside)
 
     def _watched(self, original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         read = _reader(original, kind)
@@ -317,7 +319,7 @@ def _returned(number: int | None, result: Any) -> None:
         if works:
             log.issued(number, works)
             call_hooks.issued.fire(recorder, call_hooks.Issued(number, works))
-        else:
+        elif not coalesced(log.ring, number):
             log.ring.mark(number, State.DONE)
     except Exception as error:
         recorder.trouble("calls.returned", error, Collectives.lost)

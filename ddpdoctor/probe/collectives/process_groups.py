@@ -11,6 +11,7 @@ from typing import Any
 
 from ...events import CALLERS, GroupDestroyed, GroupReady, InitEntered
 from ..recording.code_locations import own_files
+from ..recording.debug_level import DebugLevel
 from ..recording.environment import (
     environment_at_start,
     interesting_environment,
@@ -208,6 +209,7 @@ def _init_arguments(args: Args, kwargs: Kwargs) -> dict[str, Any]:
 
 def _init_entered(recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
     given = _init_arguments(args, kwargs)
+    DebugLevel.current.group_asked_for(recorder, str(given["backend"] or ""))
     timeout, rendezvous = given["timeout"], _rendezvous(given)
     recorder.emit(
         InitEntered(

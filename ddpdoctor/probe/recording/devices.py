@@ -44,12 +44,12 @@ UNREAD: dict[str, str] = {
 """Checks that have nothing to go by where parameters are on a device, and why."""
 
 UNREAD_PARTLY: dict[str, str] = {
-    "double-averaging": "gradients on a device that the program itself divides",
+    "double-averaging": "gradients of wrapped models on a device that the program divides",
     "clip-before-sync": "gradients on a device that the program itself scales",
     "hyperparameter-skew": "options that are tensors on a device",
     "grad-scaler-skew": "loss scales, which are on the device",
-    "gradient-drift": "how far gradients on a device are apart, and the line that changed them",
-    "parameter-drift": "how far parameters on a device are apart",
+    "gradient-drift": "the line that changed gradients on a device, the distance in large models",
+    "parameter-drift": "the line that changed parameters on a device, the distance in large models",
     "nonfinite-origin": "on a device, which operation and which parameters",
 }
 """What checks leave out there."""

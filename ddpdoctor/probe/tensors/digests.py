@@ -220,15 +220,24 @@ def some_values(tensors: list[Any]) -> list[float]:
     CPU, in one list; nothing for others."""
     import torch
 
-    values: list[float] = []
     with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors:
-            if tensor is None or not readable(tensor) or not tensor.is_floating_point():
-                continue
-            if tensor.is_contiguous() and tensor.numel():
-                count = min(tensor.numel(), VALUES_SAMPLED)
-                values += tensor.as_strided((count,), (tensor.numel() // count,)).tolist()
-    return values
+        on_cpu = [t for t in tensors if t is not None and t.is_cpu]
+        return [value for part in sampled(on_cpu) for value in part.tolist()]
+
+
+def sampled(tensors: list[Any]) -> list[Any]:
+    """Views of up to `VALUES_SAMPLED` elements, evenly spread, of those tensors that are contiguous
+    and of floating-point numbers. Call it under `torch.inference_mode()`."""
+    views = []
+    for tensor in tensors:
+        try:
+            check_suited(tensor)
+        except Unsuited:
+            continue
+        if tensor.is_floating_point() and tensor.is_contiguous() and tensor.numel():
+            count = min(tensor.numel(), VALUES_SAMPLED)
+            views.append(tensor.as_strided((count,), (tensor.numel() // count,)))
+    return views
 
 
 class Sketcher:
@@ -285,7 +294,7 @@ class Sketcher:
             ]
             return torch.stack(parts).sum(0).view(-1, FEW_BINS).sum(0)
 
-    def _signs_on(self, device: Any) -> Any:
+    def signs_on(self, device: Any) -> Any:
         """The signs on a device; copied there once, from pinned memory, which waits for nothing."""
         if device.type == "cpu":
             return self._signs
@@ -296,13 +305,18 @@ class Sketcher:
     def _project(self, flat: Any, block: int) -> Any:
         import torch
 
-        signed = flat.to(torch.float32) * self._signs_on(flat.device)[: flat.numel()]
+        signed = flat.to(torch.float32) * self.signs_on(flat.device)[: flat.numel()]
         if flat.numel() % BINS:
             signed = torch.nn.functional.pad(signed, (0, -flat.numel() % BINS))
         sums = signed.view(-1, BINS).sum(0, dtype=torch.float64)
-        # All blocks share their signs: rotate and flip each, or equal changes would add up.
-        sign = 1 if block * 0x9E3779B1 >> 7 & 1 else -1
-        return sums.roll(block * 29 % BINS) * sign
+        return flipped(sums, block)
+
+
+def flipped(bins: Any, block: int) -> Any:
+    """The projection of a block, rotated and flipped: all blocks share their signs, and equal
+    changes would add up."""
+    sign = 1 if block * 0x9E3779B1 >> 7 & 1 else -1
+    return bins.roll(block * 29 % BINS) * sign
 
 
 def finite(tensor: Any) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..recording.devices import HostCopy
-from .digests import numbers
+from ..recording.devices import HostCopy, Work, hands_off
+from .digests import numbers, sampled, some_values
 from .limits import ROW_WAITS_S, ROWS_WAITING
 
 T = TypeVar("T")
@@ -99,6 +99,42 @@ class Waiting:
             self.values = numbers([next(arrived) if there else None for there in self._present])
             self._copy = None
         return True
+
+
+class SomeValues:
+    """`some_values` of tensors; of those on a device they may still be on their way.
+
+    Attributes:
+        values: once `ready` has returned True; empty where there are none, or the device is to be
+            left alone.
+    """
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self._copy: HostCopy | None = None
+        away = [t for t in tensors if t is not None and not t.is_cpu]
+        self.values = [] if away else some_values(tensors)
+        if away and not hands_off():
+            self._copy = _sampled(away)
+
+    def ready(self, *, wait: bool = False) -> bool:
+        """Whether the values have arrived; with `wait`, wait for them a little."""
+        if self._copy is not None:
+            if not self._copy.arrived(wait=wait):
+                return False
+            self.values, self._copy = self._copy.host.tolist(), None
+        return True
+
+
+def _sampled(tensors: list[Any]) -> HostCopy | None:
+    """Values of tensors on one device, by one kernel and a copy; None where there are none."""
+    import torch
+
+    with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+        views = sampled([t for t in tensors if t.device == tensors[0].device])
+        if not views:
+            return None
+        Work.add(1)
+        return HostCopy(torch.cat(views))
 
 
 def _copied(totals: list[Any], device: Any) -> HostCopy:

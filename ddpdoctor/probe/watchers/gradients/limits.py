@@ -157,6 +157,9 @@ ENOUGH_UNCHANGED = 8
 """Steps in which an unknown communication hook must leave the parameters unchanged before it is
 taken to exchange gradients."""
 
+SKETCHED_ON_A_DEVICE = 32_000_000
+"""Elements up to which tensors on a device are sketched: 160 kernels, in full steps only."""
+
 SKETCHED_AT_MOST = 400_000_000
 
 SKETCHED_AT_EASE = 1_000_000
@@ -203,6 +206,10 @@ INSIDE_FIRST = 8
 # zero_grad
 
 CLEARS_EMITTED = 200
+
+CLEARS_ASKED = 16
+"""Backwards between two steps before which a gradient on a device is asked whether it is zero. With
+more of them, it is not known whether gradients were cleared."""
 
 CLEARS_ENOUGH = 4
 """A program that stopped clearing is recorded after this many steps in a row with cleared gradients

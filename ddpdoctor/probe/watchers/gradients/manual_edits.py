@@ -323,7 +323,8 @@ class ManualEdits(Watcher):
         counted = [] if gradients is None else gradients.counted(holding.held)
         undone: list[int] = []
         if kind == "parameters" and not differing:  # written to, and put back
-            undone = watch.changed(BEFORE, until=NOW, column=1)
+            read = {p for p, found in watch.noted(NOW).items() if found != ABSENT}
+            undone = [p for p in watch.changed(BEFORE, until=NOW, column=1) if p in read]
         nothing = Edited(
             at=time.monotonic(),
             model=holding.model.number,

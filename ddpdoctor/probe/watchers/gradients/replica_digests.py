@@ -18,13 +18,14 @@ from ....events.pack import pack
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording import hooks
-from ...recording.devices import hands_off, out_of_patience
+from ...recording.devices import hands_off, out_of_patience, readable_later
 from ...recording.hooks import Subscriptions
 from ...recording.limits import FIRST_STEPS
 from ...recording.recorder import Recorder
 from ...recording.sampling import Cost, Pace
 from ...recording.torch_compat import averages, comm_hook, group_ranks, ignored_by_ddp, joins
 from ...recording.watcher import Args, Kwargs, Watcher, on
+from ...tensors.device_sketches import LaterSketch
 from ...tensors.digests import ABSENT, Sketcher, scattered, sums
 from ...tensors.pending_digests import Row, Rows, Waiting
 from ...tensors.tensor_watch import grad_of
@@ -35,7 +36,13 @@ from ...training.tracked_model import Model
 from ..manual_sync.exchanges import Exchanges
 from ..manual_sync.parameter_averaging import WriteBack
 from .gradient_sync import GradientSync
-from .limits import ENOUGH_UNCHANGED, SKETCHED_AT_EASE, SKETCHED_AT_MOST, STATES_AT_MOST
+from .limits import (
+    ENOUGH_UNCHANGED,
+    SKETCHED_AT_EASE,
+    SKETCHED_AT_MOST,
+    SKETCHED_ON_A_DEVICE,
+    STATES_AT_MOST,
+)
 from .manual_edits import ManualEdits
 
 COMPARED = "gradient-drift", "parameter-drift", "buffer-drift", "optimizer-state-drift"
@@ -68,6 +75,7 @@ class Watch:
         self.buffers_next = 0
         self.broadcast = True
         self.left_out = ""
+        self.sketches: list[tuple[str, int, LaterSketch]] = []
 
 
 class ReplicaDigests(Watcher):
@@ -206,21 +214,13 @@ class ReplicaDigests(Watcher):
     def _sketch(self, recorder: Recorder, watch: Watch, kind: str, step: int) -> None:
         if self.sketcher is None:
             self.sketcher = Sketcher()
-        norm, bins = self.sketcher.sketch(_tensors(watch.holding, kind, step, 1))
-        # NaN and infinity have no distance, and JSON has no number for them.
-        if not all(map(math.isfinite, (norm, *bins))):
-            return
-        recorder.emit(
-            Sketch(
-                at=time.monotonic(),
-                model=watch.holding.model.number,
-                optimizer=watch.holding.optimizer,
-                kind=kind,
-                step=step,
-                norm=norm,
-                bins=tuple(float(f"{b:.8g}") for b in bins),
-            )
-        )
+        tensors = _tensors(watch.holding, kind, step, 1)
+        device = next((t.device for t in tensors if t is not None), None)
+        if device is None or device.type == "cpu":
+            _emit_sketch(recorder, watch, kind, step, *self.sketcher.sketch(tensors))
+        elif not hands_off():
+            later = LaterSketch(tensors, self.sketcher.signs_on(device))
+            watch.sketches.append((kind, step, later))
 
     def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         if not (args or kwargs.get("group")):
@@ -251,7 +251,34 @@ class ReplicaDigests(Watcher):
                     model = holding.model
                     rows = [Row(model.forwards, 1, model.synced_backwards, waiting)]
                     write(recorder, rows, holding.model.number, holding.optimizer, kind, "end")
+            _emit_sketches(recorder, watch, wait=True)
         self.watches.clear()
+
+
+def _emit_sketch(
+    recorder: Recorder, watch: Watch, kind: str, step: int, norm: float, bins: list[float]
+) -> None:
+    # NaN and infinity have no distance, and JSON has no number for them.
+    if not all(map(math.isfinite, (norm, *bins))):
+        return
+    recorder.emit(
+        Sketch(
+            at=time.monotonic(),
+            model=watch.holding.model.number,
+            optimizer=watch.holding.optimizer,
+            kind=kind,
+            step=step,
+            norm=norm,
+            bins=tuple(float(f"{b:.8g}") for b in bins),
+        )
+    )
+
+
+def _emit_sketches(recorder: Recorder, watch: Watch, *, wait: bool = False) -> None:
+    """Record the sketches that have come from a device."""
+    while watch.sketches and watch.sketches[0][2].ready(wait=wait):
+        kind, step, later = watch.sketches.pop(0)
+        _emit_sketch(recorder, watch, kind, step, later.norm, later.bins)
 
 
 def _emit_replica(recorder: Recorder, watch: Watch) -> None:
@@ -377,12 +404,16 @@ def digest(recorder: Recorder, tensors: list[Any]) -> Waiting | None:
 
 
 def _size_to_sketch(watch: Watch) -> float:
-    """Elements of the parameters; infinite if any is not on the CPU, so that it exceeds all limits:
-    a sketch would wait for the device."""
-    parameters = watch.holding.parameters(watch.holding.positions)
-    if any(p is not None and not p.is_cpu for p in parameters):
-        return math.inf
-    return sum(p.numel() for p in parameters if p is not None)
+    """Elements of the parameters; infinite, so that it exceeds all limits, where they are on
+    several devices, or on one that is not read later, or would take too long there."""
+    held = watch.holding.parameters(watch.holding.positions)
+    parameters = [p for p in held if p is not None]
+    size = sum(p.numel() for p in parameters)
+    devices = {p.device for p in parameters}
+    if all(device.type == "cpu" for device in devices):
+        return size
+    readable = len(devices) == 1 and readable_later(*devices)
+    return size if readable and size <= SKETCHED_ON_A_DEVICE else math.inf
 
 
 def _record_state(recorder: Recorder, watch: Watch, step: Step) -> None:
@@ -411,6 +442,7 @@ def _record_state(recorder: Recorder, watch: Watch, step: Step) -> None:
 
 
 def _flush(recorder: Recorder, watch: Watch, *, soon: bool = False, wait: bool = False) -> None:
+    _emit_sketches(recorder, watch, wait=wait)
     for kind, rows in watch.rows.items():
         if not (soon or rows.due()):
             continue

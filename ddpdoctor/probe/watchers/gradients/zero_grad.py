@@ -24,7 +24,7 @@ from ...tensors.tensor_watch import NO_TENSOR, TensorWatch, grad_of, marks, spre
 from ...training import lifecycle
 from ...training.records import Backward, Step
 from .gradient_sync import GradientSync
-from .limits import CLEARS_EMITTED, CLEARS_ENOUGH, READ_UP_TO
+from .limits import CLEARS_ASKED, CLEARS_EMITTED, CLEARS_ENOUGH, READ_UP_TO
 
 LEFT = "left"
 
@@ -41,9 +41,10 @@ class WatchedGradients:
         clears: steps with cleared gradients; `latest_clear` is the last one.
         carries: later steps with uncleared gradients; `first_carry` is the first of them.
         emitted: what was recorded last, None for nothing.
-        unread: no gradient could be read before the first backward since the step: whether they
-            were zeroed through `.data` is told by `asked`, once the device answers, if ever.
-        waiting: steps for which that answer is still to come.
+        asked: the largest value of a gradient before each backward since the step, where none could
+            be read: whether they were zeroed through `.data` is known once the device answers. None
+            for what it could not be asked.
+        waiting: steps for which these answers are still to come.
     """
 
     def __init__(self, parameters: list[Any]) -> None:
@@ -59,9 +60,8 @@ class WatchedGradients:
         self.first_carry: Carried | None = None
         self.emitted: bool | None = None
         self.count = 0
-        self.unread = False
-        self.asked: HostCopy | None = None
-        self.waiting: list[tuple[Carried, HostCopy, bool]] = []
+        self.asked: list[HostCopy | None] = []
+        self.waiting: list[tuple[Carried, list[HostCopy], bool]] = []
 
     def _read(self, positions: list[int]) -> list[Any]:
         return [grad_of(self.parameters[position]()) for position in positions]
@@ -76,12 +76,13 @@ class WatchedGradients:
         zeroed = self.filled is not None and _any_value(self.filled) is False
         if zeroed or any(left[p] != NO_TENSOR for p in self.gradients.changed(LEFT)):
             self.cleared = True
-        elif not self.touched:
+        elif len(self.asked) <= CLEARS_ASKED:
             known = (shard(grad_of(ref())) for ref in self.parameters)
             there = [g for g in known if g is not None and g.numel() > 0]
-            self.unread = bool(there) and not any(map(readable, there))
-            smallest = min(there, key=lambda g: g.numel()) if self.unread else None
-            self.asked = None if smallest is None else largest_later(smallest)
+            if there and not any(map(readable, there)):
+                smallest = min(there, key=lambda g: int(g.numel()))
+                full = len(self.asked) == CLEARS_ASKED
+                self.asked.append(None if full else largest_later(smallest))
 
 
 def _any_value(parameter: weakref.ref[Any]) -> bool | None:
@@ -155,7 +156,7 @@ class ZeroGrad(Watcher):
         watched.awake = True
         watched.gradients.keep(LEFT)
         watched.note_values()
-        watched.touched, watched.site = False, -1
+        watched.touched, watched.site, watched.asked = False, -1, []
         watched.cleared = all(left == NO_TENSOR for left in watched.gradients.noted(LEFT).values())
 
     def _record_step(self, recorder: Recorder, step: Step, watched: WatchedGradients) -> None:
@@ -170,14 +171,15 @@ class ZeroGrad(Watcher):
             backward_site=watched.site,
             parameters=len(watched.parameters),
         )
-        if event.carried and watched.unread:
-            if watched.asked is not None:
-                watched.waiting.append((event, watched.asked, step.due))
+        if event.carried and watched.asked:
+            if None not in watched.asked:
+                asked = [answer for answer in watched.asked if answer is not None]
+                watched.waiting.append((event, asked, step.due))
         else:
             self._record(recorder, watched, event, due=step.due)
-        while watched.waiting and watched.waiting[0][1].arrived():
-            late, answer, due = watched.waiting.pop(0)
-            late = msgspec.structs.replace(late, carried=bool(answer.host))
+        while watched.waiting and all(answer.arrived() for answer in watched.waiting[0][1]):
+            late, answers, due = watched.waiting.pop(0)
+            late = msgspec.structs.replace(late, carried=all(bool(a.host) for a in answers))
             self._record(recorder, watched, late, due=due)
 
     def _record(

@@ -11,10 +11,13 @@ import time
 from math import isfinite
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....events import Averaged
 from ....events.operations import operation
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
+from ...recording import hooks
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import compiled
@@ -23,7 +26,8 @@ from ...recording.weak_references import Reference
 from ...source.division import divided_by_world_size, loss_divided
 from ...source.line_tracer import Tracer
 from ...tensors.autograd_nodes import divisor_of
-from ...tensors.digests import digests, some_values
+from ...tensors.digests import digests
+from ...tensors.pending_digests import SomeValues
 from ...tensors.tensor_watch import grad_of, spread
 from ...training import lifecycle, records
 from ...training.module_origins import ModuleOrigins
@@ -45,7 +49,7 @@ class _LocalGradients:
     """
 
     def __init__(self, parameters: list[Any], tracer: Tracer | None, alone: bool) -> None:
-        self.values = some_values([p.grad for p in parameters])
+        self.values = SomeValues([p.grad for p in parameters])
         self.alone = alone
         self.operations: dict[str, None] = {}
         self.tracer = tracer
@@ -62,6 +66,7 @@ class AveragedGradients(Watcher):
         parameters: by optimizer that exchanges its parameters, the window (`Exchanges`) in which
             they were last looked at, their values before the exchange, and its line.
         looks_at_parameters: by optimizer, how often parameters were looked at.
+        pending: events whose values, local and applied, may still be on their way from a device.
     """
 
     lost = "gradients that are averaged manually"
@@ -72,8 +77,9 @@ class AveragedGradients(Watcher):
         self.local: dict[int, _LocalGradients] = {}
         self.loss: tuple[int, str] = (-1, "")
         self.alone: set[int] = set()
-        self.parameters: dict[int, tuple[int, list[float], int]] = {}
+        self.parameters: dict[int, tuple[int, SomeValues, int]] = {}
         self.looks_at_parameters: dict[int, int] = {}
+        self.pending: list[tuple[Averaged, SomeValues, SomeValues]] = []
         self._looking = Subscriptions()
         self._exchanging = Subscriptions()
 
@@ -113,7 +119,7 @@ class AveragedGradients(Watcher):
                 continue
             looked = self.looks_at_parameters.get(known.number, 0)
             self.looks_at_parameters[known.number] = looked + 1
-            values = some_values(_spread_parameters(unwrapped))
+            values = SomeValues(_spread_parameters(unwrapped))
             self.parameters[known.number] = window, values, recorder.site()
 
     @on(lifecycle.step_begins, during="_exchanging")
@@ -123,21 +129,17 @@ class AveragedGradients(Watcher):
         if (seen := self.parameters.pop(number, None)) is None or unwrapped is None:
             return
         _, local, site = seen
-        applied = some_values(_spread_parameters(unwrapped))
-        finite = all(map(isfinite, (*applied, *local)))
-        if finite and len(applied) == len(local) and applied != local:
-            self.looks[number] = self.looks.get(number, 0) + 1
-            recorder.emit(
-                Averaged(
-                    at=time.monotonic(),
-                    optimizer=number,
-                    step=step.number,
-                    local=tuple(local),
-                    applied=tuple(applied),
-                    site=site,
-                    kind="parameters",
-                )
-            )
+        event = Averaged(
+            at=time.monotonic(),
+            optimizer=number,
+            step=step.number,
+            local=(),
+            applied=(),
+            site=site,
+            kind="parameters",
+        )
+        self.pending.append((event, local, SomeValues(_spread_parameters(unwrapped))))
+        self._record_arrived(recorder)
         if not any(self._exchanged_parameters(known) for known in Optimizers.current.known()):
             self._exchanging.disable()
 
@@ -174,7 +176,11 @@ class AveragedGradients(Watcher):
             parameters = _sampled_parameters(unwrapped)
             if parameters and backward.error is None:
                 follow = self.looks.get(known.number)
-                traced = follow and not compiled(ModuleOrigins.current.living_modules())
+                traced = (
+                    follow
+                    and parameters[0].is_cpu
+                    and not compiled(ModuleOrigins.current.living_modules())
+                )
                 tracer = _trace(recorder, parameters[0]) if traced else None
                 alone = known.number in self.alone
                 self.local[known.number] = _LocalGradients(parameters, tracer, alone)
@@ -203,29 +209,51 @@ class AveragedGradients(Watcher):
         local.tracer = None
         self._forget(number)
         self.looks[number] = self.looks.get(number, 0) + 1
-        applied = some_values([p.grad for p in _sampled_parameters(unwrapped)])
-        finite = all(map(isfinite, (*applied, *local.values)))
-        whole = finite and len(applied) == len(local.values) and unwrapped.passed.every
-        if whole and not step.closure:
-            recorder.emit(
-                Averaged(
-                    at=time.monotonic(),
-                    optimizer=number,
-                    step=step.number,
-                    local=tuple(local.values),
-                    applied=tuple(applied),
-                    operations=tuple(local.operations),
-                    sites=tuple(recorder.sites.number(*line) for line in lines),
-                    divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
-                    loss_site=self.loss[0],
-                    loss_divisor=self.loss[1],
-                    alone=local.alone,
-                    **seen._asdict(),
-                )
+        if unwrapped.passed.every and not step.closure:
+            event = Averaged(
+                at=time.monotonic(),
+                optimizer=number,
+                step=step.number,
+                local=(),
+                applied=(),
+                operations=tuple(local.operations),
+                sites=tuple(recorder.sites.number(*line) for line in lines),
+                divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
+                loss_site=self.loss[0],
+                loss_divisor=self.loss[1],
+                alone=local.alone,
+                **seen._asdict(),
             )
+            applied = SomeValues([p.grad for p in _sampled_parameters(unwrapped)])
+            self.pending.append((event, local.values, applied))
+        self._record_arrived(recorder)
         if not any(self._still_examined(known) for known in Optimizers.current.known()):
             self._looking.disable()
             UnwrappedInputs.current.stop()
+
+    @on(lifecycle.pulse)
+    def _pulse(self, recorder: Recorder, step: Step) -> None:
+        self._record_arrived(recorder)
+
+    @on(hooks.leaving, lost="what becomes of averaged values at the end")
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        self._record_arrived(recorder, wait=True)
+
+    def _record_arrived(self, recorder: Recorder, *, wait: bool = False) -> None:
+        """Record what has come from the device, in order."""
+        while self.pending:
+            event, local, applied = self.pending[0]
+            if not (local.ready(wait=wait) and applied.ready(wait=wait)):
+                return
+            del self.pending[0]
+            before, after = tuple(local.values), tuple(applied.values)
+            if not before or len(before) != len(after) or not all(map(isfinite, before + after)):
+                continue
+            if event.kind == "parameters":
+                if before == after:
+                    continue  # nothing was exchanged in this window
+                self.looks[event.optimizer] = self.looks.get(event.optimizer, 0) + 1
+            recorder.emit(replace(event, local=before, applied=after))
 
     def _forget(self, number: int) -> None:
         local = self.local.pop(number, None)
