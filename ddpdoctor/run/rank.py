@@ -66,6 +66,11 @@ class Facts:
             self._by_kind[kind] = [event]
         self.last = event
 
+    def take_from(self, other: Facts, wanted: Callable[[type[Event]], bool]) -> None:
+        """Have the very events of another source, of the kinds that are wanted."""
+        self._by_kind = {k: events for k, events in other._by_kind.items() if wanted(k)}
+        self.last = other.last
+
     def replace_events(self, by: Callable[[Event], Event]) -> None:
         self._by_kind = {kind: [by(e) for e in events] for kind, events in self._by_kind.items()}
 
@@ -112,6 +117,12 @@ class Rank(Facts):
         self.numbers: dict[int, int] | None = None
         self._dump: tuple[float, list[FlightLog]] = (0.0, [])
         self._sites: dict[int, Location] = {}
+
+    def take_from(self, other: Facts, wanted: Callable[[type[Event]], bool]) -> None:
+        super().take_from(other, wanted)
+        if isinstance(other, Rank):
+            self._sites = other._sites
+            self.ended, self.stopped, self.stalled = other.ended, other.stopped, other.stalled
 
     def add(self, event: Event) -> None:
         super().add(event)
