@@ -10,6 +10,7 @@ import msgspec
 
 from .._version import __version__
 from ..events import (
+    Event,
     MemorySample,
     OptimizerSeen,
     ProbeCost,
@@ -343,8 +344,12 @@ def _last_thing(rank: Rank) -> str:
     if raised is not None and not raised.caught:
         return raised.describe()  # what follows it is no news
     skipped = RankExiting if raised else ()
-    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == rank.pid)
-    last = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
+
+    def counts(event: Event) -> bool:
+        to_others = isinstance(event, SignalSent) and event.pid != rank.pid
+        return not to_others and not isinstance(event, skipped)
+
+    last = rank.last_of(counts)
     step = rank.latest(StepDone)
     if step and (last is None or step.at > last.at):
         place = rank.location(step.site)

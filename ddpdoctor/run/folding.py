@@ -24,6 +24,7 @@ from ..events import (
     InitEntered,
     LoaderSeen,
     MemorySample,
+    Pace,
     RankExiting,
     RankStarted,
     StepDone,
@@ -49,8 +50,8 @@ OWN = (RankStarted, InitEntered, LoaderSeen, EpochBegan, EpochEnded, IndicesRead
 """What every rank has of its own: what it is, and which share of the data it read."""
 
 _OWN_TAGS = {str(kind.__struct_config__.tag).encode() for kind in OWN}
-_STEP, _LEDGER, _MEMORY = (
-    str(kind.__struct_config__.tag).encode() for kind in (StepDone, TimeLedger, MemorySample)
+_STEP, _LEDGER, _MEMORY, _PACE = (
+    str(kind.__struct_config__.tag).encode() for kind in (StepDone, TimeLedger, MemorySample, Pace)
 )
 SAMPLES = b'{"event":"rank-sample","rank":'
 """How the lines begin that a monitor writes of each rank every second."""
@@ -58,6 +59,8 @@ SAMPLES = b'{"event":"rank-sample","rank":'
 _BEGIN = b'{"event":"'
 _AT = b',"at":'
 _STEPS = re.compile(rb'"optimizer":(\d+),"step":(\d+)')
+_WALL_S = re.compile(rb'"wall_s":([\d.e-]+)')
+_WAITED_S = re.compile(rb'"waited_s":([\d.e-]+)')
 _BACKWARDS = re.compile(rb'"backwards":(\d+)(?:,"synced":(\d+))?')
 
 
@@ -99,7 +102,7 @@ class Sketcher:
         made = Sketch(rank, path)
         try:
             self._fill(made, by_tag)
-        except UNREADABLE:
+        except (*UNREADABLE, ValueError):
             return None
         self._count += 1
         return made if made.own and isinstance(made.own[0], RankStarted) else None
@@ -130,7 +133,18 @@ class Sketcher:
                 made.did["exit"] = event.how, event.status
         ring = read_ring(made.path.with_suffix(".ring"))
         made.did["ring"] = _position(made.rank, ring) if ring is not None else None
-        made.took = (_last_at(by_tag), *_seconds(by_tag), _bytes(by_tag))
+        slow, waited = (
+            [float(s) for s in found.findall(b"".join(by_tag.get(tag, ())))]
+            for tag, found in ((_STEP, _WALL_S), (_PACE, _WAITED_S))
+        )
+        made.took = (
+            _last_at(by_tag),
+            *_seconds(by_tag),
+            _bytes(by_tag),
+            max(slow[1:], default=0.0),
+            max(waited, default=0.0),
+            min(waited, default=0.0),
+        )
 
     def _individual(self, tag: bytes) -> bool:
         return self._count > 2 * MOST_VALUES and len(self._seen[tag]) > self._count // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -39,6 +40,7 @@ class Recording:
         self.clock = clock
         self._fold = fold
         self._files: dict[object, tuple[Lines, Facts]] = {}
+        self._sampled: dict[Path, set[int]] = defaultdict(set)
 
     def refresh(self, attempt: int = 0) -> Run:
         """What the folder says now of one attempt."""
@@ -59,7 +61,8 @@ class Recording:
                 nodes[number] = facts
         folding = self._folding(files, nodes, attempt)
         for number, path, ahead in monitors if large else ():
-            wanted = files.keys() - folding.models.keys()
+            wanted = files.keys() - folding.models.keys() - self._sampled[path]
+            self._sampled[path] |= wanted
             for event in sampled(path, wanted) if number in nodes else ():
                 self._add(nodes[number], event, ahead)
         for number, paths in files.items():
@@ -157,12 +160,12 @@ class Recording:
         return None if lines.foreign else facts  # type: ignore[return-value]
 
 
-def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
-    """One run from its folders, one per node."""
+def load(folders: Sequence[RunFolder], attempt: int = 0, *, fold: bool = False) -> Run:
+    """One run from its folders, one per node. `fold`: as of `Recording`."""
     runs = []
     clock = None
     for folder in folders:
-        recording = Recording(folder, clock, fold=True)
+        recording = Recording(folder, clock, fold=fold)
         runs.append(recording.refresh(attempt))
         clock = recording.clock
     ranks: dict[int, Rank] = {}

@@ -85,6 +85,17 @@ class Facts:
         events = self.of(kind)
         return events[-1] if events else None
 
+    def last_of(self, wanted: Callable[[Event], bool]) -> Event | None:
+        """The last event that is wanted and that a rank's log shows (`describe`)."""
+        found = None
+        for kind, events in self._by_kind.items():
+            if kind.describe is Event.describe:
+                continue
+            last = next((e for e in reversed(events) if wanted(e) and e.describe()), None)
+            if last is not None and (found is None or last.at >= found.at):
+                found = last
+        return found
+
     def __iter__(self) -> Iterator[Event]:
         """All events in order of time."""
         every = [e for events in self._by_kind.values() for e in events]

@@ -98,6 +98,16 @@ def test_a_damaged_file_is_read_whole(tmp_path: Path) -> None:
     assert run.ranks[ODD].torn
 
 
+def test_a_rank_that_is_slow_once_is_read_whole(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    ((_, path),) = [item for item in folder.rank_files() if item[0] == ODD]
+    events = list(Lines(path).events())
+    slow = next(n for n, e in enumerate(events) if isinstance(e, StepDone) and e.step == 9)
+    events[slow] = msgspec.structs.replace(events[slow], wall_s=3.0)
+    path.write_bytes(b"".join(map(encode, events)))
+    assert ODD in Recording(folder, fold=True).refresh().ranks
+
+
 def test_kinds_that_differ_on_all_ranks_tell_none_apart() -> None:
     sketches = [
         folding.Sketch(n, Path(), {"own": n, "same": 1, "odd": n == 5}, took=(1.0,))
