@@ -281,7 +281,7 @@ class _Lead:
     def _post(self, orders: Orders) -> None:
         link = self._link
         number = link.add("orders", 0) + 1  # only the first node adds
-        link.set(f"orders/{number}", packed(orders))
+        link.set(f"orders/{number}", packed(orders, link._version))
         link.add("orders", 1)
         self._told = orders
 
@@ -350,11 +350,10 @@ class _Follower:
             pieces = self._outbox.pieces()
             if not pieces and not over and now - self._posted_at < link._standing.beat_s / 2:
                 return False
-            self._unsent = packed(
-                Parcel(
-                    link._origin, link._version, link._host, time.time(), tuple(pieces), over=over
-                )
+            parcel = Parcel(
+                link._origin, link._version, link._host, time.time(), tuple(pieces), over=over
             )
+            self._unsent = packed(parcel, link._version)
         self._posted_at = now
         number = link.add("posted", 1)
         link.set(f"parcel/{number}", b"%d\n" % link._node + self._unsent)

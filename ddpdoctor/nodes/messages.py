@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import msgspec
 
-from .._version import __version__
-
 M = TypeVar("M", bound=msgspec.Struct)
 
 MOST_BYTES = 8 << 20
@@ -77,8 +75,9 @@ class Orders(msgspec.Struct, frozen=True):
     report: bytes = b""
 
 
-def packed(message: msgspec.Struct) -> bytes:
-    head = f"ddpdoctor {FORMAT} {__version__}\n".encode()
+def packed(message: msgspec.Struct, version: str = "0") -> bytes:
+    """`version`: of ddpdoctor, for those who cannot read the message."""
+    head = f"ddpdoctor {FORMAT} {version}\n".encode()
     return head + zlib.compress(msgspec.msgpack.encode(message), 1)
 
 
