@@ -31,6 +31,7 @@ dist.init_process_group("gloo")
 for step in range(4000):
     dist.all_reduce(torch.ones(1))
     time.sleep(0.02)
+dist.destroy_process_group()
 """
 
 
