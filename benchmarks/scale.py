@@ -259,12 +259,10 @@ def table() -> None:
         recorded = record(Path(place) / "real", STEPS)
         for ranks in SIZES:
             folder = Multiplied(recorded, ranks).write(Path(place) / str(ranks)).path
-            wall, seconds, megabytes = measure(folder)
-            rows.append(f"| {ranks:,} | {wall:.1f} | {seconds:.1f} | {megabytes:.0f} |")
+            _, seconds, megabytes = measure(folder)
+            rows.append(f"| {ranks:,} | {seconds:.1f} | {megabytes:.0f} |")
             shutil.rmtree(folder)
-    head = (
-        "| ranks | `ddpdoctor report` (s) | of processor (s) | memory (MB) |\n|---|---|---|---|\n"
-    )
+    head = "| ranks | of processor (s) | memory (MB) |\n|---|---|---|\n"
     said = f"\n\nA real run of {RECORDED} ranks and {STEPS:,} steps, multiplied.\n"
     (HERE / "scale.md").write_text(head + "\n".join(rows) + said)
 
