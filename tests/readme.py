@@ -30,7 +30,7 @@ PAGE_PICTURE = ROOT / "samples" / "page.png"
 PAGE_PICTURED = "samples/hang/rank_missing.py"
 PAGE_SIZE = 1000, 1340
 """Of the window, in pixels."""
-COSTS = {name: ROOT / "benchmarks" / f"{name}.md" for name in ("overhead", "peers")}
+COSTS = {name: ROOT / "benchmarks" / f"{name}.md" for name in ("overhead", "peers", "scale")}
 
 
 def check_table() -> str:

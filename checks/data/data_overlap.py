@@ -271,7 +271,7 @@ class DataOverlap(LoaderCheck):
         who = f"the workers of {who}" if workers else who
         what = "the same samples"
         if audit is not None:
-            what = f"the same {len(audit.shared)} of {len(audit.total)} samples"
+            what = f"the same {len(audit.shared)} of {audit.distinct} samples"
         elif fault.rule == "overlapping-streams":
             what = "partly the same samples ({} of {} compared)".format(*fault.compared)
         elif fault.compared[1] and not workers:
@@ -297,7 +297,7 @@ class DataOverlap(LoaderCheck):
         """The finding that ranks, in one or several sets, train a model on the same inputs."""
         same = min(sets, key=lambda s: s.toy)
         parts = tuple(s.ranks for s in sets if s.toy == same.toy)
-        rank, words = run.ranks[same.ranks[0]], self.words[same.rule]
+        rank, words = run.everyone[same.ranks[0]], self.words[same.rule]
         who = _sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)
         return self.finding(
             rule=same.rule,
@@ -330,7 +330,7 @@ class DataOverlap(LoaderCheck):
         )
 
     def _of_gradients(self, run: Run, work: EqualGradients) -> Finding:
-        rank = run.ranks[work.ranks[0]]
+        rank = run.everyone[work.ranks[0]]
         sure = work.seen and not (work.drawn or work.constant)
         count = len(work.steps)
         return self.finding(

@@ -104,11 +104,11 @@ class MetricNotReduced(Check):
             call, values, unequal = found
             event = next(iter(by_rank.values()))[call]
             to_one = all(
-                data_calls.values_exchanged(run.ranks[n], by_rank[n][call].step, {"reduce"})
+                data_calls.values_exchanged(run.everyone[n], by_rank[n][call].step, {"reduce"})
                 for n in by_rank
             )
             rule = ONE_RANK if to_one else SCHEDULED
-            logged, rank = event.logged, run.ranks[next(iter(by_rank))]
+            logged, rank = event.logged, run.everyone[next(iter(by_rank))]
             logs = rank.location(logged.site) if logged is not None else None
             yield self._finding(
                 rule, run, loader, tuple(by_rank), logs or line, values, event.kind,
@@ -145,7 +145,7 @@ class MetricNotReduced(Check):
                 "where it is logged",
                 fix=reduced(logged.by, logged.name) or REDUCE,
                 unequal=unequal,
-                saves=run.ranks[number].location(event.site),
+                saves=run.everyone[number].location(event.site),
             )  # fmt: skip
 
     def _saves(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:

@@ -79,7 +79,7 @@ class SamplerDropsTail(LoaderCheck):
     def _twice(self, division: Division, audit: Audit) -> Finding:
         """The finding that samples are divided twice, from an epoch that shows it."""
         reader = division.readers[0]
-        seen, read = reader.seen, len(audit.total) * audit.sampled
+        seen, read = reader.seen, audit.distinct * audit.sampled
         versions = (e.versions for e in reader.rank.of(ProgramSeen))
         accelerate = seen.batch_sampler == "BatchSamplerShard" and any(
             "accelerate" in v for v in versions
@@ -162,14 +162,14 @@ def _divided_twice(division: Division) -> Audit | None:
             # An incomplete batch that is dropped explains less.
             if yields - epoch.samples < 2 * batch or abs(n * epoch.samples - yields) > n * batch:
                 return None
-        if n < 2 or audit.shared or len(audit.total) > (1 + SMALL_TAIL) * _known(audit) / n:
+        if n < 2 or audit.shared or audit.distinct > (1 + SMALL_TAIL) * _known(audit) / n:
             return None
     return whole[0]
 
 
 def _known(audit: Audit) -> int:
     """How many of the dataset's indices were compared."""
-    return len(audit.total) + audit.never
+    return audit.distinct + audit.never
 
 
 def _fix_training(audit: Audit) -> str:
@@ -222,7 +222,7 @@ def _read_elsewhere(run: Run, loader: Loader, audit: Audit) -> bool:
     """Whether other loaders of the same use read the samples that this one drops."""
     if audit.sampled > 1:
         return False
-    missing = {i for i in range(audit.length) if i not in audit.total}
+    missing = {i for i in range(audit.length) if i not in audit.tally}
     for other in loaders(run):
         if other is not loader and other.trains == loader.trains:
             for rank, reader in other.readers.items():

@@ -132,7 +132,7 @@ class SamplerMissing(LoaderCheck):
             label="no distributed sampler" if missing else "every rank gets the same samples",
             related=related(reader, sampler=False),
             summary=f"{whom(fault.ranks, run.world_size)} read the same {len(audit.shared)} of "
-            f"{len(audit.total)} samples of {dataset(reader)} in one epoch of {use(fault.loader)}"
+            f"{audit.distinct} samples of {dataset(reader)} in one epoch of {use(fault.loader)}"
             f"{since(reader)}{doubt(fault)}",
             evidence={**figures(audit), "same order": audit.same_order, **fault.evidence},
             at=min(began),

@@ -80,7 +80,7 @@ class SamplerPaddingDuplicates(LoaderCheck):
                 yield from self._judge(loader, readers, made)
 
     def _of_scored(self, division: Division, audit: Audit, rows: Rows) -> Finding:
-        reader, total = division.everyone[0], sum(audit.total.values()) * audit.sampled
+        reader, total = division.everyone[0], audit.delivered * audit.sampled
         length, surplus = reader.seen.length, total - reader.seen.length
         bound = _bound(audit)
         repeated = list(audit.repeated)
@@ -191,7 +191,7 @@ def _scored(division: Division) -> tuple[Audit, Rows] | None:
         return None
     for audit in division.audits:
         samples = {epoch.samples for epoch in audit.epochs.values()}
-        total = sum(audit.total.values()) * audit.sampled
+        total = audit.delivered * audit.sampled
         surplus = total - audit.length
         whole = audit.complete and not audit.never and set(audit.epochs) == numbers
         if not whole or len(samples) > 1 or not 0 < surplus <= total // 4:
@@ -238,9 +238,9 @@ def _custom(reader: Reader) -> bool:
 def _bound(audit: Audit) -> float:
     """The most that the mean over everything that was read can differ from the mean over the data
     set, as a share of the metric's range: each sample's weight is its count over the total."""
-    total = sum(audit.total.values())
+    total = audit.delivered
     even = 1 / audit.length * audit.sampled
-    return sum(max(0.0, n / total - even) for n in audit.total.values())
+    return sum(max(0.0, n / total - even) * many for n, many in audit.tally.times.items())
 
 
 def _gathering(readers: list[Reader]) -> tuple[bool, Location | None]:

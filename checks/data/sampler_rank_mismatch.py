@@ -200,7 +200,7 @@ class SamplerRankMismatch(LoaderCheck):
         assert audit is not None
         given = {r.rank.rank: (r.seen.replicas, r.seen.sampler_rank) for r in fault.readers}
         among = f"among {ranks_text(audit.epochs)}, " if len(audit.epochs) < len(given) else ""
-        default = run.ranks[reader.rank.rank].default_group
+        default = run.everyone[reader.rank.rank].default_group
         smaller = default is not None and set(audit.epochs) < set(default.ranks)
         model_parallel = _model_parallel(reader.rank, set(audit.epochs)) if smaller else ()
         return self.of_reader(

@@ -180,7 +180,7 @@ class UnevenBatches(LoaderCheck):
         reader = next(r for r in readers if not whole or r.rank.rank in whole)
         unequal = reader.seen.length >= 0 and len({e.seen.length for e in epochs.values()}) > 1
         lengths = {r: e.seen.length for r, e in epochs.items() if e.seen.length >= 0}
-        caught = None if unequal or _known(epochs) else _caught([run.ranks[r] for r in shortest])
+        caught = None if unequal or _known(epochs) else _caught([run.everyone[r] for r in shortest])
         sizes = _sizes(epochs, counts)
         ahead = _ahead(readers, shortest, number + 1)
         began = next(iter(epochs.values())).began
@@ -357,7 +357,7 @@ def _consumed(run: Run, epochs: dict[int, Epoch]) -> dict[int, int]:
     least = min(exhausted.values())
     counts = {
         # a rank without an end on record that took as many steps waits in one more
-        r: e.batches + (e.ended is None and e.batches >= least and _in_a_batch(run.ranks[r]))
+        r: e.batches + (e.ended is None and e.batches >= least and _in_a_batch(run.everyone[r]))
         for r, e in epochs.items()
     }
     behind = [r for r, n in counts.items() if n < least]

@@ -110,7 +110,7 @@ def _looks(args: argparse.Namespace) -> int:
 
 def _story(attempts: Attempts, number: int, width: int, styled: bool) -> str:
     if not any(number in run.ranks for run in attempts.runs):
-        known = fold_ranks(r for run in attempts.runs for r in run.ranks)
+        known = fold_ranks(r for run in attempts.runs for r in run.everyone)
         raise FolderError(f"rank {number} left no record; recorded ranks: {known}")
     stacks = [
         path

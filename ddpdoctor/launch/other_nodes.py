@@ -11,9 +11,10 @@ import msgspec
 from ..events import NodeSilent
 from ..monitor.monitor import Monitor
 from ..nodes.desk import ALONE, FOLLOWS, LEADS, Desk, Standing
+from ..nodes.link import HEARTBEAT_S
 from ..nodes.messages import Orders
 from ..report.findings import Report
-from ..run import silence_text
+from ..run import silence_text, some
 from ..storage.run_folder import RunFolder
 
 FRESH_S = 5.0
@@ -32,6 +33,12 @@ WAITS_S = 8.0
 """torchrun waits for the launchers of other nodes, five minutes at most: said after this time."""
 
 MOST_NOTICES = 200
+MOST_LACKING = 16
+
+
+def _slack(standing: Standing) -> float:
+    """Nodes of a large run are heard of more rarely: by so many seconds later."""
+    return 2 * max(0.0, standing.beat_s - HEARTBEAT_S)
 
 
 class OtherNodes:
@@ -70,11 +77,11 @@ class OtherNodes:
             self._monitor.settle()
             self._desk.settle()
         waited = [time.monotonic() - h.at for h in standing.heard.values() if not h.over]
-        late = any(LATE_S < seconds <= SILENT_S for seconds in waited)
+        late = any(LATE_S < s - _slack(standing) <= SILENT_S for s in waited)
         self._monitor.unheard = standing.role == LEADS and late
         if standing.role == LEADS:
             return self._lead(standing, [*lines, *self._gone(standing)], reason)
-        if standing.role == FOLLOWS and time.monotonic() - standing.at < FRESH_S:
+        if standing.role == FOLLOWS and time.monotonic() - standing.at < FRESH_S + _slack(standing):
             return self._follow(reason)
         return list(lines), reason
 
@@ -102,7 +109,7 @@ class OtherNodes:
         lines = []
         for number, heard in standing.heard.items():
             for_s = time.monotonic() - heard.at
-            silent = not heard.over and for_s > SILENT_S
+            silent = not heard.over and for_s > SILENT_S + _slack(standing)
             if silent is (number in self._silent):
                 continue
             (self._silent.add if silent else self._silent.discard)(number)
@@ -155,8 +162,11 @@ class OtherNodes:
             return ""
         if standing.role == LEADS:
             missing = [n for n in range(1, standing.nodes) if n not in standing.heard]
-            late = [n for n, h in standing.heard.items() if not h.over]
-            names = ", ".join(str(n) for n in sorted({*missing, *late}))
+            other = {n: h.version for n, h in standing.heard.items() if h.version}
+            late = [n for n, h in standing.heard.items() if not h.over and n not in other]
+            lacking = [str(n) for n in sorted({*missing, *late})]
+            lacking += [f"{n}, which has ddpdoctor {other[n]}" for n in sorted(other)]
+            names = some(lacking, MOST_LACKING)
             return f"not all of the other nodes' records arrived (node {names})" if names else ""
         if standing.role in (ALONE, FOLLOWS):
             why = f" ({standing.why})" if standing.why else ""

@@ -76,7 +76,7 @@ def examine(folder: RunFolder, options: Options, unsaved: RunInfo | None = None)
         unsaved: how the run ended, if that could not be written to its folder.
     """
     checks = registry.select(options.select, options.ignore)
-    recording = Recording(folder)
+    recording = Recording(folder, fold=True)
     runs = [recording.refresh(attempt) for attempt in folder.attempts()]
     if unsaved is not None:
         runs[-1].info = unsaved

@@ -30,12 +30,14 @@ class Heard(msgspec.Struct):
     Attributes:
         at: when it was heard of last, on the monotonic clock; over: nothing more will come.
         ahead_s: by how much its wall clock is ahead of ours.
+        version: its ddpdoctor's, where that writes messages that this one cannot read.
     """
 
     host: str
     at: float
     over: bool = False
     ahead_s: float = 0.0
+    version: str = ""
 
 
 class Standing(msgspec.Struct):
@@ -47,6 +49,7 @@ class Standing(msgspec.Struct):
         node: this node's number; nodes: how many there are.
         heard: the other nodes, on the first one.
         at: when the first node was heard of last, on the others.
+        beat_s: every node is heard of at least that often.
         status: torchrun's, once it has ended; -1 before. complete: all records are here.
     """
 
@@ -56,6 +59,7 @@ class Standing(msgspec.Struct):
     why: str = ""
     heard: dict[int, Heard] = {}
     at: float = 0.0
+    beat_s: float = 2.0
     status: int = -1
     complete: bool = False
 

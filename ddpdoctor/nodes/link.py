@@ -7,9 +7,8 @@ Keys, below `ddpdoctor/<attempt>/`:
 
     token           made up by the first node
     lead            how often the first node has said that it is there
-    posted          how many parcels were announced
-    news/<n>        the n-th announcement: `<node>/<number>`
-    parcel/<node>/<number>
+    posted          how many parcels were counted
+    parcel/<n>      the n-th one: the node's number, a line break, the parcel
     orders          how often the orders changed; orders/<n>: the orders
     read            how many nodes have read the last orders
 """
@@ -21,6 +20,7 @@ import math
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -44,11 +44,15 @@ SILENT_S = 10.0
 CLOCKS_AGREE_S = 2.0
 """Wall clocks that differ by less are believed: the first message is on its way for some time."""
 
+PARCELS_A_SECOND, LOOKS_A_SECOND = 128, 1024
+"""What the first node can take, and its store, of all nodes together: more nodes send and look
+less often each."""
+
 WAITING = 8
 """Parcels that the first node has not taken yet: a node sends no more then."""
 
-LOST_S = 5.0
-"""An announced parcel that has not come after this time never will."""
+LOST_S, MOST_AWAITED = 5.0, 4096
+"""A counted parcel that has not come after this time is looked for as rarely; and so many are."""
 
 LAST_PARCELS_S, VERDICT_S, READ_S, SETTLED_S = 10.0, 15.0, 3.0, 5.0
 """At the end: how long the first node waits for the others' records, the others for its verdict,
@@ -95,7 +99,14 @@ class Link:
         self._prefix = f"ddpdoctor/{attempt}/"
         self._desk, self._places = Desk(folder), places
         self._node, self._origin, self._host, self._version = node, origin, host, version
-        self._standing = Standing(node=node, nodes=nodes, why="they have not been heard of yet")
+        self.send_s = max(PERIOD_S, nodes / PARCELS_A_SECOND)
+        self.look_s = max(PERIOD_S, nodes / LOOKS_A_SECOND)
+        self._standing = Standing(
+            node=node,
+            nodes=nodes,
+            why="they have not been heard of yet",
+            beat_s=max(HEARTBEAT_S, 2 * self.send_s),
+        )
         self._ended = threading.Event()
         self._closed_at = math.inf
         self._status = -1
@@ -197,9 +208,9 @@ class _Lead:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._token = secrets.token_hex(8)
-        self._next_news = 1
-        self._missing_since = 0.0
-        self._next: dict[int, int] = {}
+        self._counted = 0
+        self._awaited: dict[int, tuple[float, float]] = {}
+        self._newest: dict[int, int] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._told = Orders()
         self._ordered = 0.0
@@ -216,38 +227,36 @@ class _Lead:
         if time.monotonic() - self._said_at >= HEARTBEAT_S / 2:
             self._said_at = time.monotonic()
             link.add("lead", 1)
-        posted = link.add("posted", 0)
-        while self._next_news <= posted:
-            said = link.take(f"news/{self._next_news}")
-            now = time.monotonic()
-            if said is None:
-                self._missing_since = self._missing_since or now
-                if now - self._missing_since < LOST_S:
-                    break
-            else:
-                node, number = map(int, said.decode().split("/"))
-                self._take(node, number)
-            self._missing_since = 0.0
-            self._next_news += 1
+        posted, now = link.add("posted", 0), time.monotonic()
+        self._awaited.update(dict.fromkeys(range(self._counted + 1, posted + 1), (now, now)))
+        self._counted = posted
+        # A node counts a parcel before it writes it: it may die in between, or be cut off.
+        for number, (since, again) in list(self._awaited.items()):
+            if now < again:
+                continue
+            if (said := link.take(f"parcel/{number}")) is not None:
+                del self._awaited[number]
+                node, _, data = said.partition(b"\n")
+                self._take(number, int(node), data)
+            elif now - since > LOST_S:
+                self._awaited[number] = since, now + LOST_S
+        while len(self._awaited) > MOST_AWAITED:
+            del self._awaited[min(self._awaited)]
         changed = link._desk.orders_changed()
         if changed != self._ordered:
             self._ordered = changed
             if orders := link._desk.orders():
                 self._post(orders)
 
-    def _take(self, node: int, until: int) -> None:
-        link = self._link
-        for number in range(self._next.get(node, 1), until + 1):
-            data = link.take(f"parcel/{node}/{number}")
-            self._next[node] = number + 1
-            try:
-                parcel = unpacked(data, Parcel) if data is not None else None
-            except MessageError:
-                continue
-            if parcel is not None:
-                self._accept(node, parcel)
+    def _take(self, count: int, node: int, data: bytes) -> None:
+        try:
+            self._accept(count, node, unpacked(data, Parcel))
+        except MessageError as error:
+            known = self._link._standing.heard.get(node, Heard("", 0.0))
+            known.at, known.version = time.monotonic(), error.version or "unknown"
+            self._link._standing.heard[node] = known
 
-    def _accept(self, node: int, parcel: Parcel) -> None:
+    def _accept(self, count: int, node: int, parcel: Parcel) -> None:
         places = self._link._places
         if parcel.origin not in places:
             taken = {*places.values()}
@@ -263,7 +272,8 @@ class _Lead:
             inbox.set_clock(ahead if abs(ahead) > CLOCKS_AGREE_S else 0.0)
         else:
             ahead = before.ahead_s
-        inbox.take(parcel.pieces)
+        inbox.take(parcel.pieces, late=count < self._newest.get(number, 0))
+        self._newest[number] = max(count, self._newest.get(number, 0))
         self._link._standing.heard[number] = Heard(
             parcel.host, time.monotonic(), parcel.over, ahead
         )
@@ -271,7 +281,7 @@ class _Lead:
     def _post(self, orders: Orders) -> None:
         link = self._link
         number = link.add("orders", 0) + 1  # only the first node adds
-        link.set(f"orders/{number}", packed(orders))
+        link.set(f"orders/{number}", packed(orders, link._version))
         link.add("orders", 1)
         self._told = orders
 
@@ -288,7 +298,8 @@ class _Lead:
     def _all_over(self) -> bool:
         heard = self._link._standing.heard.values()
         now = time.monotonic()
-        return all(h.over or now - h.at > SILENT_S for h in heard)
+        silent_s = max(SILENT_S, 4 * self._link._standing.beat_s)
+        return all(h.over or h.version or now - h.at > silent_s for h in heard)
 
     def _verdict_posted(self) -> bool:
         return bool(self._told.report)
@@ -300,8 +311,8 @@ class _Follower:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._outbox = Outbox(link._desk.folder)
-        self._number = 0
-        self._posted_at = 0.0
+        self._posted: deque[int] = deque(maxlen=WAITING)
+        self._posted_at = self._looked_at = 0.0
         self._orders = 0
         self._shares = False
         self._begun = False
@@ -320,30 +331,33 @@ class _Follower:
                 return
             self._begun, self._shares = True, link._desk.marked(token.decode())
             link._tell(role=SHARES if self._shares else FOLLOWS, why="")
-        if not self._shares:
+        if self._shares:
+            return
+        now = time.monotonic()
+        if now - self._posted_at >= link.send_s:
             self._post()
+        if now - self._looked_at >= link.look_s:
+            self._looked_at = now
             self._read_orders()
 
     def _post(self, *, over: bool = False) -> bool:
         """Send what is new, or could not be sent before; whether something was."""
         link, now = self._link, time.monotonic()
-        oldest = self._number - WAITING
-        if oldest > 0 and link.get(f"parcel/{link._node}/{oldest}") is not None:
+        full = len(self._posted) == WAITING
+        if full and link.get(f"parcel/{self._posted[0]}") is not None:
             return False
         if self._unsent is None:
             pieces = self._outbox.pieces()
-            if not pieces and not over and now - self._posted_at < HEARTBEAT_S:
+            if not pieces and not over and now - self._posted_at < link._standing.beat_s / 2:
                 return False
-            self._number += 1
-            self._unsent = packed(
-                Parcel(
-                    link._origin, link._version, link._host, time.time(), tuple(pieces), over=over
-                )
+            parcel = Parcel(
+                link._origin, link._version, link._host, time.time(), tuple(pieces), over=over
             )
+            self._unsent = packed(parcel, link._version)
         self._posted_at = now
-        link.set(f"parcel/{link._node}/{self._number}", self._unsent)
         number = link.add("posted", 1)
-        link.set(f"news/{number}", f"{link._node}/{self._number}".encode())
+        link.set(f"parcel/{number}", b"%d\n" % link._node + self._unsent)
+        self._posted.append(number)
         self._unsent = None
         return True
 
@@ -362,7 +376,8 @@ class _Follower:
         data = link.get(f"orders/{count}")
         try:
             orders = unpacked(data, Orders) if data is not None else None
-        except MessageError:
+        except MessageError as error:
+            link._tell(role=ALONE, why=f"it has ddpdoctor {error.version or 'of another kind'}")
             return
         if orders is not None:
             self._last = orders
@@ -381,6 +396,7 @@ class _Follower:
 
     def _judged_or_gone(self) -> bool:
         silent = time.monotonic() - self._link._standing.at
-        if silent > SILENT_S:
+        if silent > max(SILENT_S, 4 * self._link._standing.beat_s):
             self._link._standing.why = f"it has not been heard of for {silent:.0f} s"
-        return bool(self._last.report) or silent > SILENT_S
+            return True
+        return bool(self._last.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import TypeVar
 
@@ -13,8 +14,22 @@ MOST_BYTES = 8 << 20
 """Of one message once it is unpacked."""
 
 
+FORMAT = 1
+"""Of messages: other formats cannot be read."""
+
+_HEAD = re.compile(rb"ddpdoctor (\d{1,4}) (\S{1,40})\n")
+
+
 class MessageError(ValueError):
-    """What came is no message of this version of ddpdoctor."""
+    """What came is no message of this version of ddpdoctor.
+
+    Attributes:
+        version: the one whose message it is; empty where it is none at all.
+    """
+
+    def __init__(self, text: str, version: str = "") -> None:
+        super().__init__(text)
+        self.version = version
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -60,15 +75,23 @@ class Orders(msgspec.Struct, frozen=True):
     report: bytes = b""
 
 
-def packed(message: msgspec.Struct) -> bytes:
-    return zlib.compress(msgspec.msgpack.encode(message), 1)
+def packed(message: msgspec.Struct, version: str = "0") -> bytes:
+    """`version`: of ddpdoctor, for those who cannot read the message."""
+    head = f"ddpdoctor {FORMAT} {version}\n".encode()
+    return head + zlib.compress(msgspec.msgpack.encode(message), 1)
 
 
 def unpacked(data: bytes, kind: type[M]) -> M:
     """Raises MessageError where it is no such message, or a larger one than is ever sent."""
+    head = _HEAD.match(data)
+    if head is None:
+        raise MessageError("not of ddpdoctor")
+    if int(head[1]) != FORMAT:
+        version = head[2].decode(errors="replace")
+        raise MessageError(f"of ddpdoctor {version}", version)
     stream = zlib.decompressobj()
     try:
-        plain = stream.decompress(data, MOST_BYTES)
+        plain = stream.decompress(data[head.end() :], MOST_BYTES)
         if stream.unconsumed_tail:
             raise MessageError("too large")
         return msgspec.msgpack.decode(plain, type=kind)

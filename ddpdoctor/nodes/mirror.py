@@ -99,14 +99,22 @@ class Inbox:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(self._folder / CLOCK, str(ahead_s).encode())
 
-    def take(self, pieces: Iterable[Piece]) -> None:
+    def take(self, pieces: Iterable[Piece], *, late: bool = False) -> None:
         """Write what came; pieces of files that are none of ours are dropped.
+
+        Args:
+            late: newer pieces were taken before; of files that do not grow these are old.
 
         Raises:
             OSError: the folder cannot be written.
         """
         for piece in pieces:
-            if not _NAME.fullmatch(piece.name) or piece.offset + len(piece.data) > LARGEST_FILE:
+            match = _NAME.fullmatch(piece.name)
+            if (
+                match is None
+                or (late and not match["grows"])
+                or piece.offset + len(piece.data) > LARGEST_FILE
+            ):
                 continue
             self._left -= len(piece.data)
             if self._left >= 0:

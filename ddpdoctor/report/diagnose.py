@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from .._version import __version__
 from ..events import (
+    Event,
     MemorySample,
     OptimizerSeen,
     ProbeCost,
@@ -19,7 +20,15 @@ from ..events import (
     StepDone,
 )
 from ..events.process import CLOSE_STEPS
-from ..run import Rank, Run, stopped_in
+from ..run import (
+    Rank,
+    Run,
+    fold_numbers,
+    fold_ranks,
+    stopped_in,
+    told_of,
+    with_folded,
+)
 from ..run.last_activity import interrupted, whereabouts
 from ..run.ledger import ledger_of
 from ..run.steps import reported_steps
@@ -59,6 +68,22 @@ def diagnose(
         others: checks that were not selected; what they find is used only as the cause of what
             the selected ones found.
     """
+    with told_of(run.folds):
+        report = _diagnosed(run, checks, folder, others)
+        return msgspec.structs.replace(
+            report, findings=tuple(_of_everyone(f) for f in report.findings)
+        )
+
+
+def _of_everyone(finding: Finding) -> Finding:
+    """The finding, also about ranks that did what all it names did."""
+    every = with_folded(finding.ranks)
+    if len(every) == len({*finding.ranks}):
+        return finding
+    return msgspec.structs.replace(finding, ranks=tuple(sorted(every)))
+
+
+def _diagnosed(run: Run, checks: Sequence[Check], folder: str, others: Sequence[Check]) -> Report:
     findings: list[Finding] = []
     examined: list[str] = []
     skipped: list[Skipped] = []
@@ -93,7 +118,7 @@ def diagnose(
         schema_version=FINDINGS_SCHEMA,
         tool=Tool("ddpdoctor", __version__),
         run=_summary(run, folder),
-        ranks=tuple(row(rank, whereabouts(run, rank)) for rank in run.ranks.values()),
+        ranks=tuple(rows(run)),
         findings=tuple(findings),
         overhead=_overhead(run),
         coverage=Coverage(
@@ -103,10 +128,18 @@ def diagnose(
             lost=tuple(lost(run)),
             unobserved=tuple(unobserved(run)),
         ),
-        tables=(*tables, *time_tables(ledger)),
+        tables=(*tables, *time_tables(ledger), *_folded(run)),
         ledger=time_rows(ledger),
         suppressed=tuple(suppressed),
     )
+
+
+def _folded(run: Run) -> Iterator[Table]:
+    """Which ranks were examined for which."""
+    if run.folds:
+        rows = ((fold_ranks(fold.kept), fold_numbers(fold.kept)) for fold in run.folds)
+        title = f"Ranks that did the same ({len(run.folded)} of {len(run.everyone)} not read whole)"
+        yield Table(title=title, columns=("ranks", "read whole"), rows=tuple(rows))
 
 
 def fold(findings: list[Finding], makers: dict[str, Check]) -> list[Finding]:
@@ -253,6 +286,27 @@ def _launcher_killed(run: Run) -> str:
         return ""
 
 
+def rows(run: Run) -> Iterator[RankState]:
+    """A row for each rank; of one that is folded, that of a rank that did the same."""
+    made = {number: row(rank, whereabouts(run, rank)) for number, rank in run.ranks.items()}
+    for fold in run.folds:
+        model = made[min(fold.kept)]
+        for number in fold.others:
+            if (started := run.folded[number].started) is not None:
+                made[number] = msgspec.structs.replace(
+                    model,
+                    rank=number,
+                    node=started.node,
+                    local_rank=started.local_rank,
+                    pid=started.pid,
+                    step_time_s=None,
+                    waiting_in_step_s=None,
+                    host_memory_peak_bytes=None,
+                    device_memory_peak_bytes=None,
+                )
+    yield from (made[number] for number in sorted(made))
+
+
 def row(rank: Rank, stood: str = "") -> RankState:
     """How a rank ended, or where it is."""
     started = rank.started
@@ -290,8 +344,12 @@ def _last_thing(rank: Rank) -> str:
     if raised is not None and not raised.caught:
         return raised.describe()  # what follows it is no news
     skipped = RankExiting if raised else ()
-    every = (e for e in reversed(list(rank)) if not isinstance(e, SignalSent) or e.pid == rank.pid)
-    last = next((e for e in every if not isinstance(e, skipped) and e.describe()), None)
+
+    def counts(event: Event) -> bool:
+        to_others = isinstance(event, SignalSent) and event.pid != rank.pid
+        return not to_others and not isinstance(event, skipped)
+
+    last = rank.last_of(counts)
     step = rank.latest(StepDone)
     if step and (last is None or step.at > last.at):
         place = rank.location(step.site)

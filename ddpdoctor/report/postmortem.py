@@ -103,7 +103,8 @@ def open_run(paths: Sequence[str | os.PathLike[str]]) -> Attempts:
     """
     folders = _each_once([usable(path) for path in paths])
     numbers = sorted({n for folder in folders for n in folder.attempts()})
-    runs = [run for n in numbers if (run := load(folders, n)).ranks or run.unrecorded]
+    every = (load(folders, n, fold=True) for n in numbers)
+    runs = [run for run in every if run.ranks or run.unrecorded]
     if not runs:
         nobody = why_nobody(load(folders, numbers[-1]))
         raise FolderError(f"{paths[0]}: it holds no record of a rank; {nobody}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from statistics import median
+
 from ..run.ledger import ACCOUNTS, Ledger, RankTime
 from .findings import RankTimes, Table
 
@@ -9,6 +12,9 @@ SHORTEST_S = 5.0
 """After the start-up: of a shorter run the table says little about a longer one like it."""
 
 OTHER = "other"
+
+MOST_ROWS = 16
+"""Of more ranks, those with the most in each account are shown, and the median."""
 
 
 def time_rows(ledger: Ledger) -> tuple[RankTimes, ...]:
@@ -25,7 +31,7 @@ def time_rows(ledger: Ledger) -> tuple[RankTimes, ...]:
 
 
 def time_tables(ledger: Ledger) -> list[Table]:
-    """One line per rank, and what was lost of all."""
+    """One line per rank, of many those at the ends of an account; and what was lost of all."""
     if ledger.training_s < SHORTEST_S:
         return []
     ranks = list(ledger.ranks.values())
@@ -36,9 +42,25 @@ def time_tables(ledger: Ledger) -> list[Table]:
         Table(
             title="Seconds by account" + (f" ({said})" if said else ""),
             columns=columns,
-            rows=tuple(_row(r, shown) for r in ranks),
+            rows=tuple(_rows(ranks, shown)),
         )
     ]
+
+
+def _rows(ranks: Sequence[RankTime], shown: list[str]) -> Iterator[tuple[str, ...]]:
+    if len(ranks) <= MOST_ROWS:
+        yield from (_row(rank, shown) for rank in ranks)
+        return
+    ends: dict[int, RankTime] = {}
+    for name in shown:
+        most = max(ranks, key=lambda r: r.accounts[name])
+        ends[most.rank] = most
+    for rank in sorted(ends.values(), key=lambda r: r.rank):
+        yield _row(rank, shown)
+    middle = {a: median(r.accounts[a] for r in ranks) for a in ACCOUNTS}
+    whole = median(r.wall_s for r in ranks)
+    median_rank = RankTime(-1, whole, middle, {}, ())
+    yield (f"median of {len(ranks)}", *_row(median_rank, shown)[1:])
 
 
 def _row(rank: RankTime, shown: list[str]) -> tuple[str, ...]:

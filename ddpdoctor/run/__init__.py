@@ -8,6 +8,7 @@ from .location import Location, shorten
 from .merge_records import stopped_in
 from .phrases import (
     counted,
+    fold_numbers,
     fold_ranks,
     groups_text,
     listed,
@@ -17,8 +18,10 @@ from .phrases import (
     ranks_text,
     ranks_were,
     some,
+    told_of,
     unfolded,
     whom,
+    with_folded,
 )
 from .rank import OF_DEVICES, Facts, Rank, title_of
 from .rank_sets import equal_ranks, odd_ones
@@ -27,7 +30,8 @@ from .silent_nodes import silence_text, silences
 
 __all__ = [
     "OF_DEVICES", "Call", "Facts", "Location", "Phase", "Rank", "Recording", "Ring", "Run", "State",
-    "counted", "equal_ranks", "fold_ranks", "groups_text", "listed", "load", "named", "odd_ones",
+    "counted", "equal_ranks", "fold_numbers", "fold_ranks", "groups_text", "listed", "load",
+    "named", "odd_ones",
     "plural", "ranks_do", "ranks_text", "ranks_were", "shorten", "silence_text",
-    "silences", "some", "stopped_in", "title_of", "unfolded", "whom",
+    "silences", "some", "stopped_in", "title_of", "told_of", "unfolded", "whom", "with_folded",
 ]  # fmt: skip

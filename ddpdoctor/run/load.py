@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from ..events import ProcessEnded, ProcessStarted
+from ..events import Event, ProcessEnded, ProcessStarted
 from ..storage.run_folder import Lines, RunFolder, RunInfo
 from . import clocks
+from .folding import FOLD_FROM, SAMPLES, Folding, Sketcher, sampled
 from .merge_records import end_of, of_one_world
 from .rank import Facts, Rank
 from .run import Run
@@ -25,24 +27,46 @@ UNKNOWN = RunInfo(schema_version=0, id="", command=[], started_at="", tool_versi
 class Recording:
     """A run folder being read: call `refresh` as often as it may have grown."""
 
-    def __init__(self, folder: RunFolder, clock: float | None = None) -> None:
-        """`clock`: by how much the wall clock is ahead of the monotonic clock on which all times
-        are to be told; None for that of the first node."""
+    def __init__(
+        self, folder: RunFolder, clock: float | None = None, *, fold: bool = False
+    ) -> None:
+        """
+        Args:
+            clock: by how much the wall clock is ahead of the monotonic clock on which all times
+                are to be told; None for that of the first node.
+            fold: of ranks that did the same only some are read whole (see `folding`).
+        """
         self.folder = folder
         self.clock = clock
+        self._fold = fold
         self._files: dict[object, tuple[Lines, Facts]] = {}
+        self._sampled: dict[Path, set[int]] = defaultdict(set)
 
     def refresh(self, attempt: int = 0) -> Run:
         """What the folder says now of one attempt."""
         records: dict[int, list[Rank]] = {}
         nodes: dict[int, Facts] = {}
+        files: dict[int, list[tuple[Path, float]]] = {}
+        monitors: list[tuple[int, Path, float]] = []
         for at, folder in ((None, self.folder), *self.folder.other_nodes()):
             ahead = 0.0 if at is None else folder.clock_ahead_s()
-            for number, path in folder.node_files():
-                if (facts := self._follow(path, Facts(), ahead)) is not None:
-                    # Without --node-rank every node thinks it is the first.
-                    nodes[number if at is None else at] = facts
             for number, path in folder.rank_files(attempt):
+                files.setdefault(number, []).append((path, ahead))
+            monitors += [(n if at is None else at, path, ahead) for n, path in folder.node_files()]
+        # Without --node-rank every node thinks it is the first.
+        large = self._fold and len(files) >= FOLD_FROM
+        for number, path, ahead in monitors:
+            facts = self._follow(path, Facts(), ahead, SAMPLES if large else b"")
+            if facts is not None:
+                nodes[number] = facts
+        folding = self._folding(files, nodes, attempt)
+        for number, path, ahead in monitors if large else ():
+            wanted = files.keys() - folding.models.keys() - self._sampled[path]
+            self._sampled[path] |= wanted
+            for event in sampled(path, wanted) if number in nodes else ():
+                self._add(nodes[number], event, ahead)
+        for number, paths in files.items():
+            for path, ahead in paths if number not in folding.models else ():
                 if (rank := self._follow(path, Rank(number), ahead)) is None:
                     continue
                 rank.path = path
@@ -62,41 +86,95 @@ class Recording:
         run.others = others
         for rank in run.ranks.values():
             rank.stalled = run.stall is not None
+        if not run.ranks.keys() >= {*folding.models.values()}:  # of another group
+            self._fold = False
+            return self.refresh(attempt)
+        run.folds = folding.folds
+        run.folded = {n: self._like(folding, n, files[n], run) for n in folding.models}
         return run
 
-    def _follow(self, path: Path, fresh: F, ahead_s: float = 0.0) -> F | None:
+    def _folding(
+        self,
+        files: Mapping[int, Sequence[tuple[Path, float]]],
+        nodes: Mapping[int, Facts],
+        attempt: int,
+    ) -> Folding:
+        """Which ranks need not be read whole. None where several processes were one rank."""
+        if not self._fold or len(files) < FOLD_FROM or any(len(p) > 1 for p in files.values()):
+            return Folding(())
+        ends: dict[int, ProcessEnded] = {}
+        for event in (e for node in nodes.values() for e in node.of(ProcessEnded)):
+            if event.attempt == attempt:
+                ends[event.rank] = event
+        silent = {r for event in silences(nodes.values()) for r in event.ranks}
+        sketcher = Sketcher()
+        sketches = []
+        for number, ((path, _),) in files.items():
+            if number not in silent and (sketch := sketcher.sketch(number, path)) is not None:
+                if (end := ends.get(number)) is not None:
+                    sketch.did["ended"] = end.status, end.signal, end.by_launcher
+                sketches.append(sketch)
+        return Folding(sketches)
+
+    def _like(
+        self, folding: Folding, number: int, paths: Sequence[tuple[Path, float]], run: Run
+    ) -> Rank:
+        """A folded rank."""
+        rank = Rank(number)
+        ((path, ahead),) = paths
+        own = folding.fill(rank, run.ranks[folding.models[number]])
+        if own and (offset := clocks.offset(own[0])) is not None:
+            rank.shift = self._shift(offset, ahead)
+        for event in own:
+            self._add(rank, event, ahead)
+        rank.path = path
+        return rank
+
+    @staticmethod
+    def _add(facts: Facts, event: Event, ahead_s: float) -> None:
+        if facts.shift or ahead_s:
+            event = clocks.shifted(event, facts.shift, ahead_s)
+        facts.add(event)
+
+    def _shift(self, offset: float, ahead_s: float) -> float:
+        self.clock = offset if self.clock is None else self.clock
+        apart = offset - ahead_s - self.clock
+        return apart if abs(apart) > clocks.SAME_S else 0.0
+
+    def _follow(
+        self, path: Path, fresh: F, ahead_s: float = 0.0, unwanted: bytes = b""
+    ) -> F | None:
         """Everything in a file so far; None where it is no file of ours (a link, a folder).
 
         Args:
             ahead_s: by how much the wall clock of its node is ahead of the first one's.
+            unwanted: how lines begin that are left out.
         """
         lines, facts = self._files.setdefault(path, (Lines(path), fresh))
-        for event in lines.events():
+        for event in lines.events(unwanted):
             if facts.last is None and (offset := clocks.offset(event)) is not None:
-                self.clock = offset if self.clock is None else self.clock
-                apart = offset - ahead_s - self.clock
-                facts.shift = apart if abs(apart) > clocks.SAME_S else 0.0
-            if facts.shift or ahead_s:
-                event = clocks.shifted(event, facts.shift, ahead_s)
-            facts.add(event)
+                facts.shift = self._shift(offset, ahead_s)
+            self._add(facts, event, ahead_s)
         facts.unreadable, facts.torn = lines.unreadable, lines.torn
         facts.refused = f"{path.name} may not be read ({lines.refused})" if lines.refused else ""
         return None if lines.foreign else facts  # type: ignore[return-value]
 
 
-def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
-    """One run from its folders, one per node."""
+def load(folders: Sequence[RunFolder], attempt: int = 0, *, fold: bool = False) -> Run:
+    """One run from its folders, one per node. `fold`: as of `Recording`."""
     runs = []
     clock = None
     for folder in folders:
-        recording = Recording(folder, clock)
+        recording = Recording(folder, clock, fold=fold)
         runs.append(recording.refresh(attempt))
         clock = recording.clock
     ranks: dict[int, Rank] = {}
+    everyone: dict[int, Rank] = {}
     nodes: dict[int, Facts] = {}
     for run in runs:
-        known = {*ranks}
+        known = {*everyone}
         ranks.update(run.ranks)
+        everyone.update(run.everyone)
         for number, node in run.nodes.items():
             its = {e.rank for e in node.of(ProcessStarted)}
             if its and its <= known:
@@ -105,6 +183,8 @@ def load(folders: Sequence[RunFolder], attempt: int = 0) -> Run:
             nodes[number if number not in nodes else max(nodes) + 1] = node
     joined = Run(joined_info(runs), ranks, nodes, attempt)
     joined.others = tuple(p for run in runs for p in run.others)
+    joined.folded = {n: r for run in runs for n, r in run.folded.items()}
+    joined.folds = [fold for run in runs for fold in run.folds]
     return joined
 
 

@@ -5,9 +5,43 @@ Checks take them from here, so that all of them write the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 MOST_NAMED = 2
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Ranks that did the same: `kept` are examined, and what is true of all of these is told of the
+    `others`, too."""
+
+    kept: frozenset[int]
+    others: tuple[int, ...]
+
+
+_folds: ContextVar[Sequence[Fold]] = ContextVar("folds", default=())
+
+
+@contextmanager
+def told_of(folds: Sequence[Fold]) -> Iterator[None]:
+    """Meanwhile, whoever names all `kept` ranks of a fold names the others as well."""
+    token = _folds.set(folds)
+    try:
+        yield
+    finally:
+        _folds.reset(token)
+
+
+def with_folded(ranks: Iterable[int]) -> set[int]:
+    """These ranks and those that did the same, within `told_of`."""
+    named = set(ranks)
+    for fold in _folds.get():
+        if fold.kept <= named:
+            named.update(fold.others)
+    return named
 
 
 def some(values: Iterable[object], limit: int = MOST_NAMED, of: str = "") -> str:
@@ -40,20 +74,25 @@ def listed(values: Sequence[object]) -> str:
 
 def whom(ranks: Iterable[int], world_size: int) -> str:
     """`rank 1`, `ranks 0,2-3`; `both ranks` or `all 4 ranks` where it is everyone."""
-    known = set(ranks)
+    known = with_folded(ranks)
     if len(known) == world_size > 1:
         return f"all {len(known)} ranks" if len(known) > 2 else "both ranks"
     return ranks_text(known)
 
 
 def fold_ranks(ranks: Iterable[int]) -> str:
+    """`0-2,5` for ranks 0, 1, 2, 5."""
+    return fold_numbers(with_folded(ranks))
+
+
+def fold_numbers(numbers: Iterable[int]) -> str:
     """`0-2,5` for 0, 1, 2, 5."""
     spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            spans.append([rank, rank])
+            spans.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
@@ -65,19 +104,19 @@ def unfolded(text: str) -> set[int]:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 1`, `ranks 0,2-3`."""
-    known = set(ranks)
+    known = with_folded(ranks)
     return f"rank{'' if len(known) == 1 else 's'} {fold_ranks(known)}"
 
 
 def ranks_were(ranks: Iterable[int]) -> str:
     """`rank 1 was`, `ranks 0,2-3 were`."""
-    known = set(ranks)
+    known = with_folded(ranks)
     return f"{ranks_text(known)} {'was' if len(known) == 1 else 'were'}"
 
 
 def ranks_do(ranks: Iterable[int], verb: str) -> str:
     """`rank 1 skips`, `ranks 0,2-3 skip`, for a regular verb."""
-    known = set(ranks)
+    known = with_folded(ranks)
     return f"{ranks_text(known)} {verb}{'s' if len(known) == 1 else ''}"
 
 

@@ -66,6 +66,11 @@ class Facts:
             self._by_kind[kind] = [event]
         self.last = event
 
+    def take_from(self, other: Facts, wanted: Callable[[type[Event]], bool]) -> None:
+        """Have the very events of another source, of the kinds that are wanted."""
+        self._by_kind = {k: events for k, events in other._by_kind.items() if wanted(k)}
+        self.last = other.last
+
     def replace_events(self, by: Callable[[Event], Event]) -> None:
         self._by_kind = {kind: [by(e) for e in events] for kind, events in self._by_kind.items()}
 
@@ -79,6 +84,17 @@ class Facts:
     def latest(self, kind: type[E]) -> E | None:
         events = self.of(kind)
         return events[-1] if events else None
+
+    def last_of(self, wanted: Callable[[Event], bool]) -> Event | None:
+        """The last event that is wanted and that a rank's log shows (`describe`)."""
+        found = None
+        for kind, events in self._by_kind.items():
+            if kind.describe is Event.describe:
+                continue
+            last = next((e for e in reversed(events) if wanted(e) and e.describe()), None)
+            if last is not None and (found is None or last.at >= found.at):
+                found = last
+        return found
 
     def __iter__(self) -> Iterator[Event]:
         """All events in order of time."""
@@ -112,6 +128,12 @@ class Rank(Facts):
         self.numbers: dict[int, int] | None = None
         self._dump: tuple[float, list[FlightLog]] = (0.0, [])
         self._sites: dict[int, Location] = {}
+
+    def take_from(self, other: Facts, wanted: Callable[[type[Event]], bool]) -> None:
+        super().take_from(other, wanted)
+        if isinstance(other, Rank):
+            self._sites = other._sites
+            self.ended, self.stopped, self.stalled = other.ended, other.stopped, other.stalled
 
     def add(self, event: Event) -> None:
         super().add(event)

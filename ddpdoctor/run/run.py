@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 from ..events import (
     Event,
@@ -20,6 +21,7 @@ from ..events import (
 )
 from ..storage.run_folder import LEFT_BEHIND, RunInfo
 from .align_numbers import numbered_alike
+from .phrases import Fold
 from .rank import E, Facts, Rank
 from .subgroup_ranks import under_the_launchers_numbers
 
@@ -31,11 +33,15 @@ class Run:
         ranks: by global rank. `missing` are those of the world that left no record.
         nodes: what each node's monitor recorded, by node rank.
         others: processes that were ranks of other groups of the same command.
+        folded: ranks of a large run that did what some in `ranks` did, and are not among these; of
+            their own they have what they read of the data. folds: which did as which.
         now: the monotonic time of a look at a run that goes on; None for one that is over.
     """
 
     others: tuple[Rank, ...] = ()
     now: float | None = None
+    folded: Mapping[int, Rank] = MappingProxyType({})
+    folds: Sequence[Fold] = ()
 
     def __init__(
         self, info: RunInfo, ranks: dict[int, Rank], nodes: dict[int, Facts], attempt: int = 0
@@ -56,19 +62,24 @@ class Run:
         ready = [len(g.ranks) for r in self.ranks.values() if (g := r.default_group)]
         started = [e.world_size for e in self._processes()]
         asked = 0 if self.others else self.info.world_size
-        return max(asked, len(self.ranks), *claimed, *ready, *started)
+        return max(asked, len(self.everyone), *claimed, *ready, *started)
+
+    @cached_property
+    def everyone(self) -> dict[int, Rank]:
+        """`ranks` and `folded`."""
+        return dict(sorted({**self.ranks, **self.folded}.items()))
 
     @property
     def missing(self) -> list[int]:
-        return [r for r in range(self.world_size) if r not in self.ranks]
+        return [r for r in range(self.world_size) if r not in self.everyone]
 
-    @property
+    @cached_property
     def unrecorded(self) -> list[int]:
         """Ranks that were seen to run from outside and that left no record."""
         ends = (e for node in self.nodes.values() for e in node.of(ProcessEnded))
         seen = {e.rank for e in ends if e.attempt == self.attempt}
         seen |= {e.rank for e in self._processes()}
-        return sorted(seen - self.ranks.keys() - {other.rank for other in self.others})
+        return sorted(seen - self.everyone.keys() - {other.rank for other in self.others})
 
     def _processes(self) -> list[ProcessStarted]:
         every = (e for node in self.nodes.values() for e in node.of(ProcessStarted))

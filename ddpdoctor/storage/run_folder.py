@@ -253,6 +253,16 @@ class EventWriter:
             self._log.close()
 
 
+def read_plain(path: Path) -> bytes:
+    """What a file holds; nothing where it is no plain file, or may not be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            return file.read() if _is_regular(file.fileno()) else b""
+    except OSError:
+        return b""
+
+
 class Lines:
     """Follows a file that may still grow, yielding whole lines only.
 
@@ -271,8 +281,12 @@ class Lines:
         self.foreign = False
         self.refused = ""
 
-    def events(self) -> Iterator[Event]:
-        """The events since the last call. Lines that are not events are counted and skipped."""
+    def events(self, unwanted: bytes = b"") -> Iterator[Event]:
+        """The events since the last call. Lines that are not events are counted and skipped.
+
+        Args:
+            unwanted: how lines begin that are left out; none where it is empty.
+        """
         try:
             # Only plain files: a link or a pipe in a folder from elsewhere is not followed.
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -298,7 +312,7 @@ class Lines:
                     self._offset += len(line)
                     continue
                 self._offset += len(line)
-                if line == b"\n":
+                if line == b"\n" or (unwanted and line.startswith(unwanted)):
                     continue
                 try:
                     event = decode(line)

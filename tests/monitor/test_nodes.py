@@ -23,7 +23,7 @@ from ddpdoctor.events import (
 from ddpdoctor.launch import other_nodes
 from ddpdoctor.launch.other_nodes import OtherNodes
 from ddpdoctor.nodes import link as linking
-from ddpdoctor.nodes.desk import FOLLOWS, LEADS, SHARES, Desk, Heard, Standing
+from ddpdoctor.nodes.desk import ALONE, FOLLOWS, LEADS, SHARES, Desk, Heard, Standing
 from ddpdoctor.nodes.link import Link
 from ddpdoctor.nodes.messages import (
     MOST_BYTES,
@@ -36,8 +36,10 @@ from ddpdoctor.nodes.messages import (
 )
 from ddpdoctor.nodes.mirror import Inbox, Outbox
 from ddpdoctor.run import Recording, load
-from ddpdoctor.storage.call_ring import RingWriter
+from ddpdoctor.storage.call_ring import RingWriter, read_ring
 from ddpdoctor.storage.run_folder import EventWriter, RunFolder
+
+HEAD = packed(Orders()).split(b"\n")[0] + b"\n"
 
 
 class MemoryStore:
@@ -155,7 +157,7 @@ def test_a_link_in_the_place_of_a_record_is_not_followed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"x", packed(Orders()), zlib.compress(b"\0" * (2 * MOST_BYTES))]
+    "data", [b"", b"x", packed(Orders()), HEAD + zlib.compress(b"\0" * (2 * MOST_BYTES))]
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
@@ -249,6 +251,89 @@ def test_an_announcement_that_never_comes_does_not_hold_up_others(
     until((here.node_folder(1) / "rank-1.jsonl").exists)
     lead.close(None)
     other.close(None)
+
+
+def test_a_parcel_that_comes_late_fills_its_place(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    held: dict[str, bytes] = {}
+
+    def slow(self: MemoryStore, key: str, value: bytes) -> None:
+        if key.startswith("ddpdoctor/0/parcel/") and len(held) < 2:
+            held[key] = value  # on its way: the link was cut after the parcel was counted
+        else:
+            self.kept[key] = value
+
+    monkeypatch.setattr(MemoryStore, "set", slow)
+    write(tmp_path / "second" / "rank-1.jsonl", started(1, 5.0, 100.0))
+    ring = RingWriter(tmp_path / "second" / "rank-1.ring")
+    lead, other, here, there = both(store, tmp_path)
+    until(lambda: len(held) == 2)
+    step = StepDone(at=7.0, optimizer=0, step=0, site=0, wall_s=0.1)
+    write(there.folder / "rank-1.jsonl", step)
+    ring.step = 7
+    ring.begin(0, 3, 0, 0, -1)
+    arrived = here.node_folder(1) / "rank-1.jsonl"
+    until(lambda: arrived.exists())
+    time.sleep(0.3)
+    store.kept.update(held)
+    for name in ("rank-1.jsonl", "rank-1.ring"):
+        sent_file = there.folder / name
+        late = name.endswith("ring")  # the blocks that came late are older than what is there
+        if not late:
+            until(lambda: (here.node_folder(1) / name).read_bytes() == sent_file.read_bytes())  # noqa: B023
+    got = read_ring(here.node_folder(1) / "rank-1.ring")
+    assert got is None or got.step == 7
+    lead.close(None)
+    other.close(None)
+
+
+def test_a_node_with_another_version_is_told(quick: None, tmp_path: Path) -> None:
+    store = MemoryStore()
+    lead = link(store, tmp_path / "first", 0)
+    here = Desk(tmp_path / "first")
+    store.set("ddpdoctor/0/parcel/1", b"1\nddpdoctor 99 7.1.0\n" + zlib.compress(b"x"))
+    store.add("ddpdoctor/0/posted", 1)
+    until(lambda: here.standing() and here.standing().heard)
+    standing = here.standing()
+    assert standing is not None and standing.heard[1].version == "7.1.0"
+    lead.close(0)
+    monitor = SimpleNamespace(record=lambda event: None, settle=lambda: None, unheard=False)
+    others = OtherNodes(RunFolder(tmp_path / "first"), monitor, lambda status: None)
+    assert "node 1, which has ddpdoctor 7.1.0" in others.shortfall()
+
+
+def test_a_first_node_with_another_version_leaves_each_alone(quick: None, tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.set("ddpdoctor/0/token", b"x")
+    store.set("ddpdoctor/0/orders/1", b"ddpdoctor 99 7.1.0\n")
+    store.add("ddpdoctor/0/orders", 1)
+    other = link(store, tmp_path / "second", 1)
+    there = Desk(tmp_path / "second")
+    until(lambda: there.standing() and "7.1.0" in there.standing().why)
+    standing = there.standing()
+    assert standing is not None and standing.role == ALONE
+    other.close(None)
+
+
+def test_nodes_of_a_large_run_send_more_rarely(tmp_path: Path) -> None:
+    made = [
+        Link(MemoryStore(), tmp_path, node=1, nodes=n, attempt=0, places={}, origin="", host="",
+             version="1")
+        for n in (2, 1024)
+    ]  # fmt: skip
+    assert [m.send_s for m in made] == [linking.PERIOD_S, 1024 / linking.PARCELS_A_SECOND]
+    assert [m._standing.beat_s for m in made] == [linking.HEARTBEAT_S, 2 * made[1].send_s]
+
+
+def test_a_node_of_a_large_run_is_not_called_silent_early(place: SimpleNamespace) -> None:
+    at = time.monotonic() - other_nodes.SILENT_S - 1
+    standing_of(place.desk, role=LEADS, heard={1: Heard("h1", at)}, beat_s=16.0)
+    assert place.others.look([], None) == ([], None)
+    at = time.monotonic() - other_nodes.SILENT_S - 30
+    standing_of(place.desk, role=LEADS, heard={1: Heard("h1", at)}, beat_s=16.0)
+    assert "has not been heard of" in place.others.look([], None)[0][0]
 
 
 def test_nodes_that_share_a_folder_send_nothing(quick: None, tmp_path: Path) -> None:

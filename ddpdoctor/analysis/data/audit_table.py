@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from ...events import EpochEnded
 from ...report.findings import Table
-from ...run import Run, fold_ranks
+from ...run import Run, fold_numbers, fold_ranks
 from .datasets import own_datasets
 from .division import divided_loaders
 from .epoch_audit import Audit, partitioned
@@ -70,7 +70,7 @@ def _rows(loader: Loader, made: tuple[Audit, ...], own: bool) -> list[tuple[str,
         left_out = [n for numbers, _ in folded[ROWS - 2 : -1] for n in numbers]
         ellipsis = ("...",) * (len(COLUMNS) - 2)
         folded = [*folded[: ROWS - 2], (left_out, ellipsis), folded[-1]]
-    return [(_name(loader), fold_ranks(numbers), *row) for numbers, row in folded]
+    return [(_name(loader), fold_numbers(numbers), *row) for numbers, row in folded]
 
 
 def _row(audit: Audit, made: tuple[Audit, ...], own: bool) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
     left = any(e.ended is None for r in readers for e in r.epochs)
     return (
         _name(loader),
-        fold_ranks(range(epochs)),
+        fold_numbers(range(epochs)),
         fold_ranks(loader.readers),
         f"{'stream' if stream else length}{delivered}",
         NOTHING,

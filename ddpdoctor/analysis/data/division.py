@@ -40,7 +40,7 @@ class Division:
     @cached_property
     def readers(self) -> list[Reader]:
         """Those of them whose indices are on record."""
-        return [r for r in self.everyone if any(e.indices for e in r.epochs)]
+        return [r for r in self.everyone if any(e.indexed for e in r.epochs)]
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def divided_loaders(run: Run) -> tuple[Division, ...]:
 def _audits(readers: list[Reader]) -> list[Audit]:
     found = []
     for number in range(max(len(r.epochs) for r in readers)):
-        epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) and e.indices}
+        epochs = {r.rank.rank: e for r in readers if (e := r.epoch(number)) and e.indexed}
         if len(epochs) > 1:
             length = max(e.seen.length for e in epochs.values())
             found.append(Audit(max(e.number for e in epochs.values()), length, epochs))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from .loaders import Epoch, in_sample
+from .tally import Tally
 from .thresholds import FEWEST_REPEATS, REPEATS
 
 NAMED = 20
@@ -39,58 +40,61 @@ class Audit:
         return all(e.whole for e in self.epochs.values())
 
     @cached_property
-    def per_rank(self) -> dict[int, Counter[int]]:
-        """How often each rank read each index."""
-        return {r: Counter(e.of_every(self.sampled)) for r, e in self.epochs.items()}
+    def tally(self) -> Tally:
+        return Tally(self.length, (e.of_every(self.sampled) for e in self.epochs.values()))
 
-    @cached_property
-    def total(self) -> Counter[int]:
-        total: Counter[int] = Counter()
-        for counts in self.per_rank.values():
-            total.update(counts)
-        return total
+    def _read(self) -> Iterator[tuple[int, list[int]]]:
+        """What each rank read. It is unpacked each time: of many ranks it is too much to keep."""
+        return ((r, e.of_every(self.sampled)) for r, e in self.epochs.items())
 
-    @cached_property
+    @property
+    def delivered(self) -> int:
+        """How many samples the ranks read, those read again included."""
+        return self.tally.delivered
+
+    @property
+    def distinct(self) -> int:
+        """How many different samples the ranks read."""
+        return self.tally.distinct
+
+    @property
     def repeated(self) -> dict[int, int]:
         """Indices that were read more than once, and how often."""
-        return {i: n for i, n in sorted(self.total.items()) if n > 1}
+        return self.tally.repeated
 
-    @cached_property
+    @property
     def shared(self) -> list[int]:
         """Indices that more than one rank read."""
-        seen: Counter[int] = Counter()
-        for counts in self.per_rank.values():
-            seen.update(counts.keys())
-        return sorted(i for i, n in seen.items() if n > 1)
+        return self.tally.shared
 
     @cached_property
     def sharing(self) -> tuple[int, ...]:
         """The ranks that read what others read too, except those that share few indices."""
         shared = set(self.shared)
-        counts = {r: len(shared & own.keys()) for r, own in self.per_rank.items()}
+        counts = {r: len(shared.intersection(own)) for r, own in self._read()}
         most = max(counts.values())
         return tuple(sorted(r for r, count in counts.items() if 2 * count >= most))
 
     @property
     def once(self) -> int:
-        return len(self.total) - len(self.repeated)
+        return self.distinct - len(self.repeated)
 
     @cached_property
     def never(self) -> int:
         """How many of the compared indices of the dataset no rank read."""
         every = range(self.length)
         known = len(every) if self.sampled == 1 else sum(in_sample(i, self.sampled) for i in every)
-        return max(0, known - len(self.total))
+        return max(0, known - self.distinct)
 
     def unseen(self) -> list[int]:
         """The first indices that no rank read; empty where not every index was compared."""
-        found = (i for i in range(self.length) if i not in self.total)
+        found = (i for i in range(self.length) if i not in self.tally)
         return [i for i, _ in zip(found, range(NAMED))] if self.sampled == 1 else []  # noqa: B905
 
-    @cached_property
+    @property
     def again_within(self) -> int:
         """How many indices one rank read more than once, summed over the ranks."""
-        return sum(n > 1 for counts in self.per_rank.values() for n in counts.values())
+        return self.tally.within.total() - self.tally.within[1]
 
     @cached_property
     def shared_at_first(self) -> tuple[list[int], int]:
@@ -110,15 +114,16 @@ class Audit:
     def times_within(self) -> int:
         """How often every rank reads each of its indices; 0 where that is not one number for nearly
         all of them."""
-        counts = Counter(n for own in self.per_rank.values() for n in own.values())
+        counts = self.tally.within
         (times, most), *_ = counts.most_common(1) or [(0, 0)]
         return times if counts.total() - most <= len(self.epochs) else 0
 
     @cached_property
     def same_sets(self) -> bool:
         """Whether all ranks read the same indices, in any order."""
-        first, *others = self.per_rank.values()
-        return all(o == first for o in others)
+        read = self._read()
+        first = Counter(next(read)[1])
+        return all(len(own) == first.total() and Counter(own) == first for _, own in read)
 
     @cached_property
     def same_order(self) -> bool:
@@ -133,7 +138,7 @@ class Audit:
         return min(e.began.at for e in self.epochs.values())
 
     def readers_of(self, index: int) -> list[int]:
-        return [r for r, counts in self.per_rank.items() if index in counts]
+        return [r for r, own in self._read() if index in own]
 
     def of(self, ranks: Collection[int]) -> Audit | None:
         """The audit of only some of the ranks; None where fewer than two of them took part."""
@@ -164,12 +169,14 @@ def _deals_repeats(audit: Audit) -> bool:
     """Whether the sampler repeats a part of the data instead of reading all of it once: each of
     these samples equally often, on other ranks each time (repeated augmentation)."""
     delivered = sum(e.samples for e in audit.epochs.values())
-    if not audit.complete or delivered > audit.length or audit.again_within or not audit.total:
+    if not audit.complete or delivered > audit.length or audit.again_within or not audit.distinct:
         return False
-    (times, most), *_ = Counter(audit.total.values()).most_common(1)
-    cut_at_the_end = len(audit.total) - most
-    read = {frozenset(counts) for counts in audit.per_rank.values()}
-    return times > 1 and cut_at_the_end <= len(audit.epochs) == len(read)
+    (times, most), *_ = audit.tally.times.most_common(1)
+    cut_at_the_end = audit.distinct - most
+    if times == 1 or cut_at_the_end > len(audit.epochs):
+        return False
+    read = {frozenset(e.of_every(audit.sampled)) for e in audit.epochs.values()}
+    return len(audit.epochs) == len(read)
 
 
 def own_orders(made: Sequence[Audit]) -> bool:
@@ -189,16 +196,16 @@ def own_orders(made: Sequence[Audit]) -> bool:
 
 
 def _repeats_what_it_lacks(audit: Audit) -> bool:
-    shared, known = len(audit.shared), audit.never + len(audit.total)
-    size = abs(sum(audit.total.values()) - known)
+    shared, known = len(audit.shared), audit.never + audit.distinct
+    size = abs(audit.delivered - known)
     return size <= known / 10 and shared / 2 <= audit.never <= 2 * shared
 
 
 def pads(audit: Audit, batch: int) -> bool:
     """Whether everything was read, and repeats only fill up the last batch of each rank."""
-    again = sum(audit.total.values()) - len(audit.total)
+    again = audit.delivered - audit.distinct
     whole = audit.complete and not audit.never and not audit.same_sets
-    return whole and again < min(len(audit.epochs) * batch, len(audit.total) // 2)
+    return whole and again < min(len(audit.epochs) * batch, audit.distinct // 2)
 
 
 def partitioned(audit: Audit) -> bool:

@@ -199,7 +199,7 @@ def equal_inputs(run: Run, given: Inputs) -> Iterator[EqualInputs]:
             same,
             events,
             _drawn(events),
-            all(_intended(run.ranks[r], frozenset(ranks), len(same)) for r in ranks),
+            all(_intended(run.everyone[r], frozenset(ranks), len(same)) for r in ranks),
             common[begin - 1] if begin else -1,
             constant,
         )
@@ -227,7 +227,9 @@ def equal_parts(run: Run, given: Inputs) -> Iterator[EqualInputs]:
         if rich and all(len(d) == 1 for d in digests):
             if len(set().union(*digests)) < NO_ACCIDENT:
                 continue
-            intended = all(_intended(run.ranks[r], frozenset(ranks), len(numbers)) for r in ranks)
+            intended = all(
+                _intended(run.everyone[r], frozenset(ranks), len(numbers)) for r in ranks
+            )
             events = [f[0] for f in forwards]
             yield EqualInputs(given.kind, ranks, numbers, events, False, intended, -1, False, part)
             return
@@ -307,6 +309,8 @@ def equal_gradients(run: Run) -> Iterator[EqualGradients]:
                 continue
             known = all(inputs)
             constant = known and len(set(inputs)) < FEWEST
-            kinds = (u.kind for u in run.ranks[ranks[0]].of(Unwrapped) if u.optimizer == optimizer)
+            kinds = (
+                u.kind for u in run.everyone[ranks[0]].of(Unwrapped) if u.optimizer == optimizer
+            )
             kind = next(kinds, "") or "a set of parameters"
             yield EqualGradients(ranks, common, first[0], kind, known, _drawn(first), constant)

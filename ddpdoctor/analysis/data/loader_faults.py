@@ -318,7 +318,7 @@ def _unequal_orders(d: Division) -> LoaderFault | None:
 def _divided(d: Division) -> Intended | None:
     """Whether the ranks share few samples, or by chance."""
     exact = _whole(d) or own_orders(d.audits)
-    slack = 0 if exact else min(len(d.readers) * d.batch, len(d.worst.total) // 2)
+    slack = 0 if exact else min(len(d.readers) * d.batch, d.worst.distinct // 2)
     shared = len(d.worst.shared)
     meant = shared <= slack or pads(d.worst, d.batch) or by_chance(d.worst)
     return Intended.DIVIDED if meant else None

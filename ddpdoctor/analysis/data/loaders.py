@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple, TypeVar
 
@@ -115,7 +116,12 @@ class Epoch:
         ended = self.ended.sampled if self.ended else 1
         return max([ended, *(p.sampled for p in self.parts)])
 
-    @cached_property
+    @property
+    def indexed(self) -> bool:
+        """Whether indices are on record."""
+        return any(p.indices for p in (*self.parts, *((self.ended,) if self.ended else ())))
+
+    @property
     def indices(self) -> list[int]:
         texts = [p.indices for p in self.parts] + ([self.ended.indices] if self.ended else [])
         try:
@@ -307,8 +313,7 @@ def _readers(rank: Rank) -> list[Reader]:
         ended = ends.get(key)
         epoch = Epoch(0, reader.seen, began, ended, parts[key], content[key], rows[key])
         epoch.chosen = chosen[key][-1] if key in chosen else None
-        until = inf if ended is None else ended.at
-        epoch.steps = sum(s.count for s in rank.of(StepDone) if began.at < s.at <= until)
+        epoch.steps = _steps_within(rank, began.at, inf if ended is None else ended.at)
         reader.epochs.append(epoch)
     for reader in readers.values():
         reader.epochs = _without_peeks(reader.epochs)
@@ -319,6 +324,12 @@ def _readers(rank: Rank) -> list[Reader]:
         reader.turn = Turn(*kind, nth[kind], reader.epochs[0].began.step)
         nth[kind] += 1
     return found
+
+
+def _steps_within(rank: Rank, began: float, ended: float) -> int:
+    steps = rank.of(StepDone)
+    first = bisect_right(steps, began, key=lambda s: s.at)
+    return sum(s.count for s in steps[first : bisect_right(steps, ended, key=lambda s: s.at)])
 
 
 def _by_epoch(rank: Rank, kind: type[E]) -> dict[tuple[int, int], list[E]]:
@@ -338,7 +349,7 @@ def _without_peeks(epochs: list[Epoch]) -> list[Epoch]:
 def _remade(run: Run) -> dict[int, list[Reader]]:
     """The readers of each rank, with loaders that are made anew for each epoch joined. A loader
     that is separate on some rank is separate on all: its data may be new on that rank only."""
-    made = {number: _readers(rank) for number, rank in run.ranks.items()}
+    made = {number: _readers(rank) for number, rank in run.everyone.items()}
     separate = {reader.turn for readers in made.values() for reader in _follow(readers, set())}
     return {number: _follow(readers, separate) for number, readers in made.items()}
 

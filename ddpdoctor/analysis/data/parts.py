@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import NamedTuple
 
 from ...events import Layer, Payload
@@ -48,7 +47,7 @@ class _Placed(Epoch):
 
     places: Sequence[int] = ()
 
-    @cached_property
+    @property
     def indices(self) -> list[int]:
         return sorted(self.places[i] for i in super().indices if i < len(self.places))
 
@@ -150,7 +149,7 @@ def _have_samples_in_common(a: Selection, b: Selection, world: int) -> bool:
 
 def _shares_much(audit: Audit) -> bool:
     """Whether several ranks read a material part of the samples."""
-    few = min(len(read) for read in audit.per_rank.values())
+    few = min(len({*e.of_every(audit.sampled)}) for e in audit.epochs.values())
     return audit.sampled == 1 and len(audit.shared) >= max(NO_ACCIDENT, MATERIAL * few)
 
 

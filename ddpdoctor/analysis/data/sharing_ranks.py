@@ -25,7 +25,7 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
     if loader.trains and members and all(trains_alone(loader.readers[r]) for r in members):
         return []
     on_mesh = data_parallel(run)
-    wrapped = {r: s for r in members if (s := _wrap_group(run.ranks[r]))}
+    wrapped = {r: s for r in members if (s := _wrap_group(run.everyone[r]))}
     if on_mesh is not None:
         sets = set(on_mesh)
     elif wrapped:
@@ -33,8 +33,10 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
     elif loader.trains and not all(_averages(loader.readers[r]) for r in members):
         return []
     else:
-        whole = {frozenset(g.ranks) for r in members if (g := run.ranks[r].default_group)}
-        sets = {part for ranks in whole for part in of_one_replica(run, ranks & run.ranks.keys())}
+        whole = {frozenset(g.ranks) for r in members if (g := run.everyone[r].default_group)}
+        sets = {
+            part for ranks in whole for part in of_one_replica(run, ranks & run.everyone.keys())
+        }
     return [s for s in sorted(sets, key=sorted) if len(s & members) > 1]
 
 

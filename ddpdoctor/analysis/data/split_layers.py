@@ -48,7 +48,7 @@ def of_one_replica(run: Run, ranks: frozenset[int]) -> list[frozenset[int]]:
         return [frozenset(line) for line in zip(*map(sorted, within), strict=True)]
     forms: dict[object, set[int]] = {}
     for number in ranks:
-        events = run.ranks[number].of(Unwrapped)
+        events = run.everyone[number].of(Unwrapped)
         form = frozenset(tuple((p.shape, p.dtype) for p in e.parameters) for e in events)
         forms.setdefault(form, set()).add(number)
     return [frozenset(alike) for alike in forms.values()]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from ...events import RankSample
@@ -28,5 +30,12 @@ def medians(values: Sequence[float], parts: int) -> list[float]:
 
 def seen_from_outside(run: Run, rank: Rank) -> list[RankSample]:
     """The samples that the node's monitor took of a rank's process."""
-    pid = rank.started.pid if rank.started else 0
-    return [s for n in run.nodes.values() for s in n.of(RankSample) if s.pid == pid]
+    return _by_process(run).get((rank.rank, rank.pid), [])
+
+
+@lru_cache(maxsize=1)
+def _by_process(run: Run) -> dict[tuple[int, int], list[RankSample]]:
+    found: dict[tuple[int, int], list[RankSample]] = defaultdict(list)
+    for sample in (s for node in run.nodes.values() for s in node.of(RankSample)):
+        found[sample.rank, sample.pid].append(sample)
+    return found

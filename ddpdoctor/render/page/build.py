@@ -83,6 +83,8 @@ def _only_here(report: Report, run: Run | None) -> list[str]:
     gone = {r.rank for r in report.ranks} - run.ranks.keys() if run is not None else set()
     if run is None or not gone:
         return []
+    if gone <= run.folded.keys():
+        return [f"The pictures show {ranks_text(run.ranks)}: the others did the same."]
     return [f"The pictures show {ranks_text(run.ranks)}: the records of the others are not here."]
 
 
