@@ -112,6 +112,13 @@ def comparison(change: Comparison, width: int, *, styled: bool = False) -> str:
     return comparison_tables.render(change, width, styled=styled)
 
 
+def comparison_markdown(change: Comparison) -> str:
+    """What changed between two runs, for a pull request."""
+    from . import markdown_report
+
+    return markdown_report.compared(change)
+
+
 def page_of(check: Check, checks: Sequence[Check], width: int, *, styled: bool = False) -> str:
     """What `ddpdoctor explain` prints about a check, one of `checks`."""
     from . import explain_pages

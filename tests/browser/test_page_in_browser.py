@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,16 @@ def test_axe_finds_no_barrier(browser: Any, file: Path, scheme: str) -> None:
     seen.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     violations = axe.Axe().run(seen).response["violations"]
     assert [(v["id"], v["nodes"][0]["html"]) for v in violations] == []
+
+
+def test_in_the_frame_of_a_notebook_links_lead_to_their_parts(
+    browser: Any, file: Path, tmp_path: Path
+) -> None:
+    frame = f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(file.read_text())}"></iframe>'
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<h1>a notebook</h1>{frame}")
+    seen = Opened(browser, notebook)
+    inside = seen.page.frames[1]
+    inside.locator("nav a", has_text="Timeline").click()
+    assert inside.evaluate("document.getElementById('timeline').getBoundingClientRect().top") < 50
+    assert inside.evaluate("window.owned") is None and seen.trouble == []
