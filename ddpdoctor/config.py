@@ -47,7 +47,7 @@ class Options:
         every: steps between two examinations of tensors; None to follow the budget (`auto`).
         max_steps: optimizer steps after which training ends; None for never.
         debug_level: `off | info | detail`.
-        live: None for "on a terminal only".
+        live: show the run while it goes on; None for yes, unless another process has the terminal.
         baseline: a `findings.json`; what it has does not count.
         ignored: the entries `[[tool.ddpdoctor.ignore]]`.
     """
@@ -229,7 +229,13 @@ SETTINGS = (
     Setting("json", "FILE", "also write the findings there, as JSON", _path),
     Setting("html", "FILE", "also write the report there, as a page", _path),
     Setting("baseline", "FILE", "a findings.json: only what is new counts", _path),
-    Setting("live", "", "live table while running (default: on a terminal only)", _switch),
+    Setting(
+        "live",
+        "",
+        "while running, findings as they are made and a live table (default: on a terminal; "
+        "elsewhere a line every 30 s without findings)",
+        _switch,
+    ),
     Setting("quiet", "", "nothing on the console but findings", _switch),
 )
 

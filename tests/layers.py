@@ -99,6 +99,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "config",
         "monitor",
         "launch",
+        "render",
+        "render.page",
         "probe",
         "probe.recording",
     ),

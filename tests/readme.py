@@ -27,6 +27,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PICTURE = ROOT / "samples" / "report.svg"
 PICTURED = "samples/model/unused_parameter.py"
 PAGE_PICTURE = ROOT / "samples" / "page.png"
+PAGE_KEPT = ROOT / "samples" / "page.html"
 PAGE_PICTURED = "samples/hang/rank_missing.py"
 PAGE_SIZE = 1000, 1340
 """Of the window, in pixels."""
@@ -69,12 +70,13 @@ def run_sample(out: Path, sample: str, *options: str) -> None:
 
 
 def draw_page(browser: str) -> None:
-    """The top of the page about a run that hung, as the browser shows it."""
+    """The page about a run that hung, and its top as the browser shows it."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         options = ["--nproc-per-node", "4", "--hang-after", "5", "--on-hang", "stop", "--html"]
         run_sample(Path(folder) / "run", PAGE_PICTURED, *options, str(page))
         page.write_text(page.read_text().replace(f"{folder}/", "ddpdoctor-runs/"))
+        PAGE_KEPT.write_text(page.read_text())
         options = [
             "--headless",
             "--no-sandbox",

@@ -9,7 +9,7 @@ import sys
 
 from .. import render
 from ..config import resolve
-from ..render import streams
+from ..render import page, streams
 from ..report.comparison import compare
 from ..report.postmortem import open_run
 from ..report.registry import select
@@ -19,6 +19,12 @@ from .parsers import add_settings, given
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="RUN_A", help="folder of the first run")
     parser.add_argument("after", metavar="RUN_B", help="folder of the second run")
+    parser.add_argument(
+        "--format",
+        choices=("text", "markdown", "html"),
+        default="text",
+        help="format of the comparison on stdout (default: text)",
+    )
     add_settings(parser, ("select", "ignore"))
 
 
@@ -27,6 +33,13 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
     before, after = (open_run([path]).report(checks) for path in (args.before, args.after))
-    width, styled = streams.width_of(sys.stdout), streams.is_terminal(sys.stdout)
-    streams.emit(render.comparison(compare(before, after), width, styled=styled), sys.stdout)
+    change = compare(before, after)
+    if args.format == "html":
+        content = page.comparison(change)
+    elif args.format == "markdown":
+        content = render.comparison_markdown(change)
+    else:
+        width, styled = streams.width_of(sys.stdout), streams.is_terminal(sys.stdout)
+        content = render.comparison(change, width, styled=styled)
+    streams.emit(content, sys.stdout)
     return 0

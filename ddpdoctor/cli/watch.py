@@ -1,4 +1,5 @@
-"""Live view of a running run, one row per rank, until it ends or Ctrl-C.
+"""Live view of a running run: how far it is, findings so far, one row per rank, until it ends or
+Ctrl-C.
 
 If stdout is not a terminal, the table is printed once.
 """
@@ -10,6 +11,7 @@ import sys
 
 from .. import render
 from ..render import streams
+from ..report import registry
 from ..report.postmortem import usable
 from ..run import Recording
 from ..run.liveness import goes_on, note_alive
@@ -28,10 +30,15 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         text = render.now(run, str(folder.path), streams.PLAIN_WIDTH, gone=not goes_on(run))
         streams.emit(text, sys.stdout)
         return 0
+    from ..monitor.findings_so_far import FindingsSoFar
     from ..render.watch import watch
 
+    looks = FindingsSoFar(folder, registry.all_checks(), first_s=0.0)
+    looks.start()
     try:
-        watch(recording)
+        watch(recording, lambda: looks.found)
     except KeyboardInterrupt:
         print(f"stopped watching; the run continues. ddpdoctor report {folder.path}")
+    finally:
+        looks.close()
     return 0

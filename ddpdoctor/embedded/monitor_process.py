@@ -21,7 +21,7 @@ import psutil
 
 from ..config import Options, resolve
 from ..events import RankExiting
-from ..launch import outcome
+from ..launch import live, outcome
 from ..monitor import system
 from ..monitor.monitor import Monitor
 from ..report.suppression import Ignored
@@ -111,18 +111,26 @@ class Watcher:
         """Watch until the ranks are done, then report."""
         self.monitor.start()
         signal.signal(signal.SIGTERM, self._terminated)
-        while not self._over():
-            reason = self.monitor.tick()
-            for line in self.monitor.stall_detector.take_notices():
-                outcome.say(line)
-            if reason and not self.stopped_by:
-                outcome.say(f"stopping the run: {reason}")
-                self._stop("doctor", reason)
-            if self.stopped_by == "terminate":
-                break
-            time.sleep(TICK_WHILE_RANKS_WAIT_S if self.monitor.ranks_wait else TICK_S)
+        leads = self.orders.node_rank == 0
+        with live.shown(self.folder, self.options, outcome.say, leads=leads, table=False) as show:
+            while not self._over():
+                self._look(show)
+                if self.stopped_by == "terminate":
+                    break
+                time.sleep(TICK_WHILE_RANKS_WAIT_S if self.monitor.ranks_wait else TICK_S)
         self.monitor.finish()
         self._report()
+
+    def _look(self, show: live.Show | None) -> None:
+        reason = self.monitor.tick()
+        for line in self.monitor.stall_detector.take_notices():
+            outcome.say(line)
+        if reason and not self.stopped_by:
+            outcome.say(f"stopping the run: {reason}")
+            self._stop("doctor", reason)
+        if show and self.monitor.run:
+            with contextlib.suppress(Exception):  # the view is no reason to watch no more
+                show(self.monitor.run)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self.stopped_by = self.stopped_by or "terminate"

@@ -9,12 +9,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from ..config import ConfigError, resolve
 from ..monitor.stop_agreement import END_OF_BLOCK
 from ..report.findings import Finding, Report, Severity
 from .in_rank import session
+
+if TYPE_CHECKING:
+    from .loaded import LoadedReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,8 +198,10 @@ class examine:
         return session().report()
 
 
-def load(*folders: str | os.PathLike[str]) -> Report:
+def load(*folders: str | os.PathLike[str]) -> LoadedReport:
     """Diagnose a run from its folder (several: the nodes of one run) and return the report.
+
+    A notebook shows it as the page; `to_frame()` has the findings as a table of pandas.
 
     Raises:
         TypeError: no folder is given.
@@ -206,8 +211,10 @@ def load(*folders: str | os.PathLike[str]) -> Report:
         raise TypeError("load() needs a run folder: ddpdoctor.load('ddpdoctor-runs/...')")
     from ..report.postmortem import open_run
     from ..report.registry import all_checks
+    from .loaded import LoadedReport
 
-    return open_run(folders).report(all_checks())
+    attempts = open_run(folders)
+    return LoadedReport.of(attempts.report(all_checks()), attempts.last)
 
 
 def _severity(options: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -20,9 +20,9 @@ from ..events import ExaminedInside, Stopped
 from ..monitor.monitor import Monitor
 from ..report import registry
 from ..report.findings import Report
-from ..run import Recording, Run
+from ..run import Recording
 from ..storage.run_folder import EventWriter, FolderError, RunFolder, RunInfo, plain_name
-from . import outcome, supervisor, torchrun
+from . import live, outcome, supervisor, torchrun
 from .agent_orders import VARIABLE, Orders
 from .environment import LaunchError, environment
 from .other_nodes import OtherNodes
@@ -181,7 +181,8 @@ def _watched(
     gathering: Gathering | None = None,
 ) -> tuple[int, str]:
     """Run the launcher to its end; returns its status and who stopped it (see `Supervisor`)."""
-    with _live(session) as view:
+    leads = session.info.node_rank == 0
+    with live.shown(session.folder, session.options, outcome.say, leads=leads) as view:
         watch = supervisor.Supervisor(
             session.monitor,
             forward=forward,
@@ -197,18 +198,6 @@ def _watched(
             missing = isinstance(error, FileNotFoundError)
             status = _NO_SUCH_COMMAND if missing else _NOT_EXECUTABLE
     return status, watch.stopped_by
-
-
-@contextlib.contextmanager
-def _live(session: Session) -> Iterator[Callable[[Run], None] | None]:
-    """The live table of the run; None where it is not wanted. It shows only on a terminal."""
-    if session.options.live is False or session.options.quiet:
-        yield None
-        return
-    from ..render.live import LiveView
-
-    with LiveView(session.folder.path) as view:
-        yield view.update
 
 
 def _prepare(

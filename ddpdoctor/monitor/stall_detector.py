@@ -246,7 +246,8 @@ class StallDetector:
                 return False
             lasted = now - stall.since
             self._write(StallOver(at=now, lasted_s=lasted, attempt=self._attempt))
-            self.notices.append(f"the run goes on, after {lasted:.0f} s")
+            if stall.noticed:
+                self.notices.append(f"the run goes on, after {lasted:.0f} s")
         self._stall = None
         return True
 

@@ -20,11 +20,11 @@ import msgspec
 from ..events.json_text import UNREADABLE
 from ..report import registry
 from ..report.diagnose import diagnose
-from ..report.findings import Confidence, Finding, Report, Severity
-from ..report.postmortem import fault_key
+from ..report.findings import Finding, Report, Severity
 from ..run import Run
 from ..storage.run_folder import RunFolder, write_private
 from ..storage.safe_fd import mapped
+from .findings_so_far import SeenTwice
 
 GATHER_S = 3.0
 """How long after the last rank has started further ranks are waited for in this folder."""
@@ -128,7 +128,7 @@ class Judge:
         self._folder = folder
         self._place = Place(folder.attempt_path(attempt))
         self._next_look = 0.0
-        self._before: dict[tuple[object, ...], Finding] = {}
+        self._seen = SeenTwice()
         self._rate = _Rate()
         self.decided = False
 
@@ -169,11 +169,7 @@ class Judge:
         report, found = self._examine(run, request)
         spent = time.monotonic() - began
         self._next_look = time.monotonic() + max(LOOK_S, LOOK_SHARE * spent)
-        # What one look says may be half a step, written by some ranks and not yet by others.
-        proven = {fault_key(f): f for f in found if f.confidence is Confidence.PROVEN}
-        stable = [f for key, f in proven.items() if key in self._before]
-        self._before = proven
-        if stable:
+        if stable := self._seen.look(found):
             margin = max(2, int(self._rate.per_second * (AHEAD_S + spent)) + 1)
             self._decide(fastest + margin, report, stable)
 

@@ -88,11 +88,21 @@ def story(
     return timeline.render(runs, rank, stacks, width, styled=styled)
 
 
-def now(run: Run, folder: str, width: int, *, gone: bool = False) -> str:
-    """Where every rank of a run is (or was, where the run is `gone`), once, as plain text."""
+def now(
+    run: Run,
+    folder: str,
+    width: int,
+    *,
+    gone: bool = False,
+    findings: Sequence[Finding] | None = None,
+) -> str:
+    """Where every rank of a run is (or was, where the run is `gone`), once, as plain text, with
+    the findings so far where somebody has looked for them."""
     from . import live
 
-    return live.snapshot(run, folder, width, live.MOST_LINES, styled=False, gone=gone)
+    return live.snapshot(
+        run, folder, width, live.MOST_LINES, styled=False, gone=gone, findings=findings
+    )
 
 
 def comparison(change: Comparison, width: int, *, styled: bool = False) -> str:
@@ -100,6 +110,13 @@ def comparison(change: Comparison, width: int, *, styled: bool = False) -> str:
     from . import comparison_tables
 
     return comparison_tables.render(change, width, styled=styled)
+
+
+def comparison_markdown(change: Comparison) -> str:
+    """What changed between two runs, for a pull request."""
+    from . import markdown_report
+
+    return markdown_report.compared(change)
 
 
 def page_of(check: Check, checks: Sequence[Check], width: int, *, styled: bool = False) -> str:

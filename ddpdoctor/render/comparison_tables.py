@@ -11,10 +11,12 @@ from rich.text import Text
 from ..report.comparison import Comparison, Figure
 from ..report.findings import Finding
 from . import report_text
+from .report_text import Grid
 from .safe_text import clean, duration, title, wrap
 from .terminal import STYLES, captured, make_console, show
 
 NAMES = {"overhead_percent": "the doctor's share"}
+LARGEST = "  largest"
 TIMES_FROM, TIMES_UNTIL = 3, 1000
 """What is so many times as much is told as `x 12`: `+1100.0 %` takes reckoning back. Of what was
 next to nothing before, the ratio says nothing."""
@@ -33,8 +35,7 @@ def render(change: Comparison, width: int, *, styled: bool) -> str:
             show(console, Text(f"{'' if n else 'differs':<8}{part}", "yellow"))
     if not (change.appeared or change.went or change.stayed):
         show(console, Text("\nno findings in either run"))
-    groups = (("appeared", change.appeared), ("went", change.went), ("stayed", change.stayed))
-    for name, findings in groups:
+    for name, findings in groups(change):
         for line in _group(name, findings, width):
             show(console, line)
     if change.figures:
@@ -45,8 +46,6 @@ def render(change: Comparison, width: int, *, styled: bool) -> str:
 
 
 def _group(name: str, findings: Sequence[Finding], width: int) -> Iterator[Text]:
-    if not findings:
-        return
     yield Text(f"\n{name} ({len(findings)})", "bold")
     for finding in findings:
         code, sentence = report_text.first_line(finding)
@@ -59,23 +58,37 @@ def _group(name: str, findings: Sequence[Finding], width: int) -> Iterator[Text]
             yield Text(f"    --> {clean(finding.location)}", "dim")
 
 
-def _figures(figures: Sequence[Figure]) -> Iterator[Text]:
-    rows = [("median over ranks", "before", "after", "change")]
-    styles = ["bold"]
+def groups(change: Comparison) -> list[tuple[str, tuple[Finding, ...]]]:
+    """The findings that appeared, went and stayed, where there are some."""
+    every = (("appeared", change.appeared), ("went", change.went), ("stayed", change.stayed))
+    return [(name, findings) for name, findings in every if findings]
+
+
+def figures_grid(figures: Sequence[Figure]) -> Grid:
+    """The numbers of both runs; after one that is not alike on all ranks a row of the largest."""
+    head, *rows = _rows(figures)
+    return Grid(head, tuple(rows))
+
+
+def _rows(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("median over ranks", "before", "after", "change")]
     for f in figures:
         name = NAMES.get(f.name) or title(f.name.removesuffix("_s").removesuffix("_bytes"))
         told = _value(f.name, f.before), _value(f.name, f.after)
         rows.append((name, *told, _change(f)))
-        styles.append("")
         worst = _value(f.name, f.worst_before), _value(f.name, f.worst_after)
         if worst != told:
-            rows.append(("  largest", *worst, ""))
-            styles.append("dim")
+            rows.append((LARGEST, *worst, ""))
+    return rows
+
+
+def _figures(figures: Sequence[Figure]) -> Iterator[Text]:
+    rows = _rows(figures)
     name_wide, *wide = (max(len(row[n]) for row in rows) for n in range(4))
-    for (name, *cells), style in zip(rows, styles, strict=True):
+    for number, (name, *cells) in enumerate(rows):
         line = name.ljust(name_wide)
         line += "".join(f"   {cell:>{room}}" for cell, room in zip(cells, wide, strict=True))
-        yield Text(line.rstrip(), style)
+        yield Text(line.rstrip(), "dim" if name == LARGEST else "" if number else "bold")
 
 
 def _value(name: str, value: float) -> str:

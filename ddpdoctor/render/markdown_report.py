@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ..report.comparison import Comparison
 from ..report.findings import Finding, Report
 from ..run import Location
-from . import report_text
+from . import comparison_tables, report_text
 from .report_text import Grid, Proof
 from .safe_text import clean, clean_lines
 
@@ -16,6 +17,34 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~@&$-])")
 
 def render(report: Report) -> str:
     return "\n".join(_lines(report)) + "\n"
+
+
+def compared(change: Comparison) -> str:
+    """What changed between two runs."""
+    return "\n".join(_compared(change)) + "\n"
+
+
+def _compared(change: Comparison) -> Iterator[str]:
+    yield "## Two runs compared"
+    yield ""
+    for when, report in (("before", change.before), ("after", change.after)):
+        ended = report_text.headline(report)[1]
+        yield f"- {when}: {_text(ended)}, {_code(report.run.folder)}"
+    yield from (f"- differs: {_text(clean(reason))}" for reason in change.unlike)
+    yield ""
+    shown = comparison_tables.groups(change)
+    if not shown:
+        yield "No findings in either run."
+        yield ""
+    for name, findings in shown:
+        yield f"### {name} ({len(findings)})"
+        yield ""
+        for finding in findings:
+            code, sentence = report_text.first_line(finding)
+            yield f"- **{_text(code)}** {_text(sentence)}{_text(clean(finding.elsewhere))}"
+        yield ""
+    if change.figures:
+        yield from _grid(comparison_tables.figures_grid(change.figures))
 
 
 def _lines(report: Report) -> Iterator[str]:

@@ -109,7 +109,7 @@ def rank_table(grid: Grid, width: int) -> Table:
     # Cut here: rich would take the room for a long cell from the columns before it.
     room = max(width - sum(size + 2 for size in sizes), len(grid.columns[-1]))
     for name, size in zip(grid.columns, (*sizes, len(grid.columns[-1])), strict=True):
-        right = name in ("steps", "step time")
+        right = name in ("steps", "step time", "waits", "memory")
         table.add_column(name, justify="right" if right else "left", no_wrap=True, min_width=size)
     for row in grid.rows:
         state = row[1].partition(" ")[0] if len(row) > 1 else ""

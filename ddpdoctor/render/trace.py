@@ -1,6 +1,7 @@
 """A run as a trace for https://ui.perfetto.dev, in the JSON trace event format of Chrome.
 
-Each rank is a process with lanes for its steps, its collectives, its epochs, and its saves; arrows
+Each rank is a process with lanes for the phases of its steps, its collectives, what it loads (an
+epoch of a loader is a slice), and its checkpoints and other files that it writes; arrows
 lead from the rank that came first to a collective to the others; findings are marks on the ranks
 that they concern; memory and step time are counters. Times are microseconds since the first rank
 started. Source: "Trace Event Format" of the Chromium project.
@@ -8,6 +9,7 @@ started. Source: "Trace Event Format" of the Chromium project.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -32,7 +34,7 @@ from ..run import Call, Rank, Run, State
 from .safe_text import clean
 
 STEPS, CALLS, EPOCHS, SAVES = 100, 200, 300, 400
-LANES = {STEPS: "steps", CALLS: "collectives", EPOCHS: "epochs", SAVES: "saves"}
+LANES = {STEPS: "phases", CALLS: "collectives", EPOCHS: "loading", SAVES: "checkpoints"}
 """By number, the names of a rank's lanes. What overlaps (the steps of two optimizers, asynchronous
 calls) goes into the lanes after it, as the slices of one lane must not."""
 
@@ -127,7 +129,7 @@ def _slice(
         "pid": rank.rank,
         "tid": lane,
         "name": name,
-        "ts": begin,
+        "ts": round(begin, 1),
         "dur": max(0.0, round(end - begin, 1)),
         "args": dict(given),
     }
@@ -137,9 +139,12 @@ def _steps(rank: Rank, clock: Clock) -> Iterator[TraceEvent]:
     """Windows of a few steps. What is inside of one are shares of its time, in the order of the
     phases, not moments: medians over the steps of the window are on record."""
     lanes = _Lanes(STEPS)
+    before: dict[int, float] = {}
     for pace in sorted(rank.of(Pace), key=lambda p: p.at - p.count * p.wall_s):
         end = clock.at(rank, pace.at)
-        whole = pace.count * pace.wall_s * 1e6
+        # A median may be more than the average: no window begins before the last one ended.
+        whole = min(pace.count * pace.wall_s * 1e6, end - before.get(pace.optimizer, -math.inf))
+        before[pace.optimizer] = end
         lane = lanes.free(end - whole, end)
         first = pace.step - pace.count + 1
         figures = {
@@ -156,7 +161,7 @@ def _steps(rank: Rank, clock: Clock) -> Iterator[TraceEvent]:
             if seconds > 0:
                 long = min(pace.count * seconds * 1e6, max(0.0, end - begin))
                 figures = {"s per step": seconds, "share of the window": True}
-                yield _slice(rank, lane, part, round(begin, 1), begin + long, figures)
+                yield _slice(rank, lane, part, begin, begin + long, figures)
                 begin += long
         yield {"ph": "C", "pid": rank.rank, "name": "step time ms", "ts": end,
                "args": {"own": round((pace.wall_s - pace.waited_s) * 1e3, 3),
@@ -194,8 +199,9 @@ def _line(rank: Rank, call: Call) -> dict[str, object]:
 
 
 def _last(rank: Rank) -> float:
-    """The last moment on a rank's record."""
+    """The last moment on a rank's record, or when its process was gone."""
     known = [rank.ring.progress_at] if rank.ring else []
+    known += [rank.ended.at] if rank.ended else []
     return max([*known, *(e.at for e in rank), *_open_since(rank)], default=0.0)
 
 

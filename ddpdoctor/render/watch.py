@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 
 from rich.live import Live
 from rich.text import Text
 
+from ..report.findings import Finding
 from ..run import Recording
 from ..run.liveness import goes_on, note_alive
 from .live import snapshot
@@ -19,8 +21,12 @@ PATIENCE = 5
 """Looks without any process of the run before it is given up."""
 
 
-def watch(recording: Recording) -> None:
-    """Redraw until the run has ended."""
+def watch(recording: Recording, findings: Callable[[], Sequence[Finding]]) -> None:
+    """Redraw until the run has ended.
+
+    Args:
+        findings: those so far.
+    """
     folder = str(recording.folder.path)
     size = shutil.get_terminal_size((80, 24))
     console = make_console(sys.stdout, size.columns, styled=True)
@@ -33,7 +39,13 @@ def watch(recording: Recording) -> None:
             gone = 0 if goes_on(run) else gone + 1
             size = shutil.get_terminal_size((80, 24))
             content = snapshot(
-                run, folder, size.columns, size.lines - 2, styled=True, gone=gone >= PATIENCE
+                run,
+                folder,
+                size.columns,
+                size.lines - 2,
+                styled=True,
+                gone=gone >= PATIENCE,
+                findings=findings(),
             )
             live.update(Text.from_ansi(content, no_wrap=True), refresh=True)
             if run.info.ended_at is not None or gone >= PATIENCE:

@@ -335,6 +335,11 @@ def _most(sizes: Iterable[int]) -> int | None:
     return max(sizes, default=0) or None
 
 
+def last_thing(run: Run, rank: Rank) -> str:
+    """Where a rank stood when something ended it, or else what it did last."""
+    return whereabouts(run, rank) or _last_thing(rank)
+
+
 def _last_thing(rank: Rank) -> str:
     """What this rank did last, in words; a signal to another process is none: torch ends the
     workers of a loader with one."""

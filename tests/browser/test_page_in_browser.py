@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
+import html
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +46,6 @@ def text_of(tmp_path: Path) -> str:
         for n, f in enumerate(report.findings)
     )
     return page.html(msgspec.structs.replace(report, findings=found), run)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as play:
-        own = [] if os.geteuid() else ["--no-sandbox"]
-        yield (made := play.chromium.launch(executable_path=shutil.which("chromium"), args=own))
-        made.close()
 
 
 class Opened:
@@ -171,3 +160,26 @@ def test_pictures_have_words_and_controls_have_names(browser: Any, file: Path) -
     assert seen.value("document.querySelectorAll('h1').length") == 1
     seen.page.keyboard.press("Tab")
     assert seen.value("document.activeElement.className") == "skip"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_barrier(browser: Any, file: Path, scheme: str) -> None:
+    """The rules of axe-core: names, roles, headings, tables, contrast, landmarks."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    seen = Opened(browser, file, color_scheme=scheme).page
+    seen.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    violations = axe.Axe().run(seen).response["violations"]
+    assert [(v["id"], v["nodes"][0]["html"]) for v in violations] == []
+
+
+def test_in_the_frame_of_a_notebook_links_lead_to_their_parts(
+    browser: Any, file: Path, tmp_path: Path
+) -> None:
+    frame = f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(file.read_text())}"></iframe>'
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<h1>a notebook</h1>{frame}")
+    seen = Opened(browser, notebook)
+    inside = seen.page.frames[1]
+    inside.locator("nav a", has_text="Timeline").click()
+    assert inside.evaluate("document.getElementById('timeline').getBoundingClientRect().top") < 50
+    assert inside.evaluate("window.owned") is None and seen.trouble == []

@@ -184,3 +184,20 @@ def test_how_long_it_took_by_times_of_whole_seconds(
     (folder.path / "run.json").write_text(json.dumps(info))
     assert main(["report", str(folder.path)]) == 0
     assert told in capsys.readouterr().out
+
+
+def test_compare_for_a_pull_request_and_as_a_page(tmp_path: Path, capsys: Caught) -> None:
+    idle = write_folder(tmp_path / "idle<script>", {0: [], 1: []}, ended={0: 1}).path
+    fast = write_folder(tmp_path / "fast", {0: steps(9), 1: steps(9, wall_s=0.25)}).path
+    assert main(["compare", "--format", "markdown", str(idle), str(fast)]) == 0
+    text = capsys.readouterr().out
+    assert "### appeared (1)" in text and "- differs: outcome: failed before" in text
+    assert main(["compare", "--format", "html", str(idle), str(fast)]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("<!doctype html>") and "<script" not in page
+    assert "Findings that appeared (1)" in page
+    assert main(["compare", "--format", "markdown", str(fast), str(fast)]) == 0
+    assert "| steps | 9 | 9 | same |" in capsys.readouterr().out
+    assert main(["compare", "--format", "html", str(fast), str(fast)]) == 0
+    page = capsys.readouterr().out
+    assert "appeared" not in page and "<td>steps</td>" in page

@@ -16,6 +16,7 @@ class Stalled:
 
     watched = ()
     ranks_wait = False
+    run = None
 
     def __init__(self, standing: StallDetector, reason: str | None) -> None:
         self.stall_detector = standing

@@ -61,6 +61,8 @@ def test_ranks_in_unlike_calls_wait_for_each_other(tmp_path: Path) -> None:
     shown = drawn(hung(tmp_path, made))
     assert shown is not None
     assert sorted(a.said for a in shown.arrows) == ["wait for rank 0", "waits for ranks 1-2"]
+    one, other = shown.arrows
+    assert abs(one.y - other.y) > 15, "their words are in different lines"
 
 
 def test_no_picture_where_nobody_stood_still() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ...report.comparison import Comparison
 from ...report.findings import Report
 from ...run import Run
 from .. import write_file
@@ -18,6 +19,13 @@ def html(report: Report, run: Run | None = None) -> str:
     from . import build
 
     return build.render(report, run)
+
+
+def comparison(change: Comparison) -> str:
+    """What changed between two runs, as a page."""
+    from . import build
+
+    return build.render_comparison(change)
 
 
 def write(report: Report, path: str | os.PathLike[str], run: Run | None = None) -> None:

@@ -17,9 +17,10 @@ from typing import TypeVar
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from ...report.comparison import Comparison
 from ...report.findings import Report, Severity
 from ...run import Run, counted, ranks_text
-from .. import report_text
+from .. import comparison_tables, report_text
 from ..safe_text import clean, clean_lines
 from . import findings, lanes, ledger_bars, maps, waits
 from .findings import Piece
@@ -75,6 +76,29 @@ def render(report: Report, run: Run | None = None) -> str:
         tables=report_text.tables(report),
         overhead=report_text.overhead(report),
         tool=f"{report.tool.name} {report.tool.version}",
+    )
+
+
+def render_comparison(change: Comparison) -> str:
+    """The page about two runs; it has no script."""
+    both = (("before", change.before), ("after", change.after))
+    return (
+        _environment()
+        .get_template("comparison.html.j2")
+        .render(
+            policy=_policy(""),
+            style=Markup(_file("page.css")),
+            runs=[
+                (when, report_text.headline(report)[1:2], clean(report.run.folder))
+                for when, report in both
+            ],
+            unlike=[clean(reason) for reason in change.unlike],
+            groups=[
+                (name, [(f, *report_text.first_line(f), clean(f.location or "")) for f in found])
+                for name, found in comparison_tables.groups(change)
+            ],
+            figures=comparison_tables.figures_grid(change.figures) if change.figures else None,
+        )
     )
 
 

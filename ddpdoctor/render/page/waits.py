@@ -315,28 +315,47 @@ def _placed(boxes: list[Box], edges: Mapping[int, list[int]]) -> list[Box]:
 
 def _arrows(boxes: list[Box], edges: Mapping[int, list[int]]) -> Iterable[Arrow]:
     """Down to a box that is waited for; up again, beside the others, in a circle."""
-    for number, box in enumerate(boxes):
-        for target in edges[number]:
-            if target < len(boxes):
-                yield _arrow(box, boxes[target])
+    ways = [
+        (number, target)
+        for number in range(len(boxes))
+        for target in edges[number]
+        if target < len(boxes)
+    ]
+    for way in ways:
+        begin, end = (_port(boxes, ways, way, number) for number in way)
+        yield _arrow(boxes[way[0]], boxes[way[1]], begin, end)
 
 
-def _arrow(box: Box, other: Box) -> Arrow:
+def _port(
+    boxes: list[Box], ways: list[tuple[int, int]], way: tuple[int, int], number: int
+) -> float:
+    """Where an arrow leaves or meets box `number`: along its upper or its lower edge the arrows are
+    equally far from each other, in the order of the boxes at their other ends."""
+    own = boxes[number]
+
+    def side(one: tuple[int, int]) -> tuple[bool, Box]:
+        other = boxes[one[0] if one[1] == number else one[1]]
+        return other.y > own.y, other
+
+    here = [one for one in ways if number in one and side(one)[0] == side(way)[0]]
+    here.sort(key=lambda one: (side(one)[1].x, one[0] > one[1]))
+    return own.x + WIDE * (here.index(way) + 1) / (len(here) + 1)
+
+
+def _arrow(box: Box, other: Box, begin: float, end: float) -> Arrow:
+    """An arrow with its words near the box that waits; `begin` and `end` as of `_port`."""
     said = "wait for" if len(box.ranks) > 1 else "waits for"
     said = cut(f"{said} {ranks_text(other.ranks)}", 40)
-    if other.y > box.y:
-        x1, y1 = box.x + WIDE / 2 - 40, box.y + box.height
-        x2, y2 = other.x + WIDE / 2 - 40, other.y
-        bend = (y2 - y1) / 2
-        path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} "
-    elif other.y < box.y:
-        x1, y1 = box.x + WIDE / 2 + 90, box.y
-        x2, y2 = other.x + WIDE / 2 + 90, other.y + other.height
-        bend = (y2 - y1) / 2
-        path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} "
-    else:
+    if other.y == box.y:
         right = other.x > box.x
         x1, y1 = box.x + (WIDE if right else 0), box.y + box.height / 2
         x2, y2 = other.x + (0 if right else WIDE), other.y + other.height / 2
         path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1:.0f} {x2:.0f} {y2:.0f} "
-    return Arrow(f"{path}{x2:.0f} {y2:.0f}", said, (x1 + x2) / 2 + 8, (y1 + y2) / 2 + 4)
+        return Arrow(f"{path}{x2:.0f} {y2:.0f}", said, (x1 + x2) / 2 + 8, (y1 + y2) / 2 + 4)
+    down = other.y > box.y
+    x1, y1 = begin, box.y + (box.height if down else 0)
+    x2, y2 = end, other.y + (0 if down else other.height)
+    bend = (y2 - y1) / 2
+    path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} "
+    at_x, at_y = x1 + 0.22 * (x2 - x1), y1 + 0.34 * (y2 - y1)  # three tenths of the way
+    return Arrow(f"{path}{x2:.0f} {y2:.0f}", said, at_x + 8, at_y + 4)

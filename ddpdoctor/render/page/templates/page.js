@@ -3,6 +3,7 @@
   const all = (what, of) => Array.from((of || document).querySelectorAll(what));
   // Findings: those of the chosen severities, check and rank.
   const form = document.getElementById("filter");
+  let reveal = () => {};
   const within = (spans, rank) => spans === "" || spans.split(",").some((span) => {
     const [first, last] = span.split("-").map(Number);
     return first <= rank && rank <= (last === undefined ? first : last);
@@ -26,11 +27,21 @@
     form.addEventListener("input", apply);
     form.addEventListener("submit", (event) => event.preventDefault());
     // A link to a finding that is filtered away shows it.
+    reveal = () => { form.reset(); apply(); };
     window.addEventListener("hashchange", () => {
       const one = document.getElementById(location.hash.slice(1));
-      if (one && one.hidden) { form.reset(); apply(); one.scrollIntoView(); }
+      if (one && one.hidden) { reveal(); one.scrollIntoView(); }
     });
   }
+  // In the frame of a notebook links would lead out of the page.
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("a[href^='#']");
+    if (!link || location.protocol !== "about:") return;
+    event.preventDefault();
+    const one = document.getElementById(link.getAttribute("href").slice(1));
+    if (one && one.hidden) reveal();
+    if (one) one.scrollIntoView();
+  });
   // Pictures that can be zoomed: by buttons, by + and -, by the wheel with Ctrl.
   for (const figure of all(".timeline")) {
     const tools = figure.querySelector(".tools"), area = figure.querySelector(".wide");
