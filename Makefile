@@ -79,8 +79,9 @@ chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py --seeds $(SEEDS)
 
 frameworks: $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[frameworks]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[frameworks,exporters]'
 	$(BIN)/python -m pytest -m frameworks tests/frameworks
+	$(BIN)/python -m pytest tests/exporters
 
 # Of Debian where there is one, which needs root; else the one that Playwright brings.
 browser: $(INSTALLED)
