@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from pathlib import Path
 
 from opentelemetry import trace
@@ -12,6 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from ..render.safe_text import moment
 from ..report.findings import Report, Severity
 from ..storage.run_folder import write_private
 from .dispatch import ExportError
@@ -50,7 +50,7 @@ def _spans(report: Report) -> tuple[ReadableSpan, ...]:
     tracer = provider.get_tracer("ddpdoctor", report.tool.version)
     run = report.run
     begin = _nanoseconds(run.started_at) or time.time_ns()
-    end = max(_nanoseconds(run.ended_at or ""), begin)
+    end = max(_nanoseconds(run.ended_at), begin)
     root = tracer.start_span(
         "training run",
         start_time=begin,
@@ -87,9 +87,7 @@ def _spans(report: Report) -> tuple[ReadableSpan, ...]:
     return spans
 
 
-def _nanoseconds(moment: str) -> int:
+def _nanoseconds(text: str | None) -> int:
     """A moment of a report since the epoch; 0 where it is none."""
-    try:
-        return int(datetime.strptime(moment, "%Y-%m-%dT%H:%M:%S%z").timestamp() * 1e9)
-    except ValueError:
-        return 0
+    known = moment(text)
+    return int(known.timestamp() * 1e9) if known else 0
