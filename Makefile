@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := samples/model/unused_parameter.py
 DEMO_RUN := build/demo
 
-.PHONY: help demo test test-all golden samples gpu no-harm torch-tests frameworks browser chaos lint format readme picture clean
+.PHONY: help demo test test-all golden samples gpu no-harm torch-tests frameworks browser chaos lint format readme picture docs docs-schema docs-reports clean
 .DEFAULT_GOAL := help
 
 # Tests start some thousands of processes: without compiled modules each would compile them again.
@@ -28,6 +28,7 @@ help:
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make readme       write the tables of README and CONTRIBUTING and the index of events"
 	@echo "make picture      run the sample of the README and draw its report"
+	@echo "make docs         the documentation site, in build/site; no network once it is installed"
 	@echo "make clean        remove what the above made, .venv included"
 
 $(BIN)/python:
@@ -79,8 +80,9 @@ chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py --seeds $(SEEDS)
 
 frameworks: $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[frameworks]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[frameworks,exporters]'
 	$(BIN)/python -m pytest -m frameworks tests/frameworks
+	$(BIN)/python -m pytest tests/exporters
 
 # Of Debian where there is one, which needs root; else the one that Playwright brings.
 browser: $(INSTALLED)
@@ -103,6 +105,21 @@ readme: $(INSTALLED)
 # The picture holds times and the name of the machine, so it changes with every run.
 picture: $(INSTALLED)
 	$(BIN)/python tests/readme.py
+
+# The tools come from the network once; the site itself is built, and reads, without it.
+docs: $(INSTALLED)
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install \
+		--disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/make_site.py
+	@echo "open build/site/index.html; its search needs a server: python -m http.server -d build/site"
+
+# After a change of what findings.json holds.
+docs-schema: $(INSTALLED)
+	$(BIN)/python docs/make_site.py --schema
+
+# What is reported about the sample of each check (CHECK="a b" for some), as the site shows it.
+docs-reports: $(INSTALLED)
+	$(BIN)/python docs/make_site.py --record $(CHECK)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache ddpdoctor-runs

@@ -47,6 +47,7 @@ class Options:
         every: steps between two examinations of tensors; None to follow the budget (`auto`).
         max_steps: optimizer steps after which training ends; None for never.
         debug_level: `off | info | detail`.
+        export: exporters, `NAME` or `NAME=TARGET`.
         live: show the run while it goes on; None for yes, unless another process has the terminal.
         baseline: a `findings.json`; what it has does not count.
         ignored: the entries `[[tool.ddpdoctor.ignore]]`.
@@ -64,6 +65,7 @@ class Options:
     debug_level: str = "info"
     json: Path | None = None
     html: Path | None = None
+    export: tuple[str, ...] = ()
     live: bool | None = None
     quiet: bool = False
     baseline: Path | None = None
@@ -113,12 +115,16 @@ class Setting:
         return _PREFIX + self.name.upper()
 
 
-def words(value: object) -> tuple[str, ...]:
+def words(value: object, expected: str = "names of checks") -> tuple[str, ...]:
     """`A,B` or a list of these."""
     texts = [p for p in _listed(value) if isinstance(p, str)]
     if len(texts) < len(_listed(value)):
-        raise ValueError("names of checks, separated by commas")
+        raise ValueError(f"{expected}, separated by commas")
     return tuple(w for text in texts for w in (s.strip() for s in text.split(",")) if w)
+
+
+def _exports(value: object) -> tuple[str, ...]:
+    return words(value, "exporters, such as tensorboard=runs/a")
 
 
 def _listed(value: object) -> list[object]:
@@ -228,6 +234,13 @@ SETTINGS = (
     ),
     Setting("json", "FILE", "also write the findings there, as JSON", _path),
     Setting("html", "FILE", "also write the report there, as a page", _path),
+    Setting(
+        "export",
+        "NAME[=TARGET]",
+        "also hand the report to tensorboard, wandb (offline) or opentelemetry; TARGET is a path "
+        "or an address (default: in the run folder)",
+        _exports,
+    ),
     Setting("baseline", "FILE", "a findings.json: only what is new counts", _path),
     Setting(
         "live",

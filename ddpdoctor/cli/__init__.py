@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from .._version import __version__
 from ..attach.records import RecordError
 from ..config import ConfigError, unknown_variables
+from ..exporters import ExportError
 from ..report.registry import RegistryError, SelectionError
 from ..storage.run_folder import FolderError
 from .parsers import Parser, formatter
@@ -33,7 +34,9 @@ MISUSED = 2
 INTERRUPTED = 130
 DEFECT = 70
 
-ERRORS = (UsageError, ConfigError, FolderError, SelectionError, RegistryError, RecordError)
+ERRORS = (
+    UsageError, ConfigError, ExportError, FolderError, SelectionError, RegistryError, RecordError,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from ..config import BY_NAME
 from .split import UsageError
 
-EXAMINING = ("select", "ignore", "fail_on", "json", "html", "baseline")
+EXAMINING = ("select", "ignore", "fail_on", "json", "html", "export", "baseline")
 """Options of `run` that `report` has too."""
 
 
@@ -49,7 +49,7 @@ def add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> Non
             more = {"action": argparse.BooleanOptionalAction}
         elif not setting.metavar:
             more = {"action": "store_true"}
-        elif setting.name in ("select", "ignore"):
+        elif setting.name in ("select", "ignore", "export"):
             more["action"] = "append"
         group.add_argument(setting.flag, default=argparse.SUPPRESS, help=text, **more)
 

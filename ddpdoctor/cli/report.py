@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import render
+from .. import exporters, render
 from ..attach import records
 from ..config import Options, resolve
 from ..leftovers import search
@@ -22,7 +22,7 @@ from ..report.findings import Check
 from ..report.postmortem import Attempts, open_run
 from ..report.registry import select
 from ..run import fold_ranks
-from ..storage.run_folder import FolderError
+from ..storage.run_folder import FolderError, printable
 from .parsers import EXAMINING, add_settings, given
 from .split import UsageError
 
@@ -55,6 +55,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         raise UsageError(f"--rank prints text only: omit --format {args.format}")
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
+    exporters.check(options.export)
     if all(map(records.is_record, map(Path, args.folders))):
         return _looks(args)
     paths = list(map(Path, args.folders))
@@ -95,6 +96,9 @@ def _report(
         content = render.FORMATS[args.format](report)
     shown = ", ".join(args.folders)  # not the folder that was made of what was left behind
     streams.emit(content.replace(str(folders[0]), shown), sys.stdout)
+    first = Path(args.folders[0])
+    for line in exporters.export(report, options.export, first if first.is_dir() else Path()):
+        print(f"ddpdoctor: {printable(line)}", file=sys.stderr)
     return FAILED_ON if options.fails(report.worst()) else 0
 
 

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import exporters
 from ..config import SETTINGS, Options, resolve
 from ..launch import torchrun
 from ..report import registry
@@ -82,10 +83,12 @@ def prepared(parts: Split) -> Options:
         UsageError: a file that they name cannot be written.
         SelectionError: a name of a check is not known.
         ConfigError: the baseline cannot be read.
+        ExportError: an exporter cannot be used.
     """
     options = resolve(parts.doctor)
     registry.select(options.select, options.ignore)
     options.unwanted()
+    exporters.check(options.export)
     for flag, path in (("--json", options.json), ("--html", options.html)):
         _check_writable(flag, path)  # now, not after a day of training
     return options

@@ -153,4 +153,4 @@ def _take(words: list[str], name: str) -> str:
 
 def _joined(before: object, text: str, name: str) -> str:
     """The value of an option that may come twice: selections add up, else the last one counts."""
-    return f"{before},{text}" if before and name in ("select", "ignore") else text
+    return f"{before},{text}" if before and name in ("select", "ignore", "export") else text

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .session import FaultFound, checkup, examine, load
+from .session import FaultFound, Steps, checkup, examine, load, steps_of
 
-__all__ = ["FaultFound", "checkup", "examine", "load"]
+__all__ = ["FaultFound", "Steps", "checkup", "examine", "load", "steps_of"]

@@ -84,18 +84,32 @@ def checkup(function: Any = None, /, **options: Any) -> Any:
     return _decorated(asked, raise_on, function)
 
 
-class _Calls:
-    """The context of each call of a decorated function."""
+class Steps:
+    """The context of each training step of a process: of each call of a decorated function, and of
+    each batch of a framework's loop."""
 
     def __init__(self, asked: dict[str, Any], raise_on: str | None) -> None:
         self._asked = asked
         self._raise_on = raise_on
         self._count = 0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        if "torch" in sys.modules:  # else torch has done nothing yet that could be missed
+            session().prepare(self._asked)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()  # in a process that a framework has spawned
+
+    def begin(self) -> None:
+        """Start the examination, unless it has started."""
+        session().begin(self._asked)
 
     def __enter__(self) -> None:
         self._count += 1
         if self._count == 1:
-            session().begin(self._asked)
+            self.begin()
 
     def __exit__(
         self,
@@ -107,13 +121,32 @@ class _Calls:
             return
         current = session()
         if kind is not None:
-            current.left()
+            self.left()
             return
         verdict = current.verdict(self._raise_on, self._asked, self._count)
         if verdict is not None:
             fault = FaultFound(verdict.findings, str(current.folder or ""))
             current.raising(fault)
             raise fault
+
+    def left(self) -> None:
+        """The training raised: no other rank waits for this one."""
+        if self._raise_on is not None:
+            session().left()
+
+    @property
+    def report(self) -> Report | None:
+        """The report; None where there is none (yet)."""
+        return session().report()
+
+
+def steps_of(options: dict[str, Any]) -> Steps:
+    """The steps of a framework's loop, examined with options as in `checkup`.
+
+    Raises:
+        ValueError: an option is unknown or has an invalid value.
+    """
+    return Steps(_checked(options), _severity(options))
 
 
 def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> Any:
@@ -130,9 +163,7 @@ def _decorated(asked: dict[str, Any], raise_on: str | None, function: Any) -> An
             f"checkup decorates a function, not {function!r}; options go by name: "
             "@ddpdoctor.checkup(every=10)"
         )
-    if "torch" in sys.modules:  # else torch has done nothing yet that could be missed
-        session().prepare(asked)
-    calls = _Calls(asked, raise_on)
+    calls = Steps(asked, raise_on)
     like = functools.wraps(function)
     if inspect.iscoroutinefunction(function):
 
@@ -233,6 +264,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the command line would refuse one of them.
     """
+    from .. import exporters
     from ..config import BY_NAME
     from ..report import registry
 
@@ -250,6 +282,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     try:
         known = resolve(asked, environ={}, in_python=True)
         registry.select(known.select, known.ignore)
-    except (ConfigError, registry.SelectionError) as error:
+        exporters.check(known.export)
+    except (ConfigError, exporters.ExportError, registry.SelectionError) as error:
         raise ValueError(str(error)) from None
     return asked

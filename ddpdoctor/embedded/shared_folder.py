@@ -190,6 +190,9 @@ def _origin(environ: Mapping[str, str]) -> tuple[str, float]:
         return folder, _modified(f"{folder}/attempt_0") or born  # itself it changes in a restart
     if run:
         return f"torchelastic-{run}-{environ.get('MASTER_PORT', '')}-{parent}", born
+    if _starts_ranks(environ):
+        parent = os.getpid()
+        born = _born(parent)
     by_parent = f"pid-{parent}-{address}"
     if multiprocessing.parent_process() is not None:  # `mp.spawn`, whoever started its parent
         return by_parent, born
@@ -198,6 +201,21 @@ def _origin(environ: Mapping[str, str]) -> tuple[str, float]:
     if space := environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"):
         return f"mpi-{space}", 0.0
     return by_parent, born
+
+
+def _starts_ranks(environ: Mapping[str, str]) -> bool:
+    """Whether this rank has started the others, as its children (Lightning does)."""
+    port, mine = environ.get("MASTER_PORT"), environ.get("LOCAL_RANK", "0")
+    if not port or multiprocessing.parent_process() is not None:
+        return False
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, OSError):
+            theirs = child.environ()
+            if theirs.get("MASTER_PORT") == port and theirs.get("LOCAL_RANK", mine) != mine:
+                return True
+    return False
 
 
 def _born(pid: int) -> float:

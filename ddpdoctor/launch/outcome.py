@@ -110,6 +110,11 @@ def publish(folder: RunFolder, report: Report, options: Options, run: Run) -> No
 
         with reported(str(options.html)):
             page.write(report, options.html, run)
+    if options.export:
+        from .. import exporters
+
+        for line in exporters.export(report, options.export, folder.path):
+            say(line)
 
 
 def _drop_empty_dumps(folder: RunFolder) -> None:

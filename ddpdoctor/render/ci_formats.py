@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import timezone
 from pathlib import PurePath
 from urllib.parse import quote
 from xml.etree import ElementTree
@@ -19,7 +19,7 @@ from ..report import registry
 from ..report.findings import Check, Confidence, Finding, Report, Severity, Suppressed
 from ..report.suppression import fingerprint
 from ..run import Location, fold_ranks
-from .safe_text import clean, clean_lines
+from .safe_text import clean, clean_lines, moment
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 LEVELS: Mapping[Severity, str] = {
@@ -113,12 +113,11 @@ def _invocation(report: Report) -> dict[str, object]:
     return words
 
 
-def _utc(moment: str) -> str:
+def _utc(text: str) -> str:
     """A moment of a report (`2026-01-31T09:00:00+0100`) as RFC 3339 has it, in UTC."""
-    try:
-        known = datetime.fromisoformat(moment)
-    except ValueError:
-        return moment
+    known = moment(text)
+    if known is None:
+        return text
     return known.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

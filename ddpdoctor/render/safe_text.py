@@ -8,6 +8,8 @@ from datetime import datetime
 
 from ..storage.run_folder import printable
 
+_ZONE = re.compile(r"([+-]\d\d)(\d\d)$")
+
 VALUE_LIMIT = 300
 TEXT_LIMIT = 4000
 LIST_LIMIT = 8
@@ -67,12 +69,21 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def moment(text: str | None) -> datetime | None:
+    """An ISO time (`2026-01-31T09:00:00+0100`); None where it is missing or no time."""
+    with_colon = _ZONE.sub(r"\1:\2", text or "")  # which Python 3.10 wants
+    try:
+        return datetime.fromisoformat(with_colon)
+    except ValueError:
+        return None
+
+
 def between(began: str, ended: str | None) -> float | None:
     """Seconds between two ISO times; None where one is missing or no time."""
-    try:
-        return (datetime.fromisoformat(ended or "") - datetime.fromisoformat(began)).total_seconds()
-    except (ValueError, TypeError):
+    first, last = moment(began), moment(ended)
+    if first is None or last is None or (first.tzinfo is None) != (last.tzinfo is None):
         return None
+    return (last - first).total_seconds()
 
 
 def title(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Iterable
 from functools import cache
@@ -43,8 +42,9 @@ def all_checks() -> tuple[Check, ...]:
         loaded = importlib.import_module(module.name)
         classes += [
             c
-            for _, c in inspect.getmembers(loaded, inspect.isclass)
-            if issubclass(c, Check) and c.__module__ == module.name and hasattr(c, "code")
+            for c in vars(loaded).values()
+            if _is_class(c) and issubclass(c, Check)
+            if c.__module__ == module.name and hasattr(c, "code")
         ]
     for entry in metadata.entry_points(group="ddpdoctor.checks"):
         classes.append(entry.load())
@@ -55,6 +55,11 @@ def all_checks() -> tuple[Check, ...]:
             if values.count(value) > 1:
                 raise RegistryError(f"two checks have the {attribute} {value}")
     return tuple(checks)
+
+
+def _is_class(value: object) -> bool:
+    """`list[int]` says that it is one in Python 3.10, and `issubclass` refuses it."""
+    return issubclass(type(value), type)
 
 
 def select(chosen: tuple[str, ...] = (), ignored: tuple[str, ...] = ()) -> tuple[Check, ...]:

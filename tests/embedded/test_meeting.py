@@ -232,3 +232,33 @@ def test_the_mark_tells_when_the_report_is_there(tmp_path: Path) -> None:
     shared_folder.reported(folder)
     assert shared_folder.is_reported(folder)
     assert os.listdir(folder.path) == ["run.json"]
+
+
+OF_A_CHILD = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from ddpdoctor.embedded import shared_folder
+print(shared_folder.this_launch().key, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_starts_the_others_as_lightning_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has chosen the port, and is the parent of the others."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29517")
+    alone = shared_folder.this_launch().key
+    with subprocess.Popen(
+        [sys.executable, "-c", OF_A_CHILD],
+        env={**os.environ, "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None and child.stdin is not None
+        its_key = child.stdout.readline().strip()
+        assert shared_folder.this_launch().key == its_key != alone
+        monkeypatch.setenv("MASTER_PORT", "29518")
+        assert shared_folder.this_launch().key != its_key
+        child.stdin.close()

@@ -14,6 +14,7 @@ from recordings import make_run, site, steps, torch_loaded
 from toys import ToyBlind, ToyHostile, ToyQuiet, ToyStep, only_toys
 
 from ddpdoctor import render
+from ddpdoctor.render import safe_text
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Report, Severity
 from ddpdoctor.report.suppression import fingerprint
@@ -118,3 +119,21 @@ def test_what_stands_in_a_record_does_no_harm() -> None:
     (line,) = render.github(msgspec.structs.replace(report, findings=(hostile,))).splitlines()
     assert line.startswith(f"::{line.split(' ')[0][2:]} file=a%2Cb%3Ac.py,line=1,")
     assert "100%25" in line
+
+
+def test_times_are_read_as_python_3_10_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That has no zone without a colon, and `run.json` has one."""
+
+    class Strict(datetime):
+        @classmethod
+        def fromisoformat(cls, text: str) -> Any:
+            assert not re.search(r"[+-]\d{4}$", text)
+            return datetime.fromisoformat(text)
+
+    monkeypatch.setattr(safe_text, "datetime", Strict)
+    known = safe_text.moment("2026-01-31T09:00:00+0100")
+    assert known is not None and known.isoformat() == "2026-01-31T09:00:00+01:00"
+    assert safe_text.between("2026-01-31T09:00:00-0530", "2026-01-31T09:01:00-0530") == 60
+    assert safe_text.moment("2026-01-31") is not None
+    assert safe_text.moment("soon") is safe_text.moment(None) is None
+    assert safe_text.between("2026-01-31T09:00:00", "2026-01-31T09:01:00-0530") is None
