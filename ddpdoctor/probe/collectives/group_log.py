@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import CodeType, FrameType
 
+from ...storage.call_ring import RingWriter
+
 
 class GroupLog:
     """The calls of one group that are not recorded yet.
@@ -15,10 +17,11 @@ class GroupLog:
         block: number of the block that repeats; `run_codes`, `run_first` and `run_step` are its
             codes, and the first call and step of its first occurrence.
         repeat: how often it has occurred in a row, 0 for no block; `every`: once in so many steps.
+        behind: the last so many calls are not in `codes` yet, see `CallLog.passed`.
     """
 
     def __init__(self) -> None:
-        self.next = 0
+        self.next = self.behind = 0
         self.codes: list[int] = []
         self.first = 0
         self.step = -1
@@ -47,6 +50,14 @@ class Recurring:
         self.signature = signature
         self.codes = (signature, -1)
         self.outer: list[tuple[CodeType, int]] | None = None
+
+    def write(self, ring: RingWriter, now: float) -> int:
+        """Write a call of a light step to the ring only; returns its number there. `CallLog.passed`
+        follows."""
+        log = self.log
+        index = log.next
+        log.next, log.behind = index + 1, log.behind + 1
+        return ring.write(self.group, index, *self.codes, -1, now)
 
     def still_at(self, frame: FrameType) -> bool:
         """Whether a frame at the same instruction as last time has the same callers."""
