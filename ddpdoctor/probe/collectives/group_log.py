@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import CodeType, FrameType
 
-from ...storage.call_ring import RingWriter
-
 
 class GroupLog:
     """The calls of one group that are not recorded yet.
@@ -50,14 +48,6 @@ class Recurring:
         self.signature = signature
         self.codes = (signature, -1)
         self.outer: list[tuple[CodeType, int]] | None = None
-
-    def write(self, ring: RingWriter, now: float) -> int:
-        """Write a call of a light step to the ring only; returns its number there. `CallLog.passed`
-        follows."""
-        log = self.log
-        index = log.next
-        log.next, log.behind = index + 1, log.behind + 1
-        return ring.write(self.group, index, *self.codes, -1, now)
 
     def still_at(self, frame: FrameType) -> bool:
         """Whether a frame at the same instruction as last time has the same callers."""

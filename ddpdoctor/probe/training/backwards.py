@@ -132,8 +132,18 @@ class Backwards(Watcher):
             frame = now.find_frame(recorder)
             if frame is None:
                 return None
-        if step.light and (lifecycle.backward_begins.needed or not self._plainly_finite(args)):
-            step.light = 0
+        if step.light:
+            # It starts from one number that is finite, or that cannot be read without waiting for
+            # a device, and no mode of the user's would see the reading.
+            root: Any = args[0] if args else None
+            if (
+                type(root) is not self.plain
+                or interposed.functions()
+                or interposed.dispatches()
+                or (root.is_cpu and not (root.numel() == 1 and math.isfinite(root.item())))
+                or lifecycle.backward_begins.needed
+            ):
+                step.light = 0
         ring = step.ring
         if (
             step.light
@@ -150,7 +160,9 @@ class Backwards(Watcher):
             step.sequence = wrapper.process_group._get_sequence_number_for_group()
             step.inside, step.began = now, (began := time.monotonic())
             if now.sync and call is not None:
-                now.logged = call.write(ring, began)
+                log = call.log
+                now.logged = ring.write(call.group, log.next, *call.codes, -1, began)
+                log.next, log.behind = log.next + 1, log.behind + 1
             ring.mark_phase(_BACKWARD, now.site, began, ring.step, ring.count, began)
             return backward
         recorder.catch_up()
@@ -183,14 +195,6 @@ class Backwards(Watcher):
         backward.frame = None
         step.sequence = step.sequence_of(wrapper)
         return backward
-
-    def _plainly_finite(self, args: Args) -> bool:
-        """Whether a backward starts from one number that is finite, or that cannot be read without
-        waiting for a device, and no mode of the user's would see the reading."""
-        root: Any = args[0] if args else None
-        if type(root) is not self.plain or interposed.functions() or interposed.dispatches():
-            return False
-        return not root.is_cpu or (root.numel() == 1 and math.isfinite(root.item()))
 
     def _ends_fast(self, recorder: Recorder, backward: Backward, result: None) -> None:
         """After a backward on the fast path: it was the model's if its group communicated or a

@@ -194,7 +194,9 @@ class Forwards(Watcher):
             self.inside += 1
             step.inside, step.began = now, (began := time.monotonic())
             if now.broadcasts and call is not None:
-                now.logged = call.write(ring, began)
+                log = call.log
+                now.logged = ring.write(call.group, log.next, *call.codes, -1, began)
+                log.next, log.behind = log.next + 1, log.behind + 1
             ring.mark_phase(_FORWARD, now.site, began, ring.step, ring.count, began)
             return forward, began
         recorder.catch_up()

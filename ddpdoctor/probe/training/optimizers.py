@@ -38,7 +38,7 @@ from .light_run import LightRun
 from .light_steps import LightSteps
 from .limits import JOINED_LATER_S, JOINED_S, PULSES_FIRST, STEPS_IN_FULL
 from .records import JoinedSteps, Optimizer, Step
-from .steady_state import Plan, PlannedCall, Stage, steady_state
+from .steady_state import Plan, Stage, steady_state
 from .wrapped_models import WrappedModels
 
 PART = "optimizer-step"
@@ -171,7 +171,21 @@ class Optimizers(Watcher):
         plan = steady_state.expected
         if plan is not None and plan.inside is not None and steady_state.stage == Stage.STEP:
             try:
-                self._ends_lightly(recorder, plan, plan.inside)
+                now, ended = plan.inside, began * 1e-9
+                if (known := now.optimizer) is None or ended - plan.began >= LONG_S:
+                    self._ends_fast(recorder, optimizer)
+                else:
+                    known.steps += 1
+                    recorder.step += 1
+                    recorder.moves += 1
+                    plan.ring.step = recorder.step
+                    now.wall_s += ended - self.last_step_at
+                    self.last_step_at = ended
+                    plan.leave(now, ended)
+                    if plan.next is plan.first:
+                        plan.light -= plan.light > 0
+                    if not plan.light or ended >= self.pulse_at:
+                        self._light_until(recorder, plan, known, ended)
             except Exception as error:
                 self._fast_path_failed(recorder, error)
             recorder.own_ns += time.perf_counter_ns() - began
@@ -241,27 +255,13 @@ class Optimizers(Watcher):
         ring.mark_phase(_OPTIMIZER, now.site, began, ring.step, ring.count, began)
         return True
 
-    def _ends_lightly(self, recorder: Recorder, plan: Plan, now: PlannedCall) -> None:
-        """End the step of a light step."""
-        known, ended = now.optimizer, time.monotonic()
-        if known is None or ended - plan.began >= LONG_S:
-            self._ends_fast(recorder, None if known is None else known.reference())
-            return
-        known.steps += 1
-        recorder.step += 1
-        recorder.moves += 1
-        plan.ring.step = recorder.step
-        now.wall_s += ended - self.last_step_at
-        self.last_step_at = ended
-        plan.leave(now, ended)
-        if plan.next is plan.first:
-            plan.light -= plan.light > 0
-            if not plan.light:
-                recorder.catch_up()
-                self._lighten(recorder, plan, known, ended)
-        if ended >= self.pulse_at and known.step is not None:
-            recorder.catch_up()
-            self._fire_pulse(recorder, known.step, ended)
+    def _light_until(self, recorder: Recorder, plan: Plan, known: Optimizer, now: float) -> None:
+        """The light steps are over, or a pulse is due."""
+        recorder.catch_up()
+        if not plan.light and plan.next is plan.first:
+            self._lighten(recorder, plan, known, now)
+        if now >= self.pulse_at and known.step is not None:
+            self._fire_pulse(recorder, known.step, now)
 
     def _lighten(self, recorder: Recorder, plan: Plan, known: Optimizer, now: float) -> None:
         """After a step: decide whether light ones follow."""
