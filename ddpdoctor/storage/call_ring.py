@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from .safe_fd import mapped
@@ -178,7 +178,8 @@ class RingWriter:
     def __init__(self, path: Path) -> None:
         """Raises OSError where the file cannot be made."""
         self._map = mapped(path, _HEAD_BYTES + SLOTS * _SLOT_BYTES, os.O_EXCL)
-        self._count = 0
+        self.count = 0
+        self.mark_phase = partial(WHERE.pack_into, self._map, PHASE_AT)
         self._pid = os.getpid()
         self.step = 0
         self.answers(0)
@@ -197,11 +198,11 @@ class RingWriter:
     @property
     def newest(self) -> int:
         """The number of the last call, -1 before the first."""
-        return self._count - 1
+        return self.count - 1
 
     def call(self, number: int) -> tuple[int, int] | None:
         """Group and index of a call, while it is still in the ring."""
-        if number <= self._count - SLOTS:
+        if number <= self.count - SLOTS:
             return None
         where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES
         _, index, group, *_ = _SLOT.unpack_from(self._map, where)
@@ -209,7 +210,7 @@ class RingWriter:
 
     def state(self, number: int) -> State | None:
         """How far a call got, while it is still in the ring."""
-        if number <= self._count - SLOTS:
+        if number <= self.count - SLOTS:
             return None
         where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
         return State(_END.unpack_from(self._map, where)[0])
@@ -222,11 +223,11 @@ class RingWriter:
 
     def enter(self, phase: int, site: int, now: float) -> None:
         """The rank enters another phase, at a time that the caller knows."""
-        WHERE.pack_into(self._map, PHASE_AT, phase, site, now, self.step, self._count, now)
+        WHERE.pack_into(self._map, PHASE_AT, phase, site, now, self.step, self.count, now)
 
     def moved(self, now: float) -> None:
         """The rank is known to have done something."""
-        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self._count, now)
+        _MOVED.pack_into(self._map, _MOVED_AT, self.step, self.count, now)
 
     def begin(self, group: int, index: int, signature: int, site: int, peer: int) -> int:
         """Write a call down before it is made; returns its number."""
@@ -239,7 +240,7 @@ class RingWriter:
         self, group: int, index: int, signature: int, site: int, peer: int, now: float
     ) -> int:
         """Write a call down whose time of progress the caller notes itself (`moved`, `enter`)."""
-        number, self._count = self._count, self._count + 1
+        number, self.count = self.count, self.count + 1
         _SLOT.pack_into(
             self._map,
             _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES,
@@ -258,7 +259,7 @@ class RingWriter:
 
     def mark(self, number: int, state: int) -> None:
         """The call moved on; nothing where its slot belongs to a later one by now."""
-        if number <= self._count - SLOTS:
+        if number <= self.count - SLOTS:
             return
         now = time.monotonic()
         ended = now if state >= 4 else 0.0
@@ -268,7 +269,7 @@ class RingWriter:
 
     def done(self, number: int, now: float) -> None:
         """The call is over; `enter` follows."""
-        if number > self._count - SLOTS:
+        if number > self.count - SLOTS:
             where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
             _END.pack_into(self._map, where, _DONE, now)
 

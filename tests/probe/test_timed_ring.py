@@ -163,3 +163,27 @@ def test_a_look_at_the_accounts_changes_nothing(ring: TimedRing, clock: Clock) -
     after(clock, 1, ring.accounts)
     after(clock, 1, ring.phase, Phase.USER, LINE)
     assert accounts(ring)[Phase.DATA | EVALUATING, LINE].own_s == 2
+
+
+def test_phases_of_light_steps(ring: TimedRing, clock: Clock) -> None:
+    after(clock, 1, ring.phase, Phase.USER, LINE)
+    ring.recorder.own_ns += 10**9
+    clock.now += 12
+    ring.passed(
+        [
+            (Phase.USER, LINE, 2.0, 0.0),
+            (Phase.FORWARD, LINE + 1, 3.0, 0.0),
+            (Phase.USER, LINE + 1, 2.0, 0.0),
+            (Phase.BACKWARD, LINE + 2, 4.0, 1.5),
+        ],
+        Phase.BACKWARD,
+        LINE + 2,
+        ring.since + 11,
+    )
+    found = accounts(ring)
+    assert found[Phase.FORWARD, LINE + 1].own_s == 3
+    backward = found[Phase.BACKWARD, LINE + 2]
+    assert (backward.own_s, backward.waited_s) == (2.5, 1.5)
+    assert found[Phase.USER, LINE].own_s == found[Phase.USER, LINE + 1].own_s == 1.5
+    assert found[Phase.USER, LINE + 2].own_s == 1, "what follows them"
+    assert total(ring) == clock.now

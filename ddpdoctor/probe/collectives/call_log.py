@@ -149,6 +149,20 @@ class CallLog:
             self._fold(known.group, log)
         return self.ring.write(known.group, index, *known.codes, -1, now)
 
+    def passed(self, known: Recurring, step: int) -> None:
+        """Log a call of a light step, which was only written to the ring and numbered.
+
+        Args:
+            step: optimizer steps before it.
+        """
+        log = known.log
+        if not log.codes:
+            log.first, log.step = log.next - log.behind, step
+        log.behind -= 1
+        log.codes += known.codes
+        if len(log.codes) >= 2 * BLOCK:
+            self._fold(known.group, log)
+
     def _outer(self, frame: FrameType) -> list[tuple[CodeType, int]]:
         """Code and instruction of the frames above one, as far as `at` distinguishes call sites."""
         sites, outer = self.recorder.sites, frame.f_back

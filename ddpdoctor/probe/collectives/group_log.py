@@ -15,10 +15,11 @@ class GroupLog:
         block: number of the block that repeats; `run_codes`, `run_first` and `run_step` are its
             codes, and the first call and step of its first occurrence.
         repeat: how often it has occurred in a row, 0 for no block; `every`: once in so many steps.
+        behind: the last so many calls are not in `codes` yet, see `CallLog.passed`.
     """
 
     def __init__(self) -> None:
-        self.next = 0
+        self.next = self.behind = 0
         self.codes: list[int] = []
         self.first = 0
         self.step = -1

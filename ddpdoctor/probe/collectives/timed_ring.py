@@ -12,6 +12,7 @@ from ...events.timing import EVALUATING, LONG_S, SAVING
 from ...storage.call_ring import PHASE_AT, WHERE, Phase, RingWriter
 from ..recording.recorder import Recorder
 
+_USER = int(Phase.USER)
 _DATA = int(Phase.DATA)
 _FORWARD = int(Phase.FORWARD)
 _BACKWARD = int(Phase.BACKWARD)
@@ -24,6 +25,7 @@ class TimedRing(RingWriter):
     of the account that was open then. Only one thread's phases are timed.
 
     Attributes:
+        since: when the account was opened that is open.
         thread: of the phases that are timed, the one that took the last optimizer step.
         own_s, waited_s: seconds by account: the line's number times 16, plus the phase.
         in_evaluation: `EVALUATING` while the rank evaluates, else 0.
@@ -37,7 +39,7 @@ class TimedRing(RingWriter):
         self.waited_s: defaultdict[int, float] = defaultdict(float)
         self.long: dict[int, list[float]] = {}
         self._open = self._before = -16 | Phase.START
-        self._since = recorder.began
+        self.since = recorder.began
         self._own_ns = 0
         self._elsewhere = 0.0
         self.in_evaluation = 0
@@ -52,11 +54,11 @@ class TimedRing(RingWriter):
     def enter(self, phase: int, site: int, now: float) -> None:
         """The rank enters another phase, at a time that the caller knows."""
         # As `RingWriter.enter` and `_switch`, without another call: six times in every step.
-        WHERE.pack_into(self._map, PHASE_AT, phase, site, now, self.step, self._count, now)
+        WHERE.pack_into(self._map, PHASE_AT, phase, site, now, self.step, self.count, now)
         if get_ident() != self.thread:
             return
         own_ns = self.recorder.own_ns
-        spent = now - self._since - (own_ns - self._own_ns) * 1e-9
+        spent = now - self.since - (own_ns - self._own_ns) * 1e-9
         if self._elsewhere:
             spent -= self._elsewhere
             self._elsewhere = 0.0
@@ -68,13 +70,13 @@ class TimedRing(RingWriter):
             self.in_evaluation = 0
         self._before = account
         self._open = site << 4 | phase | self.in_evaluation
-        self._since, self._own_ns = now, own_ns
+        self.since, self._own_ns = now, own_ns
 
     def _switch(self, phase: int, site: int, now: float) -> None:
         if get_ident() != self.thread:
             return
         own_ns = self.recorder.own_ns
-        spent = now - self._since - (own_ns - self._own_ns) * 1e-9
+        spent = now - self.since - (own_ns - self._own_ns) * 1e-9
         if self._elsewhere:
             spent -= self._elsewhere
             self._elsewhere = 0.0
@@ -87,7 +89,30 @@ class TimedRing(RingWriter):
             self.in_evaluation = 0
         self._before = account
         self._open = site << 4 | phase | self.in_evaluation
-        self._since, self._own_ns = now, own_ns
+        self.since, self._own_ns = now, own_ns
+
+    def passed(
+        self, stretches: list[tuple[int, int, float, float]], phase: int, site: int, now: float
+    ) -> None:
+        """Add up what was only marked in the file (`mark_phase`): light steps.
+
+        Args:
+            stretches: phase, site, seconds, and how many of them were spent waiting.
+            phase, site: what ended last, at the time `now`; since then the program's own code runs.
+        """
+        own_ns = self.recorder.own_ns
+        own = (own_ns - self._own_ns) * 1e-9
+        self.own_s[self._open] -= self._elsewhere
+        between = sum(s for p, _, s, _ in stretches if p == _USER)
+        # The doctor's functions were entered and left in the program's own time.
+        left = max(0.0, 1 - own / between) if between else 1.0
+        for kind, line, seconds, waited in stretches:
+            account = line << 4 | kind
+            self.own_s[account] += seconds * left if kind == _USER else seconds - waited
+            if waited:
+                self.waited_s[account] += waited
+        self._before, self._open = site << 4 | phase, site << 4 | _USER
+        self.since, self._own_ns, self._elsewhere = now, own_ns, 0.0
 
     def evaluating(self, on: bool) -> None:
         """Whether the rank evaluates, until it trains: in the loading or the forward that has just

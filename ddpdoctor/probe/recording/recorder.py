@@ -40,6 +40,8 @@ class Recorder:
         lock: taken to write an event, and to change records that wait to be merged into one.
         before_events: called before an event is written, to write those that still wait.
         after_events: called after an event, to reopen files whose descriptors the program closed.
+        behind: called before anything else is done in this process, while steps are light, to
+            account for those so far (see `LightRun`).
         began: when the process started, or as near to it as is known.
         call_log: the `CallLog`, None until the first call; `call_log_failed`: its file could not be
             made.
@@ -65,6 +67,7 @@ class Recorder:
         self.off: set[str] = set()
         self.before_events: Callable[[Recorder], None] | None = None
         self.after_events: Callable[[], None] | None = None
+        self.behind: Callable[[], None] | None = None
         self.call_log: Any = None
         self.call_log_failed = False
         self._troubles: dict[str, int] = {}
@@ -77,6 +80,7 @@ class Recorder:
 
     def emit(self, event: Event, *, vital: bool = False) -> None:
         """Append an event; `vital` ones are written even when the record is full. Thread-safe."""
+        self.catch_up()
         with self.lock:
             if self.before_events is not None:
                 self.before_events(self)
@@ -84,6 +88,11 @@ class Recorder:
             self.emit_cost()
             if self.after_events is not None:
                 self.after_events()
+
+    def catch_up(self) -> None:
+        """Account for the light steps so far, before what they changed is read."""
+        if self.behind is not None:
+            self.behind()
 
     def site(self) -> int:
         """The number of the line of the user's code that is executing."""
@@ -156,12 +165,17 @@ class _Current:
 
 
 current = _Current()
-"""Read directly by what runs in every step, to save a call; others ask `current_recorder`."""
+"""Read directly by what runs in light steps; others ask `current_recorder`."""
 
 
 def current_recorder() -> Recorder | None:
-    """The recorder of this process; None if it is not a rank."""
-    return current.recorder
+    """The recorder of this process; None if it is not a rank. Light steps are accounted for."""
+    recorder = current.recorder
+    if recorder is not None and recorder.behind is not None:
+        began = time.perf_counter_ns()
+        recorder.catch_up()
+        recorder.own_ns += time.perf_counter_ns() - began
+    return recorder
 
 
 def set_recorder(new: Recorder | None) -> None:
@@ -200,6 +214,8 @@ def run_hook(
     try:
         if interposed.compiler() is not None:
             paused = pause_compiler()
+        if recorder.behind is not None:
+            recorder.behind()
         if interposed.functions() or interposed.dispatches():
             with without_modes():
                 return hook(recorder, *args)

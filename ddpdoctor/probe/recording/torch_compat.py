@@ -461,6 +461,11 @@ def own_pre_hooks(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer_step_pre_hooks", None)
 
 
+def global_pre_hooks() -> Any:
+    """The step pre-hooks registered for all optimizers; empty if torch does not keep them there."""
+    return sys.modules["torch.optim.optimizer"].__dict__.get("_global_optimizer_pre_hooks", ())
+
+
 def pre_hooks_after(optimizer: Any, hook: Any) -> Any:
     """The step pre-hooks registered on this optimizer, if any pre-hook runs after `hook`; None if
     `hook`, a global one, is the last."""

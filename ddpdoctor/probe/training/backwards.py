@@ -11,15 +11,25 @@ from types import FrameType
 from typing import Any
 
 from ...storage.call_ring import Phase
+from ..recording.patching import on_restore
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import call_without_modes, interposed
 from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..tensors.tensor_watch import grad_of, mark
 from . import lifecycle
+from .accumulate_grad import LastGradient
 from .backward_observation import BackwardObservation
 from .ddp_collectives import DDPCollectives
 from .records import Backward
-from .steady_state import NOT_MARKED, FastPath, ObservedCall, Plan, Stage, steady_state
+from .steady_state import (
+    NOT_MARKED,
+    FastPath,
+    ObservedCall,
+    Plan,
+    PlannedCall,
+    Stage,
+    steady_state,
+)
 from .tracked_model import Model
 from .wrapped_models import WrappedModels
 
@@ -35,6 +45,8 @@ class Backwards(Watcher):
         seconds: spent in them since it was last read.
         step: optimizer steps before the end of the last one.
         plain: `torch.Tensor`.
+        last_gradient: when the last gradient was computed, in light steps.
+        waits: somebody wants to know how long backwards wait.
     """
 
     lost = "backwards, and with them unused parameters and unsynchronised steps"
@@ -47,6 +59,8 @@ class Backwards(Watcher):
         self.seconds = 0.0
         self.step = -1
         self.plain: Any = None
+        self.last_gradient = LastGradient()
+        self.waits = False
 
     def running(self) -> bool:
         """Whether a backward is running."""
@@ -73,6 +87,7 @@ class Backwards(Watcher):
         self.around(
             torch.autograd, "backward", before=self._begins, after=self._ends, fast_path=usual
         )
+        on_restore(self.last_gradient.stop)
 
     def _begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
@@ -100,7 +115,7 @@ class Backwards(Watcher):
         if step is None or (backward := (now := step.next).backward) is None:
             return None
         wrapper = step.wrapper()
-        if wrapper is None or step.model.pending != now.pending or self.depth or step.model.running:
+        if wrapper is None or self.depth:
             return None
         flag = wrapper.require_backward_grad_sync
         if now.sync and not flag:
@@ -117,8 +132,42 @@ class Backwards(Watcher):
             frame = now.find_frame(recorder)
             if frame is None:
                 return None
-        if step.light and (lifecycle.backward_begins.needed or not self._plainly_finite(args)):
-            step.light = 0
+        if step.light:
+            # It starts from one number that is finite, or that cannot be read without waiting for
+            # a device, and no mode of the user's would see the reading.
+            root: Any = args[0] if args else None
+            if (
+                type(root) is not self.plain
+                or interposed.functions()
+                or interposed.dispatches()
+                or (root.is_cpu and not (root.numel() == 1 and math.isfinite(root.item())))
+                or lifecycle.backward_begins.needed
+            ):
+                step.light = 0
+        ring = step.ring
+        if (
+            step.light
+            and step.lean
+            and not now.moved
+            and not (lifecycle.backward_begins.in_light or lifecycle.backward_ends.in_light)
+            and (not now.sync or (call is not None and call.still_at(frame)))
+        ):
+            if step.last is None:
+                step.left = ring.since
+            self.depth, self.nested = 1, 0
+            recorder.moves += 1
+            steady_state.stage = Stage.BACKWARD
+            step.sequence = wrapper.process_group._get_sequence_number_for_group()
+            step.inside, step.began = now, (began := time.monotonic())
+            if now.sync and call is not None:
+                log = call.log
+                now.logged = ring.write(call.group, log.next, *call.codes, -1, began)
+                log.next, log.behind = log.next + 1, log.behind + 1
+            ring.mark_phase(_BACKWARD, now.site, began, ring.step, ring.count, began)
+            return backward
+        recorder.catch_up()
+        if step.model.pending != now.pending or step.model.running:
+            return None
         self.depth += 1
         self.nested = 0
         recorder.moves += 1
@@ -128,7 +177,7 @@ class Backwards(Watcher):
         backward.began = began = time.monotonic()
         if call is not None and now.sync:
             backward.logged = step.call_log.log_recurring(call, frame, now.moved, began)
-        step.ring.enter(_BACKWARD, now.site, began)
+        ring.enter(_BACKWARD, now.site, began)
         backward.roots = _roots(args, kwargs)
         if step.light:
             step.before = NOT_MARKED
@@ -147,14 +196,6 @@ class Backwards(Watcher):
         step.sequence = step.sequence_of(wrapper)
         return backward
 
-    def _plainly_finite(self, args: Args) -> bool:
-        """Whether a backward starts from one number that is finite, or that cannot be read without
-        waiting for a device, and no mode of the user's would see the reading."""
-        root: Any = args[0] if args else None
-        if type(root) is not self.plain or interposed.functions() or interposed.dispatches():
-            return False
-        return not root.is_cpu or (root.numel() == 1 and math.isfinite(root.item()))
-
     def _ends_fast(self, recorder: Recorder, backward: Backward, result: None) -> None:
         """After a backward on the fast path: it was the model's if its group communicated or a
         gradient changed. Otherwise it was of something else, and the model's own is still to
@@ -164,9 +205,18 @@ class Backwards(Watcher):
             self._ends(recorder, backward, result, None)
             return
         now, ended = step.next, time.monotonic()
-        steady_state.stage = Stage.BETWEEN
         model = step.model
         self.depth -= 1
+        if step.inside is now and (wrapper := step.wrapper()) is not None:
+            sequence = wrapper.process_group._get_sequence_number_for_group()
+            if (sequence != step.sequence) is now.sync:
+                last = self.last_gradient.at
+                if last > step.began:
+                    now.waited_s += ended - last
+                step.leave(now, ended)
+                return
+        recorder.catch_up()
+        steady_state.stage = Stage.BETWEEN
         self.seconds += ended - backward.began
         self.count += 1
         self.step = recorder.step
@@ -189,6 +239,8 @@ class Backwards(Watcher):
                 step.call_log.void(backward.logged)
             backward.logged = -1
         step.ring.enter(_USER, backward.site, ended)
+        if step.light and self.last_gradient.at > backward.began:
+            step.ring.waited_before(ended - self.last_gradient.at)
         ends = lifecycle.backward_ends
         if ends.in_light if step.light else ends.on_fast_path:
             ends.fire_fast(recorder, backward, step.light)
@@ -197,6 +249,27 @@ class Backwards(Watcher):
             steady_state.broken = True
         if steady_state.broken:
             steady_state.settle(recorder)
+
+    def passed(self, model: Model, call: PlannedCall, step: int) -> None:
+        """Count a backward of a light step, after so many optimizer steps."""
+        self.count += 1
+        self.step = step
+        assert call.backward is not None
+        call.backward.synced.clear()
+        if call.sync:
+            self.synced += 1
+            call.backward.synced.add(model.number)
+        model.reached(step, call.sync)
+        model.answered()
+
+    def goes_on(self, step: Plan, call: PlannedCall) -> None:
+        """As `passed`, for one that is running."""
+        backward, wrapper = call.backward, step.wrapper()
+        assert backward is not None
+        backward.error, backward.began, backward.logged = None, step.began, call.logged
+        backward.flag = None if wrapper is None else bool(wrapper.require_backward_grad_sync)
+        backward.synced.clear()
+        step.before = NOT_MARKED
 
     def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth -= 1
@@ -218,6 +291,8 @@ class Backwards(Watcher):
             waiting += observation.expected
             if observation.firing is not None:
                 observation.firing.stop()
+                if counts := observation.firing.counts:
+                    observation.model.last_position = next(reversed(counts))
                 backward.fired[observation.model.number] = observation.firing.counts
             if error is None:
                 observation.after_backward()

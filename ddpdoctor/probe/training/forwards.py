@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ...events.timing import LONG_S
 from ...storage.call_ring import Phase
 from ..recording.import_hooks import when_imported
 from ..recording.patching import hide_hooks
@@ -20,7 +21,7 @@ from . import lifecycle
 from .ddp_collectives import DDPCollectives
 from .module_origins import ModuleOrigins
 from .records import Forward
-from .steady_state import FastPath, ObservedCall, Stage, steady_state
+from .steady_state import FastPath, ObservedCall, Plan, PlannedCall, Stage, steady_state
 from .tracked_model import Model
 from .wrapped_models import WrappedModels
 
@@ -156,7 +157,6 @@ class Forwards(Watcher):
         model, stage = step.model, steady_state.stage
         if (
             step.wrapper() is not args[0]
-            or model.pending != now.pending
             or model.superseded
             or model.rebuilds
             or wrapper.require_backward_grad_sync is not now.sync
@@ -165,13 +165,9 @@ class Forwards(Watcher):
         ):
             return None
         # As `Plan.examined` in most steps, without its calls.
-        due = model.synced_backwards + step.syncs > model.next_examined
+        light = step.light
+        due = not light and model.synced_backwards + step.syncs > model.next_examined
         if due and stage == Stage.NONE and step.examined():
-            step.light = 0
-            return None
-        collectives, call = DDPCollectives.current, now.call
-        broadcasts = collectives.buffers and model.group >= 0 and collectives.broadcasts(wrapper)
-        if call is None and broadcasts:
             return None
         now.moved = False
         try:
@@ -182,6 +178,35 @@ class Forwards(Watcher):
             frame = now.find_frame(recorder)
             if frame is None:
                 return None
+        call, ring = now.call, step.ring
+        if (
+            light
+            and step.lean
+            and not now.moved
+            and not (lifecycle.forward_begins.in_light or lifecycle.forward_ends.in_light)
+            and not ring.in_evaluation
+            and now.buffers is wrapper.require_forward_param_sync
+            and (not now.broadcasts or (call is not None and call.still_at(frame)))
+        ):
+            if step.last is None:
+                step.left = ring.since
+            steady_state.stage = Stage.FORWARD
+            self.inside += 1
+            step.inside, step.began = now, (began := time.monotonic())
+            if now.broadcasts and call is not None:
+                log = call.log
+                now.logged = ring.write(call.group, log.next, *call.codes, -1, began)
+                log.next, log.behind = log.next + 1, log.behind + 1
+            ring.mark_phase(_FORWARD, now.site, began, ring.step, ring.count, began)
+            return forward, began
+        recorder.catch_up()
+        if model.pending != now.pending:
+            return None
+        collectives = DDPCollectives.current
+        broadcasts = collectives.buffers and model.group >= 0 and collectives.broadcasts(wrapper)
+        if call is None and broadcasts:
+            return None
+        now.broadcasts, now.buffers = broadcasts, wrapper.require_forward_param_sync
         steady_state.stage = Stage.FORWARD
         number = model.forwards
         model.began(forward.site, forward.sync, recorder.step)
@@ -194,7 +219,7 @@ class Forwards(Watcher):
             collectives.forward_recurs(
                 model, step.call_log.log_recurring(call, frame, now.moved, began)
             )
-        step.ring.enter(_FORWARD, now.site, began)
+        ring.enter(_FORWARD, now.site, began)
         if ModuleOrigins.current.registrations != self.registrations:
             step.light, model.looked_at = 0, 0
         if step.light and not lifecycle.forward_begins.in_light:
@@ -221,6 +246,12 @@ class Forwards(Watcher):
         step, (forward, began) = steady_state.expected, token
         assert step is not None
         ended = time.monotonic()
+        now = step.inside
+        if now is not None and ended - began < LONG_S:
+            self.inside -= 1
+            step.leave(now, ended)
+            return
+        recorder.catch_up()
         if (collectives := DDPCollectives.current).forwards:
             collectives.forward_closes(recorder, step.call_log, forward, ended)
         step.ring.enter(_USER, forward.site, ended)
@@ -235,6 +266,25 @@ class Forwards(Watcher):
             ends.fire_fast(recorder, forward, step.light)
         forward.wrapper = forward.output = None
         forward.args, forward.kwargs = (), {}
+
+    def passed(self, model: Model, call: PlannedCall, step: int) -> None:
+        """Count a forward of a light step, after so many optimizer steps."""
+        self.count += 1
+        model.began(call.site, call.sync, step)
+        model.first_node = -1  # not asked
+        model.ended(call.sync, True)
+
+    def goes_on(self, step: Plan, call: PlannedCall, number: int) -> None:
+        """As `passed`, for one that is running."""
+        forward = call.forward
+        assert forward is not None
+        self.count += 1
+        step.model.began(call.site, call.sync, number)
+        step.model.first_node = -1
+        forward.wrapper, forward.args, forward.kwargs = step.wrapper(), (), {}
+        forward.error = None
+        if call.broadcasts:
+            DDPCollectives.current.forward_recurs(step.model, call.logged)
 
     def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         if token is None:

@@ -1,5 +1,5 @@
 """Which steps on the fast path are light: in these the rank only marks its phase, its calls and the
-time, counts, and looks whether the loss is finite and the backward communicated.
+time, counts, and looks whether the loss is finite and the backward communicated (see `LightRun`).
 
 A run of light steps follows `EXAMINED` examined ones, as long as the budget asks for. Periods are
 powers of two and begin at the same steps on every rank, so that ranks with other periods examine

@@ -13,6 +13,7 @@ from ..recording.patching import on_restore, replace
 from ..recording.recorder import current_recorder
 from ..recording.watcher import Watcher
 from ..recording.weak_references import WeakIdentityMap
+from .steady_state import steady_state
 
 
 class ModuleOrigins(Watcher):
@@ -145,6 +146,8 @@ class ModuleOrigins(Watcher):
     def _registered(self, module: Any, name: str, parameter: Any) -> None:
         try:
             self.registrations += 1
+            if steady_state.expected is not None:
+                steady_state.expected.light = 0
             frame: FrameType | None = sys._getframe(1)
             own = frame.f_code.co_filename if frame else ""
             while frame is not None and frame.f_code.co_filename == own:

@@ -15,22 +15,30 @@ from typing import Any
 
 from ...events import OptimizerSeen, StepDone
 from ...events.amp import next_told_at, told_at
+from ...events.timing import LONG_S
 from ...storage.call_ring import Phase
 from ..recording import hooks
 from ..recording.limits import FIRST_STEPS
 from ..recording.patching import on_restore
 from ..recording.recorder import Recorder, current, run_hook
 from ..recording.stopwatch import loading, loading_while_busy
-from ..recording.torch_compat import call_without_modes, interposed, own_pre_hooks, pre_hooks_after
+from ..recording.torch_compat import (
+    call_without_modes,
+    global_pre_hooks,
+    interposed,
+    own_pre_hooks,
+    pre_hooks_after,
+)
 from ..recording.watcher import Args, Kwargs, Watcher, on
 from ..recording.weak_references import WeakIdentityMap
 from . import lifecycle
 from .backwards import Backwards
 from .forwards import Forwards
+from .light_run import LightRun
 from .light_steps import LightSteps
 from .limits import JOINED_LATER_S, JOINED_S, PULSES_FIRST, STEPS_IN_FULL
 from .records import JoinedSteps, Optimizer, Step
-from .steady_state import Stage, steady_state
+from .steady_state import Plan, Stage, steady_state
 from .wrapped_models import WrappedModels
 
 PART = "optimizer-step"
@@ -61,6 +69,7 @@ class Optimizers(Watcher):
         self.pulse_at = 0.0
         self.pulses = 0
         self.light = LightSteps()
+        self._pre_hooks: Any = ()
         # Called once, when an optimizer steps in a process that is no rank.
         self._first_step: list[Callable[[], None]] = []
 
@@ -101,6 +110,7 @@ class Optimizers(Watcher):
             (optimizer.register_optimizer_step_post_hook, self._post_hook),
         ):
             on_restore(register(hook).remove)
+        self._pre_hooks = global_pre_hooks()
 
     def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.sites[args[0]] = recorder.site()
@@ -111,6 +121,16 @@ class Optimizers(Watcher):
             while self._first_step:
                 self._first_step.pop()()
             if (recorder := current.recorder) is None:
+                return
+        plan = steady_state.expected
+        if plan is not None and plan.light and interposed.compiler() is None:
+            began = time.perf_counter_ns()
+            try:
+                begun = self._begins_lightly(plan, optimizer, args, kwargs)
+            except Exception as error:
+                begun = self._fast_path_failed(recorder, error)
+            recorder.own_ns += time.perf_counter_ns() - began
+            if begun:
                 return
         try:
             others = pre_hooks_after(optimizer, self._pre_hook)
@@ -148,6 +168,28 @@ class Optimizers(Watcher):
         if (recorder := current.recorder) is None:
             return
         began = time.perf_counter_ns()
+        plan = steady_state.expected
+        if plan is not None and plan.inside is not None and steady_state.stage == Stage.STEP:
+            try:
+                now, ended = plan.inside, began * 1e-9
+                if (known := now.optimizer) is None or ended - plan.began >= LONG_S:
+                    self._ends_fast(recorder, optimizer)
+                else:
+                    known.steps += 1
+                    recorder.step += 1
+                    recorder.moves += 1
+                    plan.ring.step = recorder.step
+                    now.wall_s += ended - self.last_step_at
+                    self.last_step_at = ended
+                    plan.leave(now, ended)
+                    if plan.next is plan.first:
+                        plan.light -= plan.light > 0
+                    if not plan.light or ended >= self.pulse_at:
+                        self._light_until(recorder, plan, known, ended)
+            except Exception as error:
+                self._fast_path_failed(recorder, error)
+            recorder.own_ns += time.perf_counter_ns() - began
+            return
         try:
             if others := own_pre_hooks(optimizer):
                 others.pop(_LAST, None)
@@ -187,6 +229,56 @@ class Optimizers(Watcher):
             if step.due:
                 lifecycle.step_due.fire(recorder, step)
 
+    def _begins_lightly(self, plan: Plan, optimizer: Any, args: Any, kwargs: Any) -> bool:
+        """Begin the step of a light step; False if it is to begin as on the fast path."""
+        now = plan.next
+        known = now.optimizer
+        own, every = self._pre_hooks, getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        if known is None or known.reference() is not optimizer or kwargs or len(args) > 1:
+            return False
+        if every or len(own) != 1 or not plan.lean:
+            return False
+        if lifecycle.step_begins.in_light or lifecycle.step_ends.in_light:
+            return False
+        try:
+            # `_begins_fast`, for which the depth was found, is one call deeper.
+            frame: FrameType | None = sys._getframe(now.depth - 1)
+        except ValueError:
+            return False
+        if frame is None or frame.f_lasti != now.instruction or frame.f_code is not now.code:
+            return False
+        ring = plan.ring
+        if plan.last is None:
+            plan.left = ring.since
+        steady_state.stage = Stage.STEP
+        plan.inside, plan.began = now, (began := time.monotonic())
+        ring.mark_phase(_OPTIMIZER, now.site, began, ring.step, ring.count, began)
+        return True
+
+    def _light_until(self, recorder: Recorder, plan: Plan, known: Optimizer, now: float) -> None:
+        """The light steps are over, or a pulse is due."""
+        recorder.catch_up()
+        if not plan.light and plan.next is plan.first:
+            self._lighten(recorder, plan, known, now)
+        if now >= self.pulse_at and known.step is not None:
+            self._fire_pulse(recorder, known.step, now)
+
+    def _lighten(self, recorder: Recorder, plan: Plan, known: Optimizer, now: float) -> None:
+        """After a step: decide whether light ones follow."""
+        steps = self.light.after(recorder, plan, known.steps - 1, now)
+        backwards = Backwards.current
+        if steps and (not backwards.waits or backwards.last_gradient.follow(plan.model)):
+            plan.light = steps
+            recorder.behind = LightRun(recorder, plan, self._record_passed).catch_up
+
+    def _record_passed(self, known: Optimizer, count: int, wall_s: float, own_s: float) -> None:
+        """Record steps that were light."""
+        recorder = current.recorder
+        if recorder is not None and known.step is not None:
+            known.step.number = known.steps - 1
+            with recorder.lock:
+                self._record_steps(recorder, known, count, wall_s, own_s)
+
     def _begins_fast(self, recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> bool:
         """Begin the step that comes next on the fast path; False if this call is not that."""
         expected = steady_state.expected
@@ -206,6 +298,7 @@ class Optimizers(Watcher):
             frame = now.find_frame(recorder)
             if frame is None:
                 return False
+        recorder.catch_up()
         number = step.number = known.steps
         steady_state.stage = Stage.STEP
         if expected.light and not lifecycle.step_begins.needed:
@@ -225,31 +318,35 @@ class Optimizers(Watcher):
         """Count a step that is over, and record it: at once, or together with steps that follow
         soon at the same line. Returns the time."""
         now = time.monotonic()
-        step, known.steps = known.steps, known.steps + 1
+        known.steps += 1
         recorder.step += 1
         recorder.moves += 1
+        wall_s, self.last_step_at = now - self.last_step_at, now
         with recorder.lock:
-            self._record_step(recorder, known, step, now)
+            self._record_steps(recorder, known, 1, wall_s, now - known.began)
         return now
 
-    def _record_step(self, recorder: Recorder, known: Optimizer, step: int, now: float) -> None:
+    def _record_steps(
+        self, recorder: Recorder, known: Optimizer, count: int, wall_s: float, own_s: float
+    ) -> None:
+        """Record steps that are over, the last of them just now."""
         assert known.step is not None
-        site, joined = known.step.site, known.joined
+        site, joined, now = known.step.site, known.joined, self.last_step_at
+        step = known.steps - 1
         if joined is not None and joined.site != site:
             self._emit_steps(recorder)
             joined = None
         if joined is None:
             joined = known.joined = JoinedSteps(site)
             self.waiting.append(known)
-        joined.count += 1
+        joined.count += count
         joined.step, joined.at = step, now
         backwards = Backwards.current
         joined.backwards, joined.synced = backwards.count, backwards.synced
-        joined.wall_s += now - self.last_step_at
+        joined.wall_s += wall_s
         if self.count > 1:
             _take_seconds(joined)
-        joined.optimizer_s += now - known.began
-        self.last_step_at = now
+        joined.optimizer_s += own_s
         within = JOINED_S if step < STEPS_IN_FULL else JOINED_LATER_S
         if step < FIRST_STEPS or now - known.emitted_at >= within:
             self._emit_steps(recorder)
@@ -340,6 +437,7 @@ class Optimizers(Watcher):
         if expected is None or known is None or known.step is None:
             self._ends(recorder, optimizer)
             return
+        recorder.catch_up()
         now = self._count_step(recorder, known)
         expected.call_log.step_ended(recorder.step, now)
         expected.ring.enter(_USER, known.step.site, now)
@@ -355,7 +453,7 @@ class Optimizers(Watcher):
         if expected.next is expected.first:
             expected.light -= expected.light > 0
             if not expected.light:
-                expected.light = self.light.after(recorder, expected, known.steps - 1, now)
+                self._lighten(recorder, expected, known, now)
         if now >= self.pulse_at:
             self._fire_pulse(recorder, known.step, now)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from ...storage.call_ring import Phase
 from ..collectives.call_log import CallLog
 from ..collectives.group_log import Recurring
 from ..collectives.timed_ring import TimedRing
@@ -32,6 +33,8 @@ from ..tensors.tensor_watch import NO_TENSOR
 from .limits import ALIKE, FAST_PATH_AFTER, MOST_ALIKE, MOST_CALLS
 from .records import Backward, Forward, Optimizer, Step
 from .tracked_model import Model
+
+_DATA, _USER = int(Phase.DATA), int(Phase.USER)  # plain numbers, see `Stage`
 
 DEEP = 1 << 30
 """Deeper than any stack: `sys._getframe` raises ValueError."""
@@ -79,6 +82,12 @@ class PlannedCall:
             that above the hook, `DEEP` if it is not known.
         moved: this time it was another frame or instruction.
         following: the next call of the step, None for the last.
+        broadcasts: a forward in which DDP broadcasts buffers; `buffers`: its
+            `require_forward_param_sync` then.
+        logged: in a light step, number in the ring of the collective; -1 for none.
+        inside_s, before_s, waited_s: seconds in light steps that are not accounted for yet: in the
+            call, between it and the one before, and waiting in it; `wall_s`: of an optimizer step,
+            since the one before.
     """
 
     forward: Forward | None
@@ -94,6 +103,13 @@ class PlannedCall:
     instruction: int = -1
     moved: bool = True
     following: PlannedCall | None = None
+    broadcasts: bool = False
+    buffers: bool | None = None
+    logged: int = -1
+    inside_s: float = 0.0
+    before_s: float = 0.0
+    waited_s: float = 0.0
+    wall_s: float = 0.0
 
     def find_frame(self, recorder: Recorder) -> FrameType | None:
         """The user's frame that makes this call; None if it is at another line than planned.
@@ -126,6 +142,12 @@ class Plan:
         sequence: that count before the backward; `before`: (id, version) of the sampled gradient
             then.
         light: how many steps are light, from the one that is running on (see `LightSteps`).
+        loads: stands for the loading of a batch, see `LightRun`.
+        inside, began: the call of a light step that is running and not accounted for, and when it
+            began; `last`, `left`: the one before it, and when that ended.
+        lean: light steps may use `LightRun`.
+        owed: the first call of light steps that is over and not accounted for; `wraps`: so many
+            times since then the last call of a step was passed.
     """
 
     model: Model
@@ -141,6 +163,59 @@ class Plan:
     sequence: int = -1
     before: tuple[int, int] = NO_TENSOR
     light: int = 0
+    loads: PlannedCall | None = None
+    inside: PlannedCall | None = None
+    began: float = 0.0
+    last: PlannedCall | None = None
+    left: float = 0.0
+    lean: bool = False
+    owed: PlannedCall | None = None
+    wraps: int = 0
+
+    def load_at(self, recorder: Recorder, site: int) -> None:
+        """A batch is loaded at this line."""
+        self.loads = PlannedCall(None, None, None, site, False, 0, "a batch", None)
+        self.loads.find_frame(recorder)
+
+    def load(self, now: float) -> bool:
+        """Mark that a batch is loaded before a light step; False if it is to be entered as on the
+        fast path: at another line, or another time of a step."""
+        loads, ring = self.loads, self.ring
+        if loads is None or not self.lean or ring.in_evaluation:
+            return False
+        try:
+            frame = sys._getframe(loads.depth)
+        except ValueError:
+            return False
+        if frame.f_lasti != loads.instruction or frame.f_code is not loads.code:
+            return False
+        if self.last is None:
+            self.left = ring.since
+        self.inside, self.began = loads, now
+        ring.mark_phase(_DATA, loads.site, now, ring.step, ring.count, now)
+        return True
+
+    def leave(self, call: PlannedCall, now: float) -> None:
+        """A call of a light step has ended."""
+        ring, began = self.ring, self.began
+        if call.logged >= 0:
+            ring.done(call.logged, now)
+            call.logged = -1
+        ring.mark_phase(_USER, call.site, now, ring.step, ring.count, now)
+        call.inside_s += now - began
+        call.before_s += began - self.left
+        self.inside, self.last, self.left = None, call, now
+        if call is self.loads:
+            return
+        if self.owed is None:
+            self.owed = call
+        steady_state.stage = Stage.BETWEEN
+        following = call.following
+        if following is None:
+            steady_state.stage = Stage.NONE
+            self.wraps += 1
+            following = self.first
+        self.next = following
 
     def examined(self) -> bool:
         """Whether a backward of the step that begins may be one that is examined."""
@@ -223,6 +298,7 @@ class SteadyState:
         group = getattr(ddp, "process_group", None)
         asks = _added_up if group is not None and several_backends(group) else sequence_of_backend
         self.expected = Plan(model, wrapper, sampled, log, log.ring, syncs, asks, first, first)
+        self.expected.lean = asks is sequence_of_backend
 
     def pause(self) -> None:
         """Take the ordinary path in the next step, although it is expected to be like the last."""
@@ -233,6 +309,7 @@ class SteadyState:
         """Leave the fast path, as something unexpected happens."""
         if self.expected is not None:
             self.expected.light = 0
+            recorder.catch_up()
         if self.stage == Stage.BACKWARD:
             self.broken = True  # left when the backward is over: its effects are read then
         else:

@@ -44,6 +44,8 @@ class Model:
         unfinished: a backward that should have synchronised left DDP waiting for gradients (of the
             positions `left`, if it was examined); another one over the same forward may bring them.
         looked_at: number of the next forward that is sampled on the fast path.
+        last_position: of the parameter whose gradient arrived last in a backward whose gradients
+            were counted; -1 if unknown.
         next_examined: number of the next synchronised backward that is examined.
         forwards_now: forwards since the last backward, or up to it; `backwards_now` since the last
             forward.
@@ -88,6 +90,7 @@ class Model:
         self.unsynced_site = -1
         self.leading: tuple[int, ...] = ()
         self.next_examined = -1
+        self.last_position = -1
         self.looked_at = 0
 
     def ddp(self) -> Any:

@@ -309,11 +309,9 @@ class Loaders(Watcher):
                     unframe(error)
                     raise
             iteration = iterations.get(id(iterator))
-            before = (
-                _generators_before(recorder, iteration)
-                if iteration and iteration.watch_random
-                else None
-            )
+            before = None
+            if iteration and iteration.watch_random:
+                before = _generators_before(recorder, iteration)
             plan = steady_state.expected
             if plan is not None:
                 plan = self._begins_fast(recorder, plan)
@@ -326,6 +324,7 @@ class Loaders(Watcher):
                 batch = next_batch(iterator)
             except BaseException as error:
                 loading_time.ns += clock() - began
+                recorder.catch_up()
                 lifecycle.loading_ends.fire(recorder, loading)
                 if iteration is not None:
                     self._loading_failed(recorder, iteration, loading.site, error)
@@ -335,9 +334,11 @@ class Loaders(Watcher):
             loading_time.ns += now - began
             if Work.latest is not None:
                 run_hook(recorder, "data.overlap", self.lost, overlapped, now - began)
-            if plan is None or lifecycle.loading_ends.on_fast_path:
+            if plan is not None and plan.inside is not None:
+                plan.leave(plan.inside, now * 1e-9)
+            elif plan is None or lifecycle.loading_ends.on_fast_path:
                 lifecycle.loading_ends.fire(recorder, loading)
-            if plan is not None:
+            if plan is not None and plan.last is None:
                 plan.ring.enter(_USER, loading.site, now * 1e-9)
             if iteration is not None:
                 self.delivered += 1
@@ -355,10 +356,8 @@ class Loaders(Watcher):
             recorder.own_ns += clock() - now
             return batch
 
-        for name, wrapper, original in (
-            ("_next_index", _next_index, next_index),
-            ("__next__", __next__, next_batch),
-        ):
+        both = ("_next_index", _next_index, next_index), ("__next__", __next__, next_batch)
+        for name, wrapper, original in both:
             wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
             replace(base, name, disguise(wrapper, original))
 
@@ -371,15 +370,18 @@ class Loaders(Watcher):
         began = time.perf_counter_ns()
         try:
             module = plan.model.inner()
-            if module is None or not (module.training and self.grad_enabled()):
+            trains = module is not None and module.training and self.grad_enabled()
+            if not trains or interposed.compiler() is not None:
                 return None
-            if interposed.compiler() is not None:
-                return None
+            ring, now = plan.ring, began * 1e-9
+            if plan.light and not lifecycle.loading_ends.in_light and plan.load(now):
+                return plan
+            recorder.catch_up()
             site = recorder.sites.caller("fast loading")[1]
-            if site != self.loading.site:
+            if site != self.loading.site or plan.loads is None:
                 self.loading = Loading(site)
-            ring = plan.ring
-            ring.enter(_DATA, site, began * 1e-9)
+                plan.load_at(recorder, site)
+            ring.enter(_DATA, site, now)
             if ring.in_evaluation:
                 ring.evaluating(False)
         except Exception as error:

@@ -29,7 +29,7 @@ from .sync_waits import SyncWaits
 WINDOW = 8
 """Steps summarised in one record (by their median, so that one slow step does not count)."""
 
-WINDOWS_IN_FULL = 24
+WINDOWS_IN_FULL = 16
 """First windows that are all measured; later ones more and more rarely."""
 
 SHORTEST_S = 0.005

@@ -1,7 +1,7 @@
 """How long does a backward of DDP, or a broadcast of buffers, wait for the other ranks?
 
 The time from the moment when all gradients of a backward are computed to its end. Measured only
-while another watcher asks for it.
+while another watcher asks for it; in light steps by `Backwards`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ...recording.hooks import Hook, Light, Subscriptions
 from ...recording.recorder import Recorder, current
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
+from ...training.backwards import Backwards
 from ...training.records import Backward
 
 
@@ -56,7 +57,7 @@ class SyncWaits(Watcher):
         """A watcher asks for the waits from now on, or no longer."""
         (self.asked.add if on else self.asked.discard)(by)
         if self.looking is not bool(self.asked):
-            self.looking = bool(self.asked)
+            self.looking = Backwards.current.waits = bool(self.asked)
             self._measuring.enable(self.looking)
 
     def _sync_buffers_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> float:
@@ -66,7 +67,7 @@ class SyncWaits(Watcher):
         if began is not None:
             call_hooks.waited.fire(recorder, time.monotonic() - began)
 
-    @on(lifecycle.backward_begins, during="_measuring", light=Light.CALLED)
+    @on(lifecycle.backward_begins, during="_measuring", light=Light.LEFT_OUT)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
         self.computed_at = 0.0
         for root in backward.roots:
@@ -85,7 +86,7 @@ class SyncWaits(Watcher):
     def _gradients_computed(self) -> None:  # called by torch: nothing here can fail
         self.computed_at = time.monotonic()
 
-    @on(lifecycle.backward_ends, during="_measuring", light=Light.CALLED)
+    @on(lifecycle.backward_ends, during="_measuring", light=Light.LEFT_OUT)
     def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
         handle, self.handle = self.handle, None
         if handle is not None:
