@@ -57,10 +57,16 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.flaky(reruns=2)  # a watcher may want just this step
 @pytest.mark.parametrize(
-    ("fault", "code"), [("unsynced", "DDP407"), ("skipped", "DDP402"), ("nan", "DDP801")]
+    ("fault", "code"),
+    [
+        ("unsynced", "DDP407"),
+        pytest.param("skipped", "DDP402", marks=pytest.mark.exhaustive),
+        pytest.param("nan", "DDP801", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_fault_in_one_light_step_is_found(fault: str, code: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
