@@ -45,8 +45,8 @@ QUESTIONS: dict[str, str] = {
         " SyncTimes EditedBeforeSync ShardScales"
     ),
     "What did an optimizer step do, and when?": (
-        "OptimizerSeen StepDone Ownership Hyperparameters SchedulerStep ScheduleEnded ScalerStep"
-        " ZeroGradients"
+        "OptimizerSeen StepDone Ownership Hyperparameters OptionsRead SchedulerStep ScheduleEnded"
+        " ScalerStep ZeroGradients"
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
         "Replica Digests Sketch LateBuffers BufferUpdates UnwrappedState OuterModule OuterDigests"
@@ -77,7 +77,7 @@ WHEN: dict[str, str] = {
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
         " MeshModel MessageSize GatheredWhole"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
-        " ScheduleEnded"
+        " ScheduleEnded OptionsRead"
     ),
     "every time": (
         "NodeSilent CallRun InitEntered GroupReady GroupDestroyed ProcessStarted ProcessEnded"

@@ -240,7 +240,7 @@ def _member(rank: Rank, event: Unwrapped | OptimizerSeen) -> Member:
 
 
 def _extent(
-    group: Replicas, tables: dict[int, dict[int, optimizer_options.Groups]], skewed: list[int]
+    group: Replicas, tables: Mapping[int, optimizer_options.Table], skewed: list[int]
 ) -> Steps:
     """The steps at which options differ: values hold until the next recorded change."""
     reported = sorted({s for table in tables.values() for s in table})

@@ -6,7 +6,15 @@ edited, the codec knows every class that exists. `INDEX.md` lists the events by 
 
 from __future__ import annotations
 
-from .amp import Hyperparameters, Logged, MetricUsed, ScalerStep, ScheduleEnded, SchedulerStep
+from .amp import (
+    Hyperparameters,
+    Logged,
+    MetricUsed,
+    OptionsRead,
+    ScalerStep,
+    ScheduleEnded,
+    SchedulerStep,
+)
 from .base import Event, Part, Site
 from .calls import (
     CALLERS,

@@ -12,6 +12,8 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
     Attributes:
         groups: per group, option to value; tensors are read, sequences are written as text. Only
             the first groups are recorded.
+        read: the last step before this one at which the options were read, and were the earlier
+            ones; -1 for none. Light steps do not read them.
         set_sites: by option that changed, the user's line that assigns it, if one was found.
         scheduler: in the first record, the class of the scheduler that was made for the optimizer,
             empty for none; `scheduler_site` the line; `initial` the rates of the groups by which
@@ -26,6 +28,14 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
     scheduler: str = ""
     scheduler_site: int = -1
     initial: tuple[float, ...] = ()
+    read: int = -1
+
+
+class OptionsRead(Event, frozen=True, tag="options-read"):
+    """The last step at which the options of an optimizer were read. Recorded at the end."""
+
+    optimizer: int
+    step: int
 
 
 class ScalerStep(Event, frozen=True, tag="scaler-step"):

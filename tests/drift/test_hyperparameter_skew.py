@@ -23,6 +23,7 @@ from ddpdoctor.events import (
     Loaded,
     Logged,
     OptimizerSeen,
+    OptionsRead,
     SchedulerStep,
     StepDone,
     decode,
@@ -49,6 +50,29 @@ def scheduled(kind="StepLR"):
 def test_equal_values():
     run = run_of({n: [rate(0, 0.1), rate(2, 0.05)] for n in range(2)})
     assert list(HyperparameterSkew().examine(run)) == []
+
+
+@pytest.mark.parametrize(
+    ("late", "read", "told"),
+    [
+        (rate(168, 0.05), 144, False),  # light steps: nobody looked at step 160
+        (rate(168, 0.02), 144, True),
+        (None, 200, True),
+        (None, 144, False),  # the run ended before it looked again
+    ],
+)
+def test_ranks_that_read_their_options_at_other_steps(late, read, told):
+    other = [msgspec.structs.replace(late, read=read)] if late else []
+    ranks = {
+        0: [rate(0, 0.1), msgspec.structs.replace(rate(160, 0.05), read=152), *steps(200)],
+        1: [rate(0, 0.1), *other, *steps(200)],
+    }
+    for number, last in ((0, 200), (1, 200 if late else read)):
+        ranks[number].append(OptionsRead(at=0, optimizer=0, step=last))
+    found = list(HyperparameterSkew().examine(run_of(ranks)))
+    assert bool(found) is told
+    if late and told:
+        assert "at step 168: 0.05 on rank 0, 0.02 on rank 1" in found[0].summary
 
 
 @pytest.mark.parametrize(

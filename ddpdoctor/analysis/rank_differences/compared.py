@@ -243,6 +243,6 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.SpawnEnded, e.ExaminedInside, e.Stopped, e.StallSeen, e.StallOver, e.RankStood,
         e.DataParallelMade, e.Gathered,
     ),
-    _OURS: (e.ProbeTrouble, e.NotObserved, e.ProbeCost),
+    _OURS: (e.ProbeTrouble, e.NotObserved, e.ProbeCost, e.OptionsRead),
 }  # fmt: skip
 """Why events are not compared here."""

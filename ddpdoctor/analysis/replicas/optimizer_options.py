@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf
 
-from ...events import Hyperparameters
-from ...events.amp import told_at
+from ...events import Hyperparameters, OptionsRead
+from ...events.amp import FIRST_TOLD, told_at
 from ...run import Location, Rank, ranks_text, some
 from ..rank_differences import same_value
 from .thresholds import LACKS_AT_MOST, SCHEDULE
@@ -14,22 +15,58 @@ Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
 
 
-def by_step(rank: Rank, optimizer: int) -> dict[int, Groups]:
+MOST_LIGHT = 256
+"""A rank that was killed may have taken so many light steps, and more, since its last look."""
+
+
+class Table(dict[int, Groups]):
+    """The options of one rank by the step from which they hold.
+
+    Attributes:
+        unread: steps at which it is not known which of two options held: light ones do not read
+            them, and ranks need not look at the same steps.
+    """
+
+    def __init__(self, events: Iterable[Hyperparameters] = (), read_until: float = inf) -> None:
+        super().__init__()
+        self.unread: list[tuple[float, float]] = []
+        last = 0
+        for event in events:
+            if last <= event.read < event.step - 1:
+                self.unread.append((event.read + 1, event.step - 1))
+            self[event.step] = event.groups
+            last = event.step
+        if events:
+            self.unread.append((max(last, read_until) + 1, inf))
+
+    def knows(self, step: int) -> bool:
+        """Whether it is known which options held at a step."""
+        return not any(begin <= step <= end for begin, end in self.unread)
+
+
+def by_step(rank: Rank, optimizer: int) -> Table:
     """The options by the step from which they hold."""
-    return {e.step: e.groups for e in rank.of(Hyperparameters) if e.optimizer == optimizer}
+    events = [e for e in rank.of(Hyperparameters) if e.optimizer == optimizer]
+    read = max((e.step for e in rank.of(OptionsRead) if e.optimizer == optimizer), default=None)
+    if read is None:
+        read = max(FIRST_TOLD, rank.steps_of(optimizer) - MOST_LIGHT)
+    return Table(events, read)
 
 
-def at(table: dict[int, Groups], step: int) -> Groups:
+def at(table: Mapping[int, Groups], step: int) -> Groups:
     """The options that hold at a step."""
     return table[max(s for s in table if s <= step)]
 
 
-def skewed(tables: dict[int, dict[int, Groups]], last: int) -> list[int]:
-    """The steps up to `last` at which any rank recorded a change and the values are not equal."""
+def skewed(tables: dict[int, Table], last: int) -> list[int]:
+    """The steps up to `last` at which any rank recorded a change and the values are not equal, as
+    far as they are known of all ranks."""
     reported = sorted({s for table in tables.values() for s in table if told_at(s) and s <= last})
     begun = [s for s in reported if all(min(t, default=1 << 60) <= s for t in tables.values())]
     found = []
     for step in begun:
+        if not all(table.knows(step) for table in tables.values()):
+            continue
         now = {n: at(table, step) for n, table in tables.items()}
         if len({len(groups) for groups in now.values()}) > 1:
             continue
@@ -39,7 +76,7 @@ def skewed(tables: dict[int, dict[int, Groups]], last: int) -> list[int]:
     return found
 
 
-def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
+def ahead(tables: Mapping[int, Mapping[int, Groups]], option: str, index: int) -> tuple[int, ...]:
     """The ranks that reach the last common value of an option first, where all ranks set the same
     values in the same order and only at different steps.
 
@@ -59,7 +96,9 @@ def ahead(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tupl
     return tuple(n for n, step in when.items() if step == min(when.values()) < max(when.values()))
 
 
-def omitting(tables: dict[int, dict[int, Groups]], option: str, index: int) -> tuple[int, ...]:
+def omitting(
+    tables: Mapping[int, Mapping[int, Groups]], option: str, index: int
+) -> tuple[int, ...]:
     """The ranks that omit a few consecutive values of an option that the others set, and set all
     later ones correspondingly sooner. Empty where the values differ otherwise."""
     series = {n: [v for _, v in _series(table, option, index)] for n, table in tables.items()}
@@ -84,7 +123,7 @@ def _lacks(values: list[Value], whole: list[Value]) -> int | None:
     return None
 
 
-def _series(table: dict[int, Groups], option: str, index: int) -> Iterator[tuple[int, Value]]:
+def _series(table: Mapping[int, Groups], option: str, index: int) -> Iterator[tuple[int, Value]]:
     """The consecutive values of an option, each with the step from which it holds."""
     before: Value | None = None
     for step in sorted(table):

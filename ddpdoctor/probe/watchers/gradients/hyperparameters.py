@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, ClassVar
 
-from ....events import Hyperparameters, ScalerStep, SchedulerStep
-from ...recording import torch_compat
+from ....events import Hyperparameters, OptionsRead, ScalerStep, SchedulerStep
+from ...recording import hooks, torch_compat
 from ...recording.hooks import Hook
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
@@ -48,10 +48,12 @@ class ScaledSteps:
 
 
 class LastRecorded:
-    """The options of one optimizer's parameter groups that were recorded last."""
+    """The options of one optimizer's parameter groups that were recorded last, and the last step at
+    which they were read."""
 
     def __init__(self) -> None:
         self.groups: list[dict[str, Any]] = []
+        self.read = -1
 
 
 class HyperparameterWatch(Watcher):
@@ -109,6 +111,7 @@ class HyperparameterWatch(Watcher):
         if emitted is None:
             emitted = step.known.notes[LastRecorded] = LastRecorded()
         now = _groups(optimizer)
+        read, emitted.read = emitted.read, step.number
         if emitted.groups == now:
             return
         scheduler, made = self.scheduled_by.pop(optimizer, ("", -1))
@@ -125,8 +128,18 @@ class HyperparameterWatch(Watcher):
                 scheduler=scheduler,
                 scheduler_site=made,
                 initial=_initial_rates(optimizer) if scheduler else (),
+                read=read,
             )
         )
+
+    @on(hooks.leaving, lost="the last step at which options were read")
+    def _leaving(self, recorder: Recorder, _: None) -> None:
+        for known in Optimizers.current.known():
+            emitted = known.notes.get(LastRecorded)
+            if emitted is not None:
+                recorder.emit(
+                    OptionsRead(at=time.monotonic(), optimizer=known.number, step=emitted.read)
+                )
 
     def _set_sites(
         self, recorder: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
