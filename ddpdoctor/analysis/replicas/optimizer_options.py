@@ -23,6 +23,7 @@ class Table(dict[int, Groups]):
     """The options of one rank by the step from which they hold.
 
     Attributes:
+        exact: steps from which new options hold, where they were read just before, too.
         unread: steps at which it is not known which of two options held: light ones do not read
             them, and ranks need not look at the same steps.
     """
@@ -30,8 +31,11 @@ class Table(dict[int, Groups]):
     def __init__(self, events: Iterable[Hyperparameters] = (), read_until: float = inf) -> None:
         super().__init__()
         self.unread: list[tuple[float, float]] = []
+        self.exact: set[int] = set()
         last = 0
         for event in events:
+            if event.read == event.step - 1:
+                self.exact.add(event.step)
             if last <= event.read < event.step - 1:
                 self.unread.append((event.read + 1, event.step - 1))
             self[event.step] = event.groups
@@ -61,7 +65,9 @@ def at(table: Mapping[int, Groups], step: int) -> Groups:
 def skewed(tables: dict[int, Table], last: int) -> list[int]:
     """The steps up to `last` at which any rank recorded a change and the values are not equal, as
     far as they are known of all ranks."""
-    reported = sorted({s for table in tables.values() for s in table if told_at(s) and s <= last})
+    reported = sorted(
+        {s for t in tables.values() for s in t if (told_at(s) or s in t.exact) and s <= last}
+    )
     begun = [s for s in reported if all(min(t, default=1 << 60) <= s for t in tables.values())]
     found = []
     for step in begun:

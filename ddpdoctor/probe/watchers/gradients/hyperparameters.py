@@ -24,8 +24,8 @@ from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.logged_metrics import LoggedMetrics
 from ...training.optimizers import Optimizers
-from ...training.records import Step
-from .limits import EXACT_BELOW, GROUPS_AT_MOST, LISTED_BELOW, SCALER_CALLS_AT_MOST
+from ...training.records import Optimizer, Step
+from .limits import EXACT_BELOW, GROUPS_AT_MOST, LISTED_BELOW, SCALER_CALLS_AT_MOST, SELDOM
 
 LEFT_OUT = frozenset(("params", "foreach", "fused", "capturable", "differentiable", "initial_lr"))
 """Options that do not change what a step computes, or (`initial_lr`) only by way of another."""
@@ -48,12 +48,16 @@ class ScaledSteps:
 
 
 class LastRecorded:
-    """The options of one optimizer's parameter groups that were recorded last, and the last step at
-    which they were read."""
+    """The options of one optimizer's parameter groups that were recorded last.
+
+    Attributes:
+        read: the last step at which they were read; `site`: its line.
+        scheduled: the step before which a scheduler was stepped last.
+    """
 
     def __init__(self) -> None:
         self.groups: list[dict[str, Any]] = []
-        self.read = -1
+        self.read = self.site = self.scheduled = -1
 
 
 class HyperparameterWatch(Watcher):
@@ -110,8 +114,24 @@ class HyperparameterWatch(Watcher):
         emitted = step.known.notes.get(LastRecorded)
         if emitted is None:
             emitted = step.known.notes[LastRecorded] = LastRecorded()
+        self._read(recorder, optimizer, emitted, step.known.number, step.number, step.site)
+
+    def _read(
+        self,
+        recorder: Recorder,
+        optimizer: Any,
+        emitted: LastRecorded,
+        number: int,
+        step: int,
+        site: int,
+    ) -> None:
+        """Read the options with which an optimizer takes a step, and record them if they are new.
+
+        Args:
+            number: of the optimizer.
+        """
         now = _groups(optimizer)
-        read, emitted.read = emitted.read, step.number
+        read, emitted.read, emitted.site = emitted.read, step, site
         if emitted.groups == now:
             return
         scheduler, made = self.scheduled_by.pop(optimizer, ("", -1))
@@ -120,10 +140,10 @@ class HyperparameterWatch(Watcher):
         recorder.emit(
             Hyperparameters(
                 at=time.monotonic(),
-                optimizer=step.known.number,
-                step=step.number,
+                optimizer=number,
+                step=step,
                 groups=tuple(now),
-                site=step.site,
+                site=site,
                 set_sites=set_sites,
                 scheduler=scheduler,
                 scheduler_site=made,
@@ -214,6 +234,10 @@ class HyperparameterWatch(Watcher):
             return None
         if recorder.step:
             self._scheduler_steps(recorder, args, kwargs)
+            if (seldom := _stepped_seldom(args[0])) is not None:
+                optimizer, emitted, known = seldom
+                if emitted.groups == _groups(optimizer):  # so it was in all steps until now
+                    emitted.read = known.steps - 1
         return args[0]
 
     def _scheduler_steps(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
@@ -241,6 +265,35 @@ class HyperparameterWatch(Watcher):
         self.scheduler_depth -= 1
         if token is not None and error is None:
             self.scheduled.fire(recorder, token)
+            if (seldom := _stepped_seldom(token)) is not None:
+                optimizer, emitted, known = seldom
+                if emitted.groups != _groups(optimizer):
+                    self._read(
+                        recorder, optimizer, emitted, known.number, known.steps, emitted.site
+                    )
+            _note_scheduled(token)
+
+
+def _last_recorded(scheduler: Any) -> tuple[Any, LastRecorded, Optimizer] | None:
+    """A scheduler's optimizer, and what was last recorded of its options; None for nothing."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    known = Optimizers.current.known_optimizer(optimizer)
+    emitted = known.notes.get(LastRecorded) if known is not None else None
+    return (optimizer, emitted, known) if known is not None and emitted is not None else None
+
+
+def _stepped_seldom(scheduler: Any) -> tuple[Any, LastRecorded, Optimizer] | None:
+    """As `_last_recorded`, where the scheduler does not step with every few steps of the optimizer:
+    what it sets is read at once, for light steps do not look at it."""
+    found = _last_recorded(scheduler)
+    if found is None or found[2].steps - found[1].scheduled < SELDOM:
+        return None
+    return found
+
+
+def _note_scheduled(scheduler: Any) -> None:
+    if (found := _last_recorded(scheduler)) is not None:
+        found[1].scheduled = found[2].steps
 
 
 def _metric(args: Args, kwargs: Kwargs) -> float | None:

@@ -53,6 +53,9 @@ EXACT_BELOW = 1 << 53
 
 SCALER_CALLS_AT_MOST = 5000
 
+SELDOM = 8
+"""Steps between two of a scheduler from which on what it sets is read at once."""
+
 # loss_counts
 
 COUNTED_BACKWARDS = 64
