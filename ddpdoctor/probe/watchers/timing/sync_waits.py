@@ -18,6 +18,7 @@ from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.records import Backward
+from ...training.steady_state import FastPath, steady_state
 
 
 class SyncWaits(Watcher):
@@ -51,6 +52,7 @@ class SyncWaits(Watcher):
             before=self._sync_buffers_begins,
             after=self._sync_buffers_ends,
             only=self,
+            fast_path=FastPath("waits", self.lost, self._light_begins, self._light_ends),
         )
 
     def measure(self, by: str, on: bool) -> None:
@@ -66,6 +68,18 @@ class SyncWaits(Watcher):
     def _sync_buffers_ends(self, recorder: Recorder, began: Any, result: Any, error: Error) -> None:
         if began is not None:
             call_hooks.waited.fire(recorder, time.monotonic() - began)
+
+    def _light_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> float | None:
+        """In the forward of a light step the wait is only added up."""
+        plan = steady_state.expected
+        return None if plan is None or plan.inside is None else time.monotonic()
+
+    def _light_ends(self, recorder: Recorder, began: float, result: Any) -> None:
+        plan, seconds = steady_state.expected, time.monotonic() - began
+        if plan is not None and plan.inside is not None:
+            plan.inside.waited_s += seconds
+        else:
+            call_hooks.waited.fire(recorder, seconds)
 
     @on(lifecycle.backward_begins, during="_measuring", light=Light.LEFT_OUT)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
