@@ -72,6 +72,8 @@ def page(check: Check, checks: tuple[Check, ...]) -> str:
     report = REPORTS / f"{check.name}.txt"
     if report.exists():
         parts += ["What is reported about it:", f"```text\n{report.read_text().rstrip()}\n```"]
+    else:
+        parts += ["Its report has not been recorded yet: that needs GPUs, or a quiet machine."]
     parts += ["## Its correct neighbour", code(sample(check, clean=True))]
     return "\n\n".join(parts) + "\n"
 
@@ -150,18 +152,20 @@ def record(names: list[str]) -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="ddpdoctor-docs-") as folder:
             try:
-                _, report = launched(read(path), Path(folder))
+                _, report = launched(read(path), Path(folder).resolve())
             except AssertionError as error:
                 print(f"{check.name}: {str(error).splitlines()[0]}", flush=True)
                 continue
         found = [f for f in report.findings if f.check == check.name]
         print(f"{check.name}: {len(found)} of {len(report.findings)} findings", flush=True)
         if found:
-            (REPORTS / f"{check.name}.txt").write_text(shown(found[0], path))
+            (REPORTS / f"{check.name}.txt").write_text(shown(found[0], path.parent, Path(folder)))
 
 
-def shown(finding: Finding, path: Path) -> str:
-    text = render.findings_text([finding], WIDTH).replace(f"{path.parent}/", "")
+def shown(finding: Finding, *folders: Path) -> str:
+    text = render.findings_text([finding], WIDTH)
+    for folder in folders:
+        text = text.replace(f"{folder}/", "")
     return text.strip("\n") + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Iterable
@@ -56,7 +57,7 @@ def find(pids: Iterable[int] = ()) -> list[Job]:
     found = [p for p in map(_rank, psutil.process_iter()) if p and (not asked or p.pid in within)]  # type: ignore[operator]
     found = _without_children(found)
     if asked and not found:
-        found = _spawned(sorted(within or ()))
+        found = _spawned(asked)
     return _jobs(found)
 
 
@@ -124,23 +125,38 @@ def _without_children(found: list[Process]) -> list[Process]:
 
 
 def _spawned(pids: list[int]) -> list[Process]:
-    """The processes that a program started by `torch.multiprocessing.spawn`: ranks by their order,
-    as their environment says nothing."""
-    found: list[Process] = []
+    """The processes that a program started by `torch.multiprocessing.spawn`, given the program or
+    one of them: ranks by their order, as their environment says nothing."""
+    found: dict[int, Process] = {}
+    open_: list[psutil.Process] = []
     for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            above = process.parent() if _is_spawned(process) else None
+            open_.append(above or process)
+    while open_:
+        process = open_.pop(0)
         try:
-            children = psutil.Process(pid).children()
-            started = [c for c in children if any(w in " ".join(c.cmdline()) for w in _SPAWNED)]
-            started = [c for c in started if "resource_tracker" not in " ".join(c.cmdline())]
-            command = shlex.join(psutil.Process(pid).cmdline()[:8])
+            children = process.children()
+            started = sorted(filter(_is_spawned, children), key=lambda c: c.create_time())
+            command = shlex.join(process.cmdline()[:8])
         except psutil.Error:
             continue
-        started.sort(key=lambda c: c.create_time())
-        found += [
-            Process(c.pid, n, n, len(started), len(started), f"process {pid}", command)
-            for n, c in enumerate(started)
-        ]
-    return found
+        name = f"process {process.pid}"
+        for n, child in enumerate(started):
+            found[child.pid] = Process(
+                child.pid, n, n, len(started), len(started), name, command
+            )  # what it has spawned itself are the workers of its loaders
+        open_ += [c for c in children if c not in started]
+    return list(found.values())
+
+
+def _is_spawned(process: psutil.Process) -> bool:
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return any(word in words for word in _SPAWNED) and "resource_tracker" not in words
 
 
 def _jobs(found: list[Process]) -> list[Job]:

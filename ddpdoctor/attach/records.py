@@ -44,6 +44,8 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: letter of `/proc/<pid>/stat`: `T` stopped, `Z` a zombie, else running or asleep.
         looks: two of them, `apart_s` seconds apart; fewer where its stack could not be read.
+        wakes: how often a second its main thread slept and went on between the two.
+        wanted: share of the time in which that thread ran, or waited for a core.
         cpu: cores that it used between the two; `gpu`, the largest load in percent of a GPU that
             it has in use, None where there is none.
         trouble: why its stack could not be read; empty where it was.
@@ -55,6 +57,8 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "S"
     looks: tuple[Look, ...] = ()
     cpu: float = 0.0
+    wakes: float = 0.0
+    wanted: float = 0.0
     gpu: float | None = None
     workers: tuple[Worker, ...] = ()
     trouble: str = ""

@@ -64,10 +64,13 @@ def look(job: Job, apart_s: float) -> JobLook | None:
     everybody = [*pids, *(w for those in workers.values() for w in those)]
     begin = time.monotonic()
     cpu = {pid: system.cpu_seconds(pid) for pid in everybody}
+    woken = {pid: (system.wakings(pid), system.wanted_seconds(pid)) for pid in pids}
     first = _dump_all(spy, everybody)
     time.sleep(max(0.0, apart_s - (time.monotonic() - begin)))
     second = _dump_all(spy, pids)
     spent = time.monotonic() - begin
+    wakes = {p: max(0.0, (system.wakings(p) - woken[p][0]) / spent) for p in pids}
+    wanted = {p: max(0.0, (system.wanted_seconds(p) - woken[p][1]) / spent) for p in pids}
     used = {p: max(0.0, (system.cpu_seconds(p) - cpu[p]) / spent) for p in everybody}
     if not any(map(psutil.pid_exists, pids)):
         return None
@@ -86,6 +89,8 @@ def look(job: Job, apart_s: float) -> JobLook | None:
             state=_state(p.pid),
             looks=tuple(Look(frames) for frames in (first[p.pid][0], second[p.pid][0]) if frames),
             cpu=round(used[p.pid], 3),
+            wakes=round(wakes[p.pid], 1),
+            wanted=round(wanted[p.pid], 3),
             gpu=gpus.get(p.pid),
             workers=tuple(
                 Worker(w, _state(w), round(used[w], 3), first[w][0]) for w in workers[p.pid]

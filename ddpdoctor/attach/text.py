@@ -39,7 +39,7 @@ def page(job: JobLook, findings: Sequence[Finding], width: int, *, styled: bool 
     if not findings:
         body = (
             "no rank waits for another: what moves, goes on\n"
-            if any(s.moved for s in stands)
+            if any(s.goes_on for s in stands)
             else "no rank was seen to wait for another\n"
         )
     return "\n".join([*head, table.rstrip(), *stacks, "", body])

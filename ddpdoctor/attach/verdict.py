@@ -24,6 +24,10 @@ COLLECTIVES = frozenset({
 BUSY = 0.3
 """Cores; a rank that uses more computes, or spins while it waits for a device."""
 
+WAKES = 10.0
+"""A second. The main thread of a rank that waits for others sleeps all the time; one that goes
+through many calls, and was seen in the same one twice, wakes in each of them."""
+
 READS = (".item()", ".cpu()", ".tolist()", ".synchronize()", ".numpy()", ".wait()")
 """In the text of a line: it waits for a device, or for an asynchronous collective."""
 
@@ -51,10 +55,17 @@ class Stand:
     moved: bool
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it computes, or has been elsewhere between the two looks."""
+        busy = max(self.rank.cpu, self.rank.wanted) >= BUSY  # or others have taken the cores
+        return self.moved or busy or self.rank.wakes > WAKES
+
+    @property
     def waits(self) -> bool:
         """Whether it stood there, in something that needs other ranks."""
+        stands = not self.moved and self.rank.wakes <= WAKES
         idle = self.kind != "backward" or self.rank.cpu < BUSY
-        return self.kind in ("collective", "init", "backward", "device") and not self.moved and idle
+        return self.kind in ("collective", "init", "backward", "device") and stands and idle
 
     @property
     def where(self) -> str:
@@ -143,10 +154,13 @@ def judge(job: JobLook) -> list[Finding]:
     seen = {rank.rank for rank in job.ranks}
     missing = [n for n in range(job.launched) if job.launched > len(job.ranks) and n not in seen]
     if not waiting:
-        stuck = [s for s in stands if s.kind == "loader" and not s.moved and s.rank.cpu < BUSY]
+        stuck = [s for s in stands if s.kind == "loader" and not s.goes_on]
         return [_loader(stuck, [])] if stuck and len(stuck) == len(stands) else []
     if missing and len(job.ranks) + len(missing) <= max(job.world_size, job.launched):
         return [_gone(job, waiting, missing)]
+    here = {(s.op, str(s.place)) for s in waiting}
+    if any(s.goes_on and (s.op, str(s.place)) in here for s in apart):
+        return []  # it is in that call and goes on, so the others have not waited for long
     if apart:
         loading = [s for s in apart if s.kind == "loader" and not s.moved]
         return (
@@ -201,9 +215,12 @@ def _absent(apart: Sequence[Stand], waiting: Sequence[Stand]) -> Finding:
     elif first.kind == "gone":
         rule, cause = "not-readable", f"its stack could not be read: {first.rank.trouble}"
         fix = "look at its log: it may have ended, or failed in code that is not Python's"
-    elif first.moved or first.rank.cpu >= BUSY:
+    elif first.goes_on:
         rule, cause = "busy", f"it goes on: it uses {first.rank.cpu:.1f} cores"
-        cause += ", and has moved between the two looks" if first.moved else ""
+        if first.moved:
+            cause += ", and has moved between the two looks"
+        elif first.rank.wakes > WAKES:
+            cause += f", and slept and went on {first.rank.wakes:.0f} times a second"
         fix = "see what this line does on that rank; look again later, with `ddpdoctor attach`"
     else:
         rule, cause = "idle", "it waits there, uses no CPU time, and did not move between two looks"

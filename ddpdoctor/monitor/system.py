@@ -177,6 +177,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else 0.0
 
 
+def wakings(pid: int) -> int:
+    """How often the main thread of a process has slept and gone on; 0 where it is gone."""
+    return _counter(Path(f"/proc/{pid}/status"), "voluntary_ctxt_switches:") or 0
+
+
 def wanted_seconds(pid: int) -> float:
     """Seconds that the main thread has run or waited for a core. Unlike CPU time, these do not
     depend on how busy the machine is."""

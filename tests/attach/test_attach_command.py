@@ -105,3 +105,39 @@ def test_a_job_that_ends_meanwhile(job: list[subprocess.Popen[bytes]], capsys: C
         process.wait(10)
     time.sleep(0.1)
     assert stacks.look(found, 0.1) is None
+
+
+SPAWNED = """\
+import multiprocessing, sys, time
+def worker():
+    time.sleep(1000)
+def rank(number, there):
+    child = multiprocessing.Process(target=worker)
+    child.start()
+    there.put(child.pid)
+    time.sleep(1000)
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    there = multiprocessing.Queue()
+    ranks = [multiprocessing.Process(target=rank, args=(n, there)) for n in (0, 1)]
+    for process in ranks:
+        process.start()
+    print(*(p.pid for p in ranks), there.get() and there.get(), flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_spawned_ranks_are_found_without_the_workers_of_their_loaders(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    words = [sys.executable, str(script)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            first, second, worker = map(int, process.stdout.readline().split())
+            for asked in (process.pid, first, second):
+                (found,) = jobs.find([asked])
+                assert [(p.rank, p.pid) for p in found.ranks] == [(0, first), (1, second)]
+            assert worker not in {p.pid for p in found.ranks}
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -126,6 +126,21 @@ def test_ranks_wait_in_different_calls() -> None:
     assert told(*ranks) == ("DDP601", "different-calls", (1,), 31)
 
 
+def test_ranks_that_go_on_wait_for_nobody() -> None:
+    """Healthy jobs, seen twice in the same calls by chance: their main threads wake in each."""
+    through = rank(0, ALL_REDUCE, wakes=60.0), rank(1, SLEEP, wakes=60.0)
+    assert judge(job(*through)) == []
+    computing = rank(0, BACKWARD, cpu=0.2), rank(1, BACKWARD, cpu=0.4)
+    assert judge(job(*computing)) == []
+    arrived = RankLook(rank=1, pid=101, looks=(Look(SLEEP), Look(ALL_REDUCE)))
+    assert judge(job(rank(0, ALL_REDUCE), arrived)) == []
+    assert "what moves, goes on" in page(job(*through), [], 80)
+    polls = one(rank(0, ALL_REDUCE), rank(1, SLEEP, wakes=50.0))
+    crowded = one(rank(0, ALL_REDUCE), rank(1, SLEEP, cpu=0.2, wanted=0.9))
+    assert crowded.rule == "busy", "it computes, on a machine whose cores others use"
+    assert polls.rule == "busy" and "went on 50 times a second" in polls.cause
+
+
 def test_a_rank_has_no_process_any_more() -> None:
     assert told(rank(0, ALL_REDUCE), world=2, launched=2)[:3] == (
         "DDP604", "no-process", (1,),

@@ -88,7 +88,7 @@ def test_recorded_reports_are_of_checks(site: ModuleType) -> None:
     for path in site.REPORTS.glob("*.txt"):
         text = path.read_text()
         assert f"[{names[path.stem]}]" in text, f"make docs-reports CHECK={path.stem}"
-        assert "/tmp/" not in text and str(ROOT) not in text
+        assert "ddpdoctor-docs-" not in text and str(ROOT) not in text
 
 
 def test_lists_are_set_apart(site: ModuleType) -> None:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
+import msgspec
 import pytest
 from sampling import run
 
-import ddpdoctor
 from ddpdoctor.embedded import Steps, session
+from ddpdoctor.report.findings import Report
 
 HERE = Path(__file__).parent / "entries"
 PATIENCE_S = 60
@@ -118,12 +118,12 @@ def test_no_framework_is_imported_unasked() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def report_in(folder: Path) -> Any:
+def report_in(folder: Path) -> Report:
     deadline = time.monotonic() + PATIENCE_S
     while list(folder.glob(".monitor-*")) or not (folder / "findings.json").exists():
         assert time.monotonic() < deadline, "the monitor never ended"
         time.sleep(0.1)
-    return ddpdoctor.load(folder)
+    return msgspec.json.decode((folder / "findings.json").read_bytes(), type=Report)
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
