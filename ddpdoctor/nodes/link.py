@@ -340,15 +340,20 @@ class _Follower:
             self._looked_at = now
             self._read_orders()
 
-    def _post(self, *, over: bool = False) -> bool:
-        """Send what is new, or could not be sent before; whether something was."""
+    def _post(self, *, over: bool = False, beat: bool = True) -> bool:
+        """Send what is new, or could not be sent before; whether something was.
+
+        Args:
+            over: nothing more will come; beat: say that the node is there, where nothing is new.
+        """
         link, now = self._link, time.monotonic()
         full = len(self._posted) == WAITING
         if full and link.get(f"parcel/{self._posted[0]}") is not None:
             return False
         if self._unsent is None:
             pieces = self._outbox.pieces()
-            if not pieces and not over and now - self._posted_at < link._standing.beat_s / 2:
+            due = beat and now - self._posted_at >= link._standing.beat_s / 2
+            if not pieces and not over and not due:
                 return False
             parcel = Parcel(
                 link._origin, link._version, link._host, time.time(), tuple(pieces), over=over
@@ -387,8 +392,7 @@ class _Follower:
         """Send the rest, and wait for the verdict."""
         if self._shares or not self._begun:
             return
-        self._posted_at = time.monotonic()  # no heartbeat: it would look like news
-        self._link.wait(lambda: not self._post(), LAST_PARCELS_S)
+        self._link.wait(lambda: not self._post(beat=False), LAST_PARCELS_S)
         self._link.wait(self._post_over, LAST_PARCELS_S)
         self._link.wait(self._judged_or_gone, LAST_PARCELS_S + VERDICT_S, self._read_orders)
         self._link.add("read", 1)

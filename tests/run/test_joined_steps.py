@@ -31,7 +31,9 @@ class Loop:
             number, self.known.steps = self.known.steps, self.known.steps + 1
             self.known.began = self.now
             self.known.step = Step(lambda: None, self.known, number, line, self.now)  # type: ignore[arg-type]
-            Optimizers.current._record_step(self.recorder, self.known, number, self.now)
+            now, before = Optimizers.current, Optimizers.current.last_step_at
+            now.last_step_at = self.now
+            now._record_steps(self.recorder, self.known, 1, self.now - before, 0.0)
 
     def told(self) -> list[StepDone]:
         return [e for e in Lines(self.path).events() if isinstance(e, StepDone)]
