@@ -20,7 +20,7 @@ from ddpdoctor.probe.recording import recorder as recording
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training.accumulate_grad import LastGradient, nodes_of
 from ddpdoctor.probe.training.tracked_model import Model
-from ddpdoctor.report.findings import Report
+from ddpdoctor.report.findings import Finding, Report
 from ddpdoctor.storage.run_folder import EventWriter
 
 PROGRAM = """
@@ -38,6 +38,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = DDP(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 steady = sys.modules["ddpdoctor.probe.training.steady_state"].steady_state
 for step in range(800):
     torch.manual_seed(1000 * step + rank)
@@ -46,6 +47,10 @@ for step in range(800):
         print("light:", bool(steady.expected and steady.expected.light))
     if fault == "nan" and now and rank:
         x[0, 0] = float("nan")
+    if fault.startswith("rate") and now and rank:
+        schedule.step()
+    if fault == "rate-undone" and now or fault == "rate" and step == at + 16:
+        optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.zero_grad()
     with model.no_sync() if fault == "unsynced" and now else contextlib.nullcontext():
         model(x).square().mean().backward()
@@ -57,7 +62,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.flaky(reruns=2)  # a watcher may want just this step
 @pytest.mark.parametrize(
@@ -66,9 +70,27 @@ dist.destroy_process_group()
         ("unsynced", "DDP407"),
         pytest.param("skipped", "DDP402", marks=pytest.mark.exhaustive),
         pytest.param("nan", "DDP801", marks=pytest.mark.exhaustive),
+        pytest.param("rate", "DDP405", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_fault_in_one_light_step_is_found(fault: str, code: str, tmp_path: Path) -> None:
+    found = run(fault, tmp_path)
+    assert code in found
+    steps = found[code].steps
+    assert steps is not None
+    assert steps.first is not None
+    assert 745 <= steps.first < 800, "to the window"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+def test_a_rate_that_a_scheduler_set_and_the_program_set_back(tmp_path: Path) -> None:
+    """No step used it."""
+    assert not run("rate-undone", tmp_path)
+
+
+def run(fault: str, tmp_path: Path) -> dict[str, Finding]:
+    """What is found in the program with a fault."""
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     done = subprocess.run(
@@ -78,12 +100,7 @@ def test_a_fault_in_one_light_step_is_found(fault: str, code: str, tmp_path: Pat
     )  # fmt: skip
     assert "light: True" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     report = msgspec.json.decode((tmp_path / "run" / "findings.json").read_bytes(), type=Report)
-    found = {f.code: f for f in report.findings}
-    assert code in found
-    steps = found[code].steps
-    assert steps is not None
-    assert steps.first is not None
-    assert 745 <= steps.first < 800, "to the window"
+    return {f.code: f for f in report.findings}
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ....events import Hyperparameters, OptionsRead, ScalerStep, SchedulerStep
 from ...recording import hooks, torch_compat
-from ...recording.hooks import Hook
+from ...recording.hooks import Hook, Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
@@ -51,13 +51,13 @@ class LastRecorded:
     """The options of one optimizer's parameter groups that were recorded last.
 
     Attributes:
-        read: the last step at which they were read; `site`: its line.
+        read: the last step at which they were read.
         scheduled: the step before which a scheduler was stepped last.
     """
 
     def __init__(self) -> None:
         self.groups: list[dict[str, Any]] = []
-        self.read = self.site = self.scheduled = -1
+        self.read = self.scheduled = -1
 
 
 class HyperparameterWatch(Watcher):
@@ -65,6 +65,8 @@ class HyperparameterWatch(Watcher):
     Attributes:
         scheduled: the program has stepped a scheduler; those that it steps in turn
             (`SequentialLR`) do not count.
+        unread: numbers of optimizers whose options are to be read before their next step;
+            meanwhile `before_step` is enabled.
     """
 
     lost = "hyper-parameters and loss scales"
@@ -79,6 +81,8 @@ class HyperparameterWatch(Watcher):
         self.scheduler_calls: dict[int, int] = {}
         self.scheduler_depth = 0
         self.located: set[str] = set()
+        self.unread: set[int] = set()
+        self.before_step = Subscriptions()
 
     def install(self) -> None:
         import torch.amp
@@ -114,24 +118,8 @@ class HyperparameterWatch(Watcher):
         emitted = step.known.notes.get(LastRecorded)
         if emitted is None:
             emitted = step.known.notes[LastRecorded] = LastRecorded()
-        self._read(recorder, optimizer, emitted, step.known.number, step.number, step.site)
-
-    def _read(
-        self,
-        recorder: Recorder,
-        optimizer: Any,
-        emitted: LastRecorded,
-        number: int,
-        step: int,
-        site: int,
-    ) -> None:
-        """Read the options with which an optimizer takes a step, and record them if they are new.
-
-        Args:
-            number: of the optimizer.
-        """
         now = _groups(optimizer)
-        read, emitted.read, emitted.site = emitted.read, step, site
+        read, emitted.read = emitted.read, step.number
         if emitted.groups == now:
             return
         scheduler, made = self.scheduled_by.pop(optimizer, ("", -1))
@@ -140,10 +128,10 @@ class HyperparameterWatch(Watcher):
         recorder.emit(
             Hyperparameters(
                 at=time.monotonic(),
-                optimizer=number,
-                step=step,
+                optimizer=step.known.number,
+                step=step.number,
                 groups=tuple(now),
-                site=site,
+                site=step.site,
                 set_sites=set_sites,
                 scheduler=scheduler,
                 scheduler_site=made,
@@ -151,6 +139,13 @@ class HyperparameterWatch(Watcher):
                 read=read,
             )
         )
+
+    @on(lifecycle.step_begins, during="before_step")
+    def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        if step.known.number in self.unread:
+            self.unread.discard(step.known.number)
+            self.before_step.enable(bool(self.unread))
+            self._step_due(recorder, step)
 
     @on(hooks.leaving, lost="the last step at which options were read")
     def _leaving(self, recorder: Recorder, _: None) -> None:
@@ -235,9 +230,11 @@ class HyperparameterWatch(Watcher):
         if recorder.step:
             self._scheduler_steps(recorder, args, kwargs)
             if (seldom := _stepped_seldom(args[0])) is not None:
-                optimizer, emitted, known = seldom
+                optimizer, known, emitted = seldom
                 if emitted.groups == _groups(optimizer):  # so it was in all steps until now
                     emitted.read = known.steps - 1
+                self.unread.add(known.number)
+                self.before_step.enable()
         return args[0]
 
     def _scheduler_steps(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
@@ -265,35 +262,18 @@ class HyperparameterWatch(Watcher):
         self.scheduler_depth -= 1
         if token is not None and error is None:
             self.scheduled.fire(recorder, token)
-            if (seldom := _stepped_seldom(token)) is not None:
-                optimizer, emitted, known = seldom
-                if emitted.groups != _groups(optimizer):
-                    self._read(
-                        recorder, optimizer, emitted, known.number, known.steps, emitted.site
-                    )
-            _note_scheduled(token)
 
 
-def _last_recorded(scheduler: Any) -> tuple[Any, LastRecorded, Optimizer] | None:
-    """A scheduler's optimizer, and what was last recorded of its options; None for nothing."""
+def _stepped_seldom(scheduler: Any) -> tuple[Any, Optimizer, LastRecorded] | None:
+    """A scheduler's optimizer, whose next step is to be looked at, as light steps are not, and what
+    was last recorded of it; None where its schedulers step with every few steps."""
     optimizer = getattr(scheduler, "optimizer", None)
     known = Optimizers.current.known_optimizer(optimizer)
     emitted = known.notes.get(LastRecorded) if known is not None else None
-    return (optimizer, emitted, known) if known is not None and emitted is not None else None
-
-
-def _stepped_seldom(scheduler: Any) -> tuple[Any, LastRecorded, Optimizer] | None:
-    """As `_last_recorded`, where the scheduler does not step with every few steps of the optimizer:
-    what it sets is read at once, for light steps do not look at it."""
-    found = _last_recorded(scheduler)
-    if found is None or found[2].steps - found[1].scheduled < SELDOM:
+    if known is None or emitted is None:
         return None
-    return found
-
-
-def _note_scheduled(scheduler: Any) -> None:
-    if (found := _last_recorded(scheduler)) is not None:
-        found[1].scheduled = found[2].steps
+    before, emitted.scheduled = emitted.scheduled, known.steps
+    return (optimizer, known, emitted) if known.steps - before >= SELDOM else None
 
 
 def _metric(args: Args, kwargs: Kwargs) -> float | None:

@@ -54,7 +54,7 @@ EXACT_BELOW = 1 << 53
 SCALER_CALLS_AT_MOST = 5000
 
 SELDOM = 8
-"""Steps between two of a scheduler from which on what it sets is read at once."""
+"""Steps between two of a scheduler from which on what it set is read before the next one."""
 
 # loss_counts
 
