@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from ..report.findings import Report
+from ..report.findings import Finding, Report
 from ..run import Run
 
 HEIGHT_PX = 720
@@ -43,28 +44,23 @@ class LoadedReport(Report, frozen=True, kw_only=True, dict=True):
             import pandas  # type: ignore[import-untyped]
         except ImportError:
             raise ImportError("to_frame() needs pandas: pip install pandas") from None
-        rows = [
-            {
-                "code": f.code,
-                "check": f.check,
-                "severity": f.severity.value,
-                "confidence": f.confidence.value,
-                "ranks": list(f.ranks),
-                "first_step": f.steps.first if f.steps else None,
-                "steps": f.steps.count if f.steps else None,
-                "file": f.location.file if f.location else None,
-                "line": f.location.line if f.location else None,
-                "summary": f.summary,
-                "cause": f.cause,
-                "fix": f.fix,
-                "rule": f.rule,
-            }
-            for f in self.findings
-        ]
-        return pandas.DataFrame(rows, columns=COLUMNS)
+        rows = [{name: read(f) for name, read in COLUMNS.items()} for f in self.findings]
+        return pandas.DataFrame(rows, columns=list(COLUMNS))
 
 
-COLUMNS = (
-    "code", "check", "severity", "confidence", "ranks", "first_step", "steps", "file", "line",
-    "summary", "cause", "fix", "rule",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[Finding], object]] = {
+    "code": lambda f: f.code,
+    "check": lambda f: f.check,
+    "severity": lambda f: f.severity.value,
+    "confidence": lambda f: f.confidence.value,
+    "ranks": lambda f: list(f.ranks),
+    "first_step": lambda f: f.steps.first if f.steps else None,
+    "steps": lambda f: f.steps.count if f.steps else None,
+    "file": lambda f: f.location.file if f.location else None,
+    "line": lambda f: f.location.line if f.location else None,
+    "summary": lambda f: f.summary,
+    "cause": lambda f: f.cause,
+    "fix": lambda f: f.fix,
+    "rule": lambda f: f.rule,
+}
+"""Of the table of findings: how each is read from a finding."""

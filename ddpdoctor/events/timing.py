@@ -62,6 +62,9 @@ class Account(Part, frozen=True):
     longest_s: float = 0.0
 
 
+LONGEST_LIGHT = 256
+"""Steps in a row at most that a rank does not look at closely (light ones)."""
+
 LONG_S = 0.05
 """A shorter stretch of time in one phase is nothing that others would notice waiting for."""
 

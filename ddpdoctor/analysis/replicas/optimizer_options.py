@@ -7,16 +7,13 @@ from math import inf
 
 from ...events import Hyperparameters, OptionsRead
 from ...events.amp import FIRST_TOLD, told_at
+from ...events.timing import LONGEST_LIGHT
 from ...run import Location, Rank, ranks_text, some
 from ..rank_differences import same_value
 from .thresholds import LACKS_AT_MOST, SCHEDULE
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
-
-
-MOST_LIGHT = 256
-"""A rank that was killed may have taken so many light steps, and more, since its last look."""
 
 
 class Table(dict[int, Groups]):
@@ -53,7 +50,8 @@ def by_step(rank: Rank, optimizer: int) -> Table:
     events = [e for e in rank.of(Hyperparameters) if e.optimizer == optimizer]
     read = max((e.step for e in rank.of(OptionsRead) if e.optimizer == optimizer), default=None)
     if read is None:
-        read = max(FIRST_TOLD, rank.steps_of(optimizer) - MOST_LIGHT)
+        # It was killed, perhaps in light steps.
+        read = max(FIRST_TOLD, rank.steps_of(optimizer) - LONGEST_LIGHT)
     return Table(events, read)
 
 

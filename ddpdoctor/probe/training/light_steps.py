@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from ...events.drift import full
+from ...events.timing import LONGEST_LIGHT
 from ..recording.hooks import Hook
 from ..recording.limits import FIRST_STEPS
 from ..recording.recorder import Recorder
 from . import lifecycle
-from .limits import EXAMINED, LONGEST_LIGHT, LONGEST_LIGHT_S, SHORTEST
+from .limits import EXAMINED, LONGEST_LIGHT_S, SHORTEST
 from .steady_state import Plan
 
 _HOOKS: tuple[Hook[Any], ...] = (

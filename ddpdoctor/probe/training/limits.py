@@ -18,9 +18,9 @@ EXAMINED = 9
 """Examined steps in a row, from one whose successor is a multiple of eight on: so that windows of
 eight steps, and what is looked at in every eighth, fall among them."""
 
-SHORTEST, LONGEST_LIGHT, LONGEST_LIGHT_S = 16, 256, 10.0
-"""A period of examined and light steps: the fewest and most steps, powers of two, and about how
-many seconds at most: drift shows at the earliest in the next examined step."""
+SHORTEST, LONGEST_LIGHT_S = 16, 10.0
+"""A period of examined and light steps: the fewest steps, a power of two as `LONGEST_LIGHT` is, and
+about how many seconds at most: drift shows at the earliest in the next examined step."""
 
 # lifecycle
 

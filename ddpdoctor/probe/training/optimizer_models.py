@@ -75,8 +75,7 @@ def _find(optimizer: Any, number: int) -> list[OptimizerModel]:
     }
     found = []
     for model in WrappedModels.current.live():
-        parameters = [ref() for ref in model.parameters]
-        there = {i: p for i, p in enumerate(parameters) if p is not None and i not in model.ignored}
+        there = model.held()
         mine = {i for i, p in there.items() if id(p) in held}
         if not mine:
             continue

@@ -394,11 +394,7 @@ class Optimizers(Watcher):
         owners = []
         owned: set[int] = set()
         for model in WrappedModels.current.live():
-            mine = {
-                id(p)
-                for i, ref in enumerate(model.parameters)
-                if i not in model.ignored and (p := ref()) is not None
-            }
+            mine = {id(p) for p in model.held().values()}
             if mine & held:
                 owners.append(model.number)
                 owned |= mine

@@ -97,6 +97,11 @@ class Model:
         """The DDP object; None if it is not complete, or gone."""
         return None if self.wrapper is None else self.wrapper()
 
+    def held(self) -> dict[int, Any]:
+        """By position the parameters that the wrapper keeps alike, as far as they still exist."""
+        every = ((i, ref()) for i, ref in enumerate(self.parameters) if i not in self.ignored)
+        return {i: p for i, p in every if p is not None}
+
     def gradients(self) -> list[tuple[int, int]]:
         """The marks of the sampled gradients."""
         return marks(grad_of(reference()) for reference in self.sampled)
