@@ -2,6 +2,7 @@
 
 Every function of the probe that a healthy training calls raises in turn, every time that it is
 called: the numbers must never change, nothing may get out, and what failed must be on record.
+With LIGHT in the environment the training has light steps, and what works in them is broken.
 """
 
 import contextlib
@@ -20,12 +21,24 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdoctor.probe.bootstrap import activation
 from ddpdoctor.probe.recording import recorder
-from ddpdoctor.probe.training import limits, steady_state
+from ddpdoctor.probe.training import light_steps, limits, steady_state
+from ddpdoctor.probe.watchers.gradients import loss_scaling
+from ddpdoctor.probe.watchers.timing import idle_time
 from ddpdoctor.storage import call_ring, run_folder
 
 PLACE = pathlib.Path(os.environ["PLACE"])
+LIGHT = "LIGHT" in os.environ
+IN_LIGHT = (
+    "steady_state.Plan", "light_run.", "accumulate_grad.LastGradient", "timed_ring.", "group_log.",
+    "call_log.CallLog.passed", "call_ring.RingWriter", "loaders.Loaders",
+    "sync_waits.SyncWaits._light", "optimizers.Optimizers", "backwards.Backwards",
+    "forwards.Forwards",
+)  # fmt: skip
+"""How the names begin of what works in light steps."""
 
 GUARDS = {
+    "accumulate_grad.LastGradient._accumulated", "light_run.LightRun.catch_up",
+    "loaders.Loaders._begins_fast", "recorder.Recorder.catch_up", "steady_state.Plan.loaded",
     "activation.leave", "activation.torch_loaded", "activation.uninstall",
     "collectives.mark", "collectives._returned", "collectives.Collectives._waited_for",
     "loaders.Loaders._batch_delivered", "loaders.Loaders._dropped", "loaders._generators_before",
@@ -109,19 +122,48 @@ def train():
     return parameters, torch.get_rng_state(), torch.tensor(random.random())
 
 
+def train_lightly():
+    """A loop that is alike in every step, but for one collective."""
+    torch.manual_seed(0)
+    random.seed(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{PLACE}/meeting-{os.urandom(4).hex()}", rank=0, world_size=1
+    )
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(72, 4), torch.arange(72))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    for epoch in range(16):
+        for number, (x, _) in enumerate(loader):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if (epoch, number) == (14, 5):
+                dist.barrier()
+            optimizer.step()
+            plan = steady_state.steady_state.expected
+            lights.append(plan is not None and plan.last is not None)
+    dist.destroy_process_group()
+    parameters = torch.cat([p.flatten() for p in model.parameters()])
+    return parameters, torch.get_rng_state(), torch.tensor(random.random())
+
+
+lights = []
+
+
 def examined(name, trace=None):
     """Train under the probe, in place as the shim does it; what is on record of it."""
     folder = PLACE / f"{name} {os.urandom(4).hex()}"
     folder.mkdir()
     os.environ["DDPDOCTOR_DIR"] = str(folder)
-    os.environ["DDPDOCTOR_PROBE"] = '{"every": 1, "budget": 100}'
+    os.environ["DDPDOCTOR_PROBE"] = '{"budget": 100}' if LIGHT else '{"every": 1, "budget": 100}'
     sys.setprofile(trace)
     try:
         try:
             activation.torch_loaded()
         except Exception as error:
             recorder.write_probe_error(error)
-        result = train()
+        result = training()
         try:
             activation.leave(None, None)
         except Exception as error:
@@ -217,14 +259,22 @@ def note(frame, event, argument):
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 steady_state.FAST_PATH_AFTER = 0
+training = train_lightly if LIGHT else train
+if LIGHT:
+    idle_time.SHORTEST_S, loss_scaling.LOSSES_ENOUGH = 1e9, 2
+    light_steps.LightSteps.after = lambda *of: 20 * (not light_steps.watched())
 called = set()
-plain = train()
+plain = training()
 examined("import everything first")
 healthy, record = examined("healthy", note)
 assert same(plain, healthy), "the healthy probe changes the numbers"
 assert "probe-trouble" not in record, record
 used = {n: f for n, f in functions().items() if f.__code__ in called} | closures()
 assert len(used) > 400, len(used)
+if LIGHT:
+    assert sum(lights) > 50, "there were hardly any light steps"
+    used = {n: f for n, f in used.items() if n.startswith(IN_LIGHT)}
+    assert "light_run.LightRun._settle" in used
 assert "forwards.Forwards._ends_fast" in used
 chosen = list(used)[:: int(os.environ.get("EVERY", "1"))]
 wrong = []

@@ -22,11 +22,18 @@ from ddpdoctor.probe.bootstrap import activation, install
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", ["30", pytest.param("1", marks=pytest.mark.exhaustive)])
-def test_every_function_of_the_probe_may_fail(every: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "which",
+    [
+        {"EVERY": "30"},
+        pytest.param({"EVERY": "1"}, marks=pytest.mark.exhaustive),
+        pytest.param({"LIGHT": "1"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_function_of_the_probe_may_fail(which: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "broken_probe.py")],
-        env=inherited(PLACE=str(tmp_path), EVERY=every),
+        env=inherited(PLACE=str(tmp_path), **which),
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -195,6 +195,18 @@ class Plan:
         ring.mark_phase(_DATA, loads.site, now, ring.step, ring.count, now)
         return True
 
+    def loaded(self, recorder: Recorder, site: int, now: float) -> None:
+        """A batch was loaded, before a light step or another one of the fast path. Never raises."""
+        try:
+            if self.inside is not None:
+                self.leave(self.inside, now)
+            else:
+                self.ring.enter(_USER, site, now)
+        except Exception as error:
+            self.light, self.inside = 0, None
+            recorder.trouble("light-loading", error, "phases of light steps")
+            steady_state.give_up()
+
     def leave(self, call: PlannedCall, now: float) -> None:
         """A call of a light step has ended."""
         ring, began = self.ring, self.began

@@ -46,7 +46,7 @@ IDENTIFIED = 8
 """Loaders per line that makes them whose data set is examined; after that half of them, a quarter
 and so on: some programs make a loader per epoch."""
 
-_DATA, _USER = int(Phase.DATA), int(Phase.USER)  # plain numbers, see `Stage`
+_DATA = int(Phase.DATA)  # a plain number, see `Stage`
 
 UNKNOWN_LINE = Loading(-1)
 """Stands for a batch whose line in the user's code is unknown."""
@@ -334,12 +334,10 @@ class Loaders(Watcher):
             loading_time.ns += now - began
             if Work.latest is not None:
                 run_hook(recorder, "data.overlap", self.lost, overlapped, now - began)
-            if plan is not None and plan.inside is not None:
-                plan.leave(plan.inside, now * 1e-9)
-            elif plan is None or lifecycle.loading_ends.on_fast_path:
+            if plan is None or (plan.inside is None and lifecycle.loading_ends.on_fast_path):
                 lifecycle.loading_ends.fire(recorder, loading)
-            if plan is not None and plan.last is None:
-                plan.ring.enter(_USER, loading.site, now * 1e-9)
+            if plan is not None:
+                plan.loaded(recorder, loading.site, now * 1e-9)
             if iteration is not None:
                 self.delivered += 1
                 iteration.batches = batches = iteration.batches + 1
