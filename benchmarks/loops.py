@@ -121,13 +121,13 @@ def marked(model: nn.Module, how: str) -> Callable[[], AbstractContextManager[An
     return lambda: traceml_ai.trace_step(model)
 
 
-def main(name: str, steps: int, path: str, how: str, after: int) -> None:
-    """Count `steps` of a loop, once `after` have been taken."""
-    dist.init_process_group("gloo")
+def main(name: str, steps: int, path: str, how: str, after: int, device: str) -> None:
+    """Count `steps` of a loop, once `after` have been taken. On a GPU each ends with its loss."""
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
     rank = dist.get_rank()
     torch.manual_seed(rank)
     module, batch = LOOPS[name]()
-    model = DDP(module)
+    model = DDP(module.to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     wall, cpu = [], []
     switch = Switch() if how == "switch" else None
@@ -138,10 +138,14 @@ def main(name: str, steps: int, path: str, how: str, after: int) -> None:
         began, busy = time.perf_counter(), time.thread_time()
         with step_context():
             inputs, targets = batch()
+            if device != "cpu":
+                inputs, targets = inputs.to(device), targets.to(device)
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            if device != "cpu":
+                loss.item()
         wall.append(time.perf_counter() - began)
         cpu.append(time.thread_time() - busy)
         if switch and step >= 0:
@@ -150,7 +154,7 @@ def main(name: str, steps: int, path: str, how: str, after: int) -> None:
         switch.over()
     weights = hashlib.sha256()
     for value in model.state_dict().values():
-        weights.update(value.numpy().tobytes())
+        weights.update(value.cpu().numpy().tobytes())
     if rank == 0:
         with open(path, "w") as file:
             told = {"wall": wall[after:], "cpu": cpu[after:], "weights": weights.hexdigest()}
@@ -159,4 +163,4 @@ def main(name: str, steps: int, path: str, how: str, after: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6])

@@ -1,6 +1,7 @@
 """What the doctor costs: the same loops with and without it, in alternating pairs of runs.
 
     python benchmarks/overhead.py [--pairs 3] [--steps 400] [--after 150] [--loops mlp,conv]
+        [--device cuda --ranks 1]
 
 Prints a Markdown table. Wall time is what users wait for, run against run. What is added is CPU
 time of the training thread: run against run, where two plain runs may differ by more than the
@@ -56,12 +57,21 @@ def trimmed_mean(values: list[float]) -> float:
 
 
 def run(
-    loop: str, steps: int, after: int, folder: Path, doctor: Path | None, how: str = ""
-) -> Path:
+    loop: str, asked: argparse.Namespace, steps: int, folder: Path, doctor: Path | None,
+    how: str = "",
+) -> Path:  # fmt: skip
     """One run of a loop; where its figures are."""
     out = folder / "figures.json"
-    script = [str(HERE / "loops.py"), loop, str(steps), str(out), how, str(after)]
-    ranks = ["--standalone", "--nproc-per-node", "2"]
+    script = [
+        str(HERE / "loops.py"),
+        loop,
+        str(steps),
+        str(out),
+        how,
+        str(asked.after),
+        asked.device,
+    ]
+    ranks = ["--standalone", "--nproc-per-node", str(asked.ranks)]
     if doctor is None:
         words = [sys.executable, "-m", "torch.distributed.run", *ranks, *script]
     else:
@@ -92,21 +102,21 @@ def own_ms(folder: Path, counted: int) -> float:
     return 1000 * (end - begin) / (last - at)
 
 
-def measure(loop: str, pairs: int, steps: int, after: int) -> str:
+def measure(loop: str, asked: argparse.Namespace, steps: int) -> str:
     """One row of the table."""
     plain, examined, switched, own = Series(), Series(), Series(), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for pair in range(pairs):
+        for pair in range(asked.pairs):
             order = (False, True) if pair % 2 == 0 else (True, False)
             for with_doctor in order:
                 records = folder / f"run-{pair}" if with_doctor else None
-                figures = run(loop, steps, after, folder, records)
+                figures = run(loop, asked, steps, folder, records)
                 (examined if with_doctor else plain).add(figures)
                 if records is not None:
                     own.append(own_ms(records, steps))
             records = folder / f"switched-{pair}"
-            switched.add(run(loop, steps, after, folder, records, "switch"))
+            switched.add(run(loop, asked, steps, folder, records, "switch"))
     same = len(plain.weights | examined.weights | switched.weights) == 1
     extra = [b - a for a, b in zip(plain.cpu, examined.cpu, strict=True)]
     step, added = statistics.median(plain.median), statistics.median(switched.switched)
@@ -124,6 +134,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--after", type=int, default=150)
     parser.add_argument("--loops", default=",".join(LOOPS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     print(
         "| loop | step, median (ms) | mean | with the doctor, median | mean "
@@ -133,7 +145,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     for loop in options.loops.split(","):
         steps = options.steps * (5 if loop == "mlp" else 1)  # its steps take a millisecond
-        print(measure(loop, options.pairs, steps, options.after), flush=True)
+        print(measure(loop, options, steps), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ TOOLS = ("torchrun", "ddpdoctor", "TraceML")
 def command(tool: str, loop: str, steps: int, after: int, figures: Path, folder: Path) -> list[str]:
     script = str(HERE / "loops.py")
     words = [loop, str(steps), str(figures), "traceml" if tool == "TraceML" else "", str(after)]
+    words.append("cpu")
     if tool == "torchrun":
         ranks = ["--standalone", "--nproc-per-node", "2"]
         return [sys.executable, "-m", "torch.distributed.run", *ranks, script, *words]

@@ -4,8 +4,10 @@
 
 Parameters are moved when an optimizer or a wrapper gets them, and operations move tensors to where
 the others are. Groups get the backend of the device beside gloo; with fewer devices than ranks gloo
-alone. With `--device cpu` nothing is changed. `--watch-syncs` prints a line for every call of the
-doctor's that waits for the device, which must not happen.
+alone, or with `--share` NCCL, which takes ranks for ranks of different hosts. With `--factories`
+tensors that the sample itself makes are made on the device. With `--device cpu` nothing is changed.
+`--watch-syncs` prints a line for every call of the doctor's that waits for the device, which must
+not happen.
 """
 
 import argparse
@@ -24,6 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+FACTORIES = {torch.arange, torch.empty, torch.full, torch.ones, torch.tensor, torch.zeros}
+FACTORIES |= {torch.rand, torch.randint, torch.randn}
 ASKED = ("_has_compatible_shallow_copy_type",)  # about tensors as they are
 
 
@@ -31,15 +35,17 @@ class OnDevice(TorchFunctionMode):
     """Operations on tensors of several devices happen on `device`; in-place ones where their first
     tensor is."""
 
-    def __init__(self, device):
+    def __init__(self, device, made_in=""):
         super().__init__()
-        self.device = torch.device(device)
+        self.device, self.made_in = torch.device(device), made_in
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in ASKED:
             return function(*args, **kwargs)
+        if function in FACTORIES and sys._getframe(1).f_code.co_filename == self.made_in:
+            kwargs.setdefault("device", self.device)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if len({t.device for t in tensors}) > 1 and name not in ("copy_", "__set__", "set_"):
             in_place = name.endswith("_") and not name.endswith("__")
@@ -87,12 +93,15 @@ def move_parameters(given, device):
     return given
 
 
-def use(device, timeout_s):
-    """Have the program that follows use a device; calls time out after so many seconds."""
+def use(device, *, timeout_s=0.0, share=False, made_in=""):
+    """Have the program that follows use a device; calls time out after so many seconds; ranks may
+    share a GPU; what is made in a file is made there."""
     asked = torch.device(device)
     kind = asked.type
     module = torch.get_device_module(kind)
-    enough = asked.index is not None or module.device_count() >= LOCAL_RANKS
+    enough = asked.index is not None or module.device_count() >= LOCAL_RANKS or share
+    if share:
+        os.environ["NCCL_HOSTID"] = f"rank-{LOCAL_RANK}"
     number = LOCAL_RANK % max(1, module.device_count()) if asked.index is None else asked.index
     here = torch.device(kind, number)
     module.set_device(here)
@@ -108,7 +117,7 @@ def use(device, timeout_s):
         init(f"cpu:gloo,{kind}:{own}" if backend == "gloo" else backend, *args, **kwargs)
 
     dist.init_process_group = as_torch(on_both)
-    OnDevice(here).__enter__()
+    OnDevice(here, made_in).__enter__()
 
 
 def watch_syncs():
@@ -129,12 +138,15 @@ def main():
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--device", default="cpu")
     options.add_argument("--watch-syncs", action="store_true")
+    options.add_argument("--share", action="store_true")
+    options.add_argument("--factories", action="store_true")
     options.add_argument("--timeout-s", type=float, default=0.0)
     options.add_argument("sample")
     options.add_argument("arguments", nargs=argparse.REMAINDER)
     asked = options.parse_args()
     if asked.device != "cpu":
-        use(asked.device, asked.timeout_s)
+        made_in = asked.sample if asked.factories else ""
+        use(asked.device, timeout_s=asked.timeout_s, share=asked.share, made_in=made_in)
     if asked.watch_syncs:
         watch_syncs()
     sys.argv = [asked.sample, *asked.arguments]

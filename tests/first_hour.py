@@ -1,8 +1,9 @@
 """What to try first on a machine with GPUs, and a table of how it went (make gpu).
 
-    python tests/first_hour.py [--only NAME,NAME] [--device cuda]
+    python tests/first_hour.py [--only NAME,NAME] [--device cuda] [--every 24] [--keep DIR]
 
-With another device than `cuda` it rehearses what does not need one.
+With another device than `cuda` it rehearses what does not need one. Two ranks share a GPU where
+there is only one: NCCL takes them for ranks of two hosts (`NCCL_HOSTID`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from sampling import ROOT, Sample, collect, device_samples, lacking_on_device, launched, on_device
+import msgspec
+import sampling
+from sampling import ROOT, Sample, collect, command, device_samples, lacking_on_device, on_device
 
 from ddpdoctor.launch.devices import visible_gpus
 from ddpdoctor.report.findings import Report
@@ -26,13 +30,24 @@ LIMIT_S = 180.0
 TIMEOUT_S = 30
 PAIR = "--nproc-per-node", "2"
 HANGS = "hang/rank_missing", "hang/rank_exited_early", "hang/collective_mismatch"
-ONE_IN = 24
-"""One in so many of the samples, so that the list takes an hour at most."""
+SHARED = "DDP203", "DDP204", "DDP705"
+"""What is true of ranks that share a GPU, whatever they run."""
 
-RECORDERS = """
-import torch, torch.distributed as dist, torch._C._distributed_c10d as c, json, os
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
+BEGIN = """
+import json, os, time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+if torch.cuda.device_count() < ranks:
+    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+torch.cuda.set_device(rank % torch.cuda.device_count())
+"""
+
+RECORDERS = (
+    BEGIN
+    + """
+import torch._C._distributed_c10d as c
 dist.init_process_group("nccl")
 value = torch.ones(4, device="cuda")
 for _ in range(8):
@@ -44,19 +59,18 @@ for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
     print(name, dump is not None, len(json.loads(text).get("entries", ())))
 dist.destroy_process_group()
 """
+)
 
-CAPTURE = """
-import os, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-rank = int(os.environ["LOCAL_RANK"])
+CAPTURE = (
+    BEGIN
+    + """
 os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-torch.cuda.set_device(rank)
 dist.init_process_group("nccl")
 torch.manual_seed(0)
 inputs = torch.randn(16, 64, device="cuda")
 stream = torch.cuda.Stream()
 with torch.cuda.stream(stream):
-    model = DDP(torch.nn.Linear(64, 8).cuda(), device_ids=[rank])
+    model = DDP(nn.Linear(64, 8).cuda())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(11):
         optimizer.zero_grad(set_to_none=True)
@@ -75,11 +89,148 @@ print("weights", float(model.module.weight.double().sum()), flush=True)
 del graph
 dist.destroy_process_group()
 """
+)
 
-OUTSTANDING = """
-import os, torch, torch.distributed as dist
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
+GRAPHED = (
+    BEGIN
+    + """
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).cuda()
+inputs = torch.randn(16, 64, device="cuda")
+if HOW == "callables":
+    inner = torch.cuda.make_graphed_callables(inner, (inputs,))
+model = DDP(inner)
+if HOW == "compiled":
+    model = torch.compile(model, mode="reduce-overhead")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+for step in range(60):
+    optimizer.zero_grad()
+    loss = model(inputs).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+print("weights", float(sum(p.double().sum() for p in model.parameters())), flush=True)
+dist.destroy_process_group()
+"""
+)
+
+ALIKE = (
+    BEGIN
+    + """
+import hashlib
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+torch.use_deterministic_algorithms(True)
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+net = nn.Sequential(
+    nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(16, 16, 3, 2),
+    nn.Flatten(), nn.Linear(144, 10)).cuda().to(memory_format=torch.channels_last)
+model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
+scaler = torch.amp.GradScaler("cuda")
+data = TensorDataset(torch.randn(256, 3, 16, 16), torch.randint(10, (256,)))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 8, sampler=sampler, num_workers=2, pin_memory=True)
+number = 0
+for epoch in range(24):
+    sampler.set_epoch(epoch)
+    model.train()
+    for images, labels in loader:
+        images = images.cuda(non_blocking=True).to(memory_format=torch.channels_last)
+        labels = labels.cuda(non_blocking=True)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+weights = hashlib.sha256(b"".join(v.cpu().numpy().tobytes() for v in model.state_dict().values()))
+print("weights", weights.hexdigest(), torch.cuda.get_rng_state().sum().item(),
+      torch.get_rng_state().sum().item(), flush=True)
+dist.destroy_process_group()
+"""
+)
+
+LAUNCHES = (
+    BEGIN
+    + """
+from torch.profiler import ProfilerActivity, profile
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+model = DDP(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
+inputs = torch.randn(64, 512, device="cuda")
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+for before in (0, 40, 400, 2000):
+    train(before)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        train(40)
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [e for e in events if "Memcpy" in e.name]
+    kernels = [e for e in events if "Mem" not in e.name]
+    took = sum(e.device_time_total for e in events)
+    began = time.perf_counter()
+    train(400)
+    ms = (time.perf_counter() - began) / 0.4
+    if rank == 0:
+        told = len(kernels) / 40, len(copies) / 40, took / 40, ms
+        print("launches", *(f"{number:.2f}" for number in told), flush=True)
+dist.destroy_process_group()
+"""
+)
+
+SCENE = (
+    BEGIN
+    + """
+import datetime
+dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=30))
+torch.manual_seed(0)
+model = DDP(nn.Linear(64, 8).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+total = torch.zeros((), device="cuda")
+for step in range(40):
+    if step == 20 and rank == 1 and SCENE == "asleep":
+        time.sleep(1000)
+    if step == 20 and rank == 1 and SCENE == "uneven":
+        break
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 64, device="cuda")).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    if step == 20 and SCENE == "mismatch":
+        if rank == 0:
+            dist.all_reduce(total)
+        else:
+            dist.broadcast(total, src=0)
+    if step == 20 and SCENE == "skipped" and rank == 0:
+        dist.all_reduce(total)
+    total += loss.item()
+dist.destroy_process_group()
+"""
+)
+
+SCENES = {
+    "asleep": ("DDP603", "time.sleep(1000)"),
+    "uneven": ("DDP604", ""),
+    "mismatch": ("DDP601", "dist.all_reduce(total)"),
+    "skipped": ("DDP601", ""),
+}
+"""Hangs on tensors of the device: the code that is to be found, and its line where it is one."""
+
+OUTSTANDING = (
+    BEGIN
+    + """
 dist.init_process_group("nccl")
 value = torch.ones(4, device="cuda")
 dist.all_reduce(value)
@@ -87,17 +238,22 @@ torch.cuda.synchronize()
 if rank == 0:
     dist.all_reduce(value)
     raise ValueError("with a collective outstanding")
-import time
 time.sleep(8)
 """
+)
+
+
+Lines = Iterator[tuple[str, bool]]
 
 
 class Trial:
     """One thing to try; what it yields are lines of the table: what, and whether it went well."""
 
-    def __init__(self, device: str, gpus: int, folder: Path) -> None:
+    def __init__(self, device: str, gpus: int, folder: Path, *, jobs: int, every: int) -> None:
         self.device, self.gpus, self.folder = device, gpus, folder
-        self.ranks = max(1, min(2, gpus))
+        self.jobs, self.every = jobs, every
+        self.shared = device != "cpu" and gpus < 2
+        self.share = ("--share",) if self.shared else ()
 
     def script(self, name: str, text: str) -> Path:
         path = self.folder / name
@@ -115,92 +271,166 @@ class Trial:
             return 124, f"not over within {LIMIT_S:g} s", LIMIT_S
         return done.returncode, done.stdout + done.stderr, time.monotonic() - began
 
-    def recorders(self) -> Iterator[tuple[str, bool]]:
+    def both(self, path: Path, pattern: str, ranks: int = 2) -> list[tuple[list[str], str, float]]:
+        """What a script prints of a pattern without and with the doctor; all it prints; seconds."""
+        options = ("--standalone", f"--nproc-per-node={ranks}", str(path))
+        out = self.folder / f"{path.stem}-{ranks}"
+        told = []
+        for words in (("torch.distributed.run",), ("ddpdoctor", "run", "--out", str(out))):
+            _, said, took = self.run(*words, *options)
+            told.append((list(dict.fromkeys(re.findall(pattern, said))), said, took))
+        (self.folder / f"{path.stem}-{ranks}.txt").write_text(told[1][1])
+        return told
+
+    def alike(self, path: Path, ranks: int = 2) -> tuple[str, bool]:
+        """Whether the weights of a script are the same with the doctor."""
+        (plain, said, _), (ours, told, _) = self.both(path, r"weights (.+)", ranks)
+        alarms = re.findall(r"DDP\d{3} (?:error|warning).*", told)
+        alarms = [a for a in alarms if not (self.shared and a.startswith(SHARED))]
+        well = bool(plain) and plain == ours and not alarms
+        return (
+            f"{path.stem}, {ranks} ranks: {plain or said[-300:]} {ours or told[-300:]} {alarms}",
+            well,
+        )
+
+    def recorders(self) -> Lines:
         """Which of torch's flight recorders has entries."""
         path = self.script("recorders.py", RECORDERS)
         status, said, _ = self.run(
-            "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", str(path)
+            "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)
         )
         for line in dict.fromkeys(re.findall(r"_dump_\w+ \w+ \d+", said)):
             yield line, status == 0
         if status:
-            yield said[-300:], False
+            yield said[-600:], False
 
-    def samples(self) -> Iterator[tuple[str, bool]]:
+    def samples(self) -> Lines:
         """Samples on the device: the verdict, and whether the doctor waits for it."""
         if self.device == "cuda":
-            yield (
-                "tests of tests/memory/test_on_gpu.py",
-                not self.run(
-                    "pytest", "-q", "-m", "gpu", str(ROOT / "tests/memory/test_on_gpu.py")
-                )[0],
-            )
+            status, said, _ = self.run("pytest", "-q", str(ROOT / "tests/memory/test_on_gpu.py"))
+            yield f"tests/memory/test_on_gpu.py: {said[-200:]}", not status
         watch = ("--watch-syncs",) if self.device == "cuda" else ()
-        for sample in device_samples()[::ONE_IN]:
-            yield self.verdict(sample.name, on_device(sample, self.device, *watch))
+        tried = device_samples()[:: self.every]
+        yield from self.judged({s.name: on_device(s, self.device, *watch) for s in tried})
+
+    def judged(self, samples: dict[str, Sample]) -> Lines:
+        """Whether samples are judged as they say."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            yield from pool.map(self.verdict, samples, samples.values())
 
     def verdict(self, what: str, sample: Sample) -> tuple[str, bool]:
         """Whether a sample is judged as it says."""
         try:
-            report = self.examine(sample)
+            report, printed = self.examine(what, sample)
         except AssertionError as error:
             return f"{what}: {str(error)[-300:]}", False
+        if not report.ranks:
+            return f"{what}: no rank was observed", False
         lacking = lacking_on_device(sample, report)
+        excused = [d for d in sampling.differences(sample, report) if d not in lacking]
+        what = f"{what} (excused: {len(excused)})" if excused else what
+        if self.shared:
+            lacking = [
+                w for w in lacking if not w.startswith(tuple(f"not expected: {c}" for c in SHARED))
+            ]
+        lacking += sorted(set(re.findall("the doctor waits for the device.*", printed)))
+        lacking += [f"DDP001 {f.summary}" for f in report.findings if f.code == "DDP001"]
         return f"{what} {'; '.join(lacking)}".strip(), not lacking
 
-    def examine(self, sample: Sample) -> Report:
-        out = Path(tempfile.mkdtemp(dir=self.folder))
-        return launched(sample, out, limit_s=LIMIT_S)[1]
+    def examine(self, what: str, sample: Sample) -> tuple[Report, str]:
+        out = Path(tempfile.mkdtemp(dir=self.folder, prefix=what.replace("/", ".") + "-"))
+        words = command(sample, out / "run")
+        if not any(w.startswith(("--nnodes", "--rdzv", "--standalone", "--master")) for w in words):
+            words.insert(words.index("run") + 1, "--standalone")  # so that no two want one port
+        _, printed = sampling.run(words, cwd=out, limit_s=LIMIT_S)
+        (out / "printed.txt").write_text(printed)
+        findings = out / "run" / "findings.json"
+        assert findings.exists(), f"no findings.json: {printed}"
+        return msgspec.json.decode(findings.read_bytes(), type=Report), printed
 
-    def capture(self) -> Iterator[tuple[str, bool]]:
+    def nccl(self) -> Lines:
+        """Samples whose two ranks speak NCCL, also on one GPU."""
+        tried = [s for s in device_samples() if not s.name.startswith("hang/")][7 :: self.every]
+        yield from self.judged({s.name: on_device(s, self.device, *self.share) for s in tried})
+
+    def capture(self) -> Lines:
         """A whole iteration of DDP as a CUDA graph, without and with the doctor."""
-        path = self.script("capture.py", CAPTURE)
-        options = ("--standalone", f"--nproc-per-node={self.ranks}", str(path))
-        plain = self.run("torch.distributed.run", *options)
-        ours = self.run("ddpdoctor", "run", *options)
-        found = [re.findall(r"weights (\S+)", said) for _, said, _ in (plain, ours)]
-        yield f"without the doctor: {found[0] or plain[1][-200:]}", bool(found[0])
-        yield f"with it: {found[1] or ours[1][-200:]}", bool(found[1]) and found[0] == found[1]
+        yield self.alike(self.script("capture.py", CAPTURE), 1)
+        yield self.alike(self.script("capture.py", CAPTURE))
+        for how in ("callables", "compiled"):
+            yield self.alike(self.script(f"{how}.py", f"HOW = {how!r}\n{GRAPHED}"))
 
-    def hangs(self) -> Iterator[tuple[str, bool]]:
+    def no_harm(self) -> Lines:
+        """Mixed precision, workers, pinned memory, SyncBatchNorm: the same numbers."""
+        yield self.alike(self.script("alike.py", ALIKE))
+
+    def launches(self) -> Lines:
+        """Kernels, copies, microseconds of the device and milliseconds per step."""
+        path = self.script("launches.py", LAUNCHES)
+        (plain, _, _), (ours, told, _) = self.both(path, r"launches (.+)", 1)
+        yield f"{plain}", bool(plain)
+        yield f"with it: {ours or told[-300:]}", bool(ours)
+
+    def hangs(self) -> Lines:
         """Hangs on NCCL, before its watchdog ends them and after."""
-        if self.gpus < 2 and self.device != "cpu":
-            return
-        for sample in (s for s in collect() if s.name in HANGS):
-            early = replace(sample, command=(*PAIR, "--hang-after", "5", "--on-hang", "stop"))
-            yield self.verdict(f"{sample.name}, stopped", on_device(early, self.device))
-            if self.device != "cpu":
+        tried = {}
+        for sample in (s for s in device_samples() if s.name.startswith("hang/")):
+            stopped = sample.command if sample.clean else sampling.stopping(sample.command)
+            early = replace(sample, command=stopped)
+            factories = ("--factories",) * ("DataLoader" not in sample.path.read_text())
+            options = (*self.share, *factories)
+            tried[f"{sample.name}, stopped"] = on_device(early, self.device, *options)
+            if self.device != "cpu" and sample.name in HANGS:
                 late = replace(sample, command=(*PAIR, "--on-hang", "report"))
-                late = on_device(late, self.device, "--timeout-s", str(TIMEOUT_S))
-                yield self.verdict(f"{sample.name}, ended by the watchdog", late)
+                late = on_device(late, self.device, *options, "--timeout-s", str(TIMEOUT_S))
+                tried[f"{sample.name}, ended by the watchdog"] = late
+        yield from self.judged(tried)
 
-    def outstanding(self) -> Iterator[tuple[str, bool]]:
+    def scenes(self) -> Lines:
+        """Hangs of tensors on the device: early, and after NCCL's watchdog."""
+        tried = [(s, early) for s in SCENES for early in (True, False)]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            yield from pool.map(self.scene, *zip(*tried, strict=True))
+
+    def scene(self, name: str, early: bool) -> tuple[str, bool]:
+        when = "early" if early else "late"
+        path = self.script(f"{name}_{when}.py", f"SCENE = {name!r}\n{SCENE}")
+        options = ("--hang-after", "5", "--on-hang", "stop") if early else ("--on-hang", "report")
+        out = self.folder / path.stem
+        words = "ddpdoctor", "run", "--out", str(out), *options, "--standalone", *PAIR, str(path)
+        _, said, took = self.run(*words)
+        (self.folder / f"{path.stem}.txt").write_text(said)
+        found = re.findall(r"(?:error|warning)\[(?!DDP203)(DDP\d+)\] (.*)", said)
+        code, line = SCENES[name]
+        well = [c for c, _ in found] == [code] and line in said
+        return f"{name}, {when}, {took:.0f} s: {found}", well
+
+    def outstanding(self) -> Lines:
         """An exception while a collective is outstanding: the rank is to end as fast as without."""
-        if self.gpus < 2:
-            return
         path = self.script("outstanding.py", OUTSTANDING)
-        options = ("--standalone", "--nproc-per-node=2", str(path))
-        plain = self.run("torch.distributed.run", *options)[2]
-        _, _, took = self.run("ddpdoctor", "run", *options)
+        (_, _, plain), (_, _, took) = self.both(path, "ValueError")
         yield f"without the doctor {plain:.0f} s, with it {took:.0f} s", took < plain + 5
 
-    def overhead(self) -> Iterator[tuple[str, bool]]:
+    def overhead(self) -> Lines:
         """What the doctor costs, by its own account and as estimated for the device."""
         (sample,) = (s for s in collect() if s.name == "model/unused_parameter_clean")
-        cost = self.examine(on_device(sample, self.device)).overhead
+        cost = self.examine("overhead", on_device(sample, self.device))[0].overhead
         yield f"{cost.measured_percent} % of the run, {cost.device_s} s of the device", True
 
 
-TRIALS: dict[str, Callable[[Trial], Iterator[tuple[str, bool]]]] = {
-    name: getattr(Trial, name)
-    for name in ("recorders", "samples", "capture", "hangs", "outstanding", "overhead")
-}
+TRIALS = (
+    "recorders", "capture", "no_harm", "launches", "outstanding", "scenes", "hangs", "samples",
+    "nccl", "overhead",
+)  # fmt: skip
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--only", default=",".join(TRIALS))
     options.add_argument("--device", default="cuda")
+    options.add_argument("--jobs", type=int, default=4, help="so many samples at a time")
+    options.add_argument("--every", type=int, default=24, help="one in so many of the samples")
+    options.add_argument("--keep", type=Path, help="a folder for what the runs leave")
     asked = options.parse_args()
     gpus = visible_gpus()
     if not gpus and asked.device == "cuda":
@@ -208,9 +438,11 @@ def main() -> int:
         return 0
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(asked.device, gpus, Path(folder))
+        kept = asked.keep or Path(folder)
+        kept.mkdir(parents=True, exist_ok=True)
+        trial = Trial(asked.device, gpus, kept.resolve(), jobs=asked.jobs, every=asked.every)
         for name in asked.only.split(","):
-            for what, well in TRIALS[name](trial):
+            for what, well in getattr(trial, name)():
                 failed += not well
                 print(f"{'ok    ' if well else 'FAILED'} {name}: {what}", flush=True)
     print(f"{gpus} GPUs; {failed} failed")

@@ -97,6 +97,8 @@ class Stall(Check):
         "group-formed-again": "the group was formed again over the store of an earlier one",
         "missing-record": "the calls of some members of the group are not on record",
         "same-collective": "all ranks are in the same collective",
+        "first-collective": "all ranks are in a group's first collective, which connects devices",
+        "importing": "a rank is importing modules, and the others wait for it",
         "skipped-collective": "a rank went on to a message without the collective of the others",
         "unwaited-send": "ranks wait for messages that others sent and did not wait for",
         "different-on-device": "the ranks' devices are in different collectives, below equal calls",

@@ -44,7 +44,7 @@ class SharedDevice(Check):
     family = "memory"
     severity = Severity.ERROR
     rules: ClassVar[Mapping[str, str]] = {
-        "fewer-gpus-than-ranks": "the node has fewer GPUs than ranks, and NCCL is not used",
+        "fewer-gpus-than-ranks": "the node has fewer GPUs than ranks",
         "device-not-by-local-rank": "the GPU of a rank does not depend on LOCAL_RANK",
     }
     requires = (no_gpu,)
@@ -61,9 +61,9 @@ class SharedDevice(Check):
         on_node = [r for r in run.ranks.values() if r.node == rank.node]
         monitor = monitor_of(run, rank)
         few = monitor is not None and 0 < len(monitor.gpus) < len(on_node)
-        meant = few and run.backend != "nccl"
+        meant = few and "nccl" not in run.backend
         yield self.finding(
-            rule="fewer-gpus-than-ranks" if meant else "device-not-by-local-rank",
+            rule="fewer-gpus-than-ranks" if few else "device-not-by-local-rank",
             severity=Severity.NOTE if meant else Severity.ERROR,
             ranks=tuple(ranks),
             subjects=tuple(dict.fromkeys(u[0][1].name for u in crowded)),
@@ -75,10 +75,12 @@ class SharedDevice(Check):
             ),
             cause=(
                 f"the node has {counted(len(monitor.gpus), 'GPU')} for {len(on_node)} ranks"
-                if meant and monitor
+                if few and monitor
                 else "the device of a rank does not depend on LOCAL_RANK"
             ),
-            fix=(
+            fix=f"start one rank per GPU: `--nproc-per-node {len(monitor.gpus)}`"
+            if few and monitor
+            else (
                 'call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before any other use '
                 "of CUDA, then `model.cuda()`"
             ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from .base import Event, Part
 
 
@@ -96,6 +98,12 @@ class RankStood(Event, frozen=True, tag="rank-stood"):
     def user_frame(self) -> StackFrame | None:
         """The innermost frame of the user, None if there is none."""
         return next((f for f in self.frames if f.user), None)
+
+    @property
+    def importing(self) -> bool:
+        """Whether the user's innermost line, or torch below it, is importing a module."""
+        inside = takewhile(lambda f: not f.user, self.frames)
+        return any(f.file.startswith("<frozen importlib") for f in inside)
 
     @property
     def outermost_of_user(self) -> StackFrame | None:

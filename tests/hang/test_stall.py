@@ -285,13 +285,36 @@ def test_all_in_the_backward_of_a_model_with_a_hook(tmp_path: Path) -> None:
 def test_the_network_is_spoken_of_where_there_is_one(
     tmp_path: Path, backend: str, hosts: tuple[str, str], network: bool
 ) -> None:
-    made = {r: CallLog(r, 2).call("barrier", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
+    made = {r: CallLog(r, 2).call(line=8) for r in (0, 1)}
     for tape in made.values():
+        tape.call("barrier", 9, state=State.BEGUN, at=START + 5)
         tape.events[0] = msgspec.structs.replace(tape.events[0], backend=backend)
     more = {r: [started(r, 2, node=host)] for r, host in enumerate(hosts)}
     nodes = {0: [stall(START + 20, START + 5)]}
     (finding,) = found(run_of(tmp_path, made, more=more, nodes=nodes))
     assert finding.rule == "same-collective"
+
+
+@pytest.mark.parametrize(
+    ("backend", "rule"), [("gloo", "same-collective"), ("nccl", "first-collective")]
+)
+def test_the_first_collective_connects_the_devices(tmp_path: Path, backend: str, rule: str) -> None:
+    made = {r: CallLog(r, 2).call("DDP()", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
+    for tape in made.values():
+        tape.events[0] = msgspec.structs.replace(tape.events[0], backend=backend)
+    (finding,) = found(run_of(tmp_path, made, nodes={0: [stall(START + 20, START + 5)]}))
+    assert finding.rule == rule
+
+
+def test_a_rank_that_imports_is_not_in_the_collective(tmp_path: Path) -> None:
+    made = {r: CallLog(r, 2).call("DDP()", 9, state=State.BEGUN, at=START + 5) for r in (0, 1)}
+    where = stood(0, 9, "model = DDP(net)")
+    reading = StackFrame(file="<frozen importlib._bootstrap_external>", line=147, function="_stat")
+    first = msgspec.structs.replace(where, frames=(reading, *where.frames))
+    seen = [first, stood(1, 9, "model = DDP(net)"), stall(START + 50, START + 5)]
+    (finding,) = found(run_of(tmp_path, made, nodes={0: seen}))
+    assert (finding.rule, finding.ranks) == ("importing", (0,))
+    assert "rank 0 is still importing modules" in finding.cause
 
 
 def formed(at: float, rendezvous: str) -> InitEntered:

@@ -69,3 +69,15 @@ def test_parts_of_one_gpu(uuids: tuple[str, str]) -> None:
     ranks = [[uses(0, uuid)] for uuid in uuids]
     assert not list(SharedDevice().examine(gpu_run(ranks, divided=("GPU-aaaa",))))
     assert not list(StrayCudaContext().examine(gpu_run(ranks, divided=("GPU-aaaa",))))
+
+
+@pytest.mark.parametrize(
+    ("backend", "severity"),
+    [("nccl", Severity.ERROR), ("cpu:gloo,cuda:nccl", Severity.ERROR), ("gloo", Severity.NOTE)],
+)
+def test_no_rank_is_sent_to_a_gpu_that_is_not_there(backend: str, severity: Severity) -> None:
+    run = gpu_run([[uses(0, "aaaa"), group(backend)], [uses(0, "aaaa"), group(backend)]], gpus=1)
+    (finding,) = SharedDevice().examine(run)
+    assert finding.severity is severity
+    assert finding.cause == "the node has 1 GPU for 2 ranks"
+    assert finding.fix == "start one rank per GPU: `--nproc-per-node 1`"

@@ -153,7 +153,7 @@ class Arguments(CallExplanation):
             else f"different {names} on {WHO}",
             summary=f"{op} is called with different {names}: {calls}",
             cause=f"{_OTHER_NAMES if mixed else 'the ranks'} pass different {names} to the same "
-            f"{op} (call {divergence.index} of {divergence.key}); gloo does not check this",
+            f"{op} (call {divergence.index} of {divergence.key}); the backend does not check this",
             fix=SAME_ORDER if mixed else "; ".join(self._fixes[name] for name in differs),
             subjects=(op,),
         )

@@ -48,7 +48,7 @@ class RankSnapshot:
         gone: its process had ended or was exiting, or it had destroyed its groups.
         call, key: the call it was in and the group of that; made: the call with its lines.
         computes: the forward or backward of a wrapped model that it was in without any
-            communication in flight.
+            communication in flight, or the call in which it was still importing modules.
         on_device: the call was issued, and it is its device that waits.
         over: gone, and its end can change nothing any more (see `is_over`).
         still_s: for how many seconds it had made no progress.
@@ -315,7 +315,9 @@ def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
         call = opened[-1] if opened else None
     key = known.key(rank, call.group) if call else None
     computes = None
-    if call is not None and key is not None and _only_computes(known, rank, key, call):
+    stood = _stood(run, rank)
+    importing = run.stall is not None and stood is not None and stood.importing
+    if call and key and (importing or _only_computes(known, rank, key, call)):
         computes, call, key = call, None, None
     on_device = False
     stands_still = run.stall is not None or rank.flight_dump()
@@ -329,7 +331,6 @@ def _stand(run: Run, known: CallLogs, rank: Rank, wall: float) -> RankSnapshot:
     elif call is not None:
         made = known.point_to_point(rank, call)
     left = _left(rank, at)
-    stood = _stood(run, rank)
     then = stood if run.stall and stood and stood.phase >= 0 else None
     return RankSnapshot(
         rank=rank,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...events.operations import operation
-from ...run import Location
+from ...run import Location, ranks_text
 from . import shared_groups, stale_store
 from .device_waits import Mismatch, mismatch
 from .shared_groups import shared_group
@@ -48,6 +48,31 @@ def reason_for(
                 shared_groups.FIX,
                 proven=shared.mixed,
             )
+        if least.key and least.key.on_device and least.call and not least.call.index:
+            return Reason(
+                "first-collective",
+                None,
+                "",
+                f"all ranks are in the same collective, the first one of {least.key}, which "
+                "connects their devices: that takes long, or the network or the devices do not "
+                "deliver",
+                "give it more time with `--hang-after 60`; if it does not end, run with "
+                "`NCCL_DEBUG=INFO` and see which connection is missing; on one machine try "
+                "`NCCL_P2P_DISABLE=1`, between machines set `NCCL_SOCKET_IFNAME`",
+            )
+    importing = [s for s in stands if s.computes and s.stood and s.stood.importing]
+    if importing and len(importing) < len(stands):
+        first = importing[0]
+        return Reason(
+            "importing",
+            first.location,
+            f"rank {first.rank.rank} is importing modules here",
+            f"{ranks_text([s.rank.rank for s in importing])} "
+            f"{'is' if len(importing) == 1 else 'are'} still importing modules, which takes long "
+            "where the file system is slow or cold",
+            "wait, or install the packages on a local disk of each machine",
+            tuple(s.rank.rank for s in importing),
+        )
     if rule == "own-code" and (found := mismatch(now.known)):
         return _different_on_device(found)
     if rule == "waiting-messages":

@@ -39,8 +39,8 @@ OPERATIONS = {
     "reduce_scatter_tensor": "reduce_scatter_tensor",
     "all_to_all_single": "all_to_all_single",
 }
-"""The functions that issue a collective (two have another name in older versions of torch), and the
-names of what they issue in records."""
+"""The functions that issue a collective, and the names of what they issue in records. In older
+versions of torch two have another name, and so has what tells their group."""
 
 
 class _StandIn(ModuleType):
@@ -80,13 +80,14 @@ class FunctionalCollectives(Watcher):
     def _watch(self, module: Any) -> None:
         self.tracing = getattr(module, "_are_we_tracing", self.tracing)
         stand_in = _StandIn(module)
+        resolve = getattr(module, "_resolve_group", None) or module._resolve_group_name
         for name, op in OPERATIONS.items():
             function = getattr(module, name, None)
             if function is None:
                 continue
             setattr(stand_in, name, function)
             places = {n: i for i, n in enumerate(inspect.signature(function).parameters)}
-            begins = partial(self._called, op, places, module._resolve_group)
+            begins = partial(self._called, op, places, resolve)
             self.around(stand_in, name, before=begins, after=self._returned)
         for path, user in list(sys.modules.items()):
             if path.startswith(f"{DTENSORS}.") and isinstance(user, ModuleType):
