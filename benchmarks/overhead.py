@@ -80,7 +80,9 @@ def run(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     out.unlink(missing_ok=True)
     # torch aborts now and then when an interpreter ends; the figures are written by then.
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=folder
+    )
     if not out.exists():
         raise SystemExit(f"the loop {loop} left no figures:\n{done.stderr}")
     return out

@@ -45,7 +45,8 @@ class OnDevice(TorchFunctionMode):
         if name in ASKED:
             return function(*args, **kwargs)
         if function in FACTORIES and sys._getframe(1).f_code.co_filename == self.made_in:
-            kwargs.setdefault("device", self.device)
+            if not {"device", "generator"} & set(kwargs):
+                kwargs["device"] = self.device
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if len({t.device for t in tensors}) > 1 and name not in ("copy_", "__set__", "set_"):
             in_place = name.endswith("_") and not name.endswith("__")

@@ -28,6 +28,7 @@ from ddpdoctor.report.findings import Report
 
 LIMIT_S = 180.0
 TIMEOUT_S = 30
+HANG_AFTER_S = "12"
 PAIR = "--nproc-per-node", "2"
 HANGS = "hang/rank_missing", "hang/rank_exited_early", "hang/collective_mismatch"
 SHARED = "DDP203", "DDP204", "DDP705"
@@ -246,14 +247,29 @@ time.sleep(8)
 Lines = Iterator[tuple[str, bool]]
 
 
+def stopped(sample: Sample) -> tuple[str, ...]:
+    """The command of a sample that is stopped where it hangs; NCCL takes seconds to begin."""
+    return tuple(sampling.stopping(("--hang-after", HANG_AFTER_S, *_without_limit(sample.command))))
+
+
+def _without_limit(words: tuple[str, ...]) -> tuple[str, ...]:
+    at = words.index("--hang-after") if "--hang-after" in words else len(words)
+    return (*words[:at], *words[at + 2 :])
+
+
 class Trial:
     """One thing to try; what it yields are lines of the table: what, and whether it went well."""
 
-    def __init__(self, device: str, gpus: int, folder: Path, *, jobs: int, every: int) -> None:
+    def __init__(
+        self, device: str, gpus: int, folder: Path, *, jobs: int, every: int, match: str = ""
+    ) -> None:
         self.device, self.gpus, self.folder = device, gpus, folder
-        self.jobs, self.every = jobs, every
+        self.jobs, self.every, self.match = jobs, every, re.compile(match)
         self.shared = device != "cpu" and gpus < 2
         self.share = ("--share",) if self.shared else ()
+
+    def device_samples(self) -> list[Sample]:
+        return [s for s in device_samples() if self.match.search(s.name)]
 
     def script(self, name: str, text: str) -> Path:
         path = self.folder / name
@@ -310,7 +326,7 @@ class Trial:
             status, said, _ = self.run("pytest", "-q", str(ROOT / "tests/memory/test_on_gpu.py"))
             yield f"tests/memory/test_on_gpu.py: {said[-200:]}", not status
         watch = ("--watch-syncs",) if self.device == "cuda" else ()
-        tried = device_samples()[:: self.every]
+        tried = self.device_samples()[:: self.every]
         yield from self.judged({s.name: on_device(s, self.device, *watch) for s in tried})
 
     def judged(self, samples: dict[str, Sample]) -> Lines:
@@ -350,7 +366,8 @@ class Trial:
 
     def nccl(self) -> Lines:
         """Samples whose two ranks speak NCCL, also on one GPU."""
-        tried = [s for s in device_samples() if not s.name.startswith("hang/")][7 :: self.every]
+        others = [s for s in self.device_samples() if not s.name.startswith("hang/")]
+        tried = others[7 % len(others) :: self.every]
         yield from self.judged({s.name: on_device(s, self.device, *self.share) for s in tried})
 
     def capture(self) -> Lines:
@@ -374,9 +391,8 @@ class Trial:
     def hangs(self) -> Lines:
         """Hangs on NCCL, before its watchdog ends them and after."""
         tried = {}
-        for sample in (s for s in device_samples() if s.name.startswith("hang/")):
-            stopped = sample.command if sample.clean else sampling.stopping(sample.command)
-            early = replace(sample, command=stopped)
+        for sample in (s for s in self.device_samples() if s.name.startswith("hang/")):
+            early = sample if sample.clean else replace(sample, command=stopped(sample))
             factories = ("--factories",) * ("DataLoader" not in sample.path.read_text())
             options = (*self.share, *factories)
             tried[f"{sample.name}, stopped"] = on_device(early, self.device, *options)
@@ -388,14 +404,16 @@ class Trial:
 
     def scenes(self) -> Lines:
         """Hangs of tensors on the device: early, and after NCCL's watchdog."""
-        tried = [(s, early) for s in SCENES for early in (True, False)]
+        tried = [(s, e) for s in SCENES for e in (True, False) if self.match.search(f"{s} {e}")]
         with ThreadPoolExecutor(self.jobs) as pool:
             yield from pool.map(self.scene, *zip(*tried, strict=True))
 
     def scene(self, name: str, early: bool) -> tuple[str, bool]:
         when = "early" if early else "late"
         path = self.script(f"{name}_{when}.py", f"SCENE = {name!r}\n{SCENE}")
-        options = ("--hang-after", "5", "--on-hang", "stop") if early else ("--on-hang", "report")
+        options: tuple[str, ...] = ("--on-hang", "report")
+        if early:
+            options = ("--hang-after", HANG_AFTER_S, "--on-hang", "stop")
         out = self.folder / path.stem
         words = "ddpdoctor", "run", "--out", str(out), *options, "--standalone", *PAIR, str(path)
         _, said, took = self.run(*words)
@@ -430,6 +448,7 @@ def main() -> int:
     options.add_argument("--device", default="cuda")
     options.add_argument("--jobs", type=int, default=4, help="so many samples at a time")
     options.add_argument("--every", type=int, default=24, help="one in so many of the samples")
+    options.add_argument("--match", default="", help="a regular expression for names of samples")
     options.add_argument("--keep", type=Path, help="a folder for what the runs leave")
     asked = options.parse_args()
     gpus = visible_gpus()
@@ -440,7 +459,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         kept = asked.keep or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)
-        trial = Trial(asked.device, gpus, kept.resolve(), jobs=asked.jobs, every=asked.every)
+        trial = Trial(
+            asked.device,
+            gpus,
+            kept.resolve(),
+            jobs=asked.jobs,
+            every=asked.every,
+            match=asked.match,
+        )
         for name in asked.only.split(","):
             for what, well in getattr(trial, name)():
                 failed += not well
