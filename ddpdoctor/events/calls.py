@@ -82,8 +82,9 @@ class Way(Part, frozen=True):
     Attributes:
         line, text: of the handler, or of the statement around the jump.
         first, last: the range of lines that it may skip.
-        set_line, set_by: of the statement in the loop under which the flag is set that the jump
-            asks for; 0 where it asks for no flag.
+        set_line, set_by: of the statement under which the flag is set that the jump asks for; 0
+            where it asks for no flag.
+        set_in: the function of that statement, where it is another one.
     """
 
     line: int
@@ -92,6 +93,7 @@ class Way(Part, frozen=True):
     last: int
     set_line: int = 0
     set_by: str = ""
+    set_in: str = ""
 
 
 class Statement(Part, frozen=True):

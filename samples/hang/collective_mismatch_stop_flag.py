@@ -1,7 +1,7 @@
 """A stop command reaches rank 0 alone; the barrier after each batch does not hand the flag on.
 
 run: --nproc-per-node 2
-finds: DDP601 error at `if self.should_stop:`
+finds: DDP601 error at `if self.rank == 0 and number == 12:`
 """
 
 import torch

@@ -209,6 +209,42 @@ def test_the_statement_that_sets_the_flag_of_a_jump_decides(tmp_path: Path) -> N
     ]
 
 
+STOPPING = """
+class Trainer:
+    def __init__(self):
+        self.should_stop = False
+    def after(self, number):
+        if rank == 0 and number == 12:
+            self.should_stop = True
+        self.slow = number > 3
+    def request(self):
+        self.asked = True
+    def fit(self):
+        for x in batches:
+            reduce(x)
+            if self.should_stop:
+                break
+            if self.slow:
+                break
+            if self.asked:
+                break
+            if not self.should_stop:
+                break
+"""
+
+
+def test_a_flag_that_another_function_sets(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(STOPPING)
+    (loop,) = (s for s in statements.enclosing(str(path), 13) if s.is_loop)
+    assert [(w.line, w.set_line, w.set_by, w.set_in) for w in loop.exits] == [
+        (14, 6, "if rank == 0 and number == 12:", "after"),
+        (16, 8, "self.slow = number > 3", "after"),
+        (18, 0, "", ""),
+        (20, 0, "", ""),
+    ]
+
+
 def test_the_statements_that_leave_before_a_line(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

@@ -219,7 +219,7 @@ def _is_endless(loop: Location, ways: Iterable[tuple[Way, Location]]) -> bool:
 def _decides(way: Way, loop: Location) -> Location:
     """The statement that decides about a jump in a loop."""
     line, text = (way.set_line, way.set_by) if way.set_line else (way.line, way.text)
-    return Location(loop.file, line, loop.function, text)
+    return Location(loop.file, line, way.set_in or loop.function, text)
 
 
 def may_end(stay: CallRecord, loop: Location) -> Location | None:

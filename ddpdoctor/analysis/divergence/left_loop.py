@@ -128,6 +128,8 @@ class LeftLoop:
             )
         if self.how is LoopExitKind.FEWER:
             return f"{who} had fewer iterations of this loop"
+        if self.place.function != self.loop.function:
+            return f"{who} left the loop because of what is decided here"
         return f"{who} left {'this loop' if self.place == self.loop else 'the loop here'}"
 
     @property

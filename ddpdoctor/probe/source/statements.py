@@ -28,6 +28,10 @@ _ROUNDS = ("for", "while")
 _BRANCHES = ("if", "elif", "else", "after", "except", "case")
 
 
+_Setting = tuple[str, int, bool, ast.expr]
+"""A function, and in it an assignment (see `_assignments`)."""
+
+
 class Arm(NamedTuple):
     """One block of a compound statement: the body of an `if`, its `else`, a handler.
 
@@ -253,8 +257,9 @@ def _jumps(source: Source, node: ast.stmt) -> tuple[list[Way], list[Way]]:
 
 
 def _decided(source: Source, way: Way, test: ast.expr | None, loop: Arm, ends: bool) -> list[Way]:
-    """A jump under a flag, once for each statement in the loop that sets the flag, which decides;
-    empty where the condition is no flag that the loop sets to true or false.
+    """A jump under a flag, once for each statement that sets the flag, which decides: in the loop,
+    or else, for an attribute, in any function of the file. Empty where the condition is no flag
+    that they set to true or false.
 
     Args:
         ends: the value of the condition with which the loop ends.
@@ -262,29 +267,48 @@ def _decided(source: Source, way: Way, test: ast.expr | None, loop: Arm, ends: b
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, ends = test.operand, not ends
     flag = dotted(test) if test is not None else ""
-    values = list(_set_in(source, loop, flag)) if flag else []
-    if not all(isinstance(v, (ast.Compare, ast.BoolOp)) or _is_bool(v) for _, _, v in values):
+    values = [("", *found) for found in _set_in(source, loop, flag)] if flag else []
+    if not values and "." in flag:
+        values = source.once(_attributes_set, source.tree).get(flag.rpartition(".")[2], [])
+    if not all(isinstance(v, (ast.Compare, ast.BoolOp)) or _is_bool(v) for *_, v in values):
         return []
     return [
-        structs.replace(way, set_line=line, set_by=_head(source, line))
-        for line, branched, value in values
+        structs.replace(way, set_line=line, set_by=_head(source, line), set_in=function)
+        for function, line, branched, value in values
         if not isinstance(value, ast.Constant) or (branched and value.value is ends)
     ]
 
 
-def _set_in(
-    source: Source, block: Arm, flag: str, branch: int = 0
-) -> Iterator[tuple[int, bool, ast.expr]]:
-    """The assignments to a name in a block: the line of the innermost branch around each, or its
-    own, whether it is in a branch, and the value."""
+def _attributes_set(source: Source, tree: ast.AST) -> dict[str, list[_Setting]]:
+    """By its name, where the functions of a file set an attribute, of whatever object; but for
+    constructors, which set what is true at first."""
+    found: dict[str, list[_Setting]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "__init__":
+            for line, branched, value, name in _assignments(source, Arm("", 0, node.body)):
+                owner, _, attribute = name.rpartition(".")
+                if owner:
+                    found.setdefault(attribute, []).append((node.name, line, branched, value))
+    return found
+
+
+def _set_in(source: Source, block: Arm, flag: str) -> Iterator[tuple[int, bool, ast.expr]]:
+    """The assignments to a name in a block, without the name."""
+    return (each[:3] for each in _assignments(source, block) if each[3] == flag)
+
+
+def _assignments(
+    source: Source, block: Arm, branch: int = 0
+) -> Iterator[tuple[int, bool, ast.expr, str]]:
+    """The assignments in a block: the line of the innermost branch around each, or its own, whether
+    it is in a branch, the value, and the name."""
     for node in block.body:
-        targets = node.targets if isinstance(node, ast.Assign) else ()
-        if isinstance(node, ast.Assign) and flag in map(dotted, targets):
+        if isinstance(node, ast.Assign):
             constant = isinstance(node.value, ast.Constant)
-            yield (branch if constant and branch else node.lineno), branch > 0, node.value
+            line = branch if constant and branch else node.lineno
+            yield from ((line, branch > 0, node.value, dotted(t)) for t in node.targets)
         for arm in () if isinstance(node, Defined) else _arms(source, node):
-            inner = arm.line if arm.kind in _BRANCHES else branch
-            yield from _set_in(source, arm, flag, inner)
+            yield from _assignments(source, arm, arm.line if arm.kind in _BRANCHES else branch)
 
 
 def _is_bool(value: ast.expr) -> bool:
