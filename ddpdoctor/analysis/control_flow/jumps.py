@@ -179,6 +179,8 @@ def exits(
         for way in each.exits
     }
     begin, end = line_in(leaver, last, key), line_in(stay.rank, stay.site, key)
+    if begin is None and last is not None and depth_in(stay, loop) is not None:
+        begin = loop.line  # it left in the first round, before any call
     if begin is not None and end is not None:
         same_round = begin < end
         ended = {
@@ -269,6 +271,33 @@ def has_left(made: CallRecord, still: CallRecord, loop: Key) -> bool:
     return any(
         site.at <= until and in_same_run(rank, site, still, loop) for site in rank.of(CallSite)
     )
+
+
+def left_at_once(made: CallRecord, still: CallRecord, loop: Key) -> bool:
+    """Whether a rank that made no call in this run of a loop has left it in its first round.
+
+    A statement that ends the loop comes before the call of the other rank, and its own call is
+    behind the loop: not in a later round of a loop there, which it may do once more than others.
+    """
+    line = line_in(still.rank, still.site, loop)
+    around_still = {key for key, _, _, _ in loops_around(still.rank, still.site)}
+    ends = [
+        way.last
+        for key, _, _, each in loops_around(still.rank, still.site)
+        if key == loop
+        for way in each.exits
+        if line is not None and way.line < line
+    ]
+    spots = [made.rank.location(p.site) for p in places(made)]
+    behind = any(
+        spot is not None and (spot.file, spot.function) == (loop[0], loop[2]) and spot.line > end
+        for spot in spots
+        for end in ends
+    )
+    own = [
+        head for key, head, _, _ in loops_around(made.rank, made.site) if key not in around_still
+    ]
+    return behind and all(whole(made, head) for head in own)
 
 
 def _elsewhere(made: CallRecord, still: CallRecord, depth: int) -> bool:

@@ -21,6 +21,7 @@ from ..control_flow.jumps import (
     exits,
     has_left,
     in_same_run,
+    left_at_once,
     loops_around,
     same_function,
     same_rounds,
@@ -72,8 +73,10 @@ def left_loop(suspect: Suspect) -> LeftLoop | None:
         in_another = any(not set(others) & set(stay) for others in inside.values())
         if not rest or (in_another and whole(staying[0], heads[key])):
             continue  # ranks in the other loop have this one before them, or have finished it
-        may_be = divergence.may_be_left(staying[0], key) or _began(
-            divergence, rest, stay, heads[key]
+        may_be = (
+            divergence.may_be_left(staying[0], key)
+            or _began(divergence, rest, stay, heads[key])
+            or all(left_at_once(divergence.calls[r], staying[0], key) for r in rest)
         )
         if may_be and all(has_left(divergence.calls[r], staying[0], key) for r in rest):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))

@@ -1,11 +1,32 @@
-"""The constant that a node of the autograd graph multiplies or divides by, such as the world size
-that a loss was divided by."""
+"""The autograd graph: the leaves that it reaches, and the constant that one of its nodes multiplies
+or divides by, such as the world size that a loss was divided by."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..recording.torch_compat import saved
+
+
+def leaves_of(roots: Iterable[Any], most: int) -> dict[int, Any] | None:
+    """The leaves that a backward from these tensors reaches, by `id`; None where that would take a
+    look at more than `most` nodes. What is inside of a reentrant checkpoint is not seen."""
+    seen: set[Any] = set()
+    open_ = [root.grad_fn for root in roots]
+    found: dict[int, Any] = {}
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        if len(seen) >= most:
+            return None
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        open_ += [following for following, _ in node.next_functions]
+    return found
 
 
 def divisor_of(node: Any) -> float:

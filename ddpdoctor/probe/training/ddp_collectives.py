@@ -17,8 +17,10 @@ from ..collectives.process_groups import ProcessGroups
 from ..recording.recorder import Recorder
 from ..recording.torch_compat import joins, sequence_number
 from ..recording.watcher import Args, Error, Kwargs, Watcher, on
+from ..tensors.autograd_nodes import leaves_of
 from . import lifecycle
 from .backward_observation import BackwardObservation
+from .limits import NODES_FOLLOWED
 from .records import Backward, Forward, Step
 from .tracked_model import Model
 from .wrapped_models import WrappedModels
@@ -127,6 +129,8 @@ class DDPCollectives(Watcher):
             for observation in observations
             if observation.model.group >= 0 and not joins(observation.wrapper)
         ]
+        if len(observations) > 1:
+            observations = _reached(backward, observations) or observations
         alone = observations[0].model.number if len(observations) == 1 else -1
         first: dict[int, BackwardObservation] = {}
         for observation in observations:
@@ -172,6 +176,21 @@ class DDPCollectives(Watcher):
             now = time.monotonic()
             log.step_ended(recorder.step, now)
             log.ring.enter(Phase.USER, step.site, now)
+
+
+def _reached(
+    backward: Backward, observations: list[BackwardObservation]
+) -> list[BackwardObservation]:
+    """Those of several models with an open forward that a backward is about; empty where the graph
+    does not tell."""
+    leaves = leaves_of(backward.roots, NODES_FOLLOWED)
+    if not leaves:
+        return []
+    return [
+        seen
+        for seen in observations
+        if any(id(p) in leaves for p in seen.model.live_parameters() or ())
+    ]
 
 
 def _wrapping(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:

@@ -5,6 +5,11 @@
 GRAD_CALLS_KEPT = 64
 """The latest calls that are remembered: older graphs are freed by then."""
 
+# ddp_collectives
+
+NODES_FOLLOWED = 4000
+"""Nodes of the graph that are looked at to see which of several models a backward is about."""
+
 # finite_gradients
 
 FIRST_PARAMETERS = 4
