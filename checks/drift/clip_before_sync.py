@@ -38,6 +38,11 @@ FIXES = {
     SCALED: "scale once per step, after the backward that averages the gradients, right before "
     "`{step}`",
 }
+NORMS = (
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+    "model.clip_grad_norm_(max_norm)",
+)
+"""What limits the norm of all shards: of DTensors, and of `FullyShardedDataParallel`."""
 Seen = dict[Rank, list[EditedBeforeSync]]
 
 
@@ -47,8 +52,8 @@ class ClipBeforeSync(Check):
     ## What it finds
     `clip_grad_norm_`, `clip_grad_value_` or a factor of the program's own that changes the
     gradients of micro-batches under `no_sync()`, or those that the program is yet to average by its
-    own collectives. For models of DTensors (`fully_shard`): factors by which each rank multiplies
-    its shards of the averaged gradients, and which differ between ranks.
+    own collectives. For sharded models (`fully_shard`, `FullyShardedDataParallel`): factors by
+    which each rank multiplies its shards of the averaged gradients, and which differ between ranks.
 
     ## How it knows
     After each backward that does not synchronise, each rank reads a few values of the gradients,
@@ -70,7 +75,8 @@ class ClipBeforeSync(Check):
     ## How to fix it
     Clip once per step, after the last backward (outside of `no_sync()`) and right before
     `optimizer.step()`. Of DTensors, `torch.nn.utils.clip_grad_norm_` computes the norm over all
-    shards; by hand, `dist.all_reduce` the sum of squares before the root.
+    shards, of `FullyShardedDataParallel` its own `clip_grad_norm_`; by hand, `dist.all_reduce` the
+    sum of squares before the root.
 
     ## When it stays quiet
     - Clipping after the averaged backward, or after the program's own all-reduce.
@@ -184,9 +190,8 @@ class ClipBeforeSync(Check):
             cause="each rank holds only its shards of the gradients, and computed the factor from "
             "these alone (their norm, say) or from its own batch; scaled differently, they are no "
             "longer parts of one gradient",
-            fix="use one factor on all ranks: `torch.nn.utils.clip_grad_norm_(model.parameters(), "
-            "max_norm)` computes the norm over all shards; by hand, `dist.all_reduce` the sum of "
-            "squares of the shards before the root",
+            fix=f"use one factor on all ranks: `{NORMS[event.flat]}` computes the norm over all "
+            "shards; by hand, `dist.all_reduce` the sum of squares of the shards before the root",
             fix_kind=FixKind.CHECK,
             evidence={
                 "factors_by_rank": {

@@ -284,7 +284,8 @@ class ShardScales(Event, frozen=True, tag="shard-scales"):
     steps, then in those of `amp.told_at`.
 
     Attributes:
-        ranks: of the device mesh over which these parameters are sharded.
+        ranks: over which these parameters are sharded.
+        flat: they are those of `FullyShardedDataParallel`, several parameters in one tensor.
         factors: of each that is looked at; 0 where there is no such factor, or too few values.
             Empty where the step could not be looked at.
         rounding: relative error of a value in their type.
@@ -301,5 +302,6 @@ class ShardScales(Event, frozen=True, tag="shard-scales"):
     more: tuple[int, ...] = ()
     backward_site: int = -1
     step_site: int = -1
+    flat: bool = False
 
     RANKS = ("ranks",)

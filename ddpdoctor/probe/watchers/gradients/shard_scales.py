@@ -1,7 +1,8 @@
-"""What does this rank multiply its shards of gradients by, before a step of a model of DTensors?
+"""What does this rank multiply its shards of gradients by, before a step of a sharded model?
 
-`fully_shard` leaves each rank its part of every gradient, averaged over the ranks. A few values of
-some of these parts are read when a backward ends, and again before the next backward or the step.
+`fully_shard` and `FullyShardedDataParallel` leave each rank its part of every gradient, averaged
+over the ranks. A few values of some of these parts are read when a backward ends, and again before
+the next backward or the step.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ....events.amp import told_at
 from ...recording import hooks
 from ...recording.devices import HostCopy, hands_off, out_of_patience
 from ...recording.hooks import Subscriptions
+from ...recording.import_hooks import when_imported
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import placements, shard
-from ...recording.watcher import Watcher, on
+from ...recording.torch_compat import group_ranks, placements, shard
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
 from ...source.inplace_writes import inplace_statements
 from ...source.line_tracer import Tracer
@@ -33,12 +35,15 @@ from ...training.records import Backward, Step
 from .edits_after_wrap import Line, user_lines
 from .limits import LEAST_VALUES, LOOKED_AT, SHARDS_LOOKED_AT, SPANS_AT_MOST, TRACED_AT_MOST
 
+FULLY_SHARDED = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
 
 class _Shards:
     """The shards of one optimizer's gradients.
 
     Attributes:
-        parameters: a few of them, the same on every rank of the mesh, `ranks`.
+        parameters: a few of them, the same on every rank of `ranks`; `parts`: each is looked at in
+            so many parts, as there are too few of them.
         rounding: of their type.
         before: their values after the last backward, None if nothing was kept.
         spans: such values, and those at the end of the time without a backward that followed.
@@ -48,8 +53,15 @@ class _Shards:
             by the parameter at `position`.
     """
 
-    def __init__(self, parameters: list[Reference], ranks: tuple[int, ...], rounding: float):
-        self.parameters, self.ranks, self.rounding = parameters, ranks, rounding
+    def __init__(
+        self, parameters: list[Any], ranks: tuple[int, ...], *, flat: bool = False, parts: int = 1
+    ) -> None:
+        import torch
+
+        kinds = [p.dtype for p in parameters if p.dtype.is_floating_point]
+        self.rounding = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        self.parameters = [Reference(p) for p in parameters for _ in range(parts)]
+        self.ranks, self.flat, self.parts = ranks, flat, parts
         self.before: Any = None
         self.spans: list[tuple[Any, Any]] = []
         self.lines: list[Line] = []
@@ -62,7 +74,10 @@ class _Shards:
 
     def gradient(self, position: int) -> Any:
         gradient = grad_of(self.parameters[position]())
-        return None if gradient is None else shard(gradient)
+        if gradient is None or self.parts == 1:
+            return None if gradient is None else shard(gradient)
+        length = gradient.numel() // self.parts
+        return gradient.view(-1).narrow(0, position % self.parts * length, length)
 
     def read(self) -> Any:
         """A few values of each gradient, zeros for those that cannot be read; None for nothing."""
@@ -92,15 +107,31 @@ class ShardScaling(Watcher):
     """
     Attributes:
         known: by number of the optimizer, its shards; None where it holds none.
+        flat: by the ranks of their group, the tensors of `FullyShardedDataParallel`.
         waiting: events to be written once the values have come from a device.
     """
 
-    lost = "factors of gradients of DTensors"
+    lost = "factors of sharded gradients"
 
     def __init__(self) -> None:
         self.known: dict[int, _Shards | None] = {}
         self.waiting: list[tuple[_Shards, ShardScales, Any, HostCopy | None]] = []
         self._looking = Subscriptions()
+        self.flat: dict[tuple[int, ...], list[Reference]] = {}
+
+    def install(self) -> None:
+        when_imported(FULLY_SHARDED, self._watch, lost=self.lost)
+
+    def _watch(self, module: Any) -> None:
+        self.around(
+            module.FullyShardedDataParallel, "__init__", before=_itself, after=self._sharded
+        )
+
+    def _sharded(self, recorder: Recorder, wrapper: Any, result: Any, error: Error) -> None:
+        flat = None if error is not None else wrapper._flat_param
+        if flat is not None:
+            ranks = group_ranks(wrapper.process_group)
+            self.flat.setdefault(ranks, []).append(Reference(flat))
 
     @on(lifecycle.backward_begins, during="_looking")
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
@@ -133,7 +164,7 @@ class ShardScaling(Watcher):
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
         number = step.known.number
         if number not in self.known:
-            self.known[number] = _shards(step.optimizer())
+            self.known[number] = self._shards(step.optimizer())
             if self.known[number] is not None:
                 self._looking.enable()
             return
@@ -162,9 +193,14 @@ class ShardScaling(Watcher):
             rounding=mine.rounding,
             backward_site=mine.backward_site,
             step_site=step.site,
+            flat=mine.flat,
         )
         self.waiting.append((mine, event, values, copy))
         self._write(recorder)
+
+    def _shards(self, optimizer: Any) -> _Shards | None:
+        groups = optimizer.param_groups if optimizer is not None else ()
+        return _of_mesh(groups) or (_flat(groups, self.flat) if self.flat else None)
 
     def _found(self, recorder: Recorder, mine: _Shards, lines: list[Line]) -> None:
         if lines and not mine.sites:
@@ -203,13 +239,28 @@ def _digest(mine: _Shards, position: int) -> int:
     return digests([mine.gradient(position)])[0]
 
 
-def _shards(optimizer: Any) -> _Shards | None:
+def _itself(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+    return args[0]
+
+
+def _flat(groups: Any, known: dict[tuple[int, ...], list[Reference]]) -> _Shards | None:
+    """The tensors of `FullyShardedDataParallel`, if one optimizer holds what is in all of them, and
+    all are sharded over the same ranks."""
+    alive = {ranks: [p for r in flat if (p := r()) is not None] for ranks, flat in known.items()}
+    ((ranks, flat), *others) = [(r, f) for r, f in alive.items() if f] or [((), [])]
+    within = {id(p) for f in flat for p in (f, *(getattr(f, "_params", None) or ()))}
+    held = {id(p) for group in groups for p in group["params"]}
+    enough = [f for f in flat if f.numel() >= 2 * VALUES_SAMPLED]
+    if others or len(ranks) < 2 or not enough or not held or not held <= within:
+        return None
+    return _Shards(spread(enough, LOOKED_AT // 2), ranks, flat=True, parts=2)
+
+
+def _of_mesh(groups: Any) -> _Shards | None:
     """A few parameters of an optimizer that are sharded over one mesh, chosen by what is the same
     on all of its ranks."""
-    import torch
-
     by_mesh: dict[tuple[int, ...], list[Any]] = {}
-    for group in optimizer.param_groups if optimizer is not None else ():
+    for group in groups:
         for parameter in group["params"]:
             mesh, places = placements(parameter)
             if mesh is not None and parameter.requires_grad and any(p.is_shard() for p in places):
@@ -221,9 +272,7 @@ def _shards(optimizer: Any) -> _Shards | None:
     enough = [p for p in every if p.shape and p.shape[0] >= LEAST_VALUES * len(ranks)]
     if len(ranks) < 2 or not enough:
         return None
-    kinds = [p.dtype for p in enough if p.dtype.is_floating_point]
-    rounding = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-    return _Shards([Reference(p) for p in spread(enough, LOOKED_AT)], ranks, rounding)
+    return _Shards(spread(enough, LOOKED_AT), ranks)
 
 
 def _values(gradient: Any) -> Any:
