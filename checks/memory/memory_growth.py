@@ -396,7 +396,7 @@ def _fix(rule: str, held: MemoryHeld | None) -> str:
     if held is None:
         return "keep `loss.item()` or `loss.detach()` instead of tensors with autograd graphs"
     if rule == SUM:
-        return f"`{held.name} += loss.item()`, or `loss.detach()`"
+        return f"add numbers to `{held.name}`: `loss.item()` or `loss.detach()` instead of the loss"
     if rule == GRAPHS:
         return "append `loss.item()` or `loss.detach()`; evaluate under `torch.no_grad()`"
     name = f"`{held.name}`" if held.name else f"the {held.kind}"

@@ -370,6 +370,27 @@ def test_a_sum_that_an_object_keeps() -> None:
     assert adds(one) == "self.sum += value"
 
 
+class SumsInList:
+    def __init__(self, losses: int) -> None:
+        self.sums = [0] * losses
+
+    def update(self, values: list[Any]) -> None:
+        for n, value in enumerate(values):
+            self.sums[n] = self.sums[n] + value
+
+
+@pytest.mark.parametrize(("losses", "told"), [(2, True), (1000, False)])
+def test_a_sum_in_a_list(losses: int, told: bool) -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.ones(3, requires_grad=True)
+    meter = SumsInList(losses)
+    for _ in range(60):
+        meter.update([0, (weight * 2).sum()])
+    one, _ = long_chain()
+    assert (one.name if one else None) == ("meter.sums[1]" if told else None)
+    assert not told or adds(one) == "self.sums[n] = self.sums[n] + value"
+
+
 def gains(*grown: int) -> list[Event]:
     """One container of half-megabyte tensors, looked at every 50 steps."""
     return [

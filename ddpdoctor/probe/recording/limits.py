@@ -12,6 +12,9 @@ MOST_NAMED, DEEPEST_NAME = 64, 3
 steps from a variable a growing object is searched for: three, as in `trainer.meters["loss"].sum`.
 """
 
+MOST_ENTRIES = 16
+"""Entries of a list whose objects have names in it: longer ones hold data."""
+
 MOST_MODULES = 256
 """Submodules of a model that are searched, from the top, for those of the program's classes: the
 search is a walk over the whole model, within a training step."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .code_locations import Sites
 from .frames import variables
-from .limits import MOST_MODULES, MOST_NAMED
+from .limits import MOST_ENTRIES, MOST_MODULES, MOST_NAMED
 
 
 class NamedObject(NamedTuple):
@@ -84,6 +84,14 @@ def _inside(one: NamedObject) -> list[NamedObject]:
             )
             for k, v in list(dict.items(held))
             if type(k) in (str, int)
+        ]
+    if issubclass(made, (list, tuple)):
+        base = list if issubclass(made, list) else tuple
+        if base.__len__(held) > MOST_ENTRIES:
+            return []
+        return [
+            NamedObject(f"{one.name}[{n}]", v, one.frame, one.owner)
+            for n, v in enumerate(base.__iter__(held))
         ]
     if _is_torchs(made):  # its attributes are torch's own
         return []
