@@ -156,7 +156,10 @@ class SamplerRankMismatch(LoaderCheck):
         reader = fault.readers[0]
         dims, rest = (cast("list[str]", fault.facts[key]) for key in ("dims", "rest"))
         lines = cast("list[tuple[int, ...]]", fault.facts["lines"])
+        groups = cast("list[tuple[int, ...]]", fault.facts["groups"])
         over = f"mesh {plural(len(dims), 'dimension')} {some(dims)}"
+        if groups:
+            over = "the ranks of a process group"
         reads = ", ".join(f"ranks {fold_ranks(line)}" for line in lines[:4])
         given = {r.rank.rank: (r.seen.replicas, r.seen.sampler_rank) for r in fault.readers}
         named = f'mesh["{rest[0]}"]' if len(rest) == 1 else "mesh"
@@ -184,6 +187,10 @@ class SamplerRankMismatch(LoaderCheck):
                 f"`DistributedSampler(dataset, num_replicas={named}.size(), "
                 f"rank={named}.get_local_rank())`, which divides the data over the other ranks only"
                 if rest
+                else f"`DistributedSampler(dataset, num_replicas={len(groups)}, "
+                f"rank={_number_of_group(groups)})`, which divides the data over the "
+                f"{len(groups)} groups and gives the ranks of each the same samples"
+                if len(groups) > 1
                 else "use the same order on all ranks, without a distributed sampler: `DataLoader("
                 "dataset, shuffle=True, generator=generator)`, with one `generator = "
                 "torch.Generator().manual_seed(0)` that is made before the epochs"
@@ -278,3 +285,11 @@ def _group(rank: Rank, averaging: set[int]) -> tuple[Related, ...]:
     group = next(own, rank.default_group)
     spot = rank.location(group.site) if group else None
     return (Related(f"group of {len(group.ranks)} made here", spot),) if group and spot else ()
+
+
+def _number_of_group(groups: list[tuple[int, ...]]) -> str:
+    """An expression for the number of a rank's group, the first one being 0."""
+    size = len(groups[0])
+    if groups == [tuple(range(n * size, (n + 1) * size)) for n in range(len(groups))]:
+        return f"dist.get_rank() // {size}"
+    return "number_of_its_group"

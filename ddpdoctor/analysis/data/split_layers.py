@@ -63,7 +63,9 @@ def _averaged(copies: MeshCopies, dim: int) -> bool:
 def split_layers(run: Run) -> Iterator[LoaderFault]:
     """The training loaders that deliver other indices to ranks that need equal inputs. That they
     need them shows in their gradients, which differ for what each of them holds alike."""
-    for copies in (*mesh_models(run), *split_models(run)):
+    by_hand = list(split_models(run))
+    groups = {copies.any.ranks: None for copies in by_hand}
+    for copies in (*mesh_models(run), *by_hand):
         dims = [d for d in copies.split if gradients_differ(copies, d)]
         for loader in loaders(run) if dims else ():
             lines = [line for line in copies.lines(*dims) if _apart(loader.of(line), len(line))]
@@ -77,7 +79,12 @@ def split_layers(run: Run) -> Iterator[LoaderFault]:
                     loader,
                     ranks,
                     loader.of(ranks),
-                    facts={"dims": names, "rest": rest, "lines": lines},
+                    facts={
+                        "dims": names,
+                        "rest": rest,
+                        "lines": lines,
+                        "groups": [*groups] if copies.any.ranks in groups else [],
+                    },
                 )
 
 
