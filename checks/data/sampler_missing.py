@@ -98,8 +98,8 @@ class SamplerMissing(LoaderCheck):
         "equal-evaluation": Words(
             "all ranks evaluate or read the same samples outside of training",
             YIELDS,
-            "nothing, unless ranks draw random numbers there or decide by their own results; to save "
-            "time, read each sample on one rank only "
+            "nothing, unless ranks draw random numbers there or decide by their own results; to "
+            "save time, read each sample on one rank only "
             "(`sampler=range(rank, len(dataset), world_size)`) and sum totals and counts over the "
             "ranks after the loop",
         ),

@@ -269,8 +269,9 @@ def _fix(rule: str, touches: list[Touch]) -> str:
         )
     return (
         "write on one rank (`if dist.get_rank() == 0: ...`), then call `dist.barrier()` on all "
-        "ranks (outside of any `if` that skips the write, such as that the file exists); if each rank writes different data (a shard), include the rank in the file name, "
-        "or use `torch.distributed.checkpoint`"
+        "ranks (outside of any `if` that skips the write, such as that the file exists); if each "
+        "rank writes different data (a shard), include the rank in the file name, or use "
+        "`torch.distributed.checkpoint`"
     )
 
 
