@@ -62,7 +62,7 @@ QUESTIONS: dict[str, str] = {
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
-    "Which files did ranks touch?": "FileWritten FileRead FileLocked StateTaken",
+    "Which files did ranks touch?": "FileWritten FileRead FileLocked FileRemoved StateTaken",
     "How much memory, and which device?": (
         "MemorySample MemoryHeld RankSample NodeSample MemoryLimit DeviceUsed DeviceTouched"
         " DeviceMemory Gathered"
@@ -101,7 +101,7 @@ WHEN: dict[str, str] = {
         " ParameterUse ProbeCost TimeLedger"
     ),
     "the first few": (
-        "ExceptionPassed FileWritten FileRead FileLocked Loaded StateTaken OuterModule"
+        "ExceptionPassed FileWritten FileRead FileLocked FileRemoved Loaded StateTaken OuterModule"
         " OuterStateTaken Clipped SchedulerStep MetricUsed"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GradientReduced SteppedInside KeptBack"

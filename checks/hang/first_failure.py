@@ -98,6 +98,7 @@ class FirstFailure(Check):
         "rank-specific-path": "a rank did not find a file that another wrote under its own path",
         "exit-status": "a rank exited with a non-zero status first, without an exception",
         "other-moment": "a file is not there yet, or any more, as another rank writes or moves it",
+        "removed-twice": "several ranks remove a file or folder, and one no longer finds it",
         "unrecorded": "a process without any record ended first",
         "spawned-process": "a process that `spawn` started, which is no rank, raised first",
         LOST_PEERS: "ranks only lost their peers; none was seen to fail on its own",
@@ -167,14 +168,14 @@ class FirstFailure(Check):
             label=_label(first),
             related=_received(first) + (missing.related if missing else ()),
             summary=summary,
-            cause=(f"{missing.cause}; " if missing else "") + _cause(run, first, ranks, others),
+            cause=missing.cause if missing else _cause(run, first, ranks, others),
             fix=missing.fix
             if missing
             else _fix(run, first, ranks, same_text=_other_text(same) is None),
             fix_kind=FixKind.CHECK,
             evidence={
                 MESSAGE: message[:2000],
-                **({"written_by_another_rank": missing.path} if missing else {}),
+                **({f"{missing.did}_by_another_rank": missing.path} if missing else {}),
                 **_traceback(first),
                 **_aftermath(first.at, others),
                 **_named_by_torchrun(run, ranks),

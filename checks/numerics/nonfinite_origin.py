@@ -444,6 +444,8 @@ _SAFE_OPERATIONS = {
     "pow": "`x.clamp_min(1e-8) ** p`",
     "softmax": _MASKED,
     "log_softmax": _MASKED,
+    "ctc_loss": "a target is longer than its input allows (labels and their repetitions): leave "
+    "out such samples, or pass `zero_infinity=True`",
 }
 """By operation, how to keep it defined, and its derivative finite."""
 

@@ -78,7 +78,7 @@ from .drift import (
     StateTaken,
     TrainingMode,
 )
-from .files import FileLocked, FileRead, FileWritten
+from .files import FileLocked, FileRead, FileRemoved, FileWritten
 from .groups import GroupDestroyed, GroupReady, InitEntered
 from .memory import MemoryHeld, MemorySample
 from .model import (

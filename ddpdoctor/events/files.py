@@ -51,6 +51,14 @@ class FileLocked(Event, frozen=True, tag="file-locked"):
     shared: bool = False
 
 
+class FileRemoved(Event, frozen=True, tag="file-removed"):
+    """A file, or a whole folder (`tree`), is about to be removed by a line of the program."""
+
+    path: str
+    site: int
+    tree: bool = False
+
+
 class FileRead(Event, frozen=True, tag="file-read"):
     """A file of a kind that runs produce was opened for reading.
 

@@ -9,7 +9,7 @@ import msgspec
 
 from ..analysis.rank_differences import Difference, preceding
 from ..events import Unwrapped, Wrapped
-from ..run import Run
+from ..run import Rank, Run, State
 from .findings import Finding, Severity
 
 EXPLAINED = frozenset({"drift", "hang", "data", "launch"})
@@ -27,8 +27,29 @@ def with_differences(run: Run, findings: list[Finding], families: dict[str, str]
         return findings
     found = preceding(list(run.ranks.values()), inf)
     return [
-        msgspec.structs.replace(f, differed=_first(f, found)) if f in asked else f for f in findings
+        msgspec.structs.replace(f, differed=_first(f, _reasons(run, f, families, found)))
+        if f in asked
+        else f
+        for f in findings
     ]
+
+
+def _reasons(
+    run: Run, finding: Finding, families: dict[str, str], found: list[Difference]
+) -> list[Difference]:
+    """Without what, of a hang, only some ranks did after the last call that all have returned from:
+    that is what it looks like when ranks go different ways, and not why they do."""
+    if families.get(finding.check) != "hang" or not finding.at:
+        return found
+    since = min(_returned(rank, finding.at) for rank in run.ranks.values())
+    return [d for d in found if d.field or d.at < since]
+
+
+def _returned(rank: Rank, before: float) -> float:
+    """When a rank last returned from a call, on the run's clock; infinity where it is unknown."""
+    calls = rank.ring.calls if rank.ring is not None else ()
+    ends = [rank.wall(c.ended) for c in calls if c.ended and c.state is State.DONE]
+    return max((end for end in ends if end < before), default=inf)
 
 
 def _asks(finding: Finding, families: dict[str, str]) -> bool:

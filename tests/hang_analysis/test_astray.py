@@ -6,7 +6,14 @@ import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from recordings import CWD, make_run, site, steps
 
-from ddpdoctor.events import Event, ExceptionRaised, FileRead, FileWritten, Frame
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    FileRead,
+    FileRemoved,
+    FileWritten,
+    Frame,
+)
 from ddpdoctor.report.findings import Finding
 
 SAVED, READ = site(1, "train.py", 28, "torch.save(state, path)"), site(2, "train.py", 58)
@@ -88,3 +95,26 @@ def test_a_folder_that_is_not_there_yet_or_any_more(path: str, later: float, sai
     (finding,) = FirstFailure().examine(make_run(events, ended={0: -15, 1: 1}))
     assert (finding.rule == "other-moment") is bool(said)
     assert said in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("theirs", "line", "rule"),
+    [
+        ("/out/old", 28, "removed-twice"),
+        ("/out/other", 28, "exception"),
+        ("/out/old", 29, "exception"),
+    ],
+)
+def test_two_ranks_remove_one_folder(theirs: str, line: int, rule: str) -> None:
+    place = Frame(file=f"{CWD}/train.py", line=line, function="main", user=True)
+    raised = ExceptionRaised(
+        at=9,
+        kind="FileNotFoundError",
+        message="[Errno 2] No such file or directory: 'shard_7.pt'",
+        frames=(place,),
+    )
+    removing = [site(5, "train.py", 28), FileRemoved(at=8, path="/out/old", site=5, tree=True)]
+    others = [site(5, "train.py", 28), FileRemoved(at=8, path=theirs, site=5, tree=True)]
+    events: dict[int, list[Event]] = {0: others, 1: [*removing, raised]}
+    (finding,) = FirstFailure().examine(make_run(events, ended={0: -15, 1: 1}))
+    assert finding.rule == rule

@@ -421,3 +421,19 @@ def test_calls_that_make_no_graph_leave_nothing() -> None:
         AutogradGrad.current.ends(SimpleNamespace(), first)  # type: ignore[arg-type]
     assert not AutogradGrad.current._ranges
     assert AutogradGrad.current.site_of(torch.ones(1, requires_grad=True).exp().grad_fn) == -1
+
+
+def ctc(targets: int) -> Any:
+    """A CTC loss of an utterance of six frames; one of its results is infinite by design."""
+    torch = pytest.importorskip("torch")
+    logits = torch.nn.Linear(4, 5)(torch.ones(6, 1, 4))
+    given = torch.nn.functional.log_softmax(logits, -1), torch.ones(1, targets, dtype=torch.long)
+    return torch.nn.functional.ctc_loss(*given, torch.tensor([6]), torch.tensor([targets]))
+
+
+def test_a_target_too_long_for_its_input() -> None:
+    torch = pytest.importorskip("torch")
+    from ddpdoctor.probe.watchers.numerics.nonfinite_origin import trace
+
+    assert trace(ctc(6), {}).operation == "ctc_loss"
+    assert trace(ctc(2) / torch.zeros(1), {}).operation == "div"

@@ -45,6 +45,9 @@ class RecordedDifference(CallExplanation):
     def explain(self, suspect: Suspect) -> Attribution | None:
         calls = suspect.divergence.calls.values()
         earlier = preceding([made.rank for made in calls], before=min(map(_when, calls)))
+        # What only some do after the last call in common shows that they go different ways.
+        common = min(map(_when, suspect.divergence.before), default=inf)
+        earlier = [d for d in earlier if d.field or d.at < common]
         if not earlier:
             return None
         first = earlier[0]

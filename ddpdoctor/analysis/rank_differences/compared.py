@@ -150,7 +150,7 @@ COMPARED: dict[type[Event], Compared] = {
     ),
     # Optimizers.
     e.OptimizerSeen: _row("optimizer", "kind models parameters closure site", "optimizer"),
-    e.Replica: _row("copy of the model", "parameters broadcast hook left_out", "model optimizer"),
+    e.Replica: _row("copy of the model", "broadcast hook left_out", "model optimizer"),
     e.StepDone: _row(
         "optimizer step",
         "backwards synced",
@@ -187,6 +187,7 @@ COMPARED: dict[type[Event], Compared] = {
     ),
     e.FileWritten: _row("file written", "site", "path", usual=True),
     e.FileLocked: _row("file lock", "site", "path", usual=True),
+    e.FileRemoved: _row("file removed", "site", "path", usual=True),
     # Data.
     e.LoaderSeen: _row(
         "data loader",

@@ -1,5 +1,6 @@
 """A file or folder that a rank does not find: because every rank built the path itself, from the
-clock or with a random name; or because another rank has not written it yet, or has removed it."""
+clock or with a random name; or because another rank has not written it yet, or has removed it, or
+removes it at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...events import FileRead, FileWritten
+from ...events import FileRead, FileRemoved, FileWritten
 from ...report.findings import Related
 from ...run import Location, Rank, Run, shorten
 from .failures import Failure
@@ -27,6 +28,7 @@ class MissingFile:
     rank: Rank
     event: FileWritten
     rule: ClassVar[str] = "rank-specific-path"
+    did: ClassVar[str] = "written"
 
     @property
     def path(self) -> str:
@@ -99,9 +101,65 @@ class FileOfOtherTime(MissingFile):
         return (Related(f"{self._who} wrote here", spot),) if spot else ()
 
 
-def missing_file(run: Run, first: Failure) -> MissingFile | None:
-    """What another rank wrote, where a rank failed because it did not find a file or folder: the
-    file under a path of its own, or the same one at another time. None where that is not clear."""
+@dataclass(frozen=True)
+class RemovedTwice:
+    """What a rank failed to remove, because another rank removes it as well."""
+
+    rank: Rank
+    event: FileRemoved
+    rule: ClassVar[str] = "removed-twice"
+    did: ClassVar[str] = "removed"
+
+    @property
+    def path(self) -> str:
+        return shorten(self.event.path, self.rank.cwd)
+
+    @property
+    def cause(self) -> str:
+        return (
+            f"rank {self.rank.rank} removes {self.path} as well, and nothing makes one of them "
+            "wait for the other"
+        )
+
+    @property
+    def fix(self) -> str:
+        return (
+            "remove it on one rank (`if dist.get_rank() == 0: ...`), then call `dist.barrier()` on "
+            "all ranks, before any of them looks for it again"
+        )
+
+    @property
+    def related(self) -> tuple[Related, ...]:
+        spot = self.rank.location(self.event.site)
+        return (Related(f"rank {self.rank.rank} removes it here", spot),) if spot else ()
+
+
+def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
+    """What another rank removed, too, where a rank failed in the line that removes it."""
+    kind = first.kind_raised.rpartition(".")[2]
+    mine = first.rank.latest(FileRemoved)
+    if kind not in ("FileNotFoundError", "OSError") or mine is None:
+        return None
+    if first.rank.location(mine.site) != first.location:
+        return None
+    return next(
+        (
+            RemovedTwice(rank, event)
+            for rank in run.ranks.values()
+            if rank is not first.rank and rank.node == first.rank.node
+            for event in rank.of(FileRemoved)
+            if event.path == mine.path and rank.wall(event.at) <= first.at
+        ),
+        None,
+    )
+
+
+def missing_file(run: Run, first: Failure) -> MissingFile | RemovedTwice | None:
+    """What another rank did, where a rank failed because it did not find a file or folder: it wrote
+    the file under a path of its own, or at another time, or removes it as well. None where that is
+    not clear."""
+    if (twice := _removed_twice(run, first)) is not None:
+        return twice
     if (other := _of_other_time(run, first)) is not None:
         return other
     missing = _MISSING.search(first.message)

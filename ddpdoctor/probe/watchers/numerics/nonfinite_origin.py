@@ -180,6 +180,9 @@ _INPUTS = {"_saved_self": 0, "_saved_input": 0, "_saved_mat1": 0, "_saved_other"
            "_saved_mat2": 1, "_saved_weight": 1, "_saved_target": 1}  # fmt: skip
 """Attributes for saved inputs, by their position in `next_functions`."""
 
+_RESULT = re.compile(r"_saved_(?:result|output|out)\d*$")
+_OTHER_RESULT = re.compile(r"_saved_result[1-9]\d*$")
+
 _BEHIND_THE_BIAS = ("_saved_mat1", "_saved_mat2")
 
 
@@ -189,9 +192,10 @@ def _nonfinite_part(node: Any, hidden: set[Any]) -> str:
     found_in = ""
     if _is_leaf(node) and (memory_freed(node.variable) or not finite(node.variable)):
         hidden.add(node)  # its value cannot be read, or was not finite from the start
-    for name in dir(node):
-        if not name.startswith("_saved_"):
-            continue
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    if "_saved_result0" in names:  # the others may be infinite by design (those of `ctc_loss`)
+        names = [name for name in names if not _OTHER_RESULT.match(name)]
+    for name in names:
         try:
             value = saved(node, name)
         except LookupError:
@@ -200,8 +204,7 @@ def _nonfinite_part(node: Any, hidden: set[Any]) -> str:
         if memory_freed(value):
             hidden.add(node)
         elif not finite(value):
-            result = name in ("_saved_result", "_saved_output", "_saved_out")
-            found_in = "result" if result else found_in or name
+            found_in = "result" if _RESULT.match(name) else found_in or name
     return found_in or ("result" if _makes_infinity(node) else "")
 
 

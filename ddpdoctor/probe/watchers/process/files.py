@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ....events import FileLocked, FileRead, FileWritten
+from ....events import FileLocked, FileRead, FileRemoved, FileWritten
 from ...collectives.sync_points import SyncPoints
 from ...recording import hooks, stack_file
 from ...recording.code_locations import OWN, USER
@@ -56,6 +56,8 @@ _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME
 _LOCK_ENDINGS = (".lock", ".lck", ".pid")
 _NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.", "afs", "9p")
 
+_REMOVING = ("os.remove", "os.rmdir", "shutil.rmtree")
+"""Audited events before something is removed."""
 
 _audited: list[bool] = []
 """Not empty once the audit hook is added: Python cannot remove it, and another would record
@@ -69,6 +71,7 @@ class Files(Watcher):
         self.on = False
         self.written: dict[str, int] = {}
         self.read: dict[str, int] = {}
+        self.removed: dict[int, int] = {}
         self.locks = 0
         self.locked: dict[str, int] = {}
         self.inside = threading.local()
@@ -115,6 +118,14 @@ class Files(Watcher):
                 and not getattr(self.inside, "busy", False)
             ):
                 self._handle(self._renamed, args)
+        elif event in _REMOVING:
+            if (
+                self.on
+                and current_recorder() is not None
+                and not getattr(self.inside, "busy", False)
+                and args[-1] in (-1, None)  # else `rmtree` removes what is in its folder
+            ):
+                self._handle(self._removed, (event, args[0]))
         elif event in ("fcntl.flock", "fcntl.lockf") and self.on and current_recorder() is not None:
             self._handle(self._locked, args[:2])
 
@@ -181,6 +192,17 @@ class Files(Watcher):
             now = time.monotonic()
             marks = SyncPoints.current.marks(recorder)
             self._emit_written(recorder, path, "rename", now, now, marks)
+
+    def _removed(self, recorder: Recorder, event: str, name: Any) -> None:
+        if not isinstance(name, (str, bytes, os.PathLike)) or not (
+            path := self._path(os.fsdecode(name))
+        ):
+            return
+        site = recorder.site()
+        times = self.removed[site] = self.removed.get(site, 0) + 1
+        if times <= RECORDS_PER_PATH and len(self.removed) <= MOST_PATHS:
+            tree = event == "shutil.rmtree"
+            recorder.emit(FileRemoved(at=time.monotonic(), path=path, site=site, tree=tree))
 
     def _path(self, name: str) -> str:
         """The real path of a file to record, empty for files to ignore."""
