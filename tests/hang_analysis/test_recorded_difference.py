@@ -13,7 +13,7 @@ from tapes import START, run_of, tapes
 from ddpdoctor.events import CommHook, Loaded, SyncPattern, Unwrapped
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Finding
-from ddpdoctor.run import Run
+from ddpdoctor.run import Run, State
 
 
 def diverging(tmp_path: Path, first: Any = None, *, kinds: tuple[str, str] = ("", "")) -> Run:
@@ -59,6 +59,34 @@ def test_it_is_the_cause_where_nothing_else_is_known(
 def test_what_is_recorded_later_is_no_reason(tmp_path: Path) -> None:
     late = CommHook(at=START + 500, model=0, name="powerSGD_hook", site=-1)
     assert mismatch(diverging(tmp_path, late)).rule == "unexplained"
+
+
+@pytest.mark.parametrize(("at", "reason"), [(5, True), (15, False)])
+def test_what_only_some_do_once_they_part_is_no_reason(
+    tmp_path: Path, at: float, reason: bool
+) -> None:
+    made = tapes(2)
+    for tape in made.values():
+        tape.call(line=5, numel=64, at=START + 10)
+    made[0].events.append(structs.replace(HOOK, at=START + at))
+    made[0].call("broadcast", 8, at=START + 20)
+    for tape in made.values():
+        tape.call("all_gather", 9, at=START + 30)
+    rule = "recorded-difference" if reason else "unexplained"
+    assert mismatch(run_of(tmp_path, made)).rule == rule
+
+
+@pytest.mark.parametrize(("at", "said"), [(5, "communication hook on rank 0 only"), (15, "")])
+def test_what_only_some_do_after_the_last_call_is_not_said_of_a_hang(
+    tmp_path: Path, at: float, said: str
+) -> None:
+    made = tapes(2)
+    for tape in made.values():
+        tape.call(line=5, numel=64, at=START + 10)
+    made[0].events.append(structs.replace(HOOK, at=START + at))
+    made[0].call("broadcast", 8, at=START + 20, state=State.BEGUN)
+    made[1].call("barrier", 9, at=START + 20, state=State.BEGUN)
+    assert differed(run_of(tmp_path, made)) == said
 
 
 class Silent(CollectiveMismatch):
