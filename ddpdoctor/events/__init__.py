@@ -21,6 +21,7 @@ from .calls import (
     CallBlock,
     CallRun,
     CallSite,
+    FlagSet,
     FlightEntry,
     FlightLog,
     GatheredWhole,

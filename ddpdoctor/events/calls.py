@@ -178,10 +178,24 @@ def _of_older_record(text: str) -> dict[str, str]:
     return {"kind": kind, "text": code, "test": test, "of": of}
 
 
+class FlagSet(Part, frozen=True):
+    """A statement that sets an attribute to true or false in a branch (part of `Place`).
+
+    Attributes:
+        tests: the conditions around it, innermost first.
+    """
+
+    line: int
+    text: str
+    tests: tuple[str, ...]
+
+
 class Place(Part, frozen=True):
     """A line of the user and the statements around it in its function, innermost first.
 
     Attributes:
+        flags: of the same function, the first few statements that set a flag which other code may
+            read.
         hands_on: the line passes only values computed from the arguments of its function.
         rounds: of the loops over a `range` or a list around it, by line: how many rounds they have
             by the values that their variables had when the line ran first.
@@ -191,6 +205,7 @@ class Place(Part, frozen=True):
     inside: tuple[Statement, ...] = ()
     hands_on: bool = False
     rounds: dict[int, int] = {}
+    flags: tuple[FlagSet, ...] = ()
 
 
 CALLERS = 4

@@ -10,7 +10,7 @@ from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from msgspec import structs
 from tapes import START, run_of, tapes
 
-from ddpdoctor.events import CommHook, Loaded, SyncPattern, Unwrapped
+from ddpdoctor.events import CallSite, CommHook, FlagSet, Loaded, SyncPattern, Unwrapped
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run, State
@@ -87,6 +87,35 @@ def test_what_only_some_do_after_the_last_call_is_not_said_of_a_hang(
     made[0].call("broadcast", 8, at=START + 20, state=State.BEGUN)
     made[1].call("barrier", 9, at=START + 20, state=State.BEGUN)
     assert differed(run_of(tmp_path, made)) == said
+
+
+@pytest.mark.parametrize(
+    ("tests", "line", "rule"),
+    [
+        (("asked()", "trainer.is_global_zero"), 40, "flag-on-some-ranks"),
+        (("asked()",), 40, "unexplained"),
+        (("asked()", "trainer.is_global_zero"), 41, "unexplained"),
+    ],
+)
+def test_a_flag_that_some_ranks_set_before_a_library_goes_on(
+    tmp_path: Path, tests: tuple[str, ...], line: int, rule: str
+) -> None:
+    made = tapes(2)
+    flag = FlagSet(30, "trainer.should_stop = True", tests)
+    for tape in made.values():
+        tape.call("barrier", 33)
+        tape.events = [
+            structs.replace(e, places=tuple(structs.replace(p, flags=(flag,)) for p in e.places))
+            if isinstance(e, CallSite)
+            else e
+            for e in tape.events
+        ]
+    made[0].call("all_reduce", 40, "trainer.fit(model)")
+    made[1].call("broadcast", line, "trainer.fit(model)")
+    finding = mismatch(run_of(tmp_path, made))
+    assert finding.rule == rule
+    if rule != "unexplained":
+        assert finding.location is not None and finding.location.line == 30
 
 
 class Silent(CollectiveMismatch):

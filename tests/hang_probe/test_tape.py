@@ -245,6 +245,24 @@ def test_a_flag_that_another_function_sets(tmp_path: Path) -> None:
     ]
 
 
+def test_the_flags_that_a_function_sets(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def after(trainer):\n"
+        "    if trainer.is_global_zero:\n"
+        "        if asked():\n"
+        "            trainer.should_stop = True\n"
+        "    trainer.seen = True\n"
+        "    if x: trainer.loss = 3\n"
+        "    trainer.barrier()\n"
+        "other()\n"
+    )
+    (flag,) = statements.flags_set(str(path), 7)
+    assert (flag.line, flag.text) == (4, "trainer.should_stop = True")
+    assert flag.tests == ("asked()", "trainer.is_global_zero")
+    assert statements.flags_set(str(path), 8) == ()
+
+
 def test_the_statements_that_leave_before_a_line(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

@@ -45,7 +45,7 @@ from .explanation import (
 )
 from .left_loop import TOGETHER, LeftLoop, LoopExitKind
 from .loop_exits import MAY_END, left_loop
-from .recorded_difference import InAnotherStep, RecordedDifference
+from .recorded_difference import FlagOnSomeRanks, InAnotherStep, RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
 from .unanswered import LackingName, Unanswered
@@ -439,6 +439,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
         "differently in every process)",
     ),
     Order("reordered", "ranks make the same calls in a different order", in_another_order),
+    FlagOnSomeRanks(),
     RecordedDifference(),
     Order("unexplained", "the calls differ, and nothing on record says why", lambda suspect: True),
 )

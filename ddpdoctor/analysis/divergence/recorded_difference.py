@@ -3,11 +3,15 @@ steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 from ...events import StepDone
 from ...report.findings import Related
+from ...run import Location
 from ..calls.call_logs import CallRecord
+from ..calls.rank_conditions import ON_RANK, unquoted
+from ..control_flow.branches import places
 from ..control_flow.uneven_backwards import FIX, RULE, TEXT
 from ..rank_differences import COMPARED, preceding
 from .attribution import Attribution
@@ -36,6 +40,43 @@ class InAnotherStep(CallExplanation):
             steps=found.steps,
             evidence=found.evidence,
         )
+
+
+class FlagOnSomeRanks(CallExplanation):
+    """A library goes different ways after a function of the program set a flag on some ranks."""
+
+    rule = "flag-on-some-ranks"
+    text = "a flag is set under a condition on the rank, right before a library goes different ways"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence = suspect.divergence
+        if len({made.location for made in divergence.calls.values()}) > 1:
+            return None  # the program itself goes different ways
+        found = {flag for made in divergence.before for flag in _flags(made)}
+        if len(found) != 1:
+            return None
+        ((where, test),) = found
+        return self.blame(
+            suspect,
+            location=where,
+            label="runs on some ranks only",
+            cause=f"right before, `{where.source}` ({where}) runs on some ranks only, as it is "
+            f"under `{test}`: what reads that flag goes another way there",
+            fix="let all ranks set it: `all_reduce` the decision before that statement, outside of "
+            "the condition on the rank (with Lightning, "
+            "`trainer.strategy.reduce_boolean_decision(flag, all=False)`)",
+        )
+
+
+def _flags(made: CallRecord) -> Iterator[tuple[Location, str]]:
+    """The statements in the functions that led to a call that set a flag under a condition on the
+    rank, each with that condition."""
+    for place in places(made):
+        spot = made.rank.location(place.site)
+        for flag in place.flags if spot is not None else ():
+            test = next((t for t in flag.tests if ON_RANK.search(unquoted(t))), None)
+            if spot is not None and test is not None:
+                yield Location(spot.file, flag.line, spot.function, flag.text), test
 
 
 class RecordedDifference(CallExplanation):

@@ -26,7 +26,7 @@ from ..source.key_setters import setter
 from ..source.loop_keys import LoopKey, keyed
 from ..source.loop_rounds import rounds
 from ..source.passthrough import passes_through
-from ..source.statements import enclosing
+from ..source.statements import enclosing, flags_set
 from . import stack_server
 from .call_hooks import reduction_name
 from .call_origin import internal, shadows
@@ -419,7 +419,8 @@ class CallLog:
             site = self.recorder.sites.place(code.co_filename, line, code.co_name)
             handed = handed and passes_through(code, line, called)
             around = enclosing(code.co_filename, line) + decorated(frame, self._is_users)
-            places.append(Place(site, around, handed, rounds(around, frame)))
+            flags = flags_set(code.co_filename, line)
+            places.append(Place(site, around, handed, rounds(around, frame), flags))
             called = code
         return tuple(places)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from ...events import Statement, Way
+from ...events import FlagSet, Statement, Way
 from .ast_cache import Defined, Source, covers_line, dotted, last_name, source_of
 
 WAYS_LIMIT = 8
@@ -19,6 +19,9 @@ AROUND_LIMIT, PAST_LIMIT = 8, 6
 """Jumps per loop, statements around a line, and `if`s passed before it that are recorded: a call
 site is one line of the record, and must stay short."""
 TEXT_LIMIT = 200
+FLAGS_LIMIT, FLAG_TESTS = 2, 4
+"""Statements that set a flag, per function, and conditions around each."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PLAIN = re.compile(r"""(?:[^'"#]|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")*""")
 """Matches the code before a comment."""
 _ASKS = re.compile(r"is_\w+$|(?:get_)?(?:(?:local|global|group|node)_)?rank$")
@@ -290,6 +293,35 @@ def _attributes_set(source: Source, tree: ast.AST) -> dict[str, list[_Setting]]:
                 if owner:
                     found.setdefault(attribute, []).append((node.name, line, branched, value))
     return found
+
+
+def flags_set(file: str, line: int) -> tuple[FlagSet, ...]:
+    """The statements in the function around a line that set an attribute to true or false under
+    a condition."""
+    source = source_of(file)
+    around = source.around(line) if source is not None else ()
+    function = next((n for n in reversed(around) if isinstance(n, _FUNCTIONS)), None)
+    return source.once(_flags_of, function) if source and function is not None else ()
+
+
+def _flags_of(source: Source, function: ast.AST) -> tuple[FlagSet, ...]:
+    found = []
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign) or not _is_bool(node.value):
+            continue
+        if not any(isinstance(target, ast.Attribute) for target in node.targets):
+            continue
+        around = [level for level in reversed(_levels(source, node.lineno)) if level.arm]
+        tests = [_test_of(source, a) for level in around if (a := level.arm) and a.test is not None]
+        if tests:
+            text = source.lines[node.lineno - 1].strip()[:TEXT_LIMIT]
+            found.append(FlagSet(node.lineno, text, tuple(tests[:FLAG_TESTS])))
+    return tuple(found[:FLAGS_LIMIT])
+
+
+def _test_of(source: Source, arm: Arm) -> str:
+    assert arm.test is not None
+    return source.written(arm.test)[:TEXT_LIMIT]
 
 
 def _set_in(source: Source, block: Arm, flag: str) -> Iterator[tuple[int, bool, ast.expr]]:
