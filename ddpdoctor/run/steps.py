@@ -55,11 +55,13 @@ def _turns(rank: Rank) -> list[list[int]]:
     Optimizers that step one after the other with nothing between step together.
     """
     spans: dict[int, list[float]] = {}
-    together: set[int] = set()
+    after_others: dict[int, int] = {}
     for event in rank.of(StepDone):
-        if event.optimizer not in spans and not event.forward_s + event.backward_s:
-            together.add(event.optimizer)
+        alone = event.forward_s + event.backward_s > 0
+        after_others[event.optimizer] = after_others.get(event.optimizer, 0) + (-1 if alone else 1)
         spans.setdefault(event.optimizer, [event.at, event.at])[1] = event.at
+    # Not by the first step alone: some programs take one without a gradient, to have its state.
+    together = {optimizer for optimizer, more in after_others.items() if more > 0}
     turns: list[list[int]] = []
     end = -math.inf
     for optimizer, (first, last) in sorted(spans.items(), key=lambda item: item[1]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from recordings import make_run
 
 from ddpdoctor.events import StepDone
@@ -52,3 +53,10 @@ def test_the_ranks_that_are_not_as_most_others() -> None:
     assert odd_ones(groups) == (1,)
     assert odd_ones(equal_ranks({0: "a", 1: "b"})) == (0, 1), "no majority"
     assert odd_ones(equal_ranks({0: "a", 1: "a"})) == ()
+
+
+def test_a_step_that_only_makes_the_state_of_an_optimizer_does_not_join_it_to_another() -> None:
+    state = took(1, 1, since=20.0, backward_s=0.0)
+    steps = [structs.replace(e, step=e.step + 1) for e in took(1, 8, since=21.0)]
+    rank = make_run({0: [*took(0, 10, since=0.0), *state, *steps]}).ranks[0]
+    assert reported_steps(rank) == 10 + 9
