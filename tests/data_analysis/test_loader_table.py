@@ -42,6 +42,22 @@ def test_loaders_that_the_table_cannot_tell_apart_are_told_once() -> None:
     ]
 
 
+def test_loaders_that_one_line_makes_are_numbered() -> None:
+    def grows(rank: int) -> list[Event]:
+        return [
+            event
+            for n, length in enumerate((60, 100))
+            for event in loader(n, [list(range(rank, length, 2))], length=length, made=n,
+                                distributed=True, replicas=2, sampler_rank=rank)
+        ]  # fmt: skip
+
+    (table,) = DataOverlap().tables(run_of(*map(grows, range(2))))
+    assert [row[0] for row in table.rows] == [
+        "train.py:11 (training) #1",
+        "train.py:11 (training) #2",
+    ]
+
+
 @pytest.mark.parametrize(("same", "told"), [(True, "as before"), (False, "new")])
 def test_the_order_of_an_epoch_that_was_left(same: bool, told: str) -> None:
     orders = [shuffled(1, 0), shuffled(1, 0 if same else 1)[:12]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -44,11 +45,17 @@ def audit_table(run: Run) -> Iterator[Table]:
         of_loader = tuple(_rows(loader, beneath or made, not beneath and (own or differs)))
         if of_loader in counts or len(counts) < LOADERS:
             counts[of_loader] = counts.get(of_loader, 0) + 1
-    rows = [
-        (f"{name} x{count}" if count > 1 else name, *row)
-        for of_loader, count in counts.items()
-        for name, *row in of_loader
-    ]
+    named: Counter[str] = Counter()
+    for of_loader, count in counts.items():
+        named[of_loader[0][0]] += 1 if count == 1 else -LOADERS
+    numbers: Counter[str] = Counter()
+    rows = []
+    for of_loader, count in counts.items():
+        # Loaders that one line makes one after the other are numbered.
+        numbers.update(name for name, *_ in of_loader[:1])
+        for name, *row in of_loader:
+            number = f" #{numbers[name]}" if named[name] > 1 else ""
+            rows.append((f"{name}{number}{f' x{count}' * (count > 1)}", *row))
     reported = {id(division.loader) for division in audited}
     for loader in loaders(run):
         if id(loader) not in reported and len(rows) < LOADERS * ROWS:
@@ -89,12 +96,16 @@ def _row(audit: Audit, made: tuple[Audit, ...], own: bool) -> tuple[str, ...]:
 
 def _lengths(audit: Audit) -> str:
     """`40 / 30 (each rank its own)`: the lengths of the ranks' own datasets."""
-    lengths = [audit.epochs[r].seen.length for r in sorted(audit.epochs)]
+    listed = _listed([audit.epochs[r].seen.length for r in sorted(audit.epochs)])
+    return f"{listed} ({'index ignored' if _indexless(audit) else 'each rank its own'})"
+
+
+def _listed(lengths: list[int]) -> str:
     equal = len(set(lengths)) == 1
     listed = " / ".join(map(str, lengths[:1] if equal else lengths))
     if not equal and len(lengths) > LISTED:
         listed = f"{min(lengths)} to {max(lengths)}"
-    return f"{listed} ({'index ignored' if _indexless(audit) else 'each rank its own'})"
+    return listed
 
 
 def _indexless(audit: Audit) -> bool:
@@ -139,6 +150,7 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
     """The row of a loader without indices, or that only one rank iterates."""
     readers = list(loader.readers.values())
     length = readers[0].seen.length
+    lengths = [r.seen.length for r in readers]
     epochs = max(len(r.epochs) for r in readers)
     over = [r for r in readers if any(e.ended is not None for e in r.epochs)]
     # Of a stream the samples are not known: the last batch of each worker may be a smaller one.
@@ -153,7 +165,7 @@ def _unaudited(loader: Loader) -> tuple[str, ...]:
         _name(loader),
         fold_numbers(range(epochs)),
         fold_ranks(loader.readers),
-        f"{'stream' if stream else length}{delivered}",
+        f"{'stream' if stream else _listed(lengths)}{delivered}",
         NOTHING,
         NOTHING,
         NOTHING,
