@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from msgspec.structs import replace
 
 from ddpdoctor.analysis.data.loaders import batch_size, loaders
-from ddpdoctor.events import ScheduleEnded, StepDone
+from ddpdoctor.events import ScheduleEnded, SchedulerStep, StepDone
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Rank, Run, counted
@@ -25,6 +25,11 @@ UNDIVIDED = "counts-undivided-batches"
 MICRO_BATCHES = "counts-micro-batches"
 DIVIDED_TWICE = "divided-twice"
 TOO_OFTEN = "stepped-too-often"
+PATIENCE = "patience-counted-per-rank"
+
+PLATEAU = "ReduceLROnPlateau"
+FEWEST_METRICS = 3
+"""Metrics that must all have been given as often as there are ranks."""
 
 
 class Epochs(NamedTuple):
@@ -63,13 +68,17 @@ class ScheduleLengthMismatch(Check):
     ## What it finds
     A scheduler with a planned length (`OneCycleLR`, `CosineAnnealingLR`, a falling `LinearLR`,
     `PolynomialLR`, or a `SequentialLR` that ends in one of them) whose run ended after another
-    number of steps, by a factor that is the number of ranks or of micro-batches per step.
+    number of steps, by a factor that is the number of ranks or of micro-batches per step. And a
+    `ReduceLROnPlateau` that counts every metric once for each rank, so that its patience is over
+    too soon.
 
     ## How it knows
     Each rank records the planned length, the calls of `step`, and the line that made the scheduler.
     At the end of a run that completed, the length is compared with four counts: the calls, the
     optimizer's steps, the batches this rank was given, and those that the whole data set would give
     one process. It is reported only if one of these numbers explains the plan and another the run.
+    Of a `ReduceLROnPlateau` each rank records the first calls with their metrics: one line gives
+    it each metric as often as there are ranks, with no optimizer step in between.
 
     ## Why it hurts
     A schedule that is too long never comes down: the run ends at a high learning rate. One that is
@@ -100,17 +109,29 @@ class ScheduleLengthMismatch(Check):
         UNDIVIDED: "the plan counts the batches of the whole data set, not those of one rank",
         MICRO_BATCHES: "the plan counts batches, the scheduler is stepped once per optimizer step",
         DIVIDED_TWICE: "the plan counts the batches of one rank, divided by the ranks again",
+        PATIENCE: "`ReduceLROnPlateau` is stepped once for each rank with every metric",
     }
     requires = (
-        seen(ScheduleEnded, otherwise="no scheduler with a planned number of steps was stepped"),
+        seen(
+            ScheduleEnded,
+            SchedulerStep,
+            otherwise="no scheduler with a planned number of steps was stepped",
+        ),
     )
 
     def unobserved(self, run: Run) -> str | None:
         if (why := super().unobserved(run)) is not None:
             return why
+        if any(e.kind == PLATEAU for r in run.ranks.values() for e in r.of(SchedulerStep)):
+            return None
+        if not run.any(ScheduleEnded):
+            return "no scheduler with a planned number of steps was stepped"
         return None if run.outcome() == "completed" else "the run did not end by itself"
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        counted_twice = [r for r in run.ranks.values() if _once_for_each_rank(r, run.world_size)]
+        if counted_twice:
+            yield self._patience(counted_twice, run.world_size)
         if run.outcome() != "completed":
             return
         found: dict[object, list[tuple[Rank, ScheduleEnded, Mismatch]]] = {}
@@ -121,6 +142,28 @@ class ScheduleLengthMismatch(Check):
                     found.setdefault(key, []).append((rank, event, mismatch))
         for same in found.values():
             yield self._finding(same)
+
+    def _patience(self, ranks: list[Rank], times: int) -> Finding:
+        steps = _once_for_each_rank(ranks[0], times)
+        event = steps[0]
+        return self.finding(
+            rule=PATIENCE,
+            ranks=tuple(r.rank for r in ranks),
+            subjects=(event.kind,),
+            optimizers=(event.optimizer,),
+            location=ranks[0].location(event.site),
+            label=f"counts each metric {counted(times, 'time')}",
+            summary=f"{event.kind} is stepped {counted(times, 'time')} with each metric, once for "
+            f"each of the {times} ranks",
+            cause="its patience counts calls, so that it is over after a part of the evaluations "
+            "that it was meant for (Accelerate steps a scheduler that it has prepared once for "
+            "each process)",
+            fix="step it once per evaluation: keep it out of `accelerator.prepare`, or step the "
+            "scheduler inside, `scheduler.scheduler.step(metric)`",
+            fix_kind=FixKind.CHECK,
+            evidence={"metrics": [e.metric for e in steps[: times * 4 : times]]},
+            at=ranks[0].wall(event.at),
+        )
 
     def _finding(self, same: list[tuple[Rank, ScheduleEnded, Mismatch]]) -> Finding:
         rank, event, mismatch = same[0]
@@ -149,6 +192,23 @@ class ScheduleLengthMismatch(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _once_for_each_rank(rank: Rank, ranks: int) -> list[SchedulerStep]:
+    """The first calls of a `ReduceLROnPlateau` by one line, if that gives it every metric as often
+    as there are ranks; empty if not."""
+    by_line: dict[int, list[SchedulerStep]] = {}
+    for event in rank.of(SchedulerStep):
+        known = by_line.setdefault(event.site, [])
+        if event.kind == PLATEAU and event.metric is not None and event.call == len(known):
+            known.append(event)
+    for steps in by_line.values():
+        given = Counter((e.step, e.metric) for e in steps)
+        # The last ones may not be on record.
+        times = list(given.values())[:-1]
+        if ranks > 1 and len(times) >= FEWEST_METRICS and set(times) == {ranks}:
+            return steps
+    return []
 
 
 def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:

@@ -8,7 +8,7 @@ from ddpdoctor.checks.drift.schedule_length_mismatch import ScheduleLengthMismat
 from readers import loader, prologue
 from recordings import make_run, site
 
-from ddpdoctor.events import ScheduleEnded, StepDone, decode
+from ddpdoctor.events import ScheduleEnded, SchedulerStep, StepDone, decode
 from ddpdoctor.probe.recording import hooks, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training.optimizers import Optimizers
@@ -262,3 +262,29 @@ def test_the_length_that_a_function_was_planned_for(function, planned):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
     assert PLANS["LambdaLR"](scheduler) == planned
+
+
+@pytest.mark.parametrize(
+    ("times", "metrics", "kind", "told"),
+    [
+        (2, (0.5, 0.4, 0.45, 0.4), "ReduceLROnPlateau", True),
+        (1, (0.5, 0.4, 0.45, 0.4), "ReduceLROnPlateau", False),
+        (1, (0.5, 0.5, 0.5, 0.5), "ReduceLROnPlateau", False),
+        (3, (0.5, 0.4, 0.45, 0.4), "ReduceLROnPlateau", False),
+        (2, (0.5, 0.4), "ReduceLROnPlateau", False),
+        (2, (0.5, 0.4, 0.45, 0.4), "StepLR", False),
+    ],
+)
+def test_patience_that_is_counted_once_for_each_rank(times, metrics, kind, told):
+    calls = [(epoch, metric) for epoch, metric in enumerate(metrics) for _ in range(times)]
+    steps = [
+        SchedulerStep(
+            at=n, kind=kind, step=8 * epoch, call=n, site=STEPPED, optimizer=0, metric=metric
+        )
+        for n, (epoch, metric) in enumerate(calls)
+    ]
+    run = make_run({rank: [*LINES, *steps] for rank in range(2)})
+    found = list(ScheduleLengthMismatch().examine(run))
+    assert [f.rule for f in found] == ["patience-counted-per-rank"] * told
+    if told:
+        assert found[0].location.line == 30

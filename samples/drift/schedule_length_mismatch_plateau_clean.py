@@ -1,0 +1,45 @@
+"""A scheduler that is stepped once per evaluation.
+
+run: --nproc-per-node 2
+finds: nothing
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+
+class PerProcess:
+    """Steps for the batches that the other processes take."""
+
+    def __init__(self, scheduler, processes):
+        self.scheduler, self.processes = scheduler, processes
+
+    def step(self, *args):
+        for _ in range(self.processes):
+            self.scheduler.step(*args)
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = PerProcess(ReduceLROnPlateau(optimizer, patience=3), 1)
+    draws = torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(8):
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 8, generator=draws)).square().mean()
+            loss.backward()
+            optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        scheduler.step(total.item() / dist.get_world_size())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
