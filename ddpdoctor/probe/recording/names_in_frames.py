@@ -63,6 +63,10 @@ _IN_PYTHON = 1 << 9
 attributes of interest."""
 
 
+_PLAIN = (int, float, str, bool, bytes, type(None))
+"""Objects that hold nothing."""
+
+
 def attributes(thing: Any) -> dict[str, Any]:
     """The attributes stored in an object, read without calling any of its code (`__getattr__`,
     properties)."""
@@ -92,6 +96,7 @@ def _inside(one: NamedObject) -> list[NamedObject]:
         return [
             NamedObject(f"{one.name}[{n}]", v, one.frame, one.owner)
             for n, v in enumerate(base.__iter__(held))
+            if type(v) not in _PLAIN
         ]
     if _is_torchs(made):  # its attributes are torch's own
         return []
