@@ -316,8 +316,8 @@ CAUSES = {
     "since",
     NOT_COPIED: "each rank updated the buffers from its own data, and nothing has broadcast them "
     "since",
-    NOT_BROADCAST: "DDP was told not to broadcast buffers, and each rank updates them from its own "
-    "data",
+    NOT_BROADCAST: "DDP was told not to broadcast buffers, and the ranks do not update them alike "
+    "(each from its own data, most likely)",
     UNEQUAL_AT_WRAP: "each rank created its own buffers before the wrap (for example from other "
     "random numbers), DDP was told not to broadcast buffers, which includes the wrap, and nothing "
     "changed them since",
@@ -333,7 +333,8 @@ def _fix(rule: str, group: Replicas, found: Divergence) -> str:
     if rule != BYPASSED:
         # A broadcast makes them equal, but undoes the updates of all ranks but one.
         keeps = rule == UNEQUAL_AT_WRAP or all(_of_norms(group, found.names))
-        return f"{equal}, or keep `broadcast_buffers=True`" if keeps else equal
+        wrapper = ", and evaluate through the wrapper" if rule == NOT_BROADCAST else ""
+        return f"{equal}, or keep `broadcast_buffers=True`{wrapper}" if keeps else equal
     if found.point == "part":
         return equal
     return (
