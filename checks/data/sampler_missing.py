@@ -20,6 +20,7 @@ from ddpdoctor.analysis.data.loader_check import (
     when,
 )
 from ddpdoctor.analysis.data.loader_faults import replaceable
+from ddpdoctor.analysis.data.sharing_ranks import divisions
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run, whom
@@ -78,8 +79,8 @@ class SamplerMissing(LoaderCheck):
         "no-distributed-sampler": Words(
             "training with a sampler that could be a DistributedSampler",
             YIELDS,
-            "`sampler = DistributedSampler(dataset)`, {passed}`sampler.set_epoch(epoch)` before "
-            "each epoch",
+            "`sampler = DistributedSampler(dataset{share})`, {passed}`sampler.set_epoch(epoch)` "
+            "before each epoch",
         ),
         "equal-draws": Words(
             "each rank draws its share of the data at random, from the same seed",
@@ -122,6 +123,7 @@ class SamplerMissing(LoaderCheck):
             fault,
             {
                 "yielded": _yielded(audit, missing),
+                "share": _share(divisions(run, fault.loader), run.world_size),
                 "order": ", in the same order" if audit.same_order else "",
                 "each": "batches" if reader.seen.batch_sampler else "indices",
                 "passed": "`batch_sampler=BatchSampler(sampler, ...)`, "
@@ -138,6 +140,18 @@ class SamplerMissing(LoaderCheck):
             evidence={**figures(audit), "same order": audit.same_order, **fault.evidence},
             at=min(began),
         )
+
+
+def _share(sets: list[frozenset[int]], world: int) -> str:
+    """The arguments for a sampler that divides the data over some of the ranks only, as others
+    need equal samples; empty where it divides it over all."""
+    size = len(sets[0]) if sets else world
+    if size == world or any(len(ranks) != size for ranks in sets):
+        return ""
+    step = world // size
+    strided = all(sorted(ranks) == [*range(min(ranks), world, step)] for ranks in sets)
+    number = f"dist.get_rank() // {step}" if strided else "dist.get_rank(group)"
+    return f", num_replicas={size}, rank={number}"
 
 
 def _yielded(audit: Audit, missing: bool) -> str:

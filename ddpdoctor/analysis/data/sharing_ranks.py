@@ -30,6 +30,12 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
         sets = set(on_mesh)
     elif wrapped:
         sets = set(wrapped.values())
+    elif (
+        loader.trains
+        and (by_hand := {r: _group_by_hand(run.everyone[r]) for r in members})
+        and (all(by_hand.values()))
+    ):
+        sets = {ranks for ranks in by_hand.values() if ranks is not None}
     elif loader.trains and not all(_averages(loader.readers[r]) for r in members):
         return []
     else:
@@ -55,6 +61,18 @@ def _wrap_group(rank: Rank) -> frozenset[int] | None:
         if all(len(g) >= len(sharded.ranks) for g in groups_of(rank)):
             found.append(frozenset(sharded.ranks))
     return max(found, key=len, default=None)
+
+
+def _group_by_hand(rank: Rank) -> frozenset[int] | None:
+    """The smaller group over which the program itself averaged all gradients in every step; None
+    where it did not, or over all ranks."""
+    states = [s for s in rank.of(UnwrappedState) if not s.last]
+    numbers = {s.group for s in states[1:]}
+    if len(numbers) != 1 or not all(s.complete for s in states[1:]):
+        return None
+    ranks = {g.group: frozenset(g.ranks) for g in rank.of(GroupReady)}.get(numbers.pop())
+    whole = rank.default_group
+    return None if ranks is None or whole is None or ranks == frozenset(whole.ranks) else ranks
 
 
 def trains_alone(reader: Reader) -> bool:
