@@ -127,7 +127,8 @@ HARD_TIMES = {
         "    raise AttributeError('another version of torch')\n"
         "private = sys.modules.get('ddpdoctor.probe.recording.torch_compat')\n"
         "for value in vars(private).values() if private else ():\n"
-        "    if isinstance(value, types.FunctionType) and value.__module__ == private.__name__:\n"
+        "    own = isinstance(value, types.FunctionType) and value.__module__ == private.__name__\n"
+        "    if own and value.__closure__ is None:  # not of a context manager\n"
         "        value.__code__ = missing.__code__",
         told="not observed",
     ),
