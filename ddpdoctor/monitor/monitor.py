@@ -6,6 +6,7 @@ observations are lost.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -134,6 +135,13 @@ class Monitor:
                 self._writer = EventWriter(self.folder.node_path(self.node_rank))
             except FileExistsError:
                 self.node_rank += 1
+        try:
+            self._introduce()
+        except Exception as error:
+            self.failed(error)
+
+    def _introduce(self) -> None:
+        """Record the machine."""
         self._write(
             MonitorStarted(
                 at=time.monotonic(),
@@ -462,7 +470,8 @@ class Monitor:
         text = repr(error)
         if text not in self.troubles:
             self.troubles.append(text)
-            self._write(ProbeTrouble(at=time.monotonic(), part="monitor", error=text))
+            with contextlib.suppress(Exception):
+                self._write(ProbeTrouble(at=time.monotonic(), part="monitor", error=text))
 
 
 @cache

@@ -137,7 +137,7 @@ HARD_TIMES = {
         mount=f"{TMPFS} $PLACE", told="could not record|cut short|stop early|not observed"
     ),
 }
-UNTOLD = ("_write", "failed", "reaped", "stopped", "swept")
+UNTOLD = ("_last_words", "_write", "failed", "reaped", "record", "stopped", "swept")
 """Of the monitor's methods those that tell, and those that runs which end well have no use for."""
 
 HARD_TIMES |= {
