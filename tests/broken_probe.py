@@ -2,7 +2,8 @@
 
 Every function of the probe that a healthy training calls raises in turn, every time that it is
 called: the numbers must never change, nothing may get out, and what failed must be on record.
-With LIGHT in the environment the training has light steps, and what works in them is broken.
+With LIGHT in the environment the training has light steps, and what works in them is broken;
+with ONLY=hooks.Hook.update,... only these functions are.
 """
 
 import contextlib
@@ -54,6 +55,7 @@ GUARDS = {
     "optimizers.Optimizers._last_pre_hook",
     "recorder.guarded", "recorder.current_recorder", "recorder.run_hook", "recorder.set_recorder",
     "recorder.shielded", "stack_file.drop",
+    "sync_waits.SyncWaits._backward_runs", "sync_waits.SyncWaits._gradients_computed",
     "torch_compat.resume_compiler",
 }  # fmt: skip
 """What catches the failures of all others: nothing stands between these and the user."""
@@ -277,6 +279,8 @@ if LIGHT:
     assert "light_run.LightRun._settle" in used
 assert "forwards.Forwards._ends_fast" in used
 chosen = list(used)[:: int(os.environ.get("EVERY", "1"))]
+if "ONLY" in os.environ:
+    chosen = os.environ["ONLY"].split(",")
 wrong = []
 for name in chosen:
     fired.clear()

@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 from .frames import disguise, named, unframe
-from .recorder import Failure, Recorder, current, run_hook
+from .recorder import Failure, Recorder, current, run_hook, write_probe_error
 from .torch_compat import compiler_in_use, interposed, scripted_as, skip_frames, uncompiled
 
 Before = Callable[[Recorder, tuple[Any, ...], dict[str, Any]], Any]
@@ -211,10 +211,14 @@ def on_restore(undo: Callable[[], None]) -> None:
 
 
 def restore() -> None:
-    """Undo every change, newest first: a function may be wrapped more than once."""
+    """Undo every change, newest first: a function may be wrapped more than once. Those that cannot
+    be undone are written down, and the others undone."""
     while _undo:
         owner, name, old = _undo.pop()
-        if name:
-            setattr(owner, name, old)
-        else:
-            owner()
+        try:
+            if name:
+                setattr(owner, name, old)
+            else:
+                owner()
+        except Exception as error:
+            write_probe_error(error)
