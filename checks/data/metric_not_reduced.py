@@ -82,7 +82,7 @@ class MetricNotReduced(Check):
         if (why := super().unobserved(run)) is not None:
             return why
         if not _evaluations(run):
-            return "no evaluation was divided between ranks by a distributed sampler"
+            return "no evaluation was seen to be divided between ranks"
         if not any((run.any(SaveDecided), run.any(MetricUsed), _metrics(run, SchedulerStep))):
             return "no metric was seen to decide about a file or a schedule"
         return None

@@ -26,9 +26,10 @@ class MissingFile:
     """The file of the same name that another rank wrote in a folder of its own."""
 
     rank: Rank
-    event: FileWritten
+    event: FileWritten | FileRemoved
     rule: ClassVar[str] = "rank-specific-path"
     did: ClassVar[str] = "written"
+    here: ClassVar[str] = "wrote its file here"
 
     @property
     def path(self) -> str:
@@ -51,7 +52,7 @@ class MissingFile:
     @property
     def related(self) -> tuple[Related, ...]:
         spot: Location | None = self.rank.location(self.event.site)
-        return (Related(f"rank {self.rank.rank} wrote its file here", spot),) if spot else ()
+        return (Related(f"rank {self.rank.rank} {self.here}", spot),) if spot else ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class FileOfOtherTime(MissingFile):
     later_s: float
     missed: str
     rule: ClassVar[str] = "other-moment"
+    here: ClassVar[str] = "wrote here"
 
     @property
     def _who(self) -> str:
@@ -95,24 +97,14 @@ class FileOfOtherTime(MissingFile):
             "`dist.barrier()` on all ranks before that line"
         )
 
-    @property
-    def related(self) -> tuple[Related, ...]:
-        spot: Location | None = self.rank.location(self.event.site)
-        return (Related(f"{self._who} wrote here", spot),) if spot else ()
-
 
 @dataclass(frozen=True)
-class RemovedTwice:
+class RemovedTwice(MissingFile):
     """What a rank failed to remove, because another rank removes it as well."""
 
-    rank: Rank
-    event: FileRemoved
     rule: ClassVar[str] = "removed-twice"
     did: ClassVar[str] = "removed"
-
-    @property
-    def path(self) -> str:
-        return shorten(self.event.path, self.rank.cwd)
+    here: ClassVar[str] = "removes it here"
 
     @property
     def cause(self) -> str:
@@ -127,11 +119,6 @@ class RemovedTwice:
             "remove it on one rank (`if dist.get_rank() == 0: ...`), then call `dist.barrier()` on "
             "all ranks, before any of them looks for it again"
         )
-
-    @property
-    def related(self) -> tuple[Related, ...]:
-        spot = self.rank.location(self.event.site)
-        return (Related(f"rank {self.rank.rank} removes it here", spot),) if spot else ()
 
 
 def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
@@ -154,7 +141,7 @@ def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
     )
 
 
-def missing_file(run: Run, first: Failure) -> MissingFile | RemovedTwice | None:
+def missing_file(run: Run, first: Failure) -> MissingFile | None:
     """What another rank did, where a rank failed because it did not find a file or folder: it wrote
     the file under a path of its own, or at another time, or removes it as well. None where that is
     not clear."""

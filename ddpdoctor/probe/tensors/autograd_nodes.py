@@ -9,24 +9,28 @@ from typing import Any
 from ..recording.torch_compat import saved
 
 
+def nodes_of(starts: Iterable[Any], most: int) -> list[Any]:
+    """The nodes that a backward from these reaches, breadth first, up to `most`."""
+    order = list(dict.fromkeys(starts))
+    seen = set(order)
+    for node in order:
+        if len(order) >= most:
+            break
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                order.append(child)
+    return order
+
+
 def leaves_of(roots: Iterable[Any], most: int) -> dict[int, Any] | None:
     """The leaves that a backward from these tensors reaches, by `id`; None where that would take a
-    look at more than `most` nodes. What is inside of a reentrant checkpoint is not seen."""
-    seen: set[Any] = set()
-    open_ = [root.grad_fn for root in roots]
-    found: dict[int, Any] = {}
-    while open_:
-        node = open_.pop()
-        if node is None or node in seen:
-            continue
-        if len(seen) >= most:
-            return None
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        open_ += [following for following, _ in node.next_functions]
-    return found
+    look at `most` nodes or more. What is inside of a reentrant checkpoint is not seen."""
+    nodes = nodes_of([root.grad_fn for root in roots if root.grad_fn is not None], most)
+    if len(nodes) >= most:
+        return None
+    leaves = (getattr(node, "variable", None) for node in nodes)
+    return {id(leaf): leaf for leaf in leaves if leaf is not None}
 
 
 def divisor_of(node: Any) -> float:

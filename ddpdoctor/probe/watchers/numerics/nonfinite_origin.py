@@ -16,6 +16,7 @@ from typing import Any
 from ...recording.frames import variables
 from ...recording.torch_compat import node_number, saved, shard
 from ...source import call_graph
+from ...tensors.autograd_nodes import nodes_of
 from ...tensors.digests import finite, memory_freed, readable
 from ...training import autograd_grad
 from ...training.autograd_grad import AutogradGrad
@@ -132,16 +133,7 @@ def _of_derivative(made: Any, order: list[Any], names: Names, site: int) -> Orig
 
 
 def _nodes(start: Any) -> list[Any]:
-    """The nodes of the graph, breadth first, up to `MOST_NODES`."""
-    order, seen = [start], {start}
-    for node in order:
-        if len(order) >= MOST_NODES:
-            break
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                order.append(child)
-    return order
+    return nodes_of([start], MOST_NODES)
 
 
 def _users_of(order: list[Any], nodes: Iterable[Any]) -> set[Any]:
