@@ -222,7 +222,7 @@ def _read_elsewhere(run: Run, loader: Loader, audit: Audit) -> bool:
     """Whether other loaders of the same use read the samples that this one drops."""
     if audit.sampled > 1:
         return False
-    missing = {i for i in range(audit.length) if i not in audit.tally}
+    missing = set(audit.tally.unread(audit.length))
     for other in loaders(run):
         if other is not loader and other.trains == loader.trains:
             for rank, reader in other.readers.items():

@@ -24,14 +24,14 @@ from .phrases import (
     with_folded,
 )
 from .rank import OF_DEVICES, Facts, Rank, title_of
-from .rank_sets import equal_ranks, odd_ones
+from .rank_sets import equal_ranks, members, odd_ones
 from .run import Run
 from .silent_nodes import silence_text, silences
 
 __all__ = [
     "OF_DEVICES", "Call", "Facts", "Location", "Phase", "Rank", "Recording", "Ring", "Run", "State",
     "counted", "equal_ranks", "fold_numbers", "fold_ranks", "groups_text", "listed", "load",
-    "named", "odd_ones",
-    "plural", "ranks_do", "ranks_text", "ranks_were", "shorten", "silence_text",
-    "silences", "some", "stopped_in", "title_of", "told_of", "unfolded", "whom", "with_folded",
+    "members", "named", "odd_ones", "plural", "ranks_do", "ranks_text", "ranks_were", "shorten",
+    "silence_text", "silences", "some", "stopped_in", "title_of", "told_of", "unfolded", "whom",
+    "with_folded",
 ]  # fmt: skip

@@ -9,11 +9,16 @@ are `Run.folded`: what they did is known, and of their own they have what they r
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 from ..events import (
@@ -42,6 +47,9 @@ FOLD_FROM = 64
 
 KEPT = 4
 """So many of the ranks that did the same are read whole, and more where they are remarkable."""
+
+PER_WORKER = 256
+"""Fewer ranks than this are not worth a process."""
 
 MOST_VALUES = 32
 """What has more values than that, none of them on half of the ranks, is a rank's own by nature."""
@@ -79,6 +87,23 @@ class Sketch:
     did: dict[Hashable, Hashable] = field(default_factory=dict)
     took: tuple[float, ...] = ()
     own: list[Event] = field(default_factory=list)
+
+
+def sketches_of(files: Sequence[tuple[int, Path]]) -> Iterator[Sketch]:
+    """A sketch of each of the ranks that has one. Of many ranks they are made by several processes,
+    as far as this one can be forked: it has no other threads."""
+    workers = min(len(os.sched_getaffinity(0)), len(files) // PER_WORKER)
+    parts = [files[n::workers] for n in range(workers)] if threading.active_count() == 1 else ()
+    if len(parts) < 2:
+        yield from _sketched(files)
+        return
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        yield from sorted(chain(*pool.map(_sketched, parts)), key=lambda s: s.rank)
+
+
+def _sketched(files: Sequence[tuple[int, Path]]) -> list[Sketch]:
+    sketcher = Sketcher()
+    return [made for number, path in files if (made := sketcher.sketch(number, path)) is not None]
 
 
 class Sketcher:

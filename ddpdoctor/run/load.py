@@ -13,7 +13,7 @@ import msgspec
 from ..events import Event, ProcessEnded, ProcessStarted
 from ..storage.run_folder import Lines, RunFolder, RunInfo
 from . import clocks
-from .folding import FOLD_FROM, SAMPLES, Folding, Sketcher, sampled
+from .folding import FOLD_FROM, SAMPLES, Folding, sampled, sketches_of
 from .merge_records import end_of, of_one_world
 from .rank import Facts, Rank
 from .run import Run
@@ -107,13 +107,11 @@ class Recording:
             if event.attempt == attempt:
                 ends[event.rank] = event
         silent = {r for event in silences(nodes.values()) for r in event.ranks}
-        sketcher = Sketcher()
-        sketches = []
-        for number, ((path, _),) in files.items():
-            if number not in silent and (sketch := sketcher.sketch(number, path)) is not None:
-                if (end := ends.get(number)) is not None:
-                    sketch.did["ended"] = end.status, end.signal, end.by_launcher
-                sketches.append(sketch)
+        heard = [(number, path) for number, ((path, _),) in files.items() if number not in silent]
+        sketches = list(sketches_of(heard))
+        for sketch in sketches:
+            if (end := ends.get(sketch.rank)) is not None:
+                sketch.did["ended"] = end.status, end.signal, end.by_launcher
         return Folding(sketches)
 
     def _like(

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+
+from ..events import GroupReady
+
+
+def members(group: GroupReady) -> frozenset[int]:
+    """The ranks of a process group. Ranks that did the same share the set."""
+    return _as_set(group.ranks)
+
+
+@lru_cache(maxsize=1024)
+def _as_set(ranks: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(ranks)
 
 
 def equal_ranks(values: Mapping[int, Hashable]) -> list[tuple[int, ...]]:

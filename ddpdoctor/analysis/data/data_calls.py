@@ -17,7 +17,7 @@ from ...events import (
     Signature,
 )
 from ...events.operations import OPERATIONS
-from ...run import Rank
+from ...run import Rank, members
 from .thresholds import FEW
 
 GATHERS = {name for name, o in OPERATIONS.items() if o.gathers and not o.several}
@@ -126,7 +126,7 @@ def sums_over_all(rank: Rank) -> bool:
 def only_reports_beyond(rank: Rank, ranks: frozenset[int]) -> bool:
     """Whether the rank exchanges no more than a few numbers per call with ranks outside of `ranks`.
     False where it exchanges nothing with them."""
-    inside = {g.group for g in rank.of(GroupReady) if ranks >= set(g.ranks)}
+    inside = {g.group for g in rank.of(GroupReady) if ranks >= members(g)}
     much = {s.id for s in rank.of(Signature) if s.op not in MEETS and not 0 <= s.numel <= FEW}
     blocks = {b.id for b in rank.of(CallBlock) if much & set(b.codes[::2])}
     beyond = [r for r in rank.of(CallRun) if r.group not in inside]

@@ -41,11 +41,11 @@ class Audit:
 
     @cached_property
     def tally(self) -> Tally:
-        return Tally(self.length, (e.of_every(self.sampled) for e in self.epochs.values()))
+        return Tally(e.of_every(self.sampled) for e in self.epochs.values())
 
     def _read(self) -> Iterator[tuple[int, list[int]]]:
         """What each rank read. It is unpacked each time: of many ranks it is too much to keep."""
-        return ((r, e.of_every(self.sampled)) for r, e in self.epochs.items())
+        return ((r, e.of_every(self.sampled).tolist()) for r, e in self.epochs.items())
 
     @property
     def delivered(self) -> int:
@@ -82,14 +82,15 @@ class Audit:
     @cached_property
     def never(self) -> int:
         """How many of the compared indices of the dataset no rank read."""
-        every = range(self.length)
-        known = len(every) if self.sampled == 1 else sum(in_sample(i, self.sampled) for i in every)
-        return max(0, known - self.distinct)
+        import numpy as np
+
+        every = np.arange(self.length)
+        known = in_sample(every, self.sampled).sum() if self.sampled > 1 else self.length
+        return max(0, int(known) - self.distinct)
 
     def unseen(self) -> list[int]:
         """The first indices that no rank read; empty where not every index was compared."""
-        found = (i for i in range(self.length) if i not in self.tally)
-        return [i for i, _ in zip(found, range(NAMED))] if self.sampled == 1 else []  # noqa: B905
+        return self.tally.unread(self.length, NAMED) if self.sampled == 1 else []
 
     @property
     def again_within(self) -> int:
@@ -175,7 +176,7 @@ def _deals_repeats(audit: Audit) -> bool:
     cut_at_the_end = audit.distinct - most
     if times == 1 or cut_at_the_end > len(audit.epochs):
         return False
-    read = {frozenset(e.of_every(audit.sampled)) for e in audit.epochs.values()}
+    read = {frozenset(e.of_every(audit.sampled).tolist()) for e in audit.epochs.values()}
     return len(audit.epochs) == len(read)
 
 

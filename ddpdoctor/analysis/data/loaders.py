@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...events import (
     ContentRead,
@@ -26,13 +26,20 @@ from ...events.pack import unpack_ascending
 from ...run import Location, Rank, Run
 from .thresholds import FEWEST_TO_ORDER
 
+if TYPE_CHECKING:
+    import numpy as np
+
 SCATTER = 2654435761
 """Multiplier of the hash by which both the probe and `in_sample` choose indices."""
 
 
-def in_sample(index: int, sampled: int) -> bool:
-    """Whether a sampling of one in `sampled` (a power of two) keeps this index."""
-    return (index * SCATTER & 0xFFFFFFFF) >> (33 - sampled.bit_length()) == 0
+Index = TypeVar("Index", int, "np.ndarray")
+
+
+def in_sample(index: Index, sampled: int) -> Index:
+    """Whether a sampling of one in `sampled` (a power of two) keeps this index, or each of some."""
+    kept: Index = (index * SCATTER & 0xFFFFFFFF) >> (33 - sampled.bit_length()) == 0
+    return kept
 
 
 Line = tuple[str, int] | None
@@ -122,25 +129,33 @@ class Epoch:
         return any(p.indices for p in (*self.parts, *((self.ended,) if self.ended else ())))
 
     @property
+    def read(self) -> np.ndarray:
+        """The indices delivered: int64, ascending in each record of them."""
+        return _unpacked([*self.parts, *([self.ended] if self.ended else ())])
+
+    @property
     def indices(self) -> list[int]:
-        texts = [p.indices for p in self.parts] + ([self.ended.indices] if self.ended else [])
-        try:
-            return [i for text in texts for i in unpack_ascending(text)]
-        except ValueError:  # a damaged record
-            return []
+        found: list[int] = self.read.tolist()
+        return found
 
     def until(self, samples: int) -> list[int]:
         """The indices delivered first, as far as a record ends at no more than so many samples."""
-        texts = [p.indices for p in self.parts if p.samples <= samples]
-        try:
-            return [i for text in texts for i in unpack_ascending(text)]
-        except ValueError:  # a damaged record
-            return []
+        found: list[int] = _unpacked([p for p in self.parts if p.samples <= samples]).tolist()
+        return found
 
-    def of_every(self, sampled: int) -> list[int]:
-        """The indices that a sampling of one in `sampled` keeps."""
-        every = self.indices
-        return every if sampled == 1 else [i for i in every if in_sample(i, sampled)]
+    def of_every(self, sampled: int) -> np.ndarray:
+        """The indices that a sampling of one in `sampled` keeps, int64."""
+        read = self.read
+        return read if sampled == 1 else read[in_sample(read, sampled)]
+
+
+def _unpacked(records: Sequence[IndicesRead | EpochEnded]) -> np.ndarray:
+    import numpy as np
+
+    try:
+        return np.concatenate([np.empty(0, "q"), *(unpack_ascending(r.indices) for r in records)])
+    except ValueError:  # a damaged record
+        return np.empty(0, "q")
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...events import Layer, Payload
 from ...events.pack import unpack
@@ -17,6 +17,9 @@ from .epoch_audit import Audit
 from .loaders import Epoch, Loader, Reader
 from .sharing_ranks import groups_of
 from .thresholds import MATERIAL, NEARLY_ALL, NO_ACCIDENT, ONCE
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def selected(layer: Layer) -> Sequence[int]:
@@ -48,8 +51,11 @@ class _Placed(Epoch):
     places: Sequence[int] = ()
 
     @property
-    def indices(self) -> list[int]:
-        return sorted(self.places[i] for i in super().indices if i < len(self.places))
+    def read(self) -> np.ndarray:
+        import numpy as np
+
+        read = super().read
+        return np.sort(np.asarray(self.places)[read[read < len(self.places)]])
 
 
 class Overlap(NamedTuple):
@@ -149,7 +155,7 @@ def _have_samples_in_common(a: Selection, b: Selection, world: int) -> bool:
 
 def _shares_much(audit: Audit) -> bool:
     """Whether several ranks read a material part of the samples."""
-    few = min(len({*e.of_every(audit.sampled)}) for e in audit.epochs.values())
+    few = min(len({*e.of_every(audit.sampled).tolist()}) for e in audit.epochs.values())
     return audit.sampled == 1 and len(audit.shared) >= max(NO_ACCIDENT, MATERIAL * few)
 
 

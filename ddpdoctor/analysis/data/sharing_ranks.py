@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import inf
 
 from ...events import ForwardInput, GroupReady, ShardedOver, StepDone, UnwrappedState, Wrapped
-from ...run import Rank, Run
+from ...run import Rank, Run, members
 from .data_calls import only_reports_beyond, sums_over_all
 from .loaders import Loader, Reader
 from .split_layers import data_parallel, of_one_replica
@@ -21,29 +22,29 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
     Args:
         begun: as in `Loader.of`.
     """
-    members = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
-    if loader.trains and members and all(trains_alone(loader.readers[r]) for r in members):
+    readers = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
+    if loader.trains and readers and all(trains_alone(loader.readers[r]) for r in readers):
         return []
     on_mesh = data_parallel(run)
-    wrapped = {r: s for r in members if (s := _wrap_group(run.everyone[r]))}
+    wrapped = {r: s for r in readers if (s := _wrap_group(run.everyone[r]))}
     if on_mesh is not None:
         sets = set(on_mesh)
     elif wrapped:
         sets = set(wrapped.values())
     elif (
         loader.trains
-        and (by_hand := {r: _group_by_hand(run.everyone[r]) for r in members})
+        and (by_hand := {r: _group_by_hand(run.everyone[r]) for r in readers})
         and (all(by_hand.values()))
     ):
         sets = {ranks for ranks in by_hand.values() if ranks is not None}
-    elif loader.trains and not all(_averages(loader.readers[r]) for r in members):
+    elif loader.trains and not all(_averages(loader.readers[r]) for r in readers):
         return []
     else:
-        whole = {frozenset(g.ranks) for r in members if (g := run.everyone[r].default_group)}
+        whole = {members(g) for r in readers if (g := run.everyone[r].default_group)}
         sets = {
             part for ranks in whole for part in of_one_replica(run, ranks & run.everyone.keys())
         }
-    return [s for s in sorted(sets, key=sorted) if len(s & members) > 1]
+    return [s for s in sorted(sets, key=sorted) if len(s & readers) > 1]
 
 
 def _wrap_group(rank: Rank) -> frozenset[int] | None:
@@ -55,7 +56,7 @@ def _wrap_group(rank: Rank) -> frozenset[int] | None:
             continue
         group = groups.get(wrapped.group, groups.get(0) if wrapped.group < 0 else None)
         if group is not None and group.ranks:
-            found.append(frozenset(group.ranks))
+            found.append(members(group))
     for sharded in rank.of(ShardedOver):
         # Groups smaller than its mesh may exist to share inputs.
         if all(len(g) >= len(sharded.ranks) for g in groups_of(rank)):
@@ -70,9 +71,9 @@ def _group_by_hand(rank: Rank) -> frozenset[int] | None:
     numbers = {s.group for s in states[1:]}
     if len(numbers) != 1 or not all(s.complete for s in states[1:]):
         return None
-    ranks = {g.group: frozenset(g.ranks) for g in rank.of(GroupReady)}.get(numbers.pop())
+    ranks = {g.group: members(g) for g in rank.of(GroupReady)}.get(numbers.pop())
     whole = rank.default_group
-    return None if ranks is None or whole is None or ranks == frozenset(whole.ranks) else ranks
+    return None if ranks is None or whole is None or ranks == members(whole) else ranks
 
 
 def trains_alone(reader: Reader) -> bool:
@@ -122,10 +123,19 @@ def sampler_fits(run: Run, ranks: frozenset[int], readers: list[Reader]) -> bool
     )
     limit = len(ranks) if independent else size
     on_mesh = set(data_parallel(run) or ())
+
+    @cache
+    def divides(group: frozenset[int]) -> bool:
+        return len(group) <= limit and _divides(group, place, size)
+
+    @cache
+    def repeats(group: frozenset[int]) -> bool:
+        return group <= ranks and _repeats(group, place, size, len(ranks))
+
     return all(
-        any(_divides(g, place, size) for g in (ranks, *groups_of(reader.rank)) if len(g) <= limit)
+        any(map(divides, (ranks, *groups_of(reader.rank))))
         or any(
-            _repeats(group, place, size, len(ranks)) and group <= ranks
+            repeats(group)
             for group in groups_of(reader.rank)
             if size > 1 or group not in _averaging(reader.rank) | on_mesh
         )
@@ -164,7 +174,7 @@ def _divided(readers: list[Reader]) -> list[frozenset[int]]:
 def groups_of(rank: Rank) -> list[frozenset[int]]:
     """Process groups of the rank that may divide or share data. The groups of a mesh that one model
     is sharded and replicated over (HSDP) do neither, and are left out."""
-    every = [frozenset(g.ranks) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]
+    every = [members(g) for g in rank.of(GroupReady) if g.member and len(g.ranks) > 1]
     for sharded in rank.of(ShardedOver):
         for group in map(frozenset, sharded.groups):
             # A second group of the same ranks may be for data (sequence parallelism).
@@ -177,7 +187,7 @@ def _averaging(rank: Rank) -> set[frozenset[int]]:
     """Groups over which a wrapped model averages gradients. Their ranks ought to read different
     data."""
     wrapped = {e.group for e in rank.of(Wrapped)}
-    return {frozenset(g.ranks) for g in rank.of(GroupReady) if g.group in wrapped}
+    return {members(g) for g in rank.of(GroupReady) if g.group in wrapped}
 
 
 def _divides(group: frozenset[int], place: dict[int, int], size: int) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-MOST_DENSE = 1 << 26
-"""Longer datasets are counted index by index, not in one array."""
+if TYPE_CHECKING:
+    import numpy as np
+
+SPREAD = 16
+"""If there is more than one index per this many possible ones, counting is faster than sorting."""
 
 
 class Tally:
@@ -17,67 +19,59 @@ class Tally:
     Attributes:
         delivered: samples in all; distinct: different ones.
         within: how many indices a rank read once, twice, ...; summed over the ranks.
+        times: how many indices were read once, twice, ...; of all ranks together.
+        repeated: indices that were read more than once, and how often.
+        shared: indices that more than one rank read, ascending.
     """
 
-    def __init__(self, length: int, read: Iterable[Sequence[int]]) -> None:
-        """`read`: the indices that each rank read."""
-        self.delivered = self.distinct = 0
+    def __init__(self, read: Iterable[np.ndarray]) -> None:
+        """`read`: the indices that each rank read, int64."""
+        import numpy as np
+
         self.within: Counter[int] = Counter()
-        self._length = length
-        dense = 0 < length <= MOST_DENSE
-        self._readers: array[int] | Counter[int] = (
-            array("I", bytes(4 * length)) if dense else Counter()
-        )
-        self._again: Counter[int] = Counter()
-        self._shared: set[int] = set()
+        different = [np.empty(0, dtype="q")]
+        repeats = [np.empty(0, dtype="q")]
         for indices in read:
-            self._add(indices)
+            values, times = _counted(indices)
+            different.append(values)
+            if len(values) == len(indices):
+                self.within[1] += len(values)
+            else:
+                self.within.update(times.tolist())
+                repeats.append(np.repeat(values, times - 1))
+        values, readers = _counted(np.concatenate(different))
+        again, more = _counted(np.concatenate(repeats))
+        times = readers.copy()
+        times[values.searchsorted(again)] += more
+        self.delivered, self.distinct = int(times.sum()), len(values)
+        self.times = Counter(dict(_pairs(*_counted(times))))
+        self.repeated = dict(_pairs(values[times > 1], times[times > 1]))
+        self.shared: list[int] = values[readers > 1].tolist()
+        self._values = values.astype("i") if self.distinct and values[-1] < 1 << 31 else values
 
-    def _add(self, indices: Sequence[int]) -> None:
-        different = set(indices)
-        self.delivered += len(indices)
-        self.distinct += len(different)
-        if len(different) == len(indices):
-            self.within[1] += len(indices)
-        else:
-            times = Counter(indices)
-            self.within.update(times.values())
-            self._again.update({i: n - 1 for i, n in times.items() if n > 1})
-        if isinstance(self._readers, array) and indices and not self._fits(indices):
-            self._readers = Counter({i: n for i, n in enumerate(self._readers) if n})
-        readers, shared = self._readers, self._shared
-        if not any(map(readers.__getitem__, different)):
-            for i in different:
-                readers[i] = 1
-            return
-        for i in different:
-            if readers[i]:
-                shared.add(i)
-                self.distinct -= 1
-            readers[i] += 1
+    def unread(self, length: int, most: int | None = None) -> list[int]:
+        """The first indices below `length` that no rank read: `most` of them, or all."""
+        import numpy as np
 
-    def _fits(self, indices: Sequence[int]) -> bool:
-        return min(indices) >= 0 and max(indices) < self._length
+        missing = np.ones(length, dtype=bool)
+        missing[self._values[(self._values >= 0) & (self._values < length)]] = False
+        found: list[int] = missing.nonzero()[0][:most].tolist()
+        return found
 
-    def __contains__(self, index: int) -> bool:
-        """Whether any rank read it."""
-        return self._readers[index] > 0
 
-    @cached_property
-    def shared(self) -> list[int]:
-        """Indices that more than one rank read."""
-        return sorted(self._shared)
+def _counted(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different ones of some integers, ascending, and how often each of them stands there."""
+    import numpy as np
 
-    @cached_property
-    def repeated(self) -> dict[int, int]:
-        """Indices that were read more than once, and how often."""
-        found = sorted({*self._shared, *self._again})
-        return {i: self._readers[i] + self._again[i] for i in found}
+    if (indices[1:] > indices[:-1]).all():
+        return indices, np.ones(len(indices), dtype="q")
+    low = indices.min()
+    if indices.max() - low >= SPREAD * len(indices):
+        return np.unique(indices, return_counts=True)
+    counts = np.bincount(indices - low)
+    values = counts.nonzero()[0]
+    return values + low, counts[values]
 
-    @cached_property
-    def times(self) -> Counter[int]:
-        """How many indices were read once, twice, ..."""
-        times = Counter(self.repeated.values())
-        if alone := self.distinct - len(self.repeated):
-            times[1] = alone
-        return times
+
+def _pairs(values: np.ndarray, counts: np.ndarray) -> Iterable[tuple[int, int]]:
+    return zip(values.tolist(), counts.tolist(), strict=True)
