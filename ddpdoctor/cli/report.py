@@ -21,7 +21,7 @@ from ..render import page, streams
 from ..report.findings import Check
 from ..report.postmortem import Attempts, open_run
 from ..report.registry import select
-from ..run import fold_ranks
+from ..run import fold_ranks, read_in
 from ..storage.run_folder import FolderError, printable
 from .parsers import EXAMINING, add_settings, given
 from .split import UsageError
@@ -61,7 +61,10 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     paths = list(map(Path, args.folders))
     left = None if any(map(search.is_run, paths)) else search.search(paths)
     if left is None or not left.anything:
-        return _report(args, checks, options, args.folders)
+        # JSON names files as the run's own findings.json does.
+        as_recorded = args.format == "json" or hasattr(args, "json")
+        with read_in("" if as_recorded else str(Path.cwd())):
+            return _report(args, checks, options, args.folders)
     for line in left.told():
         print(f"ddpdoctor: {line}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="ddpdoctor-") as temporary:

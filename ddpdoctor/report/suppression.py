@@ -7,12 +7,12 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 
 from ..events import Site
-from ..run import Run
+from ..run import Run, shorten
 from . import registry
 from .findings import Check, Finding, Report, Suppressed
 
@@ -51,10 +51,14 @@ NOTHING = Unwanted()
 
 
 def fingerprint(finding: Finding) -> str:
-    """What stays the same from run to run while the fault is the same: check, rule, file and text
-    of the line, but not its number, and no measured figure."""
+    """What stays the same from run to run while the fault is the same: check, rule, name of the
+    file and text of the line, but not its number, and no measured figure."""
     place = finding.location
-    parts = (finding.code, finding.rule, *((place.file, place.source.strip()) if place else ()))
+    parts = (
+        finding.code,
+        finding.rule,
+        *((PurePath(place.file).name, place.source.strip()) if place else ()),
+    )
     return hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:32]
 
 
@@ -144,7 +148,7 @@ def _unused_comments(run: Run, report: Report, examined: Sequence[Check]) -> lis
             lines = path.read_text(errors="replace").splitlines()
         except OSError:
             continue
-        shown = str(path.relative_to(cwd)) if cwd and path.is_relative_to(cwd) else name
+        shown = shorten(name, cwd)
         for number, line in enumerate(lines, 1):
             asked = COMMENT.search(line)
             place = f"{shown}:{number}"

@@ -14,11 +14,9 @@ import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 
 from ..events import (
@@ -97,6 +95,9 @@ def sketches_of(files: Sequence[tuple[int, Path]]) -> Iterator[Sketch]:
     if len(parts) < 2:
         yield from _sketched(files)
         return
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         yield from sorted(chain(*pool.map(_sketched, parts)), key=lambda s: s.rank)
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import PurePath
 
 import msgspec
+
+_reader: ContextVar[str] = ContextVar("reader", default="")
 
 _NAME = r"[A-Za-z_]\w*(?:\.\w+)*"
 
 
 class Location(msgspec.Struct, frozen=True):
-    """A line of the user's code; `source` is its text, `file` relative to the run's folder."""
+    """A line of the user's code; `source` is its text, `file` what `shorten` calls it."""
 
     file: str
     line: int
@@ -32,9 +39,28 @@ class Location(msgspec.Struct, frozen=True):
         return (found[1] or "" if found else "", given[1] if given else "")
 
 
+@contextmanager
+def read_in(folder: str) -> Iterator[None]:
+    """Meanwhile, files that are on this machine are named as the user would type them in this
+    folder."""
+    token = _reader.set(folder)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
+
+
 def shorten(file: str, cwd: str) -> str:
-    """A path as the user would type it in `cwd`."""
-    path = PurePath(file)
+    """A path as the user would type it: where the report is read (`read_in`), or else in `cwd`,
+    where it ran."""
+    path, reader = PurePath(file), _reader.get()
+    if reader and reader != cwd and path.is_absolute() and _is_here(file):
+        return str(path.relative_to(reader)) if path.is_relative_to(reader) else file
     if cwd and path.is_relative_to(cwd):
         return str(path.relative_to(cwd))
     return file
+
+
+@lru_cache(maxsize=1024)
+def _is_here(file: str) -> bool:
+    return os.path.exists(file)

@@ -12,6 +12,7 @@ from commands import Caught, refused
 from recordings import started, steps, write_folder
 
 from ddpdoctor.cli import main
+from ddpdoctor.events import Site
 
 
 def test_report(good: Path, capsys: Caught) -> None:
@@ -160,3 +161,33 @@ def test_report_of_one_rank(good: Path, capsys: Caught) -> None:
 def test_defaults_from_the_file(good: Path, somewhere: Path, capsys: Caught) -> None:
     (somewhere / "pyproject.toml").write_text('[tool.ddpdoctor]\nfail-on = "error"\n')
     assert main(["report", str(good)]) == 3
+
+
+def test_report_names_files_as_the_reader_would(
+    tmp_path: Path, capsys: Caught, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("here.py", "gone.py"):
+        (project / name).touch()
+    events = [
+        started(0, 1, cwd=str(project)),
+        *(
+            Site(at=0, id=n, file=str(project / name), line=88, function="main", text="")
+            for n, name in enumerate(("here.py", "gone.py"))
+        ),
+        *steps(3, site=0),
+    ]
+    folder = write_folder(tmp_path / "run", {0: events}).path
+    (project / "gone.py").unlink()
+    ended = "last step at %s:88"
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    full = str(project / "here.py")
+    for place, shown in ((project, "here.py"), (tmp_path, "project/here.py"), (beside, full)):
+        monkeypatch.chdir(place)
+        assert main(["report", str(folder), "--rank", "0"]) == 0
+        assert ended % shown in capsys.readouterr().out
+    gone = write_folder(tmp_path / "old", {0: [*events[:3], *steps(3, site=1)]}).path
+    assert main(["report", str(gone), "--rank", "0"]) == 0
+    assert ended % "gone.py" in capsys.readouterr().out
