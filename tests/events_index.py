@@ -38,7 +38,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
-        " LossScaled LossMultiplied LossCounted ReducedInGraph GatheredInGraph NonFinite"
+        " LossScaled LossMultiplied LossCounted ReducedInGraph GatheredInGraph NonFinite LossValues"
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
@@ -94,7 +94,7 @@ WHEN: dict[str, str] = {
     "sampled, the same steps on all ranks": (
         "Digests OuterDigests MeshDigests Sketch LateBuffers BufferUpdates ForwardInput"
         " ContentRead RowsRead RowsChosen"
-        " UnwrappedState Averaged Pace ZeroGradients"
+        " UnwrappedState Averaged Pace ZeroGradients LossValues"
     ),
     "sampled in time": (
         "MemorySample RankSample NodeSample MemoryLimit DeviceMemory SyncTimes SearchCost"

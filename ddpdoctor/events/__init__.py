@@ -115,7 +115,7 @@ from .node import (
     SpawnFailed,
     Stopped,
 )
-from .numerics import NonFinite
+from .numerics import LossValues, NonFinite
 from .optimizer import OptimizerSeen, Ownership, StepDone
 from .process import (
     ExceptionPassed,

@@ -65,3 +65,16 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
 
     def describe(self) -> str:
         return f"{self.value} in {self.kind} {', '.join(self.names[:2])} at step {self.step}"
+
+
+class LossValues(Event, frozen=True, tag="loss"):
+    """The loss with which some backwards began, as this rank computed it: of the first backward of
+    a step, if it is a finite number on the CPU. Recorded for each of the first steps, then for
+    fewer and fewer.
+
+    Attributes:
+        steps: optimizer steps of this process before each.
+    """
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]

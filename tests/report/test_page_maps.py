@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recordings import START, make_run, steps
 
-from ddpdoctor.events import MemorySample, Pace, StepDone
+from ddpdoctor.events import BatchSeen, LossValues, MemorySample, Pace, StepDone
 from ddpdoctor.render import page
 from ddpdoctor.render.page.maps import LEVELS, MOST_COLUMNS, MOST_ROWS, Map, maps
 from ddpdoctor.report.diagnose import diagnose
@@ -86,3 +86,19 @@ def test_numbers_without_sense_are_left_out() -> None:
     odd = [*steps(3), *steps(1, first=2**50, wall_s=1e308), *steps(1, first=4, wall_s=-3.0)]
     run = make_run({0: odd, 1: [*steps(5), *steps(1, first=5, wall_s=float("1e300"))]})
     assert "could not be drawn" not in page.html(diagnose(run, (), folder="runs/a"), run)
+
+
+def test_loss_and_batch_size_last_until_the_next_value() -> None:
+    losses = [
+        LossValues(at=START + 1, steps=(0, 1), values=(2.5, -1.5)),
+        LossValues(at=START + 2, steps=(3,), values=(0.25,)),
+    ]
+    sizes = [BatchSeen(at=START + n, model=0, forward=n, size=8 - n, step=n) for n in (0, 4)]
+    run = make_run({0: [*timed(6), *losses, *sizes], 1: [*timed(6), *losses[:1], *sizes[:1]]})
+    shown = drawn(run)
+    assert shown["loss"].cells[0] == ("2.5", "-1.5", "-1.5", "0.25", "0.25", "0.25")
+    assert (shown["loss"].low, shown["loss"].high) == ("-1.5", "2.5")
+    assert shown["batch"].cells == (("8", "8", "8", "8", "4", "4"), ("8",) * 6)
+    alike = make_run({0: [*timed(6), *sizes[:1]], 1: [*timed(6), *sizes[:1]]})
+    told = maps(diagnose(alike, (), folder="runs/a"), alike)
+    assert "batch size (8 everywhere)" in told.left_out

@@ -1,4 +1,4 @@
-"""Maps of ranks and steps: step time, waiting, drift and memory, as coloured cells.
+"""Maps of ranks and steps, as coloured cells: step time, waiting, loss, batch size, drift, memory.
 
 A large run is folded: a column stands for several steps, a row for several ranks, and a cell for
 the worst of these ranks. Cells of one colour are one path, so that a map stays small.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...analysis.replicas.replicas import by_rank, replicas
-from ...events import MemorySample, Pace, StepDone
+from ...events import BatchSeen, LossValues, MemorySample, Pace, StepDone
 from ...report.findings import Report
 from ...run import Run, counted, listed, ranks_text
 from ..safe_text import duration
@@ -51,6 +51,8 @@ class Kind:
         least: of several ranks, the smallest is shown: who waits least is waited for.
         said: a value as text; mean: a cell is the mean of its steps, else the largest of them.
         zero: colours begin at 0.
+        below: values below 0 are meant.
+        varies: it is worth drawing only where values differ.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Kind:
     mean: bool = True
     zero: bool = False
     least: bool = False
+    below: bool = False
+    varies: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,9 @@ def maps(report: Report, run: Run) -> Maps:
             compared = len({v.first for m in values.values() for v in m})
             equal = f"equal in {'all ' * (compared > 1)}{counted(compared, 'step')} compared"
             left_out.append(f"{kind.title.lower()} ({equal})")
+        elif values and kind.varies and len({v.value for m in values.values() for v in m}) == 1:
+            (same, *_), *_ = values.values()
+            left_out.append(f"{kind.title.lower()} ({kind.said(same.value)} everywhere)")
         elif values:
             drawn.append(_drawn(kind, values, steps, list(run.ranks)))
         else:
@@ -151,14 +158,38 @@ def _device_memory(run: Run) -> ByRank:
 
 
 def _sampled(run: Run, size: Callable[[MemorySample], int]) -> ByRank:
-    """Until the next sample, a rank has what the last one says."""
+    samples = {r.rank: [(e.step, size(e)) for e in r.of(MemorySample)] for r in run.ranks.values()}
+    return _lasting(run, {r: [s for s in own if s[1] > 0] for r, own in samples.items()})
+
+
+def _losses(run: Run) -> ByRank:
+    return _lasting(
+        run,
+        {
+            r.rank: [s for e in r.of(LossValues) for s in zip(e.steps, e.values, strict=False)]
+            for r in run.ranks.values()
+        },
+    )
+
+
+def _batches(run: Run) -> ByRank:
+    """Of the model that got the most different ones."""
+    known = {r.rank: [e for e in r.of(BatchSeen) if e.step >= 0] for r in run.ranks.values()}
+    changes = Counter(e.model for own in known.values() for e in own)
+    model = max(changes, key=lambda m: (changes[m], -m), default=-1)
+    return _lasting(
+        run, {r: [(e.step, e.size) for e in own if e.model == model] for r, own in known.items()}
+    )
+
+
+def _lasting(run: Run, samples: Mapping[int, Sequence[tuple[int, float]]]) -> ByRank:
+    """Until the next sample, a step and a value, a rank has what the last one says."""
     found: dict[int, list[Values]] = {}
-    for rank in run.ranks.values():
-        samples = [e for e in rank.of(MemorySample) if size(e) > 0]
-        ends = [e.step - 1 for e in samples[1:]] + [max(rank.steps - 1, 0)]
-        found[rank.rank] = [
-            Values(e.step, max(e.step, end), float(size(e)))
-            for e, end in zip(samples, ends, strict=False)
+    for rank, own in samples.items():
+        ends = [step - 1 for step, _ in own[1:]] + [max(run.ranks[rank].steps - 1, 0)]
+        found[rank] = [
+            Values(step, max(step, end), float(value))
+            for (step, value), end in zip(own, ends, strict=False)
         ]
     return found
 
@@ -194,6 +225,10 @@ KINDS = (
     Kind("steps", "Step time", "not on record", _step_times, duration),
     Kind("waiting", "Waiting for other ranks in a step", "not on record", _waiting, duration,
          zero=True, least=True),
+    Kind("loss", "Loss", "none on the CPU was seen", _losses, lambda value: f"{value:.4g}",
+         below=True),
+    Kind("batch", "Batch size", "not on record", _batches, lambda value: f"{value:.0f}",
+         varies=True),
     Kind("drift", "Parameters that differ between ranks", "no copies were compared", _drift,
          lambda value: "differs" if value else "equal", mean=False, zero=True),
     Kind("memory", "Memory on the host", "not on record", _memory, _bytes, mean=False),
@@ -207,7 +242,7 @@ def _drawn(kind: Kind, values: Mapping[int, list[Values]], steps: int, every: li
     cells = [_row(kind, [values.get(r, []) for r in ranks], columns) for ranks in rows]
     known = sorted(v for row in cells for v in row if v is not None)
     low = 0.0 if kind.zero else known[0]
-    high = max(known[min(len(known) - 1, int(HIGH * len(known)))], low * (1 + LEAST_SPREAD))
+    high = max(known[min(len(known) - 1, int(HIGH * len(known)))], low + LEAST_SPREAD * abs(low))
     row_names = tuple(ranks_text(ranks) for ranks in rows)
     column_names = tuple(_steps_text(column) for column in columns)
     pixels = max(LEAST_PIXELS, min(ROW_PIXELS, WHOLE_PIXELS // len(rows)))
@@ -251,7 +286,7 @@ def _row(
         counts: dict[int, int] = defaultdict(int)
         for one in values:
             last = min(one.last // size, len(columns) - 1)
-            if not math.isfinite(one.value) or one.value < 0:
+            if not math.isfinite(one.value) or (one.value < 0 and not kind.below):
                 continue
             for column in range(min(one.first // size, len(columns)), last + 1):
                 if kind.mean:
