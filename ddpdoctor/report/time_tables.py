@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ..run.ledger import ACCOUNTS, Ledger, RankTime
+from ..run.ledger import ACCOUNTS, BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, Ledger, RankTime
 from .findings import RankTimes, Table
 
 SHORTEST_S = 5.0
 """After the start-up: of a shorter run the table says little about a longer one like it."""
 
 OTHER = "other"
+
+TOGETHER = {"training": (FORWARD, BACKWARD, OPTIMIZER, OUTSIDE)}
+"""Accounts in one column of the table, which is to fit on a console. The page and `findings.json`
+have each of them."""
 
 MOST_ROWS = 16
 """Of more ranks, those with the most in each account are shown, and the median."""
@@ -36,7 +40,7 @@ def time_tables(ledger: Ledger) -> list[Table]:
         return []
     ranks = list(ledger.ranks.values())
     shown = ledger.shown()
-    columns = ("rank", "all", *shown, OTHER)
+    columns = ("rank", "all", *_columns(shown), OTHER)
     said = ledger.efficiency()
     return [
         Table(
@@ -63,7 +67,16 @@ def _rows(ranks: Sequence[RankTime], shown: list[str]) -> Iterator[tuple[str, ..
     yield (f"median of {len(ranks)}", *_row(median_rank, shown)[1:])
 
 
+def _columns(shown: list[str]) -> dict[str, list[str]]:
+    """The accounts of each column."""
+    columns: dict[str, list[str]] = {}
+    for name in shown:
+        column = next((c for c, accounts in TOGETHER.items() if name in accounts), name)
+        columns.setdefault(column, []).append(name)
+    return columns
+
+
 def _row(rank: RankTime, shown: list[str]) -> tuple[str, ...]:
-    seconds = [rank.accounts[name] for name in shown]
+    seconds = [sum(rank.accounts[name] for name in names) for names in _columns(shown).values()]
     every = (rank.wall_s, *seconds, rank.wall_s - sum(seconds))
     return (str(rank.rank), *(f"{max(s, 0.0):.1f}" for s in every))

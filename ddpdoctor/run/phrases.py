@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 MOST_NAMED = 2
+FEWEST_APART = 6
+"""So many numbers at equal distances are not all named."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +88,37 @@ def fold_ranks(ranks: Iterable[int]) -> str:
 
 
 def fold_numbers(numbers: Iterable[int]) -> str:
-    """`0-2,5` for 0, 1, 2, 5."""
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    """`0-2,5` for 0, 1, 2, 5; `3,11,...,59` for many at equal distances."""
+    every = sorted(set(numbers))
+    parts, at = [], 0
+    while at < len(every):
+        first, apart = every[at], every[at + 1] - every[at] if at + 1 < len(every) else 1
+        count = 1
+        while at + count < len(every) and every[at + count] == first + count * apart:
+            count += 1
+        last = first + (count - 1) * apart
+        if apart > 1 and count < FEWEST_APART:
+            parts.append(str(first))
+            at += 1
+            continue
+        ends = f"{first},{first + apart},...,{last}" if apart > 1 else f"{first}-{last}"
+        parts.append(ends if count > 1 else str(first))
+        at += count
+    return ",".join(parts)
 
 
 def unfolded(text: str) -> set[int]:
     """The ranks that `fold_ranks` wrote."""
-    spans = (part.partition("-") for part in text.split(","))
-    return {n for first, _, last in spans for n in range(int(first), int(last or first) + 1)}
+    found: set[int] = set()
+    parts = text.split(",")
+    for number, part in enumerate(parts):
+        if part == "...":
+            first, second, last = (int(parts[number + n]) for n in (-2, -1, 1))
+            found.update(range(first, last, second - first))
+        else:
+            begin, _, end = part.partition("-")
+            found.update(range(int(begin), int(end or begin) + 1))
+    return found
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
