@@ -127,7 +127,7 @@ class Ledger:
         if len(self.ranks) < 2 or whole <= 0:
             return ""
         if sum(r.untimed_s for r in self.ranks.values()) >= SAID * whole:
-            return "training includes waiting for other ranks in backward: it is not timed in short steps"
+            return "training includes waiting in `backward`: it is not timed in short steps"
         lost: dict[str, float] = {}
         for rank in self.ranks:
             waited = sum(r.waited_for.get(rank, 0.0) for r in self.ranks.values())

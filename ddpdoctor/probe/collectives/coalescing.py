@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ...storage.call_ring import State
 from ..recording.frames import disguise, unframe
 from ..recording.patching import replace
 from ..recording.recorder import Recorder, current_recorder
+from ..recording.threads import Inside
 from ..recording.torch_compat import is_work
 from . import call_hooks
 from .call_log import call_log_of
@@ -102,11 +102,11 @@ def coalesced(ring: Any, number: int) -> bool:
     return True
 
 
-def watch(inside: Callable[[], bool]) -> None:
+def watch(inside: Inside) -> None:
     """Wrap `_coalescing_manager`.
 
     Args:
-        inside: whether a call is running that uses it itself, such as `batch_isend_irecv`.
+        inside: threads in a call that uses it itself, such as `batch_isend_irecv`.
     """
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
@@ -117,7 +117,7 @@ def watch(inside: Callable[[], bool]) -> None:
 
     def manager(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        recorder = None if inside() or _open() is not None else current_recorder()
+        recorder = None if inside or _open() is not None else current_recorder()
         if recorder is None or recorder.disabled("coalescing"):
             return made
         try:

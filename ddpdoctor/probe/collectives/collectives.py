@@ -15,6 +15,7 @@ from ..recording import hooks
 from ..recording.frames import disguise, unframe
 from ..recording.patching import refused, replace
 from ..recording.recorder import Recorder, current_recorder
+from ..recording.threads import Inside
 from ..recording.torch_compat import is_work
 from ..recording.watcher import Args, Kwargs, Watcher, on
 from . import call_hooks, coalescing
@@ -85,13 +86,16 @@ _ABSENT = 1 << 30
 
 
 class Collectives(Watcher):
-    """Whether this thread is inside a collective: object collectives call others, and only the
-    outermost call is the program's."""
+    """
+    Attributes:
+        inside: threads in a collective: object collectives call others, and only the outermost call
+            is the program's.
+    """
 
     lost = "collectives, and with them mismatches and hangs"
 
     def __init__(self) -> None:
-        self.inside = False
+        self.inside = Inside()
 
     def install(self) -> None:
         import torch.distributed as dist
@@ -107,7 +111,7 @@ class Collectives(Watcher):
                 if vars(holder).get(name) is original:
                     replace(holder, name, wrapper)
         self._watch_waits(c10d)
-        coalescing.watch(lambda: self.inside)
+        coalescing.watch(self.inside)
 
     def _watched(self, original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         read = _reader(original, kind)
@@ -124,7 +128,7 @@ class Collectives(Watcher):
                 except Exception as error:
                     failure = error.with_traceback(None)
                 recorder.own_ns += time.perf_counter_ns() - began
-                self.inside = True
+                self.inside.enter()
             called = time.monotonic()
             try:
                 result = original(*args, **kwargs)
@@ -136,7 +140,7 @@ class Collectives(Watcher):
                 raise
             finally:
                 if recorder is not None:
-                    self.inside = False
+                    self.inside.leave()
             if recorder is not None and failure is not None:
                 recorder.trouble(part, failure, self.lost)
             if recorder is not None:

@@ -19,6 +19,7 @@ from ...storage.call_ring import State
 from ..recording.import_hooks import when_imported
 from ..recording.patching import replace
 from ..recording.recorder import Recorder
+from ..recording.threads import Inside
 from ..recording.torch_compat import named_group
 from ..recording.watcher import Args, Error, Kwargs, Watcher
 from . import call_hooks
@@ -57,7 +58,7 @@ class _StandIn(ModuleType):
 class FunctionalCollectives(Watcher):
     """
     Attributes:
-        inside: one of the functions is running; some call another one.
+        inside: threads in one of the functions; some call another one.
         awaited: by address of a result, the number of its call in the ring and when it returned.
         tracing: asks whether torch traces the program, so that nothing is communicated.
     """
@@ -65,7 +66,7 @@ class FunctionalCollectives(Watcher):
     lost = "collectives of DTensors, and with them mismatches and hangs"
 
     def __init__(self) -> None:
-        self.inside = False
+        self.inside = Inside()
         self.awaited: dict[int, int] = {}
         self.tracing: Callable[[], bool] = lambda: False
 
@@ -125,13 +126,13 @@ class FunctionalCollectives(Watcher):
         sized = op != "all_to_all_single"
         tensor = given("self")
         called = log.collective(number, op, log.here(), tensor, sized, reduction or None)
-        self.inside = True
+        self.inside.enter()
         return called
 
     def _returned(self, recorder: Recorder, number: Any, result: Any, error: Error) -> None:
         if number is None:
             return
-        self.inside = False
+        self.inside.leave()
         asynchronous = error is None and hasattr(result, "elem")
         state = State.FAILED if error is not None else State.DONE
         mark(number, State.RETURNED if asynchronous else state)

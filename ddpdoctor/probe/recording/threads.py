@@ -1,5 +1,6 @@
-"""Which line of the user's code started a thread. A thread of torch (of `async_save`, say) makes
-collectives too, with no line of the user's code on its stack."""
+"""Threads of a rank: which line of the user's code started one, and which are inside of a call. A
+thread of torch (of `async_save`, say) makes collectives too, with no line of the user's code on its
+stack, at the same time as the main one."""
 
 from __future__ import annotations
 
@@ -28,6 +29,24 @@ class Threads(Watcher):
         one; -1 if unknown."""
         own = current()
         return -1 if own is None else self._started.get(own, -1)
+
+
+class Inside:
+    """Which threads are inside of a call of some kind; true in these."""
+
+    __slots__ = ("_threads",)
+
+    def __init__(self) -> None:
+        self._threads: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() in self._threads
+
+    def enter(self) -> None:
+        self._threads.add(threading.get_ident())
+
+    def leave(self) -> None:
+        self._threads.discard(threading.get_ident())
 
 
 def current() -> threading.Thread | None:
