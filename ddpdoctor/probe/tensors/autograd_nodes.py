@@ -3,7 +3,7 @@ or divides by, such as the world size that a loss was divided by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..recording.torch_compat import saved
@@ -31,6 +31,32 @@ def leaves_of(roots: Iterable[Any], most: int) -> dict[int, Any] | None:
         return None
     leaves = (getattr(node, "variable", None) for node in nodes)
     return {id(leaf): leaf for leaf in leaves if leaf is not None}
+
+
+SUMS = ("Add", "Sub", "Stack", "Cat")
+"""Nodes of these give each of their inputs a gradient by itself."""
+
+
+def terms_of(root: Any, most: int) -> Iterator[list[Any]]:
+    """For each term of a loss that is a sum, the nodes from `root` to it and on, up to the first
+    that follows from several others; about `most` nodes of all terms."""
+    paths, seen = [[root]], 1
+    while paths:
+        path = paths.pop()
+        while True:
+            ahead = [n for n, _ in path[-1].next_functions if n is not None]
+            if not ahead or seen >= most:
+                yield path
+                break
+            if len(ahead) > 1:
+                if path[-1].name().startswith(SUMS):
+                    paths += [[*path, node] for node in ahead]
+                    seen += len(ahead)
+                else:
+                    yield path
+                break
+            path.append(ahead[0])
+            seen += 1
 
 
 def divisor_of(node: Any) -> float:

@@ -70,6 +70,9 @@ SMALLEST_COUNT = 3.0
 NODES_FOLLOWED = 12
 """Autograd nodes from the loss on that are looked at."""
 
+TERM_NODES = 256
+"""The same, of a loss that is a sum of many terms."""
+
 BACKWARDS_LOOKED_AT = 6
 """Backwards per line whose loss is looked at; later one in `LOOKED_AT_AGAIN` of all."""
 

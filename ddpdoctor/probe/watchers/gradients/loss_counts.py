@@ -19,13 +19,13 @@ from ...recording.frames import variables
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...source.ast_cache import last_name, parts_of
-from ...tensors.autograd_nodes import divisor_of
+from ...tensors.autograd_nodes import divisor_of, terms_of
 from ...training import lifecycle
 from ...training.records import Backward
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from .gradient_sync import GradientSync
-from .limits import COUNTED_BACKWARDS, COUNTS_KEPT, NODES_FOLLOWED, SMALLEST_COUNT
+from .limits import COUNTED_BACKWARDS, COUNTS_KEPT, SMALLEST_COUNT, TERM_NODES
 from .loss_scaling import group_size
 
 MOST_NUMBERS, MOST_BYTES = 4, 256
@@ -133,11 +133,16 @@ class LossCounts(Watcher):
         )
 
 
-def _divisor(node: Any, counts: list[_Count], size: int) -> tuple[float, _Count] | None:
-    """The count that the loss is divided by; None where it is divided by none, or multiplied by the
-    number of ranks too."""
+def _divisor(root: Any, counts: list[_Count], size: int) -> tuple[float, _Count] | None:
+    """The count that the loss, or a term of it, is divided by; None where it is divided by none, or
+    multiplied by the number of ranks too."""
+    of_terms = (_divisor_in(path, counts, size) for path in terms_of(root, TERM_NODES))
+    return next((found for found in of_terms if found is not None), None) if size > 1 else None
+
+
+def _divisor_in(path: list[Any], counts: list[_Count], size: int) -> tuple[float, _Count] | None:
     found: tuple[float, _Count] | None = None
-    for _ in range(NODES_FOLLOWED):
+    for node in path:
         divisor, name = divisor_of(node), node.name()
         if "AllReduce" in name or "AllGather" in name or abs(divisor * size - 1) < 1e-6:
             return None
@@ -145,11 +150,7 @@ def _divisor(node: Any, counts: list[_Count], size: int) -> tuple[float, _Count]
             equal = (c for c in counts if divisor in c.tensor.detach().flatten().tolist())
             if (count := next(equal, None)) is not None:
                 found = divisor, count
-        ahead = [n for n, _ in node.next_functions if n is not None]
-        if len(ahead) != 1:
-            break
-        node = ahead[0]
-    return found if size > 1 else None
+    return found
 
 
 def _line_dividing_by(code: CodeType, name: str) -> int:
