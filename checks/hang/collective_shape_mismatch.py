@@ -11,12 +11,12 @@ from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.explanations import rules
 from ddpdoctor.analysis.divergence.faults import STOPPED_RANKS, faults
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
-from ddpdoctor.events import CallSite, CommHook, Wrapped
+from ddpdoctor.events import CallSite, CommHook, SharedOutputs, Wrapped
 from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Run, ranks_text
+from ddpdoctor.run import Rank, Run, ranks_text
 
-MESSAGES = "message-sizes"
+MESSAGES, SHARED = "message-sizes", "shared-outputs"
 
 
 class CollectiveShapeMismatch(Check):
@@ -28,14 +28,17 @@ class CollectiveShapeMismatch(Check):
     continues. Also DDP's own all-reduce of gradients, where the ranks registered different
     communication hooks on a model and stopped in a backward, and DDP's broadcast of buffers that
     `forward` resizes with the rank's own batch. And messages (`send`, `isend`) in a size or dtype
-    in which the other rank never receives any from this one.
+    in which the other rank never receives any from this one. And lists of outputs
+    (`[tensor] * world_size`) that are one tensor, in which each rank's part overwrites the part
+    before.
 
     ## How it knows
     Every rank records the arguments of each collective before it calls it; they are compared number
     by number, as for `collective-mismatch`. Communication hooks are recorded when they are
     registered; the shapes of buffers that DDP broadcasts at the first 16 forwards, at powers of two
     and at every 64th, where they changed. Where the call is in a function that only passes its
-    arguments on, the line shown is that of the caller. The finding is proven.
+    arguments on, the line shown is that of the caller. Whether outputs are one tensor is seen by
+    their addresses, the first time that a line makes such a call. The finding is proven.
 
     ## Why it hurts
     With gloo, a different dtype or reduce operation gives wrong numbers and no error; a different
@@ -44,13 +47,15 @@ class CollectiveShapeMismatch(Check):
 
     ## How to fix it
     Pass the same arguments on all ranks: pad tensors to one size or exchange the sizes first, cast
-    to one dtype, compute `src`, `dst` and `op` from values that are equal on all ranks.
+    to one dtype, compute `src`, `dst` and `op` from values that are equal on all ranks. Make a
+    tensor for each rank: `[torch.empty_like(x) for _ in range(world_size)]`.
 
     ## When it stays quiet
     - `all_gather_object` and similar, and `all_to_all` with uneven splits.
     - Messages of sizes that the other rank receives as well, in another order; messages that any
       rank may have sent (`recv` without `src`).
     - Different shapes with the same number of elements.
+    - Outputs in one tensor that nothing reads afterwards (a measurement of the network, say).
     - `all_gather` of different sizes with NCCL, which supports it.
     """
 
@@ -62,6 +67,7 @@ class CollectiveShapeMismatch(Check):
         **rules(name),
         "communication-hooks": "ranks registered different communication hooks on one model",
         "buffers": "DDP broadcasts buffers that have different shapes on the ranks",
+        SHARED: "a collective writes the parts of several ranks to one tensor",
         MESSAGES: "a rank receives a message as a tensor of another size or dtype than it was sent",
     }
     requires = (seen(CallSite, Wrapped, otherwise="no collective was seen"),)
@@ -77,6 +83,37 @@ class CollectiveShapeMismatch(Check):
             yield self._report_buffers(sent)
         for message in message_mismatches(run):
             yield self._report_message(message)
+        by_line: dict[str, dict[Rank, SharedOutputs]] = {}
+        for rank in run.ranks.values():
+            for event in rank.of(SharedOutputs):
+                by_line.setdefault(f"{rank.location(event.site)}", {}).setdefault(rank, event)
+        for shared in by_line.values():
+            yield self._report_shared(shared)
+
+    def _report_shared(self, found: Mapping[Rank, SharedOutputs]) -> Finding:
+        """Several ranks' parts are written to one tensor."""
+        rank, event = next(iter(found.items()))
+        call, made = rank.location(event.site), rank.location(event.made_site)
+        single = event.distinct == 1
+        tensors = f"the {event.outputs} outputs of {event.op} are " + (
+            "one tensor" if single else f"only {event.distinct} different tensors"
+        )
+        return self.finding(
+            rule=SHARED,
+            ranks=tuple(r.rank for r in found),
+            subjects=(event.op,),
+            location=made or call,
+            label="one tensor, several times" if made else tensors,
+            related=(Related("the call that writes to it", call),) if made and call else (),
+            summary=f"{tensors}: each rank's part overwrites the part before, and "
+            + ("every entry is what the last rank sent" if single else "entries are lost"),
+            cause="`[tensor] * n` is a list of n references to one tensor, not of n tensors",
+            fix="make a tensor for each rank: "
+            "`[torch.empty_like(x) for _ in range(dist.get_world_size())]`",
+            fix_kind=FixKind.CHECK,
+            evidence={"outputs": event.outputs, "different_tensors": event.distinct},
+            at=rank.wall(event.at),
+        )
 
     def _report_message(self, found: SizeMismatch) -> Finding:
         """One rank sends a tensor, the other receives it into one of another size or dtype."""

@@ -28,6 +28,7 @@ from .calls import (
     MessageSize,
     ObjectsGathered,
     Place,
+    SharedOutputs,
     Signature,
     Statement,
     Way,

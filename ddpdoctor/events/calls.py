@@ -272,6 +272,24 @@ class GatheredWhole(Event, frozen=True, tag="gathered-whole"):
     by: str = ""
 
 
+class SharedOutputs(Event, frozen=True, tag="shared-outputs"):
+    """Tensors of the list that a collective writes to are one tensor, and the program reads the
+    list afterwards. Recorded the first time that a line makes such a call.
+
+    Attributes:
+        site: the line of the call; made_site: that of `[tensor] * n`, -1 where that was not found.
+        outputs: entries of the list, of which so many are `distinct` tensors.
+        step: optimizer steps of this process before it.
+    """
+
+    op: str
+    site: int
+    outputs: int
+    distinct: int
+    made_site: int = -1
+    step: int = 0
+
+
 class CallBlock(Event, frozen=True, tag="call-block"):
     """A sequence of calls in one group, for `CallRun` to refer to.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from ddpdoctor.checks.hang.collective_shape_mismatch import CollectiveShapeMismatch
-from recordings import site
+from recordings import make_run, site
 from tapes import START, CallLog, run_of, tapes
 
 from ddpdoctor.events import (
@@ -16,6 +16,7 @@ from ddpdoctor.events import (
     ExceptionRaised,
     MessageSize,
     SentBuffers,
+    SharedOutputs,
     StepDone,
     Tensor,
     Wrapped,
@@ -273,3 +274,15 @@ def test_a_message_that_any_rank_may_have_sent(tmp_path: Path) -> None:
     received = [_message(1, peer, 32, sends=False) for peer in (0, -1)]
     more = {0: [_message(0, 1, 8, sends=True)], 1: received}
     assert found(run_of(tmp_path, made, more=more, ended={0: 0, 1: 0})) == []
+
+
+@pytest.mark.parametrize(("made_site", "distinct"), [(1, 1), (-1, 2)])
+def test_outputs_that_are_one_tensor(made_site: int, distinct: int) -> None:
+    event = SharedOutputs(
+        at=0, op="all_gather", site=2, outputs=4, distinct=distinct, made_site=made_site
+    )
+    lines = [site(1, "train.py", 8, "outs = [x] * 4"), site(2, "train.py", 9, "gather(outs)")]
+    (finding,) = found(make_run({rank: [*lines, event] for rank in range(2)}))
+    assert (finding.rule, finding.ranks) == ("shared-outputs", (0, 1))
+    assert str(finding.location) == ("train.py:8" if made_site > 0 else "train.py:9")
+    assert bool(finding.related) is (made_site > 0)

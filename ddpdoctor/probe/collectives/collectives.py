@@ -23,6 +23,7 @@ from .call_log import call_log_of
 from .coalescing import coalesced
 from .gathered_results import GatheredResults
 from .process_groups import ProcessGroups
+from .shared_outputs import OutputLists
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Kind:
         reduces: it has a parameter `op`.
         sized: ranks must pass equal numbers of elements.
         p2p: point-to-point rather than collective.
-        gathered: name of the parameter that is an object to gather, empty if there is none.
+        gathered, outputs: names of the parameters that are an object to gather, and a list of
+            tensors to write to; empty if there are none.
     """
 
     op: str
@@ -45,6 +47,7 @@ class Kind:
     sized: bool = True
     p2p: bool = False
     gathered: str = ""
+    outputs: str = ""
 
 
 BATCH = "batch_isend_irecv"
@@ -54,16 +57,16 @@ KINDS = {
     "all_reduce_coalesced": Kind("all_reduce_coalesced", reduces=True),
     "broadcast": Kind("broadcast", "tensor", root="src"),
     "reduce": Kind("reduce", "tensor", reduces=True, root="dst"),
-    "all_gather": Kind("all_gather", "tensor"),
+    "all_gather": Kind("all_gather", "tensor", outputs="tensor_list"),
     "all_gather_coalesced": Kind("all_gather_coalesced"),
     "all_gather_single": Kind("all_gather_into_tensor", "input_tensor"),
     "all_gather_into_tensor": Kind("all_gather_into_tensor", "input_tensor"),
-    "gather": Kind("gather", "tensor", root="dst"),
+    "gather": Kind("gather", "tensor", root="dst", outputs="gather_list"),
     "scatter": Kind("scatter", "tensor", root="src"),
     "reduce_scatter": Kind("reduce_scatter", "output", reduces=True, sized=False),
     "reduce_scatter_single": Kind("reduce_scatter_tensor", "output", reduces=True),
     "reduce_scatter_tensor": Kind("reduce_scatter_tensor", "output", reduces=True),
-    "all_to_all": Kind("all_to_all"),
+    "all_to_all": Kind("all_to_all", outputs="output_tensor_list"),
     "all_to_all_single": Kind("all_to_all_single", "output", sized=False),
     "barrier": Kind("barrier"),
     "monitored_barrier": Kind("monitored_barrier"),
@@ -102,6 +105,7 @@ class Collectives(Watcher):
         import torch.distributed.distributed_c10d as c10d
 
         GatheredResults.begin()
+        OutputLists.begin()
         for name, kind in KINDS.items():
             original = getattr(c10d, name, None)
             if original is None:
@@ -208,7 +212,7 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
 
     group_at, tensor_at, op_at = place("group"), place(kind.tensor), place("op")
     root_at, group_root_at = place(kind.root), place("group_" + kind.root)
-    object_at = place(kind.gathered)
+    object_at, outputs_at = place(kind.gathered), place(kind.outputs)
     gathers = kind.op in OPERATIONS and OPERATIONS[kind.op].gathers
 
     def read(recorder: Recorder, args: Args, kwargs: Kwargs) -> int | None:
@@ -249,6 +253,9 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
             )
         elif gathers:
             GatheredResults.current.record_tensor(recorder, site, tensor)
+        if kind.outputs:
+            outputs = args[outputs_at] if outputs_at < given else kwargs.get(kind.outputs)
+            OutputLists.current.look(recorder, site, kind.op, outputs)
         if messages:
             return log.point_to_point(number, kind.op, site, -1, sends, receives)
         if kind.p2p:
