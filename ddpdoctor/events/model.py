@@ -279,6 +279,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
         step_site: the line of the step.
         name: the program's name for the module at that line, as in `Named`, or for a single
             parameter without a module.
+        sharded: the module has other parameters, of which each rank holds a piece (FSDP).
     """
 
     optimizer: int
@@ -289,6 +290,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
     site: int = -1
     step_site: int = -1
     name: str = ""
+    sharded: bool = False
 
     def describe(self) -> str:
         count = len(self.parameters)

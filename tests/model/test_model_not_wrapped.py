@@ -413,3 +413,16 @@ def test_optimizers_that_step_inside_the_backward_are_not_examined():
     gone = Bypassed(at=0, model=0, optimizer=0, step=0, count=1, forwards=0, discarded=True)
     run = make_run({r: [group((0, 1)), seen, gone, *steps(3)] for r in (0, 1)})
     assert CHECK.unobserved(run) is None
+
+
+def test_a_part_of_a_model_that_is_sharded():
+    states = [[state(0, 10 + r, 7), state(1, 20 + r, 30 + r)] for r in (0, 1)]
+    event = Unwrapped(
+        at=0, optimizer=0, kind="Net", parameters=parameters(("a", "b")), site=1, sharded=True
+    )
+    made = site(1, "train.py", 3, "net = Net()")
+    (found,) = CHECK.examine(
+        make_run({r: [made, group((0, 1)), event, *states[r], *steps(9)] for r in (0, 1)})
+    )
+    assert found.rule == "never-wrapped"
+    assert "fully_shard" in found.fix and "DistributedDataParallel" not in found.fix

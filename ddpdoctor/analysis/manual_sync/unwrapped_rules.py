@@ -87,6 +87,14 @@ class Alone(Case):
         return f"on {whom(self.ranks, self.world)}"
 
     @property
+    def unwrapped(self) -> str:
+        if self.event.sharded:
+            return (
+                f"{self.kind} has other parameters that FSDP shards, but these were not among them"
+            )
+        return f"{self.kind} is not wrapped in DDP{self.another}"
+
+    @property
     def another(self) -> str:
         return " (another model is)" if self.event.wrapped else ""
 
@@ -98,6 +106,11 @@ class Alone(Case):
             return (
                 "make it a parameter of the wrapped module and use it in its forward, or average "
                 f"its gradient before the step: {AVERAGE}"
+            )
+        if event.sharded:
+            return (
+                "add these parameters before FSDP shards the model (`fully_shard`): it then shards "
+                "them, too, and averages their gradients"
             )
         made = self.spot("made")
         name = made.named(event.kind)[0] if made and event.kind else ""
@@ -164,8 +177,7 @@ NEVER_WRAPPED = Rule(
     label="never wrapped",
     related=(("stepped here", "step"),),
     summary="{c.title} is trained {c.where}, but nothing synchronises its gradients, which differ",
-    cause="{c.kind} is not wrapped in DDP{c.another}, and no collective carries its gradients, so "
-    "each rank applies its own",
+    cause="{c.unwrapped}, and no collective carries its gradients, so each rank applies its own",
     fix="{c.wrap}",
     evidence=_evidence,
 )

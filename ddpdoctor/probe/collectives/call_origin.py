@@ -23,6 +23,20 @@ def shadows() -> bool:
     return False
 
 
+_FSDP = os.path.join("torch", "distributed", "fsdp", "")
+
+
+def of_fsdp() -> bool:
+    """Whether FSDP makes the call that is being recorded: it carries parts of parameters and their
+    gradients, no activations."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _FSDP in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 _COLLECTIVES = os.path.join("torch", "distributed", ""), ("distributed_c10d.py", "c10d_logger.py")
 _CONTEXTS = os.path.join("torch", "utils", "_contextlib.py")
 

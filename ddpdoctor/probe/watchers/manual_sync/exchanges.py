@@ -13,6 +13,7 @@ from typing import Any
 from ....events.operations import operation
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
+from ...collectives.call_origin import of_fsdp
 from ...collectives.process_groups import ProcessGroups
 from ...recording.hooks import Light, Subscriptions
 from ...recording.recorder import Recorder
@@ -148,7 +149,7 @@ class Exchanges(Watcher):
                     )
                     if tensor is call.tensors[0]:
                         Parallelism.current.all_to_all_called(inside=inside)
-                elif inside:
+                elif inside and not of_fsdp():
                     Parallelism.current.seen(
                         parallelism.IN_BACKWARD, ProcessGroups.current.other_members(call.group)
                     )

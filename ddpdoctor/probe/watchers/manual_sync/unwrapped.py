@@ -175,6 +175,7 @@ class UnwrappedModels(Watcher):
                 site=_made_at(recorder, roots[0] if roots else parameters[0]),
                 step_site=step.site,
                 name=one.name if one else "",
+                sharded=bool(roots) and any(map(_sharded, roots[0].parameters())),
             ),
             vital=True,
         )
