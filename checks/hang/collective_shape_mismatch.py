@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.calls.buffer_shapes import BufferMismatch, buffer_mismatches
 from ddpdoctor.analysis.calls.message_sizes import SizeMismatch, message_mismatches
-from ddpdoctor.analysis.divergence.buffer_shapes import BufferMismatch, buffer_mismatches
 from ddpdoctor.analysis.divergence.divergences import divergences
 from ddpdoctor.analysis.divergence.explanations import rules
 from ddpdoctor.analysis.divergence.faults import STOPPED_RANKS, faults

@@ -73,7 +73,8 @@ class ModelNotWrapped(Check):
     ## When it stays quiet
     - Gradients or parameters are synchronised manually: one by one, in flat buffers, in hooks, in
       the optimizer's step, only in some steps, or as updates.
-    - What FSDP shards, tensor parallelism, pipelines; training on one rank only; ranks with different models.
+    - What FSDP shards, tensor parallelism, pipelines; training on one rank only; ranks with
+      different models.
     - Hyperparameter searches: without a sampler that shards the data, the models created on one
       line differ in shape between ranks, or are trained with other options from the first step on.
     - A line makes three or more such models beside a wrapped one (test-time adaptation).

@@ -49,6 +49,7 @@ from .recorded_difference import FlagOnSomeRanks, InAnotherStep, RecordedDiffere
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
 from .unanswered import LackingName, Unanswered
+from .within_library import WithinLibrary
 
 NEW_GROUP_ON_ALL = (
     "call new_group on every rank, in the same order, and keep the group with this rank: "
@@ -441,6 +442,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     Order("reordered", "ranks make the same calls in a different order", in_another_order),
     FlagOnSomeRanks(),
     RecordedDifference(),
+    WithinLibrary(),
     Order("unexplained", "the calls differ, and nothing on record says why", lambda suspect: True),
 )
 

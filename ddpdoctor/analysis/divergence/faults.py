@@ -20,6 +20,7 @@ from .divergences import divergences, got_past, latest
 from .explanations import EXPLANATIONS
 from .suspects import suspect
 from .thresholds import GROUPS_NAMED, NEAR
+from .within_library import stacks
 
 NEVER_CREATED = "never-created"
 """Rule of group-creation-mismatch: some ranks never created a group, as ranks do not that failed or
@@ -169,11 +170,12 @@ def _faults(run: Run) -> tuple[Fault, ...]:
 
     Groups that have a rank in common are not joined: one may follow from the other.
     """
-    known = call_logs(run)
+    known, now = call_logs(run), snapshot_of(run)
     found: list[tuple[object, list[Divergence]]] = []
     for calls in sorted(divergences(run), key=lambda d: began(d, 0.0)):
         uneven = next((one for one in uneven_backwards(run) if one.key == calls.key), None)
-        why = first(EXPLANATIONS, replace(suspect(known, calls), uneven=uneven))
+        facts = replace(suspect(known, calls), uneven=uneven, stacks=stacks(now, calls))
+        why = first(EXPLANATIONS, facts)
         culprits = {*why.culprits}
         for round_ in calls.variants:
             other = first(EXPLANATIONS, replace(suspect(known, round_), uneven=uneven))

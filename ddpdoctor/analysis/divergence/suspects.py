@@ -4,8 +4,10 @@ is at fault."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from ...events import StackFrame
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls
 from ..control_flow.branches import arms, avoided, branch, condition
 from ..control_flow.uneven_backwards import UnevenBackwards
@@ -24,6 +26,7 @@ class Suspect:
         rounds: where these ranks skipped the call: in how many earlier rounds, all of them, they
             made it; 0 otherwise.
         uneven: a step before which the ranks of the group ran different numbers of backwards.
+        stacks: of the ranks that stand in these calls, see `within_library`.
     """
 
     divergence: CallDivergence
@@ -31,6 +34,7 @@ class Suspect:
     ranks: tuple[int, ...]
     rounds: int = 0
     uneven: UnevenBackwards | None = None
+    stacks: Mapping[int, tuple[StackFrame, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def rest(self) -> list[CallRecord]:

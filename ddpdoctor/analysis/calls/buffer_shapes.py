@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...events import SentBuffers, Tensor, Wrapped
 from ...run import Rank, Run
 from ...run.steps import total_steps
-from ..calls.call_logs import call_logs
+from .call_logs import call_logs
 
 Buffers = tuple[Tensor, ...]
 
