@@ -29,11 +29,11 @@ def stacks(now: Snapshot, divergence: CallDivergence) -> Mapping[int, Stack]:
     found = {}
     for number, made in divergence.calls.items():
         stand = now.by_rank.get(number)
-        if stand is None or stand.stood is None or stand.made is None:
+        if stand is None or stand.stood is None:
             continue
         frames = stand.stood.frames
-        # The ring may be ahead of the stack: a call that nobody waits for comes next.
-        ahead = stand.made.index - made.index if stand.key == divergence.key else -1
+        # The ring may be a call ahead of the stack, or between two calls.
+        ahead = stand.made.index - made.index if stand.made and stand.key == divergence.key else 0
         if not 0 <= ahead <= NEAR or all(f.function != made.signature.op for f in frames):
             continue
         users = next((n for n, frame in enumerate(frames) if frame.user), 0)
