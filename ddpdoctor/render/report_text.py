@@ -342,16 +342,17 @@ def overhead(report: Report) -> str:
 def _of_host(cost: Overhead) -> str:
     if cost.measured_percent is None:
         return "the doctor's own time was not measured"
-    taken = f"the doctor took {_taken(cost)} "
+    taken, budget = f"the doctor took {_taken(cost)}", f"budget {cost.budget_percent:g} %"
     if cost.measured_percent <= cost.budget_percent:
-        return f"{taken}(budget {cost.budget_percent:g} %)"
-    if cost.later_percent is None:
-        why = f"the first {CLOSE_STEPS} steps are always examined closely"
-        if cost.start_s:
-            why = f"{duration(cost.start_s)} of it to start; {why}"
-        return f"{taken}(budget {cost.budget_percent:g} %; {why})"
-    later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
-    return f"{taken}(budget {cost.budget_percent:g} %), {later}"
+        return f"{taken} ({budget})"
+    if cost.later_percent is not None:
+        later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
+        return f"{taken}, {later} ({budget})"
+    start = f"{duration(cost.start_s)} to start, the rest" if cost.start_s else "most of it"
+    return (
+        f"{taken}: {start} in the first {CLOSE_STEPS} steps, which it examines closely; after them "
+        f"it samples by the budget of {cost.budget_percent:g} %"
+    )
 
 
 def _taken(cost: Overhead) -> str:
