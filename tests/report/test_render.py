@@ -398,7 +398,12 @@ def test_how_the_run_ended(outcome: str, by: str, told: str) -> None:
     [
         (0.4, 0.3, "the doctor took 0.4 % of the run's time (budget 1 %)"),
         (5.0, 0.9, ", 0.9 % after the first 128 steps (budget 1 %)"),
-        (5.0, None, "most of it in the first 128 steps, which it examines closely"),
+        (
+            5.0,
+            None,
+            ": most of it in the first 128 steps, which it examines closely; after them it "
+            "samples by the budget of 1 %",
+        ),
     ],
 )
 def test_what_it_took_above_the_budget_is_explained(
