@@ -43,7 +43,7 @@ from .explanation import (
     sides_text,
     what_was_skipped,
 )
-from .left_loop import TOGETHER, LeftLoop, LoopExitKind
+from .left_loop import LeftLoop, LoopExitKind
 from .loop_exits import MAY_END, left_loop
 from .recorded_difference import FlagOnSomeRanks, InAnotherStep, RecordedDifference
 from .suspects import Suspect
@@ -298,6 +298,7 @@ class LoopExit(CallExplanation):
         left = left_loop(suspect)
         if left is None or left.skipped is not self._skipped:
             return None
+        left = left.among([made.rank for made in suspect.divergence.calls.values()])
         why = _why(suspect.divergence, left)
         blames = left.blames or bool(why)
         blamed = self._who(suspect, left, blames)
@@ -313,7 +314,7 @@ class LoopExit(CallExplanation):
             label=left.label if points else "",
             summary=summary if ours else "",
             cause=f"{why}{left.cause}",
-            fix=TOGETHER if why and not left.blames else left.fix,
+            fix=left.together if why and not left.blames else left.fix,
             related=skips.tried if skips else _may_end(suspect.divergence, left),
             steps=skips.steps if skips else None,
             evidence=left.evidence if ours else None,
