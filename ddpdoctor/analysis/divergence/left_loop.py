@@ -156,8 +156,10 @@ class LeftLoop:
             )
         if self.how is LoopExitKind.FEWER:
             return (
-                "give that loop the same number of iterations on every rank: compute the smallest "
-                "number of items (`all_reduce` with `ReduceOp.MIN`) and stop there on all ranks"
+                "give that loop the same number of iterations on every rank: divide the work "
+                "equally, or `all_reduce` the number of items with `ReduceOp.MAX` and add empty "
+                "rounds (`loss * 0`) on the ranks with fewer; stop at the smallest number "
+                "(`ReduceOp.MIN`) only where the items left over may be dropped"
             )
         alone = f"let no rank skip a {'batch' if self.steps else 'round'} on its own: "
         handled = any(w.source.startswith("except") for w in self.ways)
