@@ -149,3 +149,17 @@ def test_a_flag_does_not_meet_a_collective_in_the_same_try(
     (finding,) = CollectiveMismatch().examine(run)
     assert finding.rule == "skipped-round"
     assert told in finding.fix
+
+
+def test_a_rank_that_calls_in_a_thread_has_not_left_the_loop(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=LOOP)
+    made[0].call(line=9, inside=LOOP)
+    made[1].call("gather_object", 30, "dcp.async_save(state)", thread="saver", started=True, root=0)
+    made[0].call("gather_object", 30, "dcp.async_save(state)", thread="saver", started=True, root=0)
+    made[1].call(line=9, inside=LOOP)
+    more = {n: epochs((0,), going_on=True) for n in range(2)}
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, more=more))
+    assert finding.rule == "thread"
+    assert not any("left" in r.label for r in finding.related)
