@@ -41,6 +41,7 @@ from .explanation import (
     in_another_order,
     order_fix,
     sides_text,
+    through,
     what_was_skipped,
 )
 from .left_loop import LeftLoop, LoopExitKind
@@ -359,10 +360,16 @@ class MissingCall(CallExplanation):
             around = ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:WAYS_NAMED])
         elif not found and (back := came_back(suspect)):
             around, fix = f": {back.text}", not_skipped(back, suspect.call)
+        often = (
+            f"{who} made this call in each of the last {suspect.rounds} rounds but not in this one"
+        )
+        if (library := through(suspect.call)) and not back:
+            often = f"{library} makes this call; {who} made fewer of its calls than the others"
+            fix = "use it on every rank of the group, with inputs that lead to the same calls on "
+            fix += "all of them (lists of the same length, none of them empty on some ranks only)"
         return self.blame(
             suspect,
-            cause=f"{_caught(suspect.divergence, suspect.ranks)}{who} made this call in each of "
-            f"the last {suspect.rounds} rounds but not in this one{around}",
+            cause=f"{_caught(suspect.divergence, suspect.ranks)}{often}{around}",
             fix=branch_fix(suspect, *found) if found else fix,
             related=related(back) if back else (),
         )
