@@ -107,7 +107,9 @@ class ParameterDrift(Check):
 
     ## How to fix it
     Load weights before `DistributedDataParallel(...)`, which broadcasts those of rank 0, or load
-    the same file on every rank. Modify parameters on all ranks in the same way.
+    the same file on every rank. Modify parameters on all ranks in the same way. In an optimizer of
+    your own, all-reduce what `step` computes from values of this rank (a maximum of logits, a loss)
+    before it changes parameters.
 
     ## When it stays quiet
     - Parts of sharded parameters that one rank alone holds, and parameters that DDP ignores (the
@@ -385,6 +387,7 @@ EXPLANATIONS: tuple[causes.Explanation, ...] = (
     tensor_writes.write_on_some,
     _partial_state,
     _local_loss,
+    tensor_writes.own_step,
     _unknown,
 )
 """Why parameters differ, in the order in which they are tried: those that name a line come first.

@@ -13,7 +13,12 @@ from ddpdoctor.analysis.divergence.early_return import related as ways_of
 from ddpdoctor.analysis.divergence.missing_calls import Unsent, unsent
 from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.device_waits import hosts_ahead
-from ddpdoctor.analysis.waiting.message_cycles import gone_on, met_without, wrong_peers
+from ddpdoctor.analysis.waiting.message_cycles import (
+    gone_on,
+    in_a_cycle,
+    met_without,
+    wrong_peers,
+)
 from ddpdoctor.analysis.waiting.snapshot import (
     RankSnapshot,
     Snapshot,
@@ -146,10 +151,10 @@ class Stall(Check):
         if missed := unsent(now, ring):
             return self._unsent(missed, waits, evidence, at, deadlocked=not now.failed)
         rule = "cycle"
-        cause = "each of them waits for a message that is sent only afterwards, or not at all"
+        cause = in_a_cycle(ring)
         fix = (
             "let one side send first and the other receive first, or use `dist.batch_isend_irecv`; "
-            "if the order is right, make no rank wait for more messages than the other one sends"
+            "if the order is right, let every rank receive as many messages as the other one sends"
         )
         on = next((i for i, s in enumerate(ring) if s.call is not None and s.call.peer < 0), None)
         if on is not None and (met := met_without(now, ring[on], ring[on - 1])):

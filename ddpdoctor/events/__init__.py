@@ -117,7 +117,7 @@ from .node import (
     Stopped,
 )
 from .numerics import LossValues, NonFinite
-from .optimizer import OptimizerSeen, Ownership, StepDone
+from .optimizer import OptimizerSeen, Ownership, ParameterWrite, StepDone
 from .process import (
     ExceptionPassed,
     ExceptionRaised,

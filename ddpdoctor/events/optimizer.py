@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from .base import Event
+from .base import Event, Part
+
+
+class ParameterWrite(Part, frozen=True):
+    """A statement of an optimizer that may write to parameters in place (part of `OptimizerSeen`).
+
+    Attributes:
+        target: what it writes to, as written without `.data`: `p`, `attn.q_proj.weight`.
+    """
+
+    site: int
+    target: str
 
 
 class OptimizerSeen(Event, frozen=True, tag="optimizer"):
@@ -16,6 +27,9 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
             ignored by it.
         pieces: the ranks of the device mesh over which all of its parameters are sharded
             (`DTensor`), this one included; empty for other parameters.
+        step_site: the definition of its `step`, where that is the program's own; else -1.
+        writes: the statements of this `step`, and of functions that it calls, that may write to
+            parameters.
     """
 
     optimizer: int
@@ -26,6 +40,8 @@ class OptimizerSeen(Event, frozen=True, tag="optimizer"):
     foreign: int = 0
     closure: bool = False
     pieces: tuple[int, ...] = ()
+    step_site: int = -1
+    writes: tuple[ParameterWrite, ...] = ()
 
     def describe(self) -> str:
         return f"optimizer {self.optimizer} ({self.kind}) holds {self.parameters} parameters"

@@ -9,8 +9,20 @@ from recordings import steps
 from replicas import LINE, OTHER, STEP, digests, equal, run_of, sketch
 
 from ddpdoctor.analysis.replicas.replicas import divergence, replicas
-from ddpdoctor.events import Clipped, Edited, Loaded, OptimizerSeen, ProbeTrouble, StepDone, Watched
+from ddpdoctor.events import (
+    Clipped,
+    Edited,
+    Hyperparameters,
+    Loaded,
+    OptimizerSeen,
+    ParameterWrite,
+    ProbeTrouble,
+    Rewritten,
+    StepDone,
+    Watched,
+)
 from ddpdoctor.events.drift import UNHELD, chosen
+from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 from ddpdoctor.probe.watchers.gradients.state_loading import StateLoading
@@ -388,6 +400,84 @@ def test_an_optimizer_that_searches_by_the_loss_of_its_closure(evaluations):
     )  # fmt: skip
     (finding,) = ParameterDrift().examine(run)
     assert finding.rule == ("rank-local-loss" if evaluations > 1 else "unknown-cause")
+
+
+def own(step=LINE, writes=(), kind="Capped"):
+    return OptimizerSeen(at=0, optimizer=0, kind=kind, site=OTHER, step_site=step, writes=writes)
+
+
+TARGETS = {
+    "the parameter": ((ParameterWrite(site=OTHER, target="p"),
+                       ParameterWrite(site=STEP, target="self.head.weight")), 40),
+    "another, too": ((ParameterWrite(site=OTHER, target="p"),
+                      ParameterWrite(site=STEP, target="layer.weight")), 33),
+    "one write": ((ParameterWrite(site=OTHER, target="p"),), 35),
+    "none known": ((), 33),
+}  # fmt: skip
+
+
+def own_steps(*more, kinds=("parameters", "gradients"), seen=None, gradients=None):
+    """Two ranks whose parameters part in step 0 of an optimizer of the program's own."""
+    seen = seen or own()
+    rows = {"parameters": (SAME, APART), "gradients": (gradients or SAME, SAME)}
+    return run_of(
+        {n: [seen, *(digests(k, rows[k][n]) for k in kinds), *(more if n else ())]
+         for n in range(2)}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("written", TARGETS)
+def test_an_optimizer_of_the_programs_own_that_applies_different_updates(written):
+    writes, line = TARGETS[written]
+    (finding,) = ParameterDrift().examine(own_steps(seen=own(writes=writes)))
+    assert (finding.rule, finding.location.line) == ("own-step", line)
+    assert finding.ranks == (0, 1)
+    assert "step 0 of Capped" in finding.cause
+    assert "in head.weight only" in finding.cause
+
+
+WRITTEN = Rewritten(at=0, model=0, optimizer=0, since=0, step=1, times=1, parameters=pack([0]))
+OPTIONS = [
+    Hyperparameters(at=0, optimizer=0, step=0, groups=({"lr": lr},)) for lr in (0.1, 0.2)
+]  # fmt: skip
+OTHERWISE = {
+    "torch's own optimizer": {"seen": own(step=-1)},
+    "gradients not compared": {"kinds": ("parameters",)},
+    "other gradients differ": {"gradients": {**SAME, 0: [1, 2, 3, 5]}},
+    "edits not watched": {
+        "more": [ProbeTrouble(at=0, part="a.hook", error="TypeError()", lost=ManualEdits.lost)]
+    },
+    "parameters written outside": {"more": [WRITTEN]},
+    "state differs": {"more": [digests("state:sum", {1: [7] * 4})]},
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_the_programs_own_optimizer_is_not_blamed(case):
+    options = dict(OTHERWISE[case])
+    run = own_steps(*options.pop("more", ()), **options)
+    if case == "state differs":
+        state = digests("state:sum", {1: [8] * 4})
+        seen = [own(), digests("gradients", SAME)]
+        run = run_of(
+            {0: [*seen, digests("parameters", SAME), state],
+             1: [*seen, digests("parameters", APART), *OTHERWISE[case]["more"]]}
+        )  # fmt: skip
+    assert "own-step" not in [f.rule for f in ParameterDrift().examine(run)]
+
+
+def test_other_options_explain_it_before_the_programs_own_optimizer():
+    run = run_of(
+        {n: [own(), OPTIONS[n], digests("gradients", SAME),
+             digests("parameters", APART if n else SAME)] for n in range(2)}
+    )  # fmt: skip
+    assert "own-step" not in [f.rule for f in ParameterDrift().examine(run)]
+
+
+def test_steps_that_were_not_looked_at_may_be_at_fault():
+    rows = [{0: SAME[0], 3: table[1]} for table in (SAME, APART)]
+    run = run_of({n: [own(), equal("gradients"), digests("parameters", rows[n])] for n in range(2)})
+    assert "own-step" not in [f.rule for f in ParameterDrift().examine(run)]
 
 
 @pytest.mark.parametrize("lost", [HyperparameterWatch.lost, ManualEdits.lost, StateLoading.lost])

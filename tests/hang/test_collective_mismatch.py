@@ -266,6 +266,25 @@ def test_a_backward_that_only_computes_is_not_stuck(tmp_path: Path, under_way: b
     assert finding.deadlocked is under_way
 
 
+@pytest.mark.parametrize("text", ["recall.compute()", "recall()"])
+def test_calls_that_a_library_makes_are_no_rounds_of_the_program(tmp_path: Path, text: str) -> None:
+    loop = ((8, "for step in range(20):"),)
+    made = tapes()
+    for tape in made.values():
+        for _ in range(5):
+            tape.call(line=16, inside=loop, numel=3)
+            tape.call("barrier", 12, text, inside=loop, through="compute")
+        tape.call(line=16, inside=loop, numel=3)
+    made[0].call("barrier", 12, text, inside=loop, through="compute", state=State.BEGUN,
+                 at=START + 5)  # fmt: skip
+    made[1].call(line=16, inside=loop, numel=3, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert (finding.rule, finding.ranks) == ("missing-call", (1,))
+    assert "rounds" not in finding.cause
+    assert "rank 1 made fewer of its calls than the others" in finding.cause
+    assert ("`compute`" in finding.cause) is ("compute" in text)
+
+
 @pytest.mark.parametrize(("rounds", "told"), [(6, True), (2, False)])
 def test_a_call_that_a_rank_made_in_every_round_before(
     tmp_path: Path, rounds: int, told: bool

@@ -44,6 +44,13 @@ def test_both_receive(tmp_path: Path) -> None:
     assert finding.rule == "cycle"
     assert (finding.severity, finding.confidence) == (Severity.ERROR, Confidence.PROVEN)
     assert finding.deadlocked
+    assert "a message that is sent only afterwards" in finding.cause
+
+
+def test_both_send(tmp_path: Path) -> None:
+    (finding,) = found(run_of(tmp_path, pair(("send", "send")), now=START + 8))
+    assert finding.rule == "cycle"
+    assert "until another one receives its message" in finding.cause
 
 
 def pipeline(*counts: tuple[int, int]) -> dict[int, CallLog]:

@@ -109,3 +109,57 @@ def test_who_skipped_batches_evaluated_afterwards_and_left(
     assert finding.ranks == (1,)
     assert finding.location is not None
     assert finding.location.line == line
+
+
+TRIED = ((7, "try:"), *LOOP)
+
+
+@pytest.mark.parametrize(
+    ("where", "tried", "lines", "told"),
+    [
+        ("forward", 9, (9, 10), "end the `try` before `loss.backward()` (train.py:10)"),
+        ("forward", 10, (9, 10), "after the `try`"),  # all collectives in it were before
+        ("backward", 10, (9, 10), "raise the exception again"),
+        ("forward", 9, (9,), "after the `try`"),
+        ("forward", 30, (9, 10), "after the `try`"),  # another `try`
+    ],
+)
+def test_a_flag_does_not_meet_a_collective_in_the_same_try(
+    tmp_path: Path, where: str, tried: int, lines: tuple[int, ...], told: str
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        for line in lines:
+            tape.call("DDP backward", line, "loss.backward()", inside=TRIED)
+    made[0].call("DDP backward", lines[-1], "loss.backward()", inside=TRIED, state=State.BEGUN,
+                 at=START + 5)  # fmt: skip
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    raised = [
+        site(52, "train.py", tried, "the_line()", function="main"),
+        *(
+            ExceptionPassed(at=START + 0.1, where=each, kind="ValueError", message="odd", step=1,
+                            site=51, tried=52 if each == "handler" else -1)
+            for each in (where, "handler")
+        ),
+    ]  # fmt: skip
+    first = [e for e in epochs((1,)) if getattr(e, "id", 0) != 52]
+    run = run_of(
+        tmp_path, made, more={0: epochs((0,), going_on=True), 1: [*first, *raised]}, now=START + 7
+    )
+    (finding,) = CollectiveMismatch().examine(run)
+    assert finding.rule == "skipped-round"
+    assert told in finding.fix
+
+
+def test_a_rank_that_calls_in_a_thread_has_not_left_the_loop(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=LOOP)
+    made[0].call(line=9, inside=LOOP)
+    made[1].call("gather_object", 30, "dcp.async_save(state)", thread="saver", started=True, root=0)
+    made[0].call("gather_object", 30, "dcp.async_save(state)", thread="saver", started=True, root=0)
+    made[1].call(line=9, inside=LOOP)
+    more = {n: epochs((0,), going_on=True) for n in range(2)}
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, more=more))
+    assert finding.rule == "thread"
+    assert not any("left" in r.label for r in finding.related)

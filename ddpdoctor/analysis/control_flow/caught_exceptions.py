@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...events import ExceptionPassed
+from ...events import CallSite, ExceptionPassed
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
 from ..waiting.failures import LOST_PEER
@@ -63,6 +63,64 @@ def handler(rank: Rank, event: ExceptionPassed, ways: Iterable[Location]) -> Loc
         ),
         None,
     )
+
+
+TOGETHER = (
+    "`all_reduce` an error flag on every rank after the `try`, before any other collective, and "
+    "skip on all ranks or on none"
+)
+"""What to do where a rank skips what raised on it."""
+
+
+def skip_together(
+    ranks: Collection[Rank], skipped: Iterable[Rank], ways: Collection[Location]
+) -> str:
+    """What to do where ranks skip what raised on them: a flag that is sent after the `try` would be
+    matched with a collective in it, which the other ranks call.
+
+    Args:
+        ranks: all that take part; `skipped` those that skip.
+        ways: handlers that may have caught it.
+    """
+    events = [(rank, e) for rank in skipped for e in rank.of(ExceptionPassed)]
+    tried = {spot for rank, e in events if (spot := rank.location(e.tried)) is not None}
+    inside = {call for rank in ranks for call in _calls_in_try(rank, tried, ways)}
+    after = {c for c in inside if all(c.line > t.line for t in tried if _same(c, t))}
+    where = {e.where for _, e in events} & {"forward", "backward", "data"}
+    if after and (tried or (len(after) == 1 and where and "backward" not in where)):
+        first = min(after, key=lambda c: c.line)
+        return (
+            f"end the `try` before `{first.source.strip()}` ({first}), which communicates: there, "
+            "`all_reduce` an error flag on every rank, and skip that line and the rest of the "
+            "round on all ranks or on none"
+        )
+    if inside and "backward" in where and not (after and tried):
+        last = max(inside, key=lambda c: c.line)
+        return (
+            f"where `{last.source.strip()}` ({last}) raises, the other ranks wait in it, and no "
+            "flag reaches them: raise the exception again, so that the rank exits"
+        )
+    return TOGETHER
+
+
+def _calls_in_try(
+    rank: Rank, tried: Collection[Location], ways: Collection[Location]
+) -> Iterator[Location]:
+    """The lines of a rank that call collectives in a `try`, at the line in it that raised or below;
+    where no such line is known, those in a `try` that one of the handlers `ways` belongs to."""
+    handlers = {(w.file, w.line) for w in ways if not tried}
+    for site in rank.of(CallSite):
+        for _, spot, head in around(rank, site):
+            if head.kind == "try" and (
+                any(_same(spot, t) and head.line < t.line <= spot.line for t in tried)
+                or any((spot.file, way.line) in handlers for way in head.ways)
+            ):
+                yield spot
+
+
+def _same(here: Location, there: Location) -> bool:
+    """Whether two lines are in one function."""
+    return (here.file, here.function) == (there.file, there.function)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ...events import Place, Statement
 from ...report.findings import Evidence, Related, Steps
 from ...run import Location, ranks_do, ranks_text
 from ...run.phrases import listed
+from ..calls.call_logs import CallRecord
 from ..control_flow.branches import branch, condition, head_of, leading, unbranched, unwrapped
 from ..waiting.thresholds import LINES_SHOWN
 from .attribution import WHO, Attribution, Explanation
@@ -193,6 +194,21 @@ def branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
     here = blamed.divergence.location(call)
     if here is None or op in here.source:
         return unbranched(head, f"call {op}")
-    through = call.site.through if call.site is not None else ""
-    used = through and re.search(rf"\b{re.escape(through)}\b", here.source)
-    return unbranched(head, f"use `{through}`, which calls {op}," if used else "make this call")
+    name = _used(call, here)
+    return unbranched(head, f"use `{name}`, which calls {op}," if name else "make this call")
+
+
+def _used(call: CallRecord, here: Location) -> str:
+    """The function of a library that makes a call, where the line names it."""
+    name = call.site.through if call.site is not None else ""
+    return name if name and re.search(rf"\b{re.escape(name)}\b", here.source) else ""
+
+
+def through(call: CallRecord) -> str:
+    """What makes a call that the program's line does not make itself, where a library does: `a
+    function of a library that train.py:8 calls`; empty where the line makes it."""
+    here = call.location
+    if here is None or call.site is None or not call.site.through:
+        return ""
+    name = _used(call, here)
+    return f"`{name}`, of a library," if name else f"a function of a library that {here} calls"

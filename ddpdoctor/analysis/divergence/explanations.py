@@ -41,9 +41,10 @@ from .explanation import (
     in_another_order,
     order_fix,
     sides_text,
+    through,
     what_was_skipped,
 )
-from .left_loop import TOGETHER, LeftLoop, LoopExitKind
+from .left_loop import LeftLoop, LoopExitKind
 from .loop_exits import MAY_END, left_loop
 from .recorded_difference import FlagOnSomeRanks, InAnotherStep, RecordedDifference
 from .suspects import Suspect
@@ -299,6 +300,7 @@ class LoopExit(CallExplanation):
         left = left_loop(suspect)
         if left is None or left.skipped is not self._skipped:
             return None
+        left = left.among([made.rank for made in suspect.divergence.calls.values()])
         why = _why(suspect.divergence, left)
         blames = left.blames or bool(why)
         blamed = self._who(suspect, left, blames)
@@ -314,7 +316,7 @@ class LoopExit(CallExplanation):
             label=left.label if points else "",
             summary=summary if ours else "",
             cause=f"{why}{left.cause}",
-            fix=TOGETHER if why and not left.blames else left.fix,
+            fix=left.together if why and not left.blames else left.fix,
             related=skips.tried if skips else _may_end(suspect.divergence, left),
             steps=skips.steps if skips else None,
             evidence=left.evidence if ours else None,
@@ -359,10 +361,16 @@ class MissingCall(CallExplanation):
             around = ": " + " or ".join(f"`{w.source}` ({w})" for w in ways[:WAYS_NAMED])
         elif not found and (back := came_back(suspect)):
             around, fix = f": {back.text}", not_skipped(back, suspect.call)
+        often = (
+            f"{who} made this call in each of the last {suspect.rounds} rounds but not in this one"
+        )
+        if (library := through(suspect.call)) and not back:
+            often = f"{library} makes this call; {who} made fewer of its calls than the others"
+            fix = "use it on every rank of the group, with inputs that lead to the same calls on "
+            fix += "all of them (lists of the same length, none of them empty on some ranks only)"
         return self.blame(
             suspect,
-            cause=f"{_caught(suspect.divergence, suspect.ranks)}{who} made this call in each of "
-            f"the last {suspect.rounds} rounds but not in this one{around}",
+            cause=f"{_caught(suspect.divergence, suspect.ranks)}{often}{around}",
             fix=branch_fix(suspect, *found) if found else fix,
             related=related(back) if back else (),
         )

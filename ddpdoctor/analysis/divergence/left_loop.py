@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from ...report.findings import Evidence
-from ...run import Location, ranks_do, ranks_text
+from ...run import Location, Rank, ranks_do, ranks_text
+from ..control_flow.caught_exceptions import TOGETHER, skip_together
 from ..control_flow.skipped_batches import SkippedBatches
 from .thresholds import WAYS_NAMED
-
-TOGETHER = (
-    "`all_reduce` an error flag on every rank after the `try`, before any other collective, and "
-    "skip on all ranks or on none"
-)
-"""What to do where a rank skips what raised on it."""
 
 SKIPPED_BY = "took_no_step_for_a_batch"
 """Name of the evidence which ranks skipped a round."""
@@ -52,6 +48,7 @@ class LeftLoop:
             the condition or handler that each is under.
         exits: the statements that end the loop.
         known: all of these ranks did so; otherwise some of them, nothing tells which.
+        together: what to do where a rank skips what raised on it.
         turn: the branch that shows the round, as its condition depends on the round's number only.
     """
 
@@ -64,6 +61,12 @@ class LeftLoop:
     known: bool = True
     turn: str = ""
     skips: SkippedBatches | None = None
+    together: str = TOGETHER
+
+    def among(self, ranks: Collection[Rank]) -> LeftLoop:
+        """With what to do about exceptions, as the calls of these ranks tell."""
+        mine = [rank for rank in ranks if rank.rank in self.ranks]
+        return replace(self, together=skip_together(ranks, mine, self.ways))
 
     @property
     def skipped(self) -> bool:
@@ -153,13 +156,15 @@ class LeftLoop:
             )
         if self.how is LoopExitKind.FEWER:
             return (
-                "give that loop the same number of iterations on every rank: compute the smallest "
-                "number of items (`all_reduce` with `ReduceOp.MIN`) and stop there on all ranks"
+                "give that loop the same number of iterations on every rank: divide the work "
+                "equally, or `all_reduce` the number of items with `ReduceOp.MAX` and add empty "
+                "rounds (`loss * 0`) on the ranks with fewer; stop at the smallest number "
+                "(`ReduceOp.MIN`) only where the items left over may be dropped"
             )
         alone = f"let no rank skip a {'batch' if self.steps else 'round'} on its own: "
         handled = any(w.source.startswith("except") for w in self.ways)
         if self.skipped and (handled or (self.skips and self.skips.caught)):
-            return f"{alone}{TOGETHER}"
+            return f"{alone}{self.together}"
         if self.skipped:
             share = f"{alone}share the condition with `all_reduce`"
             # NaN times zero is NaN.

@@ -55,6 +55,8 @@ def left_loop(suspect: Suspect) -> LeftLoop | None:
     """The loop that ranks are in and others have left, or skipped a round of; None where that is
     not clear."""
     divergence = suspect.divergence
+    if len({bool(m.site and m.site.thread) for m in divergence.calls.values()}) > 1:
+        return None  # the loops around a call in a thread say nothing of the main thread's
     inside: dict[Key, list[int]] = {}
     heads: dict[Key, Location] = {}
     for rank, made in divergence.calls.items():

@@ -1,22 +1,34 @@
 """Writes to parameters outside the optimizer's steps, and the ranks that make them: known from
-torch's write counters (`Tensor._version`), or after the last step from the values themselves."""
+torch's write counters (`Tensor._version`), or after the last step from the values themselves. And
+writes in the step of an optimizer that the program defines itself."""
 
 from __future__ import annotations
 
-from ...events import Edited, Rewritten
+from ...events import (
+    Edited,
+    Hyperparameters,
+    OptimizerSeen,
+    ProbeTrouble,
+    Rewritten,
+    Watched,
+)
 from ...events.pack import unpack
 from ...report.findings import Steps
-from ...run import plural, ranks_do, ranks_text
+from ...run import Location, plural, ranks_do, ranks_text, some
+from ..rank_differences import differences_among
 from . import manual_edits
 from .causes import SAME_EVERYWHERE, Cause
 from .group_findings import MODIFIED_ON, WRITTEN_ON
 from .replica import Member
-from .replicas import Divergence, Replicas, by_step
+from .replicas import Divergence, Replicas, by_step, divergence, kinds
+from .thresholds import STEPS_WATCHED
 
 WRITE_ON_SOME = "write-on-some-ranks"
+OWN_STEP = "own-step"
 
 RULES = {
     WRITE_ON_SOME: "some ranks write to parameters more often than others, at a line not known",
+    OWN_STEP: "gradients agree, and the program's own optimizer applies different updates",
 }
 
 
@@ -118,3 +130,103 @@ def after_the_last_step(group: Replicas, found: Divergence) -> Cause | None:
         ranks=ranks,
         evidence={MODIFIED_ON: list(ranks)},
     )
+
+
+def own_step(group: Replicas, found: Divergence) -> Cause | None:
+    """Parameters and gradients were equal before one step of an optimizer of the program's own,
+    nothing else was seen to write to parameters, and they differ after it."""
+    last = found.first - 1
+    if found.point != "step" or found.before != last or found.first > STEPS_WATCHED:
+        return None
+    seen = [_seen(member) for member in group.members.values()]
+    if not all(e is not None and e.step_site >= 0 for e in seen) or not _only_the_step(
+        group, found
+    ):
+        return None
+    here = _parted(group, found)
+    if not here or not _equal_before(group, here, last):
+        return None
+    names = group.names("parameters")
+    write = _write(group, [names[p] for p in here])
+    confined = len(found.names) < len(names)
+    only = f", in {some(found.names)} only" if confined else ""
+    first = next(e for e in seen if e is not None)
+    return Cause(
+        OWN_STEP,
+        text=f"step {last} of {first.kind}, an optimizer of the program's own, applies different "
+        f"updates on the ranks{only}: parameters and gradients were equal before it, the "
+        "parameters differ after it, and nothing else was seen to write to them",
+        fix="make what `step` computes from this rank's own data the same on all ranks before it "
+        "changes parameters: `dist.all_reduce(value, op=dist.ReduceOp.MAX)`, or SUM divided by the "
+        "world size; if it draws random numbers, seed them alike on all ranks",
+        label="writes different values on the ranks" if write else "applies different updates",
+        location=write or group.any.rank.location(first.step_site),
+        evidence={"gradients": f"equal before step {last}"},
+    )
+
+
+def _seen(member: Member) -> OptimizerSeen | None:
+    every = member.rank.of(OptimizerSeen)
+    return next((e for e in every if e.optimizer == member.optimizer), None)
+
+
+def _only_the_step(group: Replicas, found: Divergence) -> bool:
+    """Whether writes outside of the steps were watched for and none was seen, and the optimizer's
+    options and state are the same on all ranks."""
+    watched = {Watched.EDITS, Watched.LOADS, Watched.OPTIONS}
+    for member in group.members.values():
+        if any(t.watched in watched for t in member.rank.of(ProbeTrouble)):
+            return False
+        if any(e.changed and e.step <= found.first for e in member.of(Edited, kind="parameters")):
+            return False
+        if any(e.since < found.first for e in member.of(Rewritten)):
+            return False
+    states = (divergence(group, kind) for kind in kinds(group, "state:"))
+    if any(state is not None and state.first <= found.first for state in states):
+        return False
+    before = differences_among([m.rank for m in group.members.values()], before=found.at)
+    return not any(d.kind is Hyperparameters for d in before)
+
+
+def _parted(group: Replicas, found: Divergence) -> list[int]:
+    """Positions of the parameters that differ at the first step at which any do."""
+    tables = [
+        by_step(m, "parameters", found.total).get(found.first, ({}, 0))[0]
+        for m in group.members.values()
+    ]
+    common = set.intersection(*(set(table) for table in tables))
+    return sorted(p for p in common if len({table[p] for table in tables}) > 1)
+
+
+def _equal_before(group: Replicas, positions: list[int], step: int) -> bool:
+    """Whether parameters and gradients of these positions were compared before a step on every
+    rank, and all that were compared were equal: a step may use the norm of all gradients."""
+    total = len(group.names("parameters"))
+    for kind in ("parameters", "gradients"):
+        rows = [by_step(m, kind, total).get(step, ({}, 0))[0] for m in group.members.values()]
+        common = set.intersection(*(set(row) for row in rows))
+        # Zero: absent, or could not be read.
+        if not all(p in common and rows[0][p] for p in positions):
+            return False
+        if any(len({row[p] for row in rows}) > 1 for p in common):
+            return False
+    return True
+
+
+def _write(group: Replicas, names: list[str]) -> Location | None:
+    """The only line that may have written to these parameters; or the first of those that name
+    them, where they name no others and each is named."""
+    rank, seen = group.any.rank, _seen(group.any)
+    writes = seen.writes if seen is not None else ()
+    named = [w for w in writes if any(_is_of(w.target, name) for name in names)]
+    others = set(group.names("parameters")) - set(names)
+    exact = named and not any(_is_of(w.target, name) for w in named for name in others)
+    if exact and all(any(_is_of(w.target, name) for w in named) for name in names):
+        return rank.location(named[0].site)
+    return rank.location(writes[0].site) if len(writes) == 1 else None
+
+
+def _is_of(target: str, name: str) -> bool:
+    """Whether `attn.q_proj.weight` may be the parameter `blocks.0.attn.q_proj.weight`."""
+    path = target.split(".")[1:]
+    return bool(path) and name.split(".")[-len(path) :] == path

@@ -37,3 +37,7 @@ one such step may be an initialisation, or the last one of a run."""
 
 FEW_NUMBERS = 8
 """Numbers that a call may carry and still be losses or counts: activations are more."""
+
+STEPS_WATCHED = 32
+"""First steps, in all of which the probe looks for writes to parameters between steps
+(`SNAPSHOTS_ALWAYS` of its watcher)."""

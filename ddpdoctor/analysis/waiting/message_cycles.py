@@ -61,3 +61,19 @@ def met_without(
     met = [s for s in stands if s.key == key and s.call and s.call.index == call.index]
     past = absent.rank.steps >= max([SEVERAL_ROUNDS, *(s.rank.steps for s in met)])
     return met if past and len(met) == len(key.ranks) - 1 > 1 and absent not in met else []
+
+
+def in_a_cycle(ring: list[RankSnapshot]) -> str:
+    """What the ranks of a cycle wait for, by what they wait in."""
+    ops = {stand.made.signature.op if stand.made else "" for stand in ring}
+    if ops <= {"send", "isend"}:
+        return (
+            "each of them waits until another one receives its message, which that one does only "
+            "afterwards, or not at all"
+        )
+    if ops <= {"recv", "irecv"}:
+        return "each of them waits for a message that is sent only afterwards, or not at all"
+    return (
+        "each of them waits for another one to send or to receive, which that one does only "
+        "afterwards, or not at all"
+    )

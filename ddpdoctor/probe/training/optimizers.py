@@ -31,6 +31,7 @@ from ..recording.torch_compat import (
 )
 from ..recording.watcher import Args, Kwargs, Watcher, on
 from ..recording.weak_references import WeakIdentityMap
+from ..source.own_step import own_step_sites
 from . import lifecycle
 from .backwards import Backwards
 from .forwards import Forwards
@@ -398,6 +399,7 @@ class Optimizers(Watcher):
             if mine & held:
                 owners.append(model.number)
                 owned |= mine
+        step, writes = own_step_sites(recorder, type(optimizer))
         recorder.emit(
             OptimizerSeen(
                 at=time.monotonic(),
@@ -409,6 +411,8 @@ class Optimizers(Watcher):
                 foreign=len(held - owned),
                 closure=closure,
                 pieces=_pieces(optimizer),
+                step_site=step,
+                writes=writes,
             )
         )
 
