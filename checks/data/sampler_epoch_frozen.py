@@ -15,7 +15,7 @@ from ddpdoctor.analysis.data.streams import examined_epochs, repeated_order
 from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
 from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
 from ddpdoctor.report.findings import Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, counted, whom
+from ddpdoctor.run import Rank, Run, counted, listed, whom
 
 CYCLE = re.compile(r"\bcycle\(")
 
@@ -36,7 +36,8 @@ class SamplerEpochFrozen(LoaderCheck):
     restarts; custom samplers and iterable datasets that use what `set_epoch` stores, or seed their
     generator with an `epoch`; batches of the first epoch that `itertools.cycle(loader)` repeats
     forever. For iterable datasets also an epoch that is set, but does not reach the copies of the
-    dataset in persistent workers.
+    dataset in persistent workers, and a random generator that the dataset keeps: workers that are
+    started anew in every epoch get it in the same state each time.
 
     ## How it knows
     When an iteration begins, each rank records the sampler's `epoch`, and how often `set_epoch` was
@@ -44,7 +45,9 @@ class SamplerEpochFrozen(LoaderCheck):
     delivered, the first 16 and a digest of all in order. Training epochs are compared with the one
     before on the same rank: by the digest, or by their first indices if one was left early. A
     stream has no indices: of its epochs 0, 1, 2, 4, 8 and so on, digests of the first samples (some
-    256) are compared, and all of them have to be equal. The finding is proven.
+    256) are compared, and all of them have to be equal. A generator that a stream keeps is told by
+    its state when workers are started, in the first two epochs, and by what these workers then draw
+    from it. The finding is proven.
 
     ## Why it hurts
     `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that. The batches
@@ -54,12 +57,16 @@ class SamplerEpochFrozen(LoaderCheck):
     `sampler.set_epoch(epoch)` at the start of every epoch, before the loader is iterated. Instead
     of `cycle(loader)`, iterate the loader anew in every epoch. Where persistent workers read a
     stream, its epoch must be in shared memory: `torch.zeros(1, dtype=torch.long).share_memory_()`.
+    Where workers draw from a generator of the dataset, `persistent_workers=True`, or a generator
+    made in `__iter__` from the seed and an epoch that the program sets.
 
     ## When it stays quiet
     - `shuffle=False`, a single epoch, or evaluation.
     - The orders differ although the number does not (samplers that count epochs themselves).
     - A custom sampler or a stream whose order does not depend on the epoch, or that has one or two
       batches; a stream whose `shuffle` is off.
+    - A stream that makes or seeds its generator anew for each epoch: its order may be fixed on
+      purpose. Likewise where nothing is drawn, or where `worker_init_fn` seeds it.
     - Training restarts with a new model.
     """
 
@@ -73,6 +80,8 @@ class SamplerEpochFrozen(LoaderCheck):
         "stream-epoch-not-set": "an iterable dataset shuffles by an epoch that never changes",
         "stream-epoch-not-in-workers": "the epoch of an iterable dataset is set, but persistent "
         "workers keep their own copy of it",
+        "stream-generator-copied": "each new worker draws from a copy of the generator that an "
+        "iterable dataset keeps, in the same state in every epoch",
         "cycled-loader": "`itertools.cycle` repeats the batches of the first epoch",
     }
 
@@ -88,6 +97,7 @@ class SamplerEpochFrozen(LoaderCheck):
             return
         if loader.first.seen.iterable:
             yield from self._judge_stream(run, loader)
+            yield from self._judge_generators(run, loader)
             return
         frozen = {r: n for r, reader in loader.readers.items() if (n := _repeats(reader))}
         if not frozen:
@@ -190,6 +200,39 @@ class SamplerEpochFrozen(LoaderCheck):
             at=reader.rank.wall(same[0][1].began.at),
         )
 
+    def _judge_generators(self, run: Run, loader: Loader) -> Iterator[Finding]:
+        """The finding about a generator that an iterable dataset keeps."""
+        copied = {r: own for r, reader in loader.readers.items() if (own := _copied(reader))}
+        if not copied:
+            return
+        reader, own = loader.readers[min(copied)], copied[min(copied)]
+        epochs = examined_epochs(reader)
+        which = "both epochs" if len(epochs) == 2 else f"all {len(epochs)} epochs"
+        yield self.of_reader(
+            reader,
+            rule="stream-generator-copied",
+            ranks=tuple(copied),
+            steps=steps_from(reader, epochs[1]),
+            location=reader.made_at,
+            label="its workers are started anew in every epoch",
+            related=related(reader, sampler=False),
+            summary=f"in training on {dataset(reader)}, {which} compared have the same order on "
+            f"{whom(copied, run.world_size)}",
+            cause=f"the workers draw from {listed([f'`{name}`' for name in own])}, but each draws "
+            "from a copy that ends with the worker: in this process the generator never advances, "
+            "so the workers of every epoch get it in the same state",
+            fix="`persistent_workers=True`, so that the workers keep their copies; or make the "
+            "generator in `__iter__`, seeded by an epoch that the program sets before each "
+            "iteration over the loader",
+            fix_kind=FixKind.CHECK,
+            evidence={
+                "epochs compared": [e.number for e in epochs],
+                "state of the generator when workers were started": own,
+                "samples compared in each": min(len(rows(e)) for e in epochs),
+            },
+            at=reader.rank.wall(epochs[1].began.at),
+        )
+
     def _report_cycle(self, run: Run, loader: Loader, cycled: dict[int, int]) -> Finding:
         """The finding about `itertools.cycle`; `cycled` are the steps since, by rank."""
         reader = loader.readers[min(cycled)]
@@ -252,6 +295,27 @@ def _alike(reader: Reader) -> list[tuple[Epoch, Epoch]]:
         and not _begins_anew(reader.rank, old, new)
         and repeated_order(old, new)
     ]
+
+
+def _copied(reader: Reader) -> dict[str, int]:
+    """The generators of a stream that new workers got in the same state in the first two epochs and
+    drew from, where all examined epochs have the same order."""
+    seen, epochs = reader.seen, examined_epochs(reader)
+    if seen.by_epoch or seen.persistent or seen.shuffle is False or len(epochs) < 2:
+        return {}
+    if [e.number for e in epochs[:2]] != [0, 1]:
+        return {}
+    first, second = (_drawn_by_workers(e) for e in epochs[:2])
+    same = all(
+        repeated_order(old, new) and not _begins_anew(reader.rank, old, new)
+        for old, new in itertools.pairwise(epochs)
+    )
+    return {n: state for n, state in first.items() if second.get(n) == state} if same else {}
+
+
+def _drawn_by_workers(epoch: Epoch) -> dict[str, int]:
+    workers = epoch.ended.workers if epoch.ended else ()
+    return {name: state for worker in workers for name, state in worker.own.items()}
 
 
 def _end(epoch: Epoch) -> float:

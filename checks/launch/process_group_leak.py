@@ -30,6 +30,7 @@ class ProcessGroupLeak(Check):
 
     ## When it stays quiet
     - runs in which a rank failed or was killed, or that `--max-steps` ended
+    - groups that a library has created (Lightning, Transformers), which are its own to destroy
     """
 
     code = "DDP105"
@@ -48,6 +49,7 @@ class ProcessGroupLeak(Check):
             r: e
             for r in run.ranks.values()
             if (e := r.latest(RankExiting)) is not None and e.groups_alive and not e.status
+            if not ((made := r.default_group) and made.library)
         }
         if not left:
             return

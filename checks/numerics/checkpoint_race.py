@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from errno import ENOTEMPTY
 from itertools import combinations
 from typing import ClassVar
 
@@ -17,12 +18,22 @@ from ddpdoctor.analysis.process.shared_files import (
     steps_of,
     writes,
 )
-from ddpdoctor.events import FileRead, FileWritten
+from ddpdoctor.events import ExceptionRaised, FileRead, FileRemoved, FileWritten
 from ddpdoctor.report.declarations import Condition, Effect, When, seen
 from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.evidence_names import MESSAGE
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Location, Run, counted, fold_ranks, listed, ranks_do, ranks_text, shorten
+from ddpdoctor.run import (
+    Location,
+    Rank,
+    Run,
+    counted,
+    fold_ranks,
+    listed,
+    ranks_do,
+    ranks_text,
+    shorten,
+)
 
 ELSEWHERE_AT_MOST = 8
 WRITES_AT_MOST = 8
@@ -31,6 +42,7 @@ PREPARED = "prepared-before-training"
 LOG = "log-file"
 PARTS = "model-parts"
 RENAMED = "renamed-file"
+FOLDER = "moved-folder"
 SAME_FILE = "same-file"
 
 _SEVERITIES = {PREPARED: Severity.NOTE, LOG: Severity.WARNING}
@@ -44,9 +56,12 @@ _SETTINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
 
 def _taken_away(mine: Finding, other: Finding) -> bool:
     """Whether a rank failed at one of the lines of `mine` because another rank had renamed or
-    created the file they race for."""
+    created what they race for."""
     message = str(other.evidence.get(MESSAGE, ""))
-    if not {*other.subjects} & {"FileNotFoundError", "FileExistsError"} or other.at < mine.at:
+    kinds = {*other.subjects}
+    if not (kinds & {"FileNotFoundError", "FileExistsError"} or _occupied(kinds, message)):
+        return False
+    if other.at < mine.at:
         return False
     spots = [mine.location, *(r.location for r in mine.related)]
     here = other.location
@@ -57,16 +72,23 @@ def _taken_away(mine: Finding, other: Finding) -> bool:
     return {*other.ranks} <= {*mine.ranks} and any(p.endswith(f) for f in files for p in paths)
 
 
+def _occupied(kinds: set[str], message: str) -> bool:
+    """Whether an exception says that a folder was moved to one that holds files."""
+    return "OSError" in kinds and f"[Errno {ENOTEMPTY}]" in message
+
+
 class CheckpointRace(Check):
     """Several ranks write the same file
 
     ## What it finds
     A path that several ranks write without waiting for each other: by `torch.save` or safetensors,
     by `open(..., "w")` and everything built on it (`Path.write_text`, numpy, pickle, `json.dump`),
-    or by a temporary file that is renamed to the path.
+    or by a temporary file that is renamed to the path. Likewise a path to which several ranks move
+    a folder (`os.rename`, `os.replace`, `os.renames`, `shutil.move`).
 
     ## How it knows
-    Python's audit events show every file that is opened for writing from scratch, or renamed. Each
+    Python's audit events show every file that is opened for writing from scratch, and all that is
+    renamed. Each
     rank records these writes (for its first 400 paths; of each the first six, then at powers of
     two) with the counts of its groups' collectives before and after. Two writes are ordered if the
     count of a group of both ranks has gone up in between; the clock is not compared. The finding is
@@ -74,12 +96,15 @@ class CheckpointRace(Check):
 
     ## Why it hurts
     The ranks overwrite each other half-way: the file is corrupt, or holds the state of another rank
-    than the file beside it. That shows only when it is loaded, days later.
+    than the file beside it. That shows only when it is loaded, days later. Of folders that are
+    moved to one path the first arrives; the other ranks fail ("Directory not empty"), or
+    `shutil.move` puts their folders inside of it.
 
     ## How to fix it
     Write on one rank (`if dist.get_rank() == 0:`) and let the others wait (`dist.barrier()`), or
     give each rank its own file (`f"state-{rank}.pt"`). If the ranks hold different parts of a model
-    (shards, stages, experts), only the latter keeps them all.
+    (shards, stages, experts), only the latter keeps them all. For a folder: let all ranks write
+    into one staging folder, wait (`dist.barrier()`), and move it on one rank.
 
     ## When it stays quiet
     - a file per rank, and ranks that take turns around a barrier
@@ -91,7 +116,8 @@ class CheckpointRace(Check):
       reads
 
     For log files it is a warning. For files that are renamed into place before the first step (a
-    cache of the data) it is a note.
+    cache of the data) it is a note, and so it is for folders if no rank failed at the move or
+    removed the target: then the program handles the error, and only one rank's folder is kept.
     """
 
     code = "DDP802"
@@ -103,6 +129,7 @@ class CheckpointRace(Check):
         LOG: "all ranks write one log file",
         PARTS: "ranks save different parts of a model to one file",
         RENAMED: "ranks rename their files to one path",
+        FOLDER: "ranks move folders to one path",
         SAME_FILE: "ranks write one file without waiting for each other",
     }
     requires = (seen(FileWritten, otherwise="no rank was seen to write a file"),)
@@ -135,12 +162,16 @@ class CheckpointRace(Check):
         also = {(s.file, s.line): s for touches in files[1:] if (s := touches[0].location)}
         elsewhere = [spot for spot in also.values() if spot != first.location]
         rule = _rule(files, paths, parts=hold_parts(run))
+        failed = _failed(files) if rule == FOLDER else None
+        severity = _SEVERITIES.get(rule, self.severity)
+        if rule == FOLDER and failed is None and not _replaced(files) and not _nested(files):
+            severity = Severity.NOTE
         others = len(paths) - 1
         steps = steps_of(t for touches in files for t in touches)
         more = f" and {counted(others, 'more file')}" if others else ""
         return self.finding(
             rule=rule,
-            severity=_SEVERITIES.get(rule, self.severity),
+            severity=severity,
             ranks=tuple(ranks),
             steps=steps,
             subjects=tuple(paths),
@@ -150,8 +181,8 @@ class CheckpointRace(Check):
                 *called(run, files[0]),
                 *(Related("also here", spot) for spot in elsewhere[:ELSEWHERE_AT_MOST]),
             ),
-            summary=f"{ranks_do(ranks, 'write')} {paths[0]}{more} without waiting for each other",
-            cause=_cause(files),
+            summary=f"{_do(rule, ranks)} {paths[0]}{more} without waiting for each other",
+            cause=_cause(files) if rule != FOLDER else _cause_of_moves(files, failed),
             fix=_fix(rule, files[0]),
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -168,7 +199,8 @@ def _racing(touches: list[Touch]) -> list[Touch]:
     free = [t for t in touches if not (isinstance(t.event, FileWritten) and t.event.locked)]
     racing: dict[int, Touch] = {}
     for a, b in combinations(free, 2):
-        if a.rank.rank != b.rank.rank and not (_clears(a) and _clears(b)) and not ordered(a, b):
+        together = (_clears(a) and _clears(b)) or a.event.how == b.event.how == "into"
+        if a.rank.rank != b.rank.rank and not together and not ordered(a, b):
             racing[id(a)], racing[id(b)] = a, b
     return sorted(racing.values(), key=lambda t: (t.event.step, t.rank.rank))
 
@@ -234,6 +266,8 @@ def _name(touch: Touch) -> str:
 
 def _rule(files: list[list[Touch]], paths: list[str], *, parts: bool) -> str:
     """The rule for the racing writes of `files`; `parts`: ranks hold different parts of a model."""
+    if any(_is_tree(t) for touches in files for t in touches):
+        return FOLDER
     if _publishes(files):
         return PREPARED
     if all(path.endswith(_LOGS) for path in paths):
@@ -259,7 +293,64 @@ def _cause(files: list[list[Touch]]) -> str:
     return f"{where}, and there is no collective between the writes"
 
 
+def _is_tree(touch: Touch) -> bool:
+    return isinstance(touch.event, FileWritten) and touch.event.tree
+
+
+def _failed(files: list[list[Touch]]) -> tuple[Rank, ExceptionRaised] | None:
+    """The exception that ended a rank at one of these moves."""
+    for touch in (t for touches in files for t in touches):
+        for error in touch.rank.of(ExceptionRaised):
+            paths = [path.removeprefix("./") for path in _QUOTED.findall(error.message)]
+            named = any(touch.event.path.endswith(f"/{path.lstrip('/')}") for path in paths if path)
+            if error.at >= touch.event.at and named and not error.caught:
+                return touch.rank, error
+    return None
+
+
+def _replaced(files: list[list[Touch]]) -> bool:
+    """Whether a rank has removed what another rank had moved there."""
+    every = [t for touches in files for t in touches]
+    return any(
+        gone.path == kept.event.path
+        and kept.rank is not rank
+        and kept.rank.node == rank.node
+        and rank.wall(gone.at) >= kept.began
+        for kept in every
+        for rank in {t.rank.rank: t.rank for t in every}.values()
+        for gone in rank.of(FileRemoved)
+    )
+
+
+def _nested(files: list[list[Touch]]) -> bool:
+    """Whether a folder was moved into the one that another rank had moved there."""
+    return any(t.event.how == "into" for touches in files for t in touches)
+
+
+def _do(rule: str, ranks: list[int]) -> str:
+    return f"{ranks_do(ranks, 'move')} a folder to" if rule == FOLDER else ranks_do(ranks, "write")
+
+
+def _cause_of_moves(files: list[list[Touch]], failed: tuple[Rank, ExceptionRaised] | None) -> str:
+    if failed is not None:
+        rank, error = failed
+        then = f"the first of them succeeds, then {ranks_text([rank.rank])} raised {error.kind}"
+    elif _nested(files):
+        then = "the first of them makes the folder, `shutil.move` puts the others inside of it"
+    elif _replaced(files):
+        then = "a rank removes what another has moved there, and which folder remains is random"
+    else:
+        then = "the first of them succeeds, and what the other ranks have written is not kept"
+    return f"there is no collective between the moves: {then}"
+
+
 def _fix(rule: str, touches: list[Touch]) -> str:
+    if rule == FOLDER:
+        return (
+            "write into one staging folder on all ranks, call `dist.barrier()`, move it on one "
+            "rank (`if dist.get_rank() == 0: ...`), and call `dist.barrier()` again; or include "
+            "the rank in the name of the target"
+        )
     if rule == PARTS:
         name = touches[0].event.path.rpartition("/")[2]
         own = re.sub(r"(\.\w+|)$", r"-{dist.get_rank()}\1", name, count=1)

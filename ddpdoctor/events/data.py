@@ -211,11 +211,15 @@ class WorkerRandom(Part, frozen=True):
         states: digests, as `EpochBegan.random`.
         drawn: the generators that loading its first few batches advanced; for an iterable data set
             without the first batch.
+        own: generators that an iterable data set keeps as attributes (`Stream.rng`) and never
+            seeds anew, if its first few batches advanced them: digests of the states in which this
+            process handed them to the worker.
     """
 
     worker: int
     states: tuple[int, int, int]
     drawn: tuple[str, ...] = ()
+    own: dict[str, int] = {}
 
 
 class StepDraws(Event, frozen=True, tag="step-draws"):

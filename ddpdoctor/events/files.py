@@ -6,14 +6,16 @@ from .base import Event
 
 
 class FileWritten(Event, frozen=True, tag="file-written"):
-    """A file was opened with truncation, saved to, or replaced by a rename.
+    """A file was opened with truncation, saved to, or replaced by a rename; or a folder was moved.
 
     A save is recorded when it begins, without its end, and again when it is over.
 
     Attributes:
         at: when the write began; `ended` when it was over, 0 if unknown.
         path: real path; `shared` if it is on a network file system.
-        how: `save` (torch.save), `open`, or `rename` (which replaces the file atomically).
+        how: `save` (torch.save), `open`, `rename` (which replaces the file atomically), or `into`
+            (`shutil.move` of a folder to a path that is a folder already: it is put inside).
+        tree: it is a folder that is moved to the path.
         marks: collectives issued so far in each process group of this rank, by the group's common
             name; `marks_after` likewise after the write. If two ranks have different numbers for a
             group, they have synchronised in between.
@@ -37,6 +39,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
     library: str = ""
     callers: tuple[int, ...] = ()
     empty: bool = False
+    tree: bool = False
 
     def describe(self) -> str:
         verb = "has written" if self.ended else "writes"

@@ -47,6 +47,7 @@ class GroupReady(Event, frozen=True, tag="group-ready"):
         name: torch's own name of the group, equal on all its ranks.
         ranks: global ranks of the members.
         member: whether this rank is one of them.
+        library: the module of a library that created it, empty for the user's own code.
     """
 
     group: int
@@ -57,6 +58,7 @@ class GroupReady(Event, frozen=True, tag="group-ready"):
     site: int
     local_synchronization: bool = False
     description: str = ""
+    library: str = ""
 
     def describe(self) -> str:
         ranks = ", ".join(map(str, self.ranks))

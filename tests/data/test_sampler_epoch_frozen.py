@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     ForwardInput,
     OptimizerSeen,
     StepDone,
+    WorkerRandom,
     Wrapped,
 )
 from ddpdoctor.report.findings import Finding, Steps
@@ -265,6 +266,42 @@ def test_streams_whose_order_is_meant_to_be_the_same() -> None:
     assert not examine(epochs_of_stream([1] * 18, [1] * 18)), "samples that cannot be told apart"
     assert not examine(epochs_of_stream(LINES, LINES, trains=False))
     assert not examine(epochs_of_stream(LINES, LINES, numbers=None, content=None))
+
+
+def of_generators(
+    *states: int, orders: int = 3, last: list[int] = LINES, **more: object
+) -> list[Finding]:
+    """A stream without an epoch, and the states in which its workers got its generator."""
+    fields: dict[str, object] = {"by_epoch": False, "workers": 2, **more}
+    handed = [
+        tuple(WorkerRandom(n, (n, 2, 3), (), {"Lines.rng": state} if state else {}) for n in (0, 1))
+        for state in states
+    ]
+    return examine(
+        [
+            msgspec.structs.replace(e, workers=handed[e.epoch])
+            if isinstance(e, EpochEnded) and e.epoch < len(handed)
+            else e
+            for e in epochs_of_stream(*[LINES] * (orders - 1), last, **fields)
+        ]
+    )
+
+
+def test_workers_that_draw_from_copies_of_one_generator() -> None:
+    (finding,) = of_generators(7, 7)
+    assert finding.rule == "stream-generator-copied"
+    assert finding.location is not None and finding.location.line == 11
+    assert "`Lines.rng`" in finding.cause
+
+
+def test_generators_that_may_be_copied() -> None:
+    assert not of_generators(7, 8), "the main process draws from it as well"
+    assert not of_generators(0, 0), "nothing is drawn, or it is seeded on purpose"
+    assert not of_generators(7), "only one epoch is known"
+    assert not of_generators(7, 7, orders=1)
+    assert not of_generators(7, 7, last=SHUFFLED)
+    assert not of_generators(7, 7, persistent=True)
+    assert not of_generators(7, 7, shuffle=False)
 
 
 def test_a_stream_that_restarts_with_a_new_model() -> None:

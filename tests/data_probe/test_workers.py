@@ -107,3 +107,88 @@ def test_workers_that_are_not_watched_leave_the_notes_of_others() -> None:
     loader = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
     assert len(list(loader)) == 8
     assert notes.read() == ()
+
+
+def handed(dataset: object, **more: object) -> list[dict[str, int]]:
+    """What is noted of the data set's generators in two epochs."""
+    found = []
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=2, num_workers=1, multiprocessing_context="fork", **more
+    )
+    for _ in range(2):
+        notes = WorkerRNG.current.share(1, dataset)
+        assert notes is not None
+        assert len(list(loader)) > 0
+        (worker,) = notes.read()
+        found.append(worker.own)
+    return found
+
+
+class Shuffled(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]
+    def __init__(self, rng: object, order: object) -> None:
+        self.rng, self.order = rng, order
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order(self.rng, 12)  # type: ignore[operator]
+
+
+class Chained(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]
+    def __init__(self, parts: list[Shuffled]) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[int]:
+        for part in self.parts:
+            yield from part
+
+
+class Reseeded(Shuffled):
+    def __iter__(self) -> Iterator[int]:
+        self.rng.seed(3)
+        return super().__iter__()
+
+
+class MadeAnew(Shuffled):
+    def __iter__(self) -> Iterator[int]:
+        self.rng = random.Random(3)
+        return super().__iter__()
+
+
+def sampled(rng: random.Random, count: int) -> list[int]:
+    return rng.sample(range(count), count)
+
+
+def permuted(rng: object, count: int) -> list[int]:
+    return rng.permutation(count).tolist()  # type: ignore[attr-defined]
+
+
+def by_torch(rng: object, count: int) -> list[int]:
+    return torch.randperm(count, generator=rng).tolist()
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("kind", ["python", "numpy", "numpy-new", "torch"])
+def test_a_generator_that_a_stream_keeps(kind: str, chained: bool) -> None:
+    numpy = pytest.importorskip("numpy")
+    stream = {
+        "python": lambda: Shuffled(random.Random(1), sampled),
+        "numpy": lambda: Shuffled(numpy.random.RandomState(1), permuted),
+        "numpy-new": lambda: Shuffled(numpy.random.default_rng(1), permuted),
+        "torch": lambda: Shuffled(torch.Generator().manual_seed(1), by_torch),
+    }[kind]()
+    first, second = handed(Chained([stream]) if chained else stream)
+    assert first == second and list(first) == ["Shuffled.rng"]
+
+
+def test_generators_whose_copies_do_no_harm() -> None:
+    assert handed(Shuffled(random.Random(1), lambda rng, count: range(count))) == [{}, {}]
+    assert handed(Reseeded(random.Random(1), sampled)) == [{}, {}]
+    assert handed(MadeAnew(random.Random(1), sampled)) == [{}, {}]
+    stream = Shuffled(random.Random(1), sampled)
+
+    def seeds(worker: int) -> None:
+        torch.utils.data.get_worker_info().dataset.rng.seed(worker)
+
+    assert handed(stream, worker_init_fn=seeds) == [{}, {}]
+    before = handed(stream)[0]
+    stream.rng.random()  # type: ignore[attr-defined]
+    assert before and handed(stream)[0] != before

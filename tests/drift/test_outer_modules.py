@@ -68,7 +68,7 @@ def test_buffers_that_are_saved():
     ranks[0].append(FileWritten(at=8, path="/x/a.pt", site=LINE, step=9, how="save"))
     (found,) = judged(*ranks)
     assert found.severity is Severity.WARNING
-    assert "saved here" in [one.label for one in found.related]
+    assert "its state is taken here" in [one.label for one in found.related]
 
 
 def test_buffers_that_every_rank_saves_are_its_own():

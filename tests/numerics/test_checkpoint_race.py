@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,12 +12,28 @@ from ddpdoctor.checks.hang.first_failure import FirstFailure
 from ddpdoctor.checks.numerics.checkpoint_race import CheckpointRace
 from recordings import make_run, site, started, steps
 
-from ddpdoctor.events import Event, FileLocked, FileRead, FileWritten, Tensor, Unwrapped, Wrapped
+from ddpdoctor.events import (
+    Event,
+    ExceptionRaised,
+    FileLocked,
+    FileRead,
+    FileRemoved,
+    FileWritten,
+    Tensor,
+    Unwrapped,
+    Wrapped,
+)
+from ddpdoctor.events.codec import decode
+from ddpdoctor.probe.collectives.sync_points import SyncPoints
+from ddpdoctor.probe.recording import patching
+from ddpdoctor.probe.recording.recorder import Recorder, current
 from ddpdoctor.probe.recording.threads import Threads
 from ddpdoctor.probe.source import source_text
 from ddpdoctor.probe.watchers.process import files
+from ddpdoctor.probe.watchers.process.files import Files
 from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Location
+from ddpdoctor.storage.run_folder import EventWriter
 
 PATH = "/home/user/project/last.pt"
 END = 1100.0
@@ -126,6 +144,89 @@ def test_a_file_per_epoch_is_one_finding() -> None:
 def test_renamed_onto_one_target() -> None:
     (finding,) = found([wrote(how="rename")], [wrote(how="rename")])
     assert finding.severity is Severity.ERROR
+
+
+TARGET = "/home/user/project/checkpoint-4"
+OCCUPIED = f"[Errno 39] Directory not empty: '/home/user/project/tmp' -> '{TARGET}'"
+
+
+def moved(mark: int = 4, **fields: object) -> Event:
+    return wrote(TARGET, mark, **{"how": "rename", "tree": True, **fields})
+
+
+def raised(message: str = OCCUPIED) -> Event:
+    return ExceptionRaised(at=END, kind="OSError", message=message)
+
+
+def removed(at: float) -> Event:
+    return FileRemoved(at=at, path=TARGET, site=1, tree=True)
+
+
+def test_folders_moved_onto_one_target() -> None:
+    (finding,) = found([moved()], [moved(), raised()])
+    assert (finding.rule, finding.severity) == ("moved-folder", Severity.ERROR)
+    assert finding.ranks == (0, 1) and finding.subjects == ("checkpoint-4",)
+    assert finding.location is not None and finding.location.line == 18
+    failed = FirstFailure().finding(
+        ranks=(1,), subjects=("OSError",), evidence={"message": OCCUPIED},
+        location=finding.location, at=finding.at + 1, summary="", cause="", fix="",
+    )  # fmt: skip
+    assert CheckpointRace().explains(finding, failed)
+
+
+@pytest.mark.parametrize(
+    ("ending", "step", "told"),
+    [
+        (None, 3, ("moved-folder", Severity.NOTE)),  # the program handles the error
+        (None, 0, ("moved-folder", Severity.NOTE)),
+        (raised(), 0, ("moved-folder", Severity.ERROR)),
+        (raised("[Errno 28] No space left on device"), 3, ("moved-folder", Severity.NOTE)),
+        (removed(1), 3, ("moved-folder", Severity.NOTE)),  # what was left of another run
+        (removed(END), 3, ("moved-folder", Severity.ERROR)),
+    ],
+)
+def test_how_a_moved_folder_ends(
+    ending: Event | None, step: int, told: tuple[str, Severity]
+) -> None:
+    (finding,) = found([moved(step=step)], [moved(step=step), *([ending] if ending else [])])
+    assert (finding.rule, finding.severity) == told
+
+
+def test_a_folder_moved_into_that_of_another_rank() -> None:
+    (finding,) = found([moved()], [moved(how="into")])
+    assert (finding.rule, finding.severity) == ("moved-folder", Severity.ERROR)
+
+
+def test_folders_that_are_no_race() -> None:
+    assert not found([moved(how="into")], [moved(how="into")])  # a folder that was there before
+    assert not found([moved()], [wrote("/home/user/project/other", how="rename", tree=True)])
+    assert not found([moved()], [])
+    assert not found([moved(), moved()], [])
+    assert not found([moved(4)], [moved(6)])  # a collective in between
+    assert not found([moved(locked=True)], [moved(locked=True)])
+
+
+def test_moves_of_folders_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    monkeypatch.setattr(current, "recorder", recorder)
+    project = tmp_path.parent / f"{tmp_path.name}-project"
+    SyncPoints.begin()
+    Files.begin()
+    for n in range(5):
+        (project / f"tmp-{n}").mkdir(parents=True)
+    os.renames(project / "tmp-0", project / "a")
+    os.rename(project / "tmp-1", project / "b")
+    shutil.move(project / "tmp-2", project / "c")
+    (project / "c" / "file").touch()
+    shutil.move(project / "tmp-3", project / "c")
+    with pytest.raises(OSError, match="not empty"):
+        os.rename(project / "tmp-4", project / "c")
+    patching.restore()
+    lines = (tmp_path / "rank-0.jsonl").read_bytes().splitlines()
+    events = [e for line in lines if isinstance(e := decode(line), FileWritten)]
+    seen = [(Path(e.path).name, e.how) for e in events if e.tree]
+    assert seen[:3] == [("a", "rename"), ("b", "rename"), ("c", "rename")]
+    assert seen[3:] == [("c", "into"), ("tmp-3", "rename"), ("c", "rename")]
 
 
 @pytest.mark.parametrize(("how", "severity"), [("rename", "note"), ("save", "error")])

@@ -145,7 +145,7 @@ class Outer:
         what = plural(len(names), "parameter" if self.parameters else "buffer")
         related = [Related("called here", called)] if called and made and called != made else []
         if self.saved is not None:
-            related.append(Related("saved here", self.saved))
+            related.append(Related("its state is taken here", self.saved))
         steps = Steps.of(s for s in self.steps if s != END)
         whose = "which DDP does not wrap" if self.wrapped else "which nothing keeps equal"
         return {

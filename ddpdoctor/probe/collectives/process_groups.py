@@ -172,6 +172,7 @@ class ProcessGroups(Watcher):
                 site=recorder.site(),
                 local_synchronization=local,
                 description=description,
+                library=recorder.sites.library_called(),
             )
         )
 

@@ -256,7 +256,9 @@ class Loaders(Watcher):
                 joined=self.joins > 0,
             )
             recorder.emit(began, vital=True)
-        iteration.notes = WorkerRNG.current.share(loader.num_workers if count < WATCHED else 0)
+        iteration.notes = WorkerRNG.current.share(
+            loader.num_workers if count < WATCHED else 0, loader.dataset if iterable else None
+        )
 
     def _dropped(self, identifier: int, _: object) -> None:
         # Called by the garbage collector, inside any code and maybe under a lock: only note it.

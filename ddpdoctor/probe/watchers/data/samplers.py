@@ -317,7 +317,7 @@ def _epoch_name(sampler: Any) -> str:
     it is `epoch`, if these read it and seed a generator.
     """
     kind = type(sampler)
-    read = _names_used(kind, "__iter__")
+    read = names_used(kind, "__iter__")
     if not _sets_epoch(kind):
         drawn = "epoch" in read and not read.isdisjoint(_SEEDS)
         return "epoch" if drawn and integer(getattr(sampler, "epoch", None)) is not None else ""
@@ -340,7 +340,7 @@ def _setters(kind: type) -> list[CodeType]:
     return [code for code in found if isinstance(code, CodeType)]
 
 
-def _names_used(kind: type, method: str) -> set[str]:
+def names_used(kind: type, method: str) -> set[str]:
     """All names in a method and in the methods of the class that it names."""
     named, found = [method], set()
     while named:

@@ -17,16 +17,24 @@ from ...recording import rng_state
 from ...recording.frames import disguise, unframe
 from ...recording.patching import replace
 from ...recording.watcher import Watcher
+from .own_generators import OwnGenerator, digest, own_generators
 
-_ROW = struct.Struct("<IIIBB")  # states, generators that were drawn from, batches looked at
+_ROW = struct.Struct("<IIIBBB")
+"""States, generators that were drawn from, those of the data set, batches looked at."""
+
 BATCHES = 4
 """Batches of each worker that are looked at."""
 
 
 class Notes:
-    """The memory in which the workers of one iterator note their generators; one row per worker."""
+    """The memory in which the workers of one iterator note their generators; one row per worker.
 
-    def __init__(self, workers: int) -> None:
+    Attributes:
+        own: the generators that the data set keeps.
+    """
+
+    def __init__(self, workers: int, own: list[OwnGenerator]) -> None:
+        self.own = own
         self.memory = mmap.mmap(-1, workers * _ROW.size)
         self.workers = workers
         self.rank_pid = os.getpid()
@@ -35,10 +43,11 @@ class Notes:
         """The notes of all workers that loaded a batch."""
         found = []
         for number in range(self.workers):
-            *states, drawn, batches = _ROW.unpack_from(self.memory, number * _ROW.size)
+            *states, drawn, own, batches = _ROW.unpack_from(self.memory, number * _ROW.size)
             if batches:
                 names = tuple(n for bit, n in enumerate(rng_state.NAMES) if drawn >> bit & 1)
-                found.append(WorkerRandom(number, tuple(states), names))
+                kept = {g.name: g.state for bit, g in enumerate(self.own) if own >> bit & 1}
+                found.append(WorkerRandom(number, tuple(states), names, kept))
         return tuple(found)
 
 
@@ -54,23 +63,27 @@ class WorkerRNG(Watcher):
         original = _DatasetKind.create_fetcher
 
         def create_fetcher(*args: Any, **kwargs: Any) -> Any:
-            fetcher = original(*args, **kwargs)
             notes = self.notes
-            if notes is not None and os.getpid() != notes.rank_pid:
-                self._watch(fetcher, notes)
+            if notes is None or os.getpid() == notes.rank_pid:
+                return original(*args, **kwargs)
+            handed = _as_handed(notes)  # before the data set's `__iter__` draws
+            fetcher = original(*args, **kwargs)
+            self._watch(fetcher, notes, handed)
             return fetcher
 
         replace(_DatasetKind, "create_fetcher", staticmethod(disguise(create_fetcher, original)))
 
-    def share(self, workers: int) -> Notes | None:
-        """Make notes for the workers that are forked next; None for 0 workers.
+    def share(self, workers: int, stream: Any = None) -> Notes | None:
+        """Make notes for the workers that are forked next; None for 0 workers. `stream` is the data
+        set, if it is iterable.
 
         Also to be called with 0 for an iterator that is not watched, or its workers would write
         into the notes of the one before."""
-        self.notes = Notes(workers) if workers else None
+        own = own_generators(stream) if workers and stream is not None else []
+        self.notes = Notes(workers, own) if workers else None
         return self.notes
 
-    def _watch(self, fetcher: Any, notes: Notes) -> None:
+    def _watch(self, fetcher: Any, notes: Notes, handed: list[bool]) -> None:
         """In a worker: wrap `fetch` for its first batches."""
         from torch.utils.data import IterableDataset, get_worker_info
 
@@ -80,10 +93,10 @@ class WorkerRNG(Watcher):
         # its share: draws of its first batch prove nothing.
         first = 1 if isinstance(info.dataset, IterableDataset) else 0
         before = rng_state.positions()
-        states, drawn, batches = (0, 0, 0), 0, 0
+        states, drawn, own, batches = (0, 0, 0), 0, 0, 0
 
         def look(*args: Any) -> Any:
-            nonlocal before, states, drawn, batches
+            nonlocal before, states, drawn, own, batches
             try:
                 batch = fetch(*args)
             except BaseException as error:
@@ -94,10 +107,12 @@ class WorkerRNG(Watcher):
                 if batches >= first:
                     for bit, (old, new) in enumerate(zip(before, after, strict=True)):
                         drawn |= (old != new) << bit
+                for bit, (kept, same) in enumerate(zip(notes.own, handed, strict=True)):
+                    own |= (same and kept.advanced()) << bit
                 batches += 1
                 states = states if batches > 1 else rng_state.digests(after)
                 before = after
-                _ROW.pack_into(notes.memory, info.id * _ROW.size, *states, drawn, batches)
+                _ROW.pack_into(notes.memory, info.id * _ROW.size, *states, drawn, own, batches)
             except Exception:
                 batches = BATCHES
             if batches >= BATCHES:
@@ -105,3 +120,12 @@ class WorkerRNG(Watcher):
             return batch
 
         fetcher.fetch = look
+
+
+def _as_handed(notes: Notes) -> list[bool]:
+    """In a worker: which generators of the data set are in the state in which the rank has them; a
+    `worker_init_fn` may have seeded them."""
+    try:
+        return [digest(kept.generator) == kept.state for kept in notes.own]
+    except Exception:
+        return [False] * len(notes.own)

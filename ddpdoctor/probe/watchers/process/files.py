@@ -118,6 +118,13 @@ class Files(Watcher):
                 and not getattr(self.inside, "busy", False)
             ):
                 self._handle(self._renamed, args)
+        elif event == "shutil.move":
+            if (
+                self.on
+                and current_recorder() is not None
+                and not getattr(self.inside, "busy", False)
+            ):
+                self._handle(self._moved, args)
         elif event in _REMOVING:
             if (
                 self.on
@@ -187,11 +194,19 @@ class Files(Watcher):
         if isinstance(target, (str, bytes, os.PathLike)) and (
             path := self._path(os.fsdecode(target))
         ):
-            if os.path.isdir(os.fsdecode(source)):
-                return
             now = time.monotonic()
             marks = SyncPoints.current.marks(recorder)
-            self._emit_written(recorder, path, "rename", now, now, marks)
+            tree = os.path.isdir(os.fsdecode(source))
+            self._emit_written(recorder, path, "rename", now, now, marks, tree=tree)
+
+    def _moved(self, recorder: Recorder, source: Any, target: Any) -> None:
+        """`shutil.move` renames, unless the target is a folder: then it moves into that one."""
+        if not os.path.isdir(source) or not os.path.isdir(target):
+            return
+        if not os.path.samefile(source, target) and (path := self._path(os.fsdecode(target))):
+            now = time.monotonic()
+            marks = SyncPoints.current.marks(recorder)
+            self._emit_written(recorder, path, "into", now, now, marks, tree=True)
 
     def _removed(self, recorder: Recorder, event: str, name: Any) -> None:
         if not isinstance(name, (str, bytes, os.PathLike)) or not (
@@ -289,6 +304,8 @@ class Files(Watcher):
         began: float,
         ended: float,
         marks: dict[str, int],
+        *,
+        tree: bool = False,
     ) -> FileWritten | None:
         times = self.written.get(path, 0) + 1
         if times == 1 and len(self.written) >= MOST_PATHS:
@@ -314,6 +331,7 @@ class Files(Watcher):
             empty=how == "open"
             and writer is not None
             and source_text.only_opens(writer.f_code, writer.f_lineno),
+            tree=tree,
         )
         recorder.emit(written)
         return written
