@@ -187,7 +187,7 @@ def _unanswered(key: GroupKey, index: int, made: dict[int, CallRecord]) -> CallD
     own = tuple(
         r
         for r, m in made.items()
-        if m.site and not m.site.shadows and m.site.internal is False and m.model is None
+        if m.site and not m.site.shadows and m.site.internal is False and not m.models
     )
     if not (done and own):
         return None
@@ -197,7 +197,7 @@ def _unanswered(key: GroupKey, index: int, made: dict[int, CallRecord]) -> CallD
 
 def _of_several_models(made: dict[int, CallRecord]) -> bool:
     """Whether these are the collectives of different DDP models, whose gradients would be mixed."""
-    return len({m.model for m in made.values()} - {None}) > 1
+    return len({tuple(m.models) for m in made.values()} - {()}) > 1
 
 
 def _matched_with_next(

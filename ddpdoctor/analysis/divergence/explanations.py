@@ -48,7 +48,7 @@ from .loop_exits import MAY_END, left_loop
 from .recorded_difference import FlagOnSomeRanks, InAnotherStep, RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
-from .unanswered import LackingName, Unanswered
+from .unanswered import LackingName, ModelLeftOut, Unanswered
 
 NEW_GROUP_ON_ALL = (
     "call new_group on every rank, in the same order, and keep the group with this rank: "
@@ -419,6 +419,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     DifferentGroups(),
     InAnotherStep(),
     LackingName(),
+    ModelLeftOut(),
     Arguments(),
     ExceptionExit(),
     Thread(),

@@ -24,6 +24,7 @@ class Suspect:
         rounds: where these ranks skipped the call: in how many earlier rounds, all of them, they
             made it; 0 otherwise.
         uneven: a step before which the ranks of the group ran different numbers of backwards.
+        averaged: backwards that ranks made before.
     """
 
     divergence: CallDivergence
@@ -31,6 +32,7 @@ class Suspect:
     ranks: tuple[int, ...]
     rounds: int = 0
     uneven: UnevenBackwards | None = None
+    averaged: tuple[CallRecord, ...] = ()
 
     @property
     def rest(self) -> list[CallRecord]:
