@@ -28,16 +28,18 @@ class CollectiveMismatch(Check):
     loop that some ranks skip or a loop that they leave early. Also where shapes are equal and
     nothing hangs: the same calls in a different order in every round, or one line in a loop over
     names (dictionary keys, a set) that come in a different order, or of which a rank lacks one.
+    Also one of several wrapped models that takes no part in a backward on some ranks.
     Also ranks that wait for each other in collectives of different groups, and ranks that have been
     in different steps since one in which they ran different numbers of backwards that communicate.
 
     ## How it knows
     Every rank records each collective before it calls it, in a file that outlives the process: its
     number in the group, its arguments and the lines that led there; also DDP's own, in the wrap, a
-    forward or a backward. These records are compared between ranks, number by number: by the node's
-    monitor once a rank has been in a call for a second, and again for the report. The finding is
-    proven. Where every rank concerned waits for another one, or for one that is gone, the deadlock
-    is proven too, and the run is stopped unless `--on-hang report` is given.
+    forward or a backward, with the models that take part in it. These records are compared between
+    ranks, number by number: by the node's monitor once a rank has been in a call for a second, and
+    again for the report. The finding is proven. Where every rank concerned waits for another one,
+    or for one that is gone, the deadlock is proven too, and the run is stopped unless `--on-hang
+    report` is given.
 
     ## Why it hurts
     The run hangs until the backend's timeout (30 minutes, 10 with NCCL), or gloo aborts. Where both

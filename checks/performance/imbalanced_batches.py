@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.forward_inputs import Inputs, inputs
-from ddpdoctor.analysis.process.thresholds import EXCESS, FEWEST_FORWARDS, LATER_FORWARDS, LEADING
+from ddpdoctor.analysis.process.thresholds import (
+    EXCESS,
+    FEWEST_FORWARDS,
+    LATER_FORWARDS,
+    LEADING,
+    LOST_S,
+    LOST_TO_SIZES,
+)
 from ddpdoctor.events import (
     BatchSeen,
     EpochBegan,
@@ -18,6 +25,7 @@ from ddpdoctor.events import (
 from ddpdoctor.report.declarations import Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, Severity, Steps
 from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.ledger import BACKWARD, COMMUNICATION, FORWARD, WAITING, ledger_of
 
 ONE_RANK_MORE = "one-rank-more-samples"
 ONE_RANK_LONGER = "one-rank-longer-samples"
@@ -41,6 +49,12 @@ class ImbalancedBatches(Check):
     compared with the mean of the ranks. It must exceed the mean by a quarter in half of at least
     eight forwards, or in all of at least four forwards from some forward on. The finding is proven
     for these forwards.
+
+    Where the rank with the largest input changes from step to step, the sizes alone cost nothing
+    that is known. Time lost is taken as the smaller of two sums: what the ranks waited in
+    collectives, and what the larger inputs can have taken longer of the time in forwards and
+    backwards. Less than a tenth of the training time, less than a second, or waits that are not
+    seen (NCCL): a note.
 
     ## Why it hurts
     Every step takes as long as its largest batch; the other ranks wait. The average over ranks also
@@ -110,11 +124,14 @@ class ImbalancedBatches(Check):
         rule = UNCOORDINATED
         if steady:
             rule = ONE_RANK_LONGER if equal_rows else ONE_RANK_MORE
+        bound = typical / (1 + typical)
+        lost_s, lost = _lost(run, typical)
+        costs = steady or (lost_s >= LOST_S and lost >= LOST_TO_SIZES)
         meant = _weighted(run, model)
         unequal = [n for n, more in zip(common, excess, strict=True) if more >= EXCESS]
         yield self.finding(
             rule=rule,
-            severity=Severity.NOTE if meant else self.severity,
+            severity=self.severity if costs and not meant else Severity.NOTE,
             ranks=(largest,) if steady else tuple(given),
             steps=_steps(rank, model, [[given[largest][n] for n in f] for f in (unequal, common)]),
             subjects=(f"inputs of {inputs_of.kind}",),
@@ -132,7 +149,7 @@ class ImbalancedBatches(Check):
                 "elements per input, mean": {r: round(m) for r, m in means.items()},
                 "rows per input, mean": {r: round(m, 1) for r, m in rows.items()},
                 "forwards compared": len(common),
-                "time lost, at most": f"{typical / (1 + typical):.0%}",
+                "time lost, at most": f"{min(bound, lost) if lost_s else bound:.0%}",
             },
             at=rank.wall(first.at),
         )
@@ -141,6 +158,24 @@ class ImbalancedBatches(Check):
 def _excess(sizes: list[int]) -> float:
     """By how much the largest size exceeds the mean, as a share of the mean."""
     return max(sizes) / statistics.mean(sizes) - 1
+
+
+def _lost(run: Run, typical: float) -> tuple[float, float]:
+    """The seconds that a rank can have lost to unequal sizes, on average, and their share of the
+    training time; 0 where waiting is not seen.
+
+    Args:
+        typical: the excess of the largest input over the mean.
+    """
+    ledger = ledger_of(run.ranks)
+    if not ledger.training_s or any(rank.waits_on_gpu for rank in run.ranks.values()):
+        return 0.0, 0.0
+    ranks = ledger.ranks.values()
+    # Ranks that wait for each other by turns have no one that they wait for in sum.
+    waited = statistics.mean(r.accounts[WAITING] + r.accounts[COMMUNICATION] for r in ranks)
+    own = statistics.mean(r.accounts[FORWARD] + r.accounts[BACKWARD] - r.untimed_s for r in ranks)
+    lost = min(waited, typical * own)
+    return lost, lost / ledger.training_s
 
 
 def _steps(rank: Rank, model: int, forwards: list[list[ForwardInput]]) -> Steps | None:

@@ -22,7 +22,8 @@ class Signature(Event, frozen=True, tag="signature"):
         root: global rank of source or destination, -1 if there is none.
         ranks: members, for `new_group`.
         sends, receives: for `batch_isend_irecv`, the peer of each message.
-        model: number of the wrapped model that communicates, -1 if it may be several.
+        model: number of the wrapped model that communicates, -1 if it may be several; models: in a
+            backward through several, the numbers of all of them, empty if unknown.
     """
 
     RANKS = ("ranks", "root", "sends", "receives")
@@ -39,6 +40,7 @@ class Signature(Event, frozen=True, tag="signature"):
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
     model: int = -1
+    models: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:

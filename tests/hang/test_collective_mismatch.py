@@ -547,3 +547,19 @@ def test_what_torch_or_the_program_answers_in_join(
 ) -> None:
     """Calls of torch, those of a `JoinHook` of the program's, and records of before."""
     assert joined(tmp_path, average, hook=hook) == []
+
+
+def test_a_branch_whose_calls_pair_is_no_reason(tmp_path: Path) -> None:
+    """A library computes something at first use: on rank 0 under a branch, on rank 1 later, on the
+    line of all its other calls. These pair; what follows them does not."""
+    made, fit = tapes(), {"line": 20, "text": "trainer.fit(model)"}
+    for tape in made.values():
+        tape.call("DDP backward", **fit)  # type: ignore[arg-type]
+    for _ in range(3):
+        made[0].call(line=8, inside=ON_ZERO)
+        made[1].call(**fit)  # type: ignore[arg-type]
+    made[0].call("broadcast", **fit, state=State.BEGUN)  # type: ignore[arg-type]
+    made[1].call("barrier", **fit, state=State.BEGUN)  # type: ignore[arg-type]
+    (finding,) = found(run_of(tmp_path, made, now=START + 9))
+    assert finding.rule == "unexplained"
+    assert (finding.ranks, finding.evidence["call_number"]) == ((0, 1), 4)

@@ -67,11 +67,13 @@ def test_what_was_no_call_gives_its_number_back(made: call_log.CallLog) -> None:
 def test_calls_of_models_are_told_apart(made: call_log.CallLog) -> None:
     for model in (0, 1, 0, -1):
         made.of_model(0, "DDP backward", None, model, time.monotonic())
+    made.of_model(0, "DDP backward", None, -1, time.monotonic(), (0, 1))
     made.flush()
     signatures = [e for e in events(made) if isinstance(e, Signature)]
-    assert [s.model for s in signatures] == [0, 1, -1]
+    assert [s.model for s in signatures] == [0, 1, -1, -1]
+    assert [s.models for s in signatures] == [(), (), (), (0, 1)]
     (block,) = [e for e in events(made) if isinstance(e, CallBlock)]
-    assert block.codes[::2] == (0, 1, 0, 2)
+    assert block.codes[::2] == (0, 1, 0, 2, 3)
 
 
 def test_the_records_are_bounded(made: call_log.CallLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Container
 
 import pytest
 from ddpdoctor.checks.performance.imbalanced_batches import ImbalancedBatches
+from ledgers import LedgerOf
 from readers import found, prologue, run_of
 from recordings import make_run, steps
 
@@ -75,6 +76,24 @@ def test_sizes_that_the_loss_makes_up_for(
 def test_lengths_that_vary_by_themselves() -> None:
     (finding,) = examine([10, 90] * 8, [90, 10] * 8)
     assert finding.ranks == (0, 1)
+    assert finding.severity.value == "note", "nothing is known to be lost"
+
+
+@pytest.mark.parametrize(
+    ("times", "severity"),
+    [
+        ({"forward": 3.0, "backward": 7.0, "waits": 3.0}, "warning"),
+        ({"forward": 0.3, "backward": 0.7, "waits": 0.4}, "note"),
+        ({"forward": 3.0, "backward": 7.0, "waits": 0.5}, "note"),
+        ({"forward": 1.0, "backward": 1.0, "outside": 20.0, "waits": 5.0}, "note"),
+    ],
+    ids=["lost", "a second", "hardly waited", "time elsewhere"],
+)
+def test_what_lengths_that_vary_cost(times: dict[str, float], severity: str) -> None:
+    sizes = ([10, 90] * 8, [90, 10] * 8)
+    ranks = [[*given(s), *LedgerOf().steps(8, **times).events] for s in sizes]
+    (finding,) = found(ImbalancedBatches(), run_of(*ranks))
+    assert finding.severity.value == severity
 
 
 def test_a_rank_that_has_more_in_some_steps_only_is_not_blamed() -> None:

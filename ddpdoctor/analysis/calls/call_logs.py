@@ -16,6 +16,8 @@ from .shared_helpers import callers, helpers
 NEW_GROUPS = -2
 """The pseudo group whose calls are `new_group` (see the call log of the probe)."""
 
+BACKWARD = "DDP backward"
+
 UNKNOWN = -1
 """Stands for a call of which only the number is on record (the end of a record was lost)."""
 
@@ -103,14 +105,16 @@ class CallRecord:
 
     @property
     def model(self) -> int | None:
-        """The number of the wrapped model that makes the call, in the order of wraps in its group,
-        which is the same on every rank; None where that is not known."""
-        wrapped = [w for w in self.rank.of(Wrapped) if w.wrapper == "DistributedDataParallel"]
-        mine = next((w for w in wrapped if w.model == self.signature.model), None)
-        wrapped = [w for w in wrapped if mine is not None and w.group == mine.group]
-        if mine is None or any(w.adopted or w.options.get("init_sync") is False for w in wrapped):
-            return None
-        return wrapped.index(mine)
+        """The number of the wrapped model that makes the call, as in `models`; None where that is
+        not known, or it is several."""
+        made = tuple(self.models)
+        return made[0] if len(made) == 1 else None
+
+    @property
+    def models(self) -> dict[int, Wrapped]:
+        """The wrapped models that make the call, by their numbers in the order of wraps in their
+        group, which is the same on every rank; empty where that is not known."""
+        return _models(self.rank, self.signature)
 
     @property
     def place(self) -> str:
@@ -190,6 +194,11 @@ class CallLogs:
         self._known: dict[int, dict[tuple[int, int], CallRecord]] = {}
         self._steps: dict[int, list[tuple[int, int]]] = {}
         self._callers = callers(run)
+        self._tells_models = not any(
+            s.op == BACKWARD and s.model < 0 and not s.models
+            for r in run.ranks.values()
+            for s in r.of(Signature)
+        )
         self._joins = any(site.shadows for r in run.ranks.values() for site in r.of(CallSite))
         for rank in run.ranks.values():
             self._read(rank)
@@ -322,13 +331,14 @@ class CallLogs:
             where = next((s for s in rank.of(CallSite) if s.id == site), None)
             meant = meant or Signature(at=0, id=UNKNOWN, op="unknown call")
             text = lines(rank, where)
+            models = _models(rank, meant) if meant.models and self._tells_models else {}
             known[signature, site] = CallRecord(
                 rank,
                 -1,
                 meant,
                 where,
                 -1,
-                _what(meant, self.key(rank, group)),
+                _what(meant, self.key(rank, group), tuple(models)),
                 text,
                 helpers=helpers(rank, where, self._callers),
                 spots=tuple((spot.file, spot.line) for spot in _spots(rank, where)),
@@ -427,7 +437,7 @@ def _in_ring(log: GroupCalls, index: int) -> Call | None:
     )
 
 
-def _what(signature: Signature, key: GroupKey | None) -> What:
+def _what(signature: Signature, key: GroupKey | None, models: tuple[int, ...]) -> What:
     numel = signature.numel
     if (
         signature.op in ("all_gather", "gather", "scatter")
@@ -443,7 +453,18 @@ def _what(signature: Signature, key: GroupKey | None) -> What:
         signature.reduce_op,
         signature.root,
         signature.ranks,
+        models,
     )
+
+
+def _models(rank: Rank, signature: Signature) -> dict[int, Wrapped]:
+    numbers = signature.models or (signature.model,)
+    wrapped = [w for w in rank.of(Wrapped) if w.wrapper == "DistributedDataParallel"]
+    group = next((w.group for w in wrapped if w.model == numbers[0]), None)
+    wrapped = [w for w in wrapped if w.group == group]
+    if any(w.adopted or w.options.get("init_sync") is False for w in wrapped):
+        return {}
+    return {at: w for at, w in enumerate(wrapped) if w.model in numbers}
 
 
 def lines(rank: Rank, site: CallSite | None) -> Text:

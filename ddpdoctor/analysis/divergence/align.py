@@ -187,7 +187,7 @@ def _unanswered(key: GroupKey, index: int, made: dict[int, CallRecord]) -> CallD
     own = tuple(
         r
         for r, m in made.items()
-        if m.site and not m.site.shadows and m.site.internal is False and m.model is None
+        if m.site and not m.site.shadows and m.site.internal is False and not m.models
     )
     if not (done and own):
         return None
@@ -197,7 +197,7 @@ def _unanswered(key: GroupKey, index: int, made: dict[int, CallRecord]) -> CallD
 
 def _of_several_models(made: dict[int, CallRecord]) -> bool:
     """Whether these are the collectives of different DDP models, whose gradients would be mixed."""
-    return len({m.model for m in made.values()} - {None}) > 1
+    return len({tuple(m.models) for m in made.values()} - {()}) > 1
 
 
 def _matched_with_next(
@@ -210,8 +210,8 @@ def _matched_with_next(
     """An extra call that was matched with the next one of its kind, so that the mismatch shows only
     at `end`; None where there is none.
 
-    From the extra call on, its callers are one call behind, each time on the line on which the
-    others were in the call before.
+    From the extra call on, its callers are one call behind: each time they make, on the same line,
+    the call that the others made before.
     """
     for callers, rest in (sides, sides[::-1]):
         mine, theirs, index = logs[callers[0]], logs[rest[0]], end
@@ -221,6 +221,9 @@ def _matched_with_next(
                 for log, i in ((mine, index), (mine, index - 1), (theirs, index - 1))
             )
             if now is None or before is None or there is None or not same_lines(now, there):
+                break
+            # A line of a library's function makes calls of all kinds.
+            if now.signature.op != there.signature.op:
                 break
             if same_lines(before, there) or arms(before, there) is not None:
                 break

@@ -49,7 +49,7 @@ from .loop_exits import MAY_END, left_loop
 from .recorded_difference import FlagOnSomeRanks, InAnotherStep, RecordedDifference
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
-from .unanswered import LackingName, Unanswered
+from .unanswered import LackingName, ModelLeftOut, Unanswered
 from .within_library import WithinLibrary
 
 NEW_GROUP_ON_ALL = (
@@ -428,6 +428,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     DifferentGroups(),
     InAnotherStep(),
     LackingName(),
+    ModelLeftOut(),
     Arguments(),
     ExceptionExit(),
     Thread(),

@@ -10,16 +10,17 @@ from ...report.evidence_names import STEPS_TAKEN
 from ...report.findings import Condition, Evidence, Steps
 from ...run import Run, fold_ranks
 from ...run.phrases import some
-from ..calls.call_logs import call_logs
-from ..control_flow.uneven_backwards import uneven_backwards
+from ..calls.call_logs import CallLogs, call_logs
+from ..control_flow.uneven_backwards import UnevenBackwards, uneven_backwards
 from ..waiting.snapshot import RankSnapshot, snapshot_of
 from .align import CallDivergence
 from .attribution import Attribution, first
 from .call_steps import CallSteps
 from .divergences import divergences, got_past, latest
 from .explanations import EXPLANATIONS
-from .suspects import suspect
+from .suspects import Suspect, suspect
 from .thresholds import GROUPS_NAMED, NEAR
+from .unanswered import averaged
 from .within_library import stacks
 
 NEVER_CREATED = "never-created"
@@ -174,11 +175,11 @@ def _faults(run: Run) -> tuple[Fault, ...]:
     found: list[tuple[object, list[Divergence]]] = []
     for calls in sorted(divergences(run), key=lambda d: began(d, 0.0)):
         uneven = next((one for one in uneven_backwards(run) if one.key == calls.key), None)
-        facts = replace(suspect(known, calls), uneven=uneven, stacks=stacks(now, calls))
+        facts = replace(_suspect(known, calls, uneven), stacks=stacks(now, calls))
         why = first(EXPLANATIONS, facts)
         culprits = {*why.culprits}
         for round_ in calls.variants:
-            other = first(EXPLANATIONS, replace(suspect(known, round_), uneven=uneven))
+            other = first(EXPLANATIONS, _suspect(known, round_, uneven))
             # Where all are at fault, nothing told which in that round.
             if other.rule == why.rule and len(other.culprits) < len(round_.calls):
                 culprits |= {*other.culprits}
@@ -192,6 +193,13 @@ def _faults(run: Run) -> tuple[Fault, ...]:
         else:
             same.append(divergence)
     return tuple(Fault(run, tuple(groups)) for _, groups in found)
+
+
+def _suspect(
+    known: CallLogs, divergence: CallDivergence, uneven: UnevenBackwards | None
+) -> Suspect:
+    before = averaged(known, divergence)
+    return replace(suspect(known, divergence), uneven=uneven, averaged=before)
 
 
 def _lines(divergence: CallDivergence) -> object:

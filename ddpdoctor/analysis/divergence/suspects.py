@@ -27,6 +27,7 @@ class Suspect:
             made it; 0 otherwise.
         uneven: a step before which the ranks of the group ran different numbers of backwards.
         stacks: of the ranks that stand in these calls, see `within_library`.
+        averaged: backwards that ranks made before.
     """
 
     divergence: CallDivergence
@@ -35,6 +36,7 @@ class Suspect:
     rounds: int = 0
     uneven: UnevenBackwards | None = None
     stacks: Mapping[int, tuple[StackFrame, ...]] = field(default_factory=dict, compare=False)
+    averaged: tuple[CallRecord, ...] = ()
 
     @property
     def rest(self) -> list[CallRecord]:

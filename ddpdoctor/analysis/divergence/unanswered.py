@@ -1,16 +1,19 @@
 """Collectives that some ranks do not answer: in `Join`, those that are done; in a loop over names,
-those that lack a name."""
+those that lack a name; of several wrapped models, those that leave one out."""
 
 from __future__ import annotations
 
+from ...events import ForwardInput, SyncPattern, Wrapped
 from ...report.findings import Related
-from ...run import ranks_do, ranks_text
+from ...run import Location, Rank, ranks_do, ranks_text, title_of
 from ...run.phrases import listed
-from ..calls.call_logs import CallRecord
+from ..calls.call_logs import BACKWARD, CallLogs, CallRecord
 from ..control_flow.branches import head_of, where
-from .attribution import Attribution
+from .align import CallDivergence
+from .attribution import WHO, Attribution
 from .explanation import CallExplanation, sides_text
 from .suspects import Suspect
+from .thresholds import HISTORY
 
 
 class Unanswered(CallExplanation):
@@ -64,6 +67,61 @@ class LackingName(CallExplanation):
         )
 
 
+class ModelLeftOut(CallExplanation):
+    """Proven by the models in the backwards of one line: in the same step on other ranks, or in
+    earlier steps on this rank."""
+
+    rule = "model-left-out"
+    text = "a wrapped model takes part in a step on some ranks only"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        calls = suspect.divergence.calls
+        if not all(made.signature.op.startswith("DDP ") for made in calls.values()):
+            return None
+        found = [
+            (least, made, model)
+            for least in calls.values()
+            for made in calls.values()
+            for model in _left_out(suspect, least, made)
+        ]
+        if not found:
+            return None
+        least, made, model = found[0]
+        without = tuple(sorted({one.rank.rank for one, _, other in found if other == model}))
+        having = sorted({one.rank.rank for _, one, other in found if other == model})
+        wrapped = made.models[model]
+        title, line = _title(made.rank, wrapped), _forward(made, wrapped)
+        blamed = Suspect(suspect.divergence, least, without)
+        here = suspect.divergence.location(least)
+        return self.blame(
+            blamed,
+            location=line,
+            label=f"not in the backward of {WHO}",
+            summary=f"{ranks_do(without, 'leave')} {title} out of a step in which "
+            f"{ranks_do(having, 'run')} it (call {suspect.divergence.index} of "
+            f"{suspect.divergence.key})",
+            cause=f"this model takes part in the step on {ranks_text(having)}, but not on "
+            f"{ranks_text(without)}; every wrapped model makes collectives of its own, which are "
+            "matched by their order, so those of different models meet",
+            fix="run every wrapped model on every rank in every step: where a rank has no samples "
+            "for one, give it a dummy batch and multiply its loss by 0",
+            related=(Related(f"the backward of {ranks_text(without)}", here),) if here else (),
+            subjects=(wrapped.kind,),
+        )
+
+
+def averaged(known: CallLogs, divergence: CallDivergence) -> tuple[CallRecord, ...]:
+    """The backwards that each rank made before it makes one at a divergence, each kind once."""
+    found: dict[object, CallRecord] = {}
+    for rank, made in divergence.calls.items():
+        log = known.logs[divergence.key][rank]
+        past = range(max(0, divergence.index - HISTORY), divergence.index)
+        for one in map(known.recorded, [log] * len(past), past) if made.models else ():
+            if one is not None and one.signature.op == BACKWARD:
+                found[rank, one.signature.id, one.text] = one
+    return tuple(found.values())
+
+
 def _setter(made: CallRecord, name: str) -> tuple[str, tuple[Related, ...]]:
     """Where the entry with the name of a call is set: as words, and the lines."""
     place = made.site.set_at if made.site else None
@@ -76,3 +134,39 @@ def _setter(made: CallRecord, name: str) -> tuple[str, tuple[Related, ...]]:
         return f"; {spot} sets `{name}`", lines
     at, under = head_of(spot, head), where(head).strip()
     return f"; {spot} sets `{name}` {under}", (Related("the branch in which it is set", at), *lines)
+
+
+def _left_out(suspect: Suspect, least: CallRecord, made: CallRecord) -> list[int]:
+    """The models that one rank leaves out of a backward, as the call of another shows."""
+    if least.signature.op != BACKWARD or not least.models or least.step != made.step:
+        return []
+    more = [model for model in made.models if model not in least.models]
+    if made.signature.op == BACKWARD:
+        within = made.text == least.text and least.models.keys() < made.models.keys()
+        return more if within else []
+    usual = {
+        model
+        for one in suspect.averaged
+        if one.rank.rank == least.rank.rank and one.text == least.text
+        for model in one.models
+    }
+    return [model for model in more if model in usual]
+
+
+def _forward(made: CallRecord, wrapped: Wrapped) -> Location | None:
+    """The line on which a rank runs a model."""
+    if made.signature.op != BACKWARD:
+        return made.location
+    ran = next((e.site for e in made.rank.of(ForwardInput) if e.model == wrapped.model), -1)
+    synced = (e.forward_site for e in made.rank.of(SyncPattern) if e.model == wrapped.model)
+    return made.rank.location(ran if ran >= 0 else next(synced, -1))
+
+
+def _title(rank: Rank, wrapped: Wrapped) -> str:
+    """A model as a reader can tell it from others of its class."""
+    title = title_of(rank, wrapped)
+    alike = [w for w in rank.of(Wrapped) if w.kind == wrapped.kind]
+    if title != wrapped.kind or len(alike) == 1:
+        return f"`{title}`"
+    first = f"{wrapped.parameters[0].name} of shape {list(wrapped.parameters[0].shape)}"
+    return f"`{title}` (wrapped as number {alike.index(wrapped) + 1} of {len(alike)}; {first})"

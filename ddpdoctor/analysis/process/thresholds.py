@@ -47,6 +47,9 @@ EXCESS = 0.25
 """By how much the largest batch of a step must exceed the mean of the ranks: less costs less than
 a fifth of the step."""
 
+LOST_TO_SIZES = 0.1
+"""The share of the training time that unequal batches must cost, where no rank leads."""
+
 LEADING = 0.9
 """The share of steps in which one rank must have the largest batch to be named alone."""
 

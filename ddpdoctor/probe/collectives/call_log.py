@@ -62,7 +62,7 @@ class CallLog:
         self.recorder = recorder
         self.ring = TimedRing(recorder.directory / f"{recorder.stem}.ring", recorder)
         self.signatures: dict[Key, int] = {}
-        self._of_models: dict[tuple[str, int], int] = {}
+        self._of_models: dict[tuple[str, int, tuple[int, ...]], int] = {}
         self._sites: dict[Key, int] = {}
         # Keyed by id(code) and instruction, as in `Sites`; the code objects are kept alive.
         self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
@@ -110,24 +110,35 @@ class CallLog:
         known = self._groups.get(group)
         return known.next if known else 0
 
-    def of_model(self, group: int, op: str, frame: FrameType | None, model: int, now: float) -> int:
+    def of_model(
+        self,
+        group: int,
+        op: str,
+        frame: FrameType | None,
+        model: int,
+        now: float,
+        models: tuple[int, ...] = (),
+    ) -> int:
         """Log a collective that DDP issues itself; returns its number in the ring.
 
         The caller then enters the phase in the ring's header, which counts as progress.
 
         Args:
             model: number of the wrapped model, -1 if it may be one of several.
+            models: in a backward through several, all of them.
         """
-        key = op, model
+        key = op, model, models
         signature = self._of_models.get(key)
         if signature is None:
-            signature = self._add_signature(key, op, None, False, None, -1, (), model=model)
+            signature = self._add_signature(
+                key, op, None, False, None, -1, (), model=model, models=models
+            )
             self._of_models[key] = signature
         return self._log(group, signature, self.at(frame), now)
 
     def recurring(self, group: int, op: str, model: int) -> Recurring | None:
         """A collective that DDP issues itself and may issue again; None if it has not yet."""
-        log, signature = self._groups.get(group), self._of_models.get((op, model))
+        log, signature = self._groups.get(group), self._of_models.get((op, model, ()))
         return None if log is None or signature is None else Recurring(group, log, signature)
 
     def log_recurring(self, known: Recurring, frame: FrameType, moved: bool, now: float) -> int:
@@ -310,6 +321,7 @@ class CallLog:
         sends: tuple[int, ...] = (),
         receives: tuple[int, ...] = (),
         model: int = -1,
+        models: tuple[int, ...] = (),
     ) -> int:
         number = self.signatures[key] = len(self.signatures)
         self.recorder.emit(
@@ -327,6 +339,7 @@ class CallLog:
                 sends=sends,
                 receives=receives,
                 model=model,
+                models=models,
             ),
             vital=True,
         )

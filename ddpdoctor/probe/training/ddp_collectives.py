@@ -129,14 +129,16 @@ class DDPCollectives(Watcher):
             for observation in observations
             if observation.model.group >= 0 and not joins(observation.wrapper)
         ]
-        if len(observations) > 1:
-            observations = _reached(backward, observations) or observations
+        reached = _reached(backward, observations) if len(observations) > 1 else []
+        observations = reached or observations
         alone = observations[0].model.number if len(observations) == 1 else -1
         first: dict[int, BackwardObservation] = {}
         for observation in observations:
             first.setdefault(observation.model.group, observation)
         for group, observation in first.items():
-            call = log.of_model(group, "DDP backward", backward.frame, alone, now)
+            models = {seen.model.number for seen in reached if seen.model.group == group}
+            together = tuple(sorted(models)) if alone < 0 else ()
+            call = log.of_model(group, "DDP backward", backward.frame, alone, now, together)
             self.backwards.append((observation, call))
         log.ring.enter(Phase.BACKWARD, backward.site, now)
 
