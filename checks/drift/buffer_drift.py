@@ -59,13 +59,14 @@ class BufferDrift(Check):
     `parameter-drift` compares. When `state_dict()` is taken, the next step is compared completely;
     it counts as saved if a file is written in the same step. Buffers registered after the wrap are
     examined before steps 0, 1, 2, 4, 9, 19, 49, 99 and so on; modules outside of the wrapper as by
-    `parameter-drift`. The digests of one moment are
-    compared between ranks, for floating-point buffers only. A difference proves the fault. What a
-    broadcast is about to overwrite is sketched (a few random sums) before the third to ninth
-    forward and before six later ones, for modules whose `forward`, as its source says, combines
-    one of their buffers with its input and returns the result. After most updates another rank
-    must be apart from rank 0 by a hundredth of the update or more, and the buffer must go on from
-    its old value.
+    `parameter-drift`, and in up to eight evaluations, where a loader is read without gradients and
+    they are then called: a warning needs ranks that read other samples there. The digests of one
+    moment are compared between ranks, for floating-point buffers only. A difference proves the
+    fault. What a broadcast is about to overwrite is sketched (a few random sums) before the third
+    to ninth forward and before six later ones, for modules whose `forward`, as its source says,
+    combines one of their buffers with its input and returns the result. After most updates another
+    rank must be apart from rank 0 by a hundredth of the update or more, and the buffer must go on
+    from its old value.
 
     ## Why it hurts
     Each rank evaluates a different model, and the checkpoint holds the statistics of one rank's
@@ -82,6 +83,8 @@ class BufferDrift(Check):
       buffers at the next one, or the program does before it evaluates or saves.
     - Buffers of modules outside of the wrapper that only count (no gradient, not saved), or are
       equal again later. A note if only the wrapped model's input comes from them.
+    - Buffers of a copy of the model (moving averages of the weights) that are equal whenever all
+      ranks evaluate it; a note if that was not seen, or all ranks evaluate the same samples.
     - Of buffers that a broadcast overwrites: normalisation layers, torch's own modules, values
       that are only logged, that are written anew in each forward or used in evaluation only.
     - SyncBatchNorm, buffers that DDP ignores, counters and random states, and single numbers that

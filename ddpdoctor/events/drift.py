@@ -159,6 +159,7 @@ class OuterDigests(Event, frozen=True, tag="outer-digests"):
         values: packed.
         queues: positions of the tensors in which the step before wrote one block of rows or columns
             and left the rest, as what is put into a queue does.
+        evaluated: it is about to be called in an evaluation, after `step` steps of the process.
     """
 
     module: int
@@ -166,6 +167,7 @@ class OuterDigests(Event, frozen=True, tag="outer-digests"):
     step: int
     values: str
     queues: tuple[int, ...] = ()
+    evaluated: bool = False
 
 
 class OuterStateTaken(Event, frozen=True, tag="outer-state-taken"):

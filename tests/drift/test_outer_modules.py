@@ -5,7 +5,7 @@ from ddpdoctor.checks.drift.buffer_drift import BufferDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, digests, run_of
 
-from ddpdoctor.events import FileWritten, OuterDigests, OuterModule, OuterStateTaken
+from ddpdoctor.events import EpochEnded, FileWritten, OuterDigests, OuterModule, OuterStateTaken
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -69,6 +69,47 @@ def test_buffers_that_are_saved():
     (found,) = judged(*ranks)
     assert found.severity is Severity.WARNING
     assert "its state is taken here" in [one.label for one in found.related]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "shares", "severity"),
+    [
+        ([], True, Severity.NOTE),
+        ([(16, True)], True, Severity.WARNING),
+        ([(16, True)], False, Severity.NOTE),
+        ([(16, False), (32, True)], True, Severity.WARNING),
+        ([(16, False), (32, False)], True, None),
+    ],
+)
+def test_copies_of_the_model_that_all_ranks_evaluate(evaluations, shares, severity):
+    ranks = [
+        [copy_of_encoder(evaluated=True), seen(9, 1, n), seen(49, 1, n + 5)]
+        + [
+            OuterDigests(
+                at=step, module=0, optimizer=0, step=step, evaluated=True,
+                values=pack((1, step + n * differs)),
+            )
+            for step, differs in evaluations
+        ]
+        + [
+            EpochEnded(
+                at=50, loader=1, epoch=0, batches=2, samples=8, backwards=0, grad_enabled=False,
+                exhausted=True, order=7 + n * shares,
+            )
+        ]
+        for n in range(2)
+    ]  # fmt: skip
+    found = judged(*ranks)
+    assert [(f.code, f.severity) for f in found] == [("DDP403", severity)] * (severity is not None)
+    assert all(("evaluations compared" in f.summary) is bool(evaluations) for f in found)
+
+
+def test_a_copy_that_one_rank_evaluates():
+    ranks = [[copy_of_encoder(evaluated=True), seen(9, 1, n)] for n in range(2)]
+    one = OuterDigests(at=1, module=0, optimizer=0, step=16, evaluated=True, values=pack((1, 2)))
+    ranks[0].append(one)
+    (found,) = judged(*ranks)
+    assert found.severity is Severity.NOTE
 
 
 def test_buffers_that_every_rank_saves_are_its_own():

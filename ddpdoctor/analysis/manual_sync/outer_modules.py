@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ...events import FileWritten, OuterDigests, OuterModule, OuterStateTaken
+from ...events import EpochEnded, FileWritten, OuterDigests, OuterModule, OuterStateTaken
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
 from ...run import Location, Rank, Run, odd_ones, plural, some
@@ -25,6 +25,12 @@ UPDATE = (
     "(`dist.all_gather`)"
 )
 """How to make buffers equal that each rank writes to."""
+
+SEND = (
+    "send one rank's before they are evaluated or saved: "
+    "`for b in module.buffers(): dist.broadcast(b, src=0)`"
+)
+"""How to make the buffers of a copy of the model equal."""
 
 END = -1
 """Stands for the end of the run among the steps."""
@@ -45,6 +51,9 @@ class Outer:
         saved: the line that takes its state before a file is written.
         kept: every rank writes the state of its own to a file, so ranks are meant to differ.
         queues: every tensor that differs is written to in blocks, as a queue is.
+        evaluations: of the evaluations on all ranks for which it was looked at, by step, whether
+            these tensors differed.
+        shares: the ranks evaluate other samples each.
     """
 
     wrapped: float
@@ -59,6 +68,8 @@ class Outer:
     saved: Location | None
     kept: bool
     queues: bool
+    evaluations: dict[int, bool]
+    shares: bool
 
     @property
     def any(self) -> OuterModule:
@@ -86,10 +97,18 @@ class Outer:
 
     def _since(self) -> str:
         first = self.steps[0]
+        if unequal := self._unequal_evaluations():
+            of = f"{len(unequal)} of {len(self.evaluations)}"
+            return f" in {of} evaluations compared, first after step {unequal[0]}"
         if first == END:
             return " at the end of the run"
         when = f" when first examined, before step {first}"
         return when if self.first_look else f" since step {first}"
+
+    def _unequal_evaluations(self) -> list[int]:
+        """The steps after which copies of the model were evaluated with other buffers."""
+        copy = self.any.like is not None and not self.parameters
+        return [step for step, unequal in self.evaluations.items() if unequal and copy]
 
     def severity(self) -> Severity | None:
         """None where it does not matter, as far as was seen."""
@@ -97,6 +116,10 @@ class Outer:
         if self.parameters:
             # Ranks may hold other random projections on purpose, but no other copies.
             return Severity.ERROR if one.like is not None else Severity.WARNING
+        if one.like is not None and self.evaluations:
+            if not any(self.evaluations.values()):
+                return None
+            return Severity.WARNING if self.shares else Severity.NOTE
         if one.like is not None:
             # What DDP's next broadcast repairs in the model itself has been copied.
             return Severity.NOTE if self.saved is not None or one.evaluated else None
@@ -116,6 +139,12 @@ class Outer:
                 "each rank puts what it computes itself into its own queue: it compares its inputs "
                 "with those of one rank, and a checkpoint holds the queue of one rank"
             )
+        if self._unequal_evaluations():
+            return (
+                "each rank writes values of its own into them, and evaluates "
+                f"{'its share of the data ' if self.shares else ''}with these, so a result over "
+                f"all ranks is that of no one model; {rest}"
+            )
         if not self.parameters:
             return f"each rank writes values of its own into them; {rest}"
         if self.first_look:
@@ -125,6 +154,8 @@ class Outer:
         return f"the ranks update it from different values; {rest}"
 
     def fix(self) -> str:
+        if self._unequal_evaluations():
+            return SEND
         if not self.parameters:
             return f"{UPDATE}. If each rank is meant to have its own, ignore this"
         sent = "for t in module.state_dict().values(): dist.broadcast(t, src=0)"
@@ -260,13 +291,41 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
         saved=next(iter(saved.values()), None),
         kept=saved.keys() == ranks.keys(),
         queues=all(p in queues for p in last),
+        evaluations=_evaluations(ranks, seen, last),
+        shares=_evaluate_shares(ranks),
     )
     return outer if outer.severity() is not None else None
 
 
 def _digests(rank: Rank, module: OuterModule) -> dict[int, list[int]]:
-    events = (e for e in rank.of(OuterDigests) if e.module == module.number)
+    events = (e for e in rank.of(OuterDigests) if e.module == module.number and not e.evaluated)
     return {e.step: list(unpack(e.values)) for e in events}
+
+
+def _evaluate_shares(ranks: dict[int, Rank]) -> bool:
+    """Whether a loader that is read without gradients gave the ranks other samples."""
+    orders: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks.values():
+        for epoch in rank.of(EpochEnded):
+            if epoch.order and not epoch.backwards and not epoch.grad_enabled:
+                orders.setdefault((epoch.loader, epoch.epoch), []).append(epoch.order)
+    return any(len({*each}) > 1 for each in orders.values())
+
+
+def _evaluations(
+    ranks: dict[int, Rank], seen: dict[int, OuterModule], positions: list[int]
+) -> dict[int, bool]:
+    """Whether ranks differed in these tensors, by the step after which all of them evaluated."""
+    tables = [
+        {
+            e.step: unpack(e.values)
+            for e in rank.of(OuterDigests)
+            if e.evaluated and e.module == seen[number].number
+        }
+        for number, rank in ranks.items()
+    ]
+    common = sorted(set.intersection(*(set(table) for table in tables)))
+    return {s: any(len({t[s][p] for t in tables}) > 1 for p in positions) for s in common}
 
 
 def _split(tables: dict[int, dict[int, list[int]]], moment: int) -> Split:

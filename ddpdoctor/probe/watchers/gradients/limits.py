@@ -141,6 +141,8 @@ OUTER_STATES = 20
 """Calls of `state_dict` recorded per module."""
 OUTER_EVALUATIONS = 4
 """Copies of the model whose first evaluation is waited for."""
+OUTER_EVALUATED = 8
+"""Evaluations in which calls of known modules are waited for."""
 
 # reduced_in_graph
 

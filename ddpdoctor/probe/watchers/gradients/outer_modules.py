@@ -31,12 +31,13 @@ from ...training import lifecycle
 from ...training.forwards import Forwards
 from ...training.module_origins import ModuleOrigins
 from ...training.optimizers import Optimizers
-from ...training.records import Forward, Step
+from ...training.records import Forward, Loading, Step
 from ...training.wrapped_models import WrappedModels
 from .limits import (
     OUTER_CALLED,
     OUTER_COPIED,
     OUTER_ELEMENTS,
+    OUTER_EVALUATED,
     OUTER_EVALUATIONS,
     OUTER_LOOKED_AT,
     OUTER_MODULES,
@@ -72,6 +73,9 @@ class OuterModules(Watcher):
         optimizer: number of the one before whose steps modules are digested.
         known: modules that were recorded.
         taken: how often the state of each was taken.
+        evaluating: of a global hook that waits for an evaluation to call known modules; None for
+            none. `evaluated` are those that were called since, `evaluated_at` the step, and
+            `evaluations_seen` how many were waited for.
         copies: by module, its buffers before the step that runs, to see what it writes; `copied`
             the modules of which this was asked.
     """
@@ -87,6 +91,10 @@ class OuterModules(Watcher):
         self.optimizer = -1
         self.known: list[Reference] = []
         self.taken: dict[int, int] = {}
+        self.evaluating: Any = None
+        self.evaluated: set[int] = set()
+        self.evaluated_at = -1
+        self.evaluations_seen = 0
         self.copies: dict[int, list[Any]] = {}
         self.copied: set[int] = set()
         self.waiting: Arrivals[OuterDigests] = Arrivals()
@@ -140,6 +148,7 @@ class OuterModules(Watcher):
         if handle is not None:
             handle.remove()
             self.looking.disable()
+        self._end_evaluation()
 
     def _returns(self, module: Any, args: Any, output: Any) -> None:
         recorder = current_recorder()
@@ -220,6 +229,52 @@ class OuterModules(Watcher):
             self._digest(recorder, step.number)
             self._write(recorder)
 
+    @on(lifecycle.loading_begins, fast_path=False)
+    def _loading_begins(self, recorder: Recorder, loading: Loading) -> None:
+        """A batch is loaded without gradients: an evaluation, which may call known modules."""
+        import torch
+
+        if not self.known:
+            return
+        if torch.is_grad_enabled():
+            self._end_evaluation()
+        elif self.evaluated_at != recorder.step and self.evaluations_seen < OUTER_EVALUATED:
+            self.evaluated_at = recorder.step
+            self.evaluations_seen += 1
+            self.evaluated.clear()
+            if self.evaluating is None and not compiles():
+                register = torch.nn.modules.module.register_module_forward_pre_hook
+                called = shielded("outer modules", self._called_in_evaluation, self.lost)
+                self.evaluating = register(called)
+
+    def _end_evaluation(self) -> None:
+        handle, self.evaluating = self.evaluating, None
+        if handle is not None:
+            handle.remove()
+
+    def _called_in_evaluation(self, module: Any, args: Any) -> None:
+        recorder = current_recorder()
+        if recorder is None or module.training or recorder.step != self.evaluated_at:
+            return
+        number = next((n for n, known in enumerate(self.known) if known() is module), -1)
+        if number < 0 or number in self.evaluated or hands_off():
+            return
+        self.evaluated.add(number)
+        if len(self.evaluated) == len(self.known):
+            self._end_evaluation()
+        found = _own_tensors(module, _wrapped_modules())
+        if found is not None:
+            tensors = [tensor for _, tensor in (*found[0], *found[1])]
+            event = OuterDigests(
+                at=time.monotonic(),
+                module=number,
+                optimizer=self.optimizer,
+                step=recorder.step,
+                values="",
+                evaluated=True,
+            )
+            self.waiting.add(event, Waiting(sums(tensors)[0]))
+
     def _digest(self, recorder: Recorder, step: int) -> None:
         if hands_off():
             return
@@ -290,6 +345,7 @@ class OuterModules(Watcher):
 
     def _finish(self, recorder: Recorder) -> None:
         """Digest a last time, and write what is pending."""
+        self._end_evaluation()
         self._digest(recorder, -1)
         self._write(recorder, wait=True)
         self.known.clear()
