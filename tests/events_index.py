@@ -59,7 +59,7 @@ QUESTIONS: dict[str, str] = {
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead RowsChosen"
         " ForwardInput"
-        " ComparedValue SaveDecided MetricUsed"
+        " ComparedValue SaveDecided MetricUsed ReducedMetric"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -103,7 +103,7 @@ WHEN: dict[str, str] = {
     ),
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked FileRemoved Loaded StateTaken OuterModule"
-        " OuterStateTaken Clipped SchedulerStep MetricUsed"
+        " OuterStateTaken Clipped SchedulerStep MetricUsed ReducedMetric"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"

@@ -11,6 +11,7 @@ from .amp import (
     Logged,
     MetricUsed,
     OptionsRead,
+    ReducedMetric,
     ScalerStep,
     ScheduleEnded,
     SchedulerStep,

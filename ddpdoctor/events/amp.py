@@ -117,6 +117,19 @@ class MetricUsed(Event, frozen=True, tag="metric-used"):
     logged: Logged
 
 
+class ReducedMetric(Event, frozen=True, tag="reduced-metric"):
+    """A number that the program hands to a framework by name, to be reduced over the ranks.
+    Recorded for the first call with that name.
+
+    Attributes:
+        name: empty in the last record, if there are more names than are recorded.
+        site: the line that does so.
+    """
+
+    name: str
+    site: int
+
+
 class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
     """What became of a learning-rate schedule that was planned for a number of steps. Recorded at
     the end of the rank.

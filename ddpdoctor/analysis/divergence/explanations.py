@@ -46,7 +46,12 @@ from .explanation import (
 )
 from .left_loop import LeftLoop, LoopExitKind
 from .loop_exits import MAY_END, left_loop
-from .recorded_difference import FlagOnSomeRanks, InAnotherStep, RecordedDifference
+from .recorded_difference import (
+    FlagOnSomeRanks,
+    InAnotherStep,
+    RecordedDifference,
+    ReducedMetrics,
+)
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
 from .unanswered import LackingName, ModelLeftOut, Unanswered
@@ -450,6 +455,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     ),
     Order("reordered", "ranks make the same calls in a different order", in_another_order),
     FlagOnSomeRanks(),
+    ReducedMetrics(),
     RecordedDifference(),
     WithinLibrary(),
     Order("unexplained", "the calls differ, and nothing on record says why", lambda suspect: True),

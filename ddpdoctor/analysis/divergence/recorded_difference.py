@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from ...events import StepDone
+from ...events import ReducedMetric, StepDone
 from ...report.findings import Related
-from ...run import Location
+from ...run import Location, Rank, ranks_do
+from ...run.phrases import some
 from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import ON_RANK, unquoted
 from ..control_flow.branches import places
 from ..control_flow.uneven_backwards import FIX, RULE, TEXT
 from ..rank_differences import COMPARED, preceding
-from .attribution import Attribution
+from .attribution import WHO, Attribution
 from .explanation import CallExplanation, order_fix
 from .suspects import Suspect
 
@@ -99,6 +100,50 @@ class RecordedDifference(CallExplanation):
             fix=COMPARED[first.kind].advice or order_fix(suspect),
             related=tuple(Related(f"{first.what} differs", spot) for spot in spots[:1]),
         )
+
+
+class ReducedMetrics(CallExplanation):
+    """The calls of a library differ in number, and it was asked to reduce other numbers."""
+
+    rule = "reduced-metrics"
+    text = "a framework is asked to reduce a logged number on some ranks only"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        calls = suspect.divergence.calls
+        if not all(made.site and made.site.through for made in calls.values()):
+            return None  # the program makes one of them itself
+        # What only some log after the last call in common shows that they go different ways.
+        until = min(map(_when, suspect.divergence.before), default=-inf)
+        names = {rank: _reduced(made.rank, until) for rank, made in sorted(calls.items())}
+        every = {name: at for known in names.values() for name, at in known.items()}
+        lacks = {name: tuple(r for r in names if name not in names[r]) for name in every}
+        first = next((name for name, ranks in lacks.items() if ranks), None)
+        if first is None or "" in every:
+            return None
+        without = lacks[first]
+        having = [r for r in names if r not in without]
+        told = some([f"`{n}`" for n, ranks in lacks.items() if ranks == without], NAMES_TOLD)
+        return self.blame(
+            Suspect(suspect.divergence, calls[without[0]], without),
+            location=every[first],
+            label=f"no {told} on {WHO}",
+            cause=f"{ranks_do(having, 'log')} {told}, to be reduced over the ranks; "
+            f"{ranks_do(without, 'log')} nothing of that name. The framework makes collectives for "
+            "each name, so their numbers differ",
+            fix="log the same names in the same order on every rank: loop over all names, log "
+            "sums and counts (0 for names that do not occur), and divide after the reduction",
+        )
+
+
+NAMES_TOLD = 3
+"""Names listed in a sentence."""
+
+
+def _reduced(rank: Rank, until: float) -> dict[str, Location | None]:
+    """The numbers that a rank handed to a framework to reduce, and where."""
+    return {
+        e.name: rank.location(e.site) for e in rank.of(ReducedMetric) if rank.wall(e.at) <= until
+    }
 
 
 def _when(made: CallRecord) -> float:

@@ -228,7 +228,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     ),
     _DATA: (
         e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided,
-        e.MetricUsed, e.LossValues,
+        e.MetricUsed, e.ReducedMetric, e.LossValues,
     ),
     _TIME: (
         e.Pace, e.TimeLedger, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,

@@ -14,7 +14,7 @@ from math import isfinite
 from types import FrameType
 from typing import Any
 
-from ...events import Logged, MetricUsed
+from ...events import Logged, MetricUsed, ReducedMetric
 from ..recording.code_locations import LIBRARY, USER
 from ..recording.frames import variables
 from ..recording.import_hooks import when_imported
@@ -103,6 +103,11 @@ class LoggedMetrics(Watcher):
         self.lines[name] = Logged(name=name, site=recorder.site(), by=by)
         if kwargs.get(option):
             self.reduced.add(name)
+            if not kwargs.get("rank_zero_only"):
+                site = self.lines[name].site
+                recorder.emit(ReducedMetric(at=time.monotonic(), name=name, site=site))
+        if len(self.lines) == NAMES_AT_MOST:
+            recorder.emit(ReducedMetric(at=time.monotonic(), name="", site=-1))
 
     def used_by_framework(self, recorder: Recorder) -> Logged | None:
         """The number, not reduced, whose name a running function of a framework holds, between the
