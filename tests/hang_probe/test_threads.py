@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ddpdoctor.events import CallBlock, CallRun, Event
 from ddpdoctor.probe.collectives import collectives
+from ddpdoctor.probe.collectives.call_log import CallLog
 from ddpdoctor.probe.collectives.collectives import KINDS, Collectives
+from ddpdoctor.probe.recording.recorder import Recorder
+from ddpdoctor.storage.run_folder import EventWriter
 
 
 def test_calls_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +62,40 @@ def test_calls_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MainThread", "all_reduce"),
         ("MainThread", "broadcast"),
     ]
+
+
+def test_no_call_of_another_thread_is_lost_or_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of calls end with the steps of the main thread."""
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    events: list[Event] = []
+    monkeypatch.setattr(recorder, "emit", lambda event, **options: events.append(event))
+    log = CallLog(recorder)
+    calls, done = 20_000, threading.Event()
+
+    def saver() -> None:
+        for number in range(calls):
+            log._log(1, number % 7, 0, 0.0)
+        done.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=saver)
+        thread.start()
+        step = 0
+        while not done.is_set():
+            log._log(0, 1, 0, 0.0)
+            log.step_ended(step := step + 1, 0.0)
+        thread.join(10)
+    finally:
+        sys.setswitchinterval(before)
+    log.flush()
+    blocks = {e.id: e.codes for e in events if isinstance(e, CallBlock)}
+    runs = [e for e in events if isinstance(e, CallRun)]
+    for group, made in ((0, step), (1, calls)):
+        mine = [e for e in runs if e.group == group]
+        assert sum(len(blocks[e.block]) // 2 * e.repeat for e in mine) == made
+    order = [code for e in runs if e.group == 1 for code in blocks[e.block][::2] * e.repeat]
+    assert order == [n % 7 for n in range(calls)]

@@ -1,0 +1,166 @@
+"""The call sites of a rank: lines of the program that communicate, with the lines that called
+them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import CodeType, FrameType
+from typing import Any
+
+from ...events import CALLERS, CallSite, Place
+from ..recording import threads
+from ..recording.code_locations import LIBRARY, USER
+from ..recording.recorder import Recorder
+from ..recording.threads import Threads
+from ..source.decorators import decorated
+from ..source.key_setters import setter
+from ..source.loop_keys import LoopKey, keyed
+from ..source.loop_rounds import rounds
+from ..source.passthrough import passes_through
+from ..source.statements import enclosing, flags_set
+from .call_origin import internal, shadows
+
+Key = tuple[Any, ...]
+
+
+class CallSites:
+    """Numbers call sites as they occur, and records each the first time."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._sites: dict[Key, int] = {}
+        # Keyed by id(code) and instruction, as in `Sites`; the code objects are kept alive.
+        self._stacks: dict[Key, tuple[int, list[CodeType]]] = {}
+        self._keyed: dict[int, LoopKey] = {}
+        self._threads = threading.local()
+
+    def here(self) -> int:
+        """The number of the call site that is executing; one in a loop over names has a number per
+        name."""
+        frame = self.recorder.sites.user_frame(sys._getframe(1))
+        number = self.at(frame)
+        known = self._keyed.get(number) if frame is not None and self._keyed else None
+        return number if known is None or frame is None else self._with_key(number, known, frame)
+
+    def at(self, frame: FrameType | None) -> int:
+        """The number of the call site that a frame of the user's is at; for None, that of the line
+        that started this thread, or -1 if unknown."""
+        sites = self.recorder.sites
+        if frame is None:
+            return self._thread_site()
+        stack = [id(frame.f_code), frame.f_lasti]
+        kinds, outer = sites.kinds, frame.f_back
+        while outer is not None and len(stack) < 2 * CALLERS:
+            code = outer.f_code
+            if (kinds.get(code.co_filename) or sites.kind(code)) is USER:
+                stack += (id(code), outer.f_lasti)
+            outer = outer.f_back
+        key = tuple(stack)
+        known = self._stacks.get(key)
+        if known is None:
+            known = self._stacks[key] = self._emit_stack(frame)
+        return known[0]
+
+    def _thread_site(self) -> int:
+        known: int | None = getattr(self._threads, "site", None)
+        if known is None:
+            started = Threads.current.started_at()
+            known = -1 if started < 0 else self._sites.get((started,))
+            if known is None:
+                known = self._emit_call_site((started,), (), started)
+            self._threads.site = known
+        return known
+
+    def _emit_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
+        frames = self._user_frames(frame)
+        lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
+        number = self._sites.get(lines)
+        if number is None:
+            through = self._through(frame)
+            number = self._emit_call_site(lines, self._places(frames), through=through)
+            if chosen := keyed(frames):
+                self._keyed[number] = chosen
+        return number, [f.f_code for f in frames]
+
+    def _user_frames(self, frame: FrameType) -> list[FrameType]:
+        """A frame of the user's, and up to `CALLERS` in all of the user's that called it."""
+        frames, outer = [frame], frame.f_back
+        while outer is not None and len(frames) < CALLERS:
+            if self.recorder.sites.kind(outer.f_code) is USER:
+                frames.append(outer)
+            outer = outer.f_back
+        return frames
+
+    def _with_key(self, number: int, known: LoopKey, frame: FrameType) -> int:
+        key = known.key(frame)
+        if known.over:
+            del self._keyed[number]
+        if not key:
+            return number
+        if key not in known.sites:
+            frames = self._user_frames(frame)
+            set_at = self._set_at(known.name, frames)
+            known.sites[key] = self._emit_call_site(
+                (number, key), self._places(frames), key=key, set_at=set_at
+            )
+        return known.sites[key]
+
+    def _set_at(self, name: str, frames: list[FrameType]) -> Place | None:
+        """The line of the program that sets the entry with this name."""
+        found = setter(name, (f.f_code.co_filename for f in frames))
+        if found is None:
+            return None
+        site = self.recorder.sites.place(*found)
+        return Place(site, enclosing(found.file, found.line))
+
+    def _places(self, frames: list[FrameType]) -> tuple[Place, ...]:
+        places, called = [], None
+        handed = True  # as long as all functions so far only pass their arguments on
+        for frame in frames:
+            code, line = frame.f_code, frame.f_lineno
+            site = self.recorder.sites.place(code.co_filename, line, code.co_name)
+            handed = handed and passes_through(code, line, called)
+            around = enclosing(code.co_filename, line) + decorated(frame, self._is_users)
+            flags = flags_set(code.co_filename, line)
+            places.append(Place(site, around, handed, rounds(around, frame), flags))
+            called = code
+        return tuple(places)
+
+    def _is_users(self, code: CodeType) -> bool:
+        return self.recorder.sites.kind(code) is USER
+
+    def _through(self, frame: FrameType) -> str:
+        """The name of the library's function that a frame of the user's is in."""
+        inner: FrameType | None = sys._getframe(1)
+        while inner is not None and inner.f_back is not frame:
+            inner = inner.f_back
+        library = inner is not None and self.recorder.sites.kind(inner.f_code) is LIBRARY
+        return inner.f_code.co_name if inner is not None and library else ""
+
+    def _emit_call_site(
+        self,
+        line: Key,
+        places: tuple[Place, ...],
+        started: int = -1,
+        key: str = "",
+        through: str = "",
+        set_at: Place | None = None,
+    ) -> int:
+        number = self._sites[line] = len(self._sites)
+        own = threads.current()
+        called = CallSite(
+            at=time.monotonic(),
+            id=number,
+            places=places,
+            thread="" if own is None else own.name,
+            shadows=shadows(),
+            started=started,
+            key=key,
+            set_at=set_at,
+            internal=internal(self.recorder) if places else None,
+            through=through,
+        )
+        self.recorder.emit(called, vital=True)
+        return number
