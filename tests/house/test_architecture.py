@@ -302,3 +302,9 @@ def test_nothing_of_torch_stays_wrapped(tmp_path: Path) -> None:
     )
     assert out.stdout.strip().endswith("clean"), out.stderr[-2000:]
     assert list(tmp_path.glob("rank-0.jsonl"))
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """pytest imports them by their bare names."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
