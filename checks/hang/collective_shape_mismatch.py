@@ -107,7 +107,9 @@ class CollectiveShapeMismatch(Check):
             related=(Related("the call that writes to it", call),) if made and call else (),
             summary=f"{tensors}: each rank's part overwrites the part before, and "
             + ("every entry is what the last rank sent" if single else "entries are lost"),
-            cause="`[tensor] * n` is a list of n references to one tensor, not of n tensors",
+            cause="`[tensor] * n` is a list of n references to one tensor, not of n tensors"
+            if made
+            else "entries of the list are at one place in memory",
             fix="make a tensor for each rank: "
             "`[torch.empty_like(x) for _ in range(dist.get_world_size())]`",
             fix_kind=FixKind.CHECK,

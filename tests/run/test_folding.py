@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from recordings import steps, write_folder
 from sampling import ROOT
 
 from ddpdoctor.events import Event, ExceptionRaised, LoaderSeen, RankExiting, StepDone, encode
@@ -126,3 +127,16 @@ def test_folded_ranks_are_named_where_all_that_stand_for_them_are() -> None:
         assert whom([0, 1, 2], 5) == "all 5 ranks"
         assert fold_numbers([0, 1, 2]) == "0-2"
     assert fold_ranks([0, 1, 2]) == "0-2"
+
+
+def test_several_processes_make_the_same_sketches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "run", {rank: steps(3 + rank % 2) for rank in range(8)})
+    files = folder.rank_files()
+    monkeypatch.setattr(folding, "PER_WORKER", 2)
+    monkeypatch.setattr(folding.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(folding.os, "sched_getaffinity", lambda pid: {0, 1})
+    alone, forked = folding._sketched(files), list(folding.sketches_of(files))
+    assert [s.rank for s in forked] == [*range(8)]
+    assert [(s.did, s.took) for s in forked] == [(s.did, s.took) for s in alone]

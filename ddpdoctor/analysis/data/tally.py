@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ...events.pack import SPREAD
+
 if TYPE_CHECKING:
     import numpy as np
-
-SPREAD = 16
-"""If there is more than one index per this many possible ones, counting is faster than sorting."""
 
 
 class Tally:

@@ -32,7 +32,10 @@ class OutputLists(Watcher):
         self._seen.add(place)
         if not isinstance(outputs, (list, tuple)) or len(outputs) < 2:
             return
-        starts = [t.data_ptr() for t in outputs if hasattr(t, "data_ptr") and t.numel()]
+        try:
+            starts = [t.data_ptr() for t in outputs if hasattr(t, "data_ptr") and t.numel()]
+        except RuntimeError:  # tensors without memory of their own (fake ones, subclasses)
+            return
         distinct = len(set(starts))
         if distinct == len(starts) or not all(starts):
             return
