@@ -21,6 +21,9 @@ BACKWARD = "DDP backward"
 UNKNOWN = -1
 """Stands for a call of which only the number is on record (the end of a record was lost)."""
 
+EMPTY = ("barrier", "DDP()")
+"""Calls that carry no data of the program's."""
+
 What = tuple[object, ...]
 Text = tuple[str, ...]
 Spots = tuple[tuple[str, int], ...]
@@ -54,7 +57,7 @@ class CallRecord:
         step: optimizer steps taken before it, -1 where that is not known.
         what: everything that must be equal on all ranks.
         text: the source lines that led to it, innermost first; spots: file and line of each.
-        key: as in `CallSite`, the name in a loop over names.
+        key: as in `CallSite`, the name in a loop over names; empty for calls that carry nothing.
         call: its slot in the ring, while it is there.
         helpers: how many callers up the line is that tells this call from others: the lines below
             are in helpers.
@@ -342,7 +345,7 @@ class CallLogs:
                 text,
                 helpers=helpers(rank, where, self._callers),
                 spots=tuple((spot.file, spot.line) for spot in _spots(rank, where)),
-                key=where.key if where else "",
+                key=where.key if where and meant.op not in EMPTY else "",
                 joins=self._joins,
             )
         return known[signature, site]

@@ -9,7 +9,7 @@ from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, call_logs
 from ..control_flow.branches import begins_round
 from ..control_flow.jumps import loops_around
 from .align import CallDivergence
-from .thresholds import WINDOW
+from .thresholds import REACH, WINDOW
 
 
 class CallSteps:
@@ -26,7 +26,7 @@ class CallSteps:
         again = (known.recorded(mine, index) for index in (divergence.index, *divergence.again))
         last = known.recorded(mine, divergence.cut) if divergence.cut >= 0 else None
         self._taken = [call.step, *(made.step for made in again if made)]
-        self._until = last.step if last else None
+        self._until = last.step if last else _named_until(known, mine, call)
         taken = max(*self._taken, 0)
         ends = all(_is_over(known, log, call, taken) for log in logs.values())
         self._after = int(divergence.cut < 0 and taken > 0 and ends)
@@ -43,6 +43,17 @@ class CallSteps:
     def of(self, taken: int) -> int:
         """The step of a call before which so many were taken; -1 for none and for unknown."""
         return -1 if self.over else max(taken - self._after, min(taken, 0))
+
+
+def _named_until(known: CallLogs, log: GroupCalls, made: CallRecord) -> int | None:
+    """The last step in which calls of a line are told apart by names, as for parameters they are in
+    the first round only; None where they always are, or never."""
+    own = bool(made.key) and not (made.site and made.site.through)
+    later = range(made.index + 1, min(made.index + REACH, log.issued)) if own else ()
+    others = (other for i in later if (other := known.recorded(log, i)) is not None)
+    unnamed = (o.step for o in others if o.spots == made.spots and not o.key and o.step > made.step)
+    found = next(unnamed, None)
+    return None if found is None else found - 1
 
 
 def _is_over(known: CallLogs, log: GroupCalls, made: CallRecord, taken: int) -> bool:

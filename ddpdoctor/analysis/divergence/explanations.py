@@ -54,7 +54,7 @@ from .recorded_difference import (
 )
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
-from .unanswered import LackingName, ModelLeftOut, Unanswered
+from .unanswered import KeyOrder, LackingName, ModelLeftOut, Unanswered
 from .within_library import WithinLibrary
 
 NEW_GROUP_ON_ALL = (
@@ -446,13 +446,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     MissingCall(),
     OppositeBranches(),
     Branch(),
-    Order(
-        "key-order",
-        "ranks loop over the same names (keys, a set) in a different order",
-        lambda suspect: suspect.call.key and not suspect.divergence.extra,
-        "the ranks loop over the same names in a different order (a `set` of strings is ordered "
-        "differently in every process)",
-    ),
+    KeyOrder(),
     Order("reordered", "ranks make the same calls in a different order", in_another_order),
     FlagOnSomeRanks(),
     ReducedMetrics(),

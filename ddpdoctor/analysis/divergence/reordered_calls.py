@@ -4,8 +4,9 @@ in the names that one line loops over; and loops over names of which some ranks 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import takewhile
 
-from ..calls.call_logs import CallLogs, CallRecord, GroupCalls, GroupKey
+from ..calls.call_logs import EMPTY, CallLogs, CallRecord, GroupCalls, GroupKey
 from ..control_flow.branches import arms, condition, is_inside
 from ..control_flow.jumps import loops_around
 from .align import CallDivergence
@@ -95,11 +96,12 @@ def _names(known: CallLogs, log: GroupCalls, index: int, loop: CallRecord) -> di
         loop: a call of any rank in that loop.
     """
     found: dict[str, CallRecord] = {}
-    for made in known.window(log, index, WINDOW):
+    for made in filter(_carries, known.window(log, index, WINDOW)):
         same = made.spots == loop.spots and made.step == loop.step
-        if not same or not made.key or made.key in found:
+        again = made.key in found and made.key != next(reversed(found))
+        if not same or not made.key or again:
             break
-        found[made.key] = made
+        found.setdefault(made.key, made)
     return found
 
 
@@ -121,6 +123,8 @@ def _is_past(
 def _width(pairs: list[Pair]) -> int:
     """How many calls a round has; 0 where the calls are not the same, the orders vary, or calls may
     correspond to each other."""
+    if named := _named_round(pairs):
+        return named
     orders: Counter[tuple[tuple[Mark, ...], ...]] = Counter()
     part: list[Pair] = []
     for m, o in pairs:
@@ -130,14 +134,26 @@ def _width(pairs: list[Pair]) -> int:
         ours, theirs = tuple(_mark(x) for x, _ in part), tuple(_mark(x) for _, x in part)
         if Counter(ours) != Counter(theirs):
             continue
-        if ours != theirs and all(_by_name(*pair) for pair in part):
-            return len(part)
         if ours != theirs:
             orders[ours, theirs] += 1
             if len(orders) > 1 or any(_in_turn(*pair) for pair in part):
                 return 0
         part = []
     return len(next(iter(orders))[0]) if orders.total() >= ROUNDS else 0
+
+
+def _named_round(pairs: list[Pair]) -> int:
+    """How many calls differ in their names alone, where the names that both ranks come to in this
+    step have another order; 0 where they do not."""
+    step = pairs[0][0].step if pairs else 0
+    carrying = (pair for pair in pairs if _carries(pair[0]))
+    part = list(takewhile(lambda p: _by_name(*p) and p[0].step == p[1].step == step, carrying))
+    ours = list(dict.fromkeys(m.key for m, _ in part))
+    theirs = list(dict.fromkeys(o.key for _, o in part))
+    common = [key for key in ours if key in theirs]
+    if common == [key for key in theirs if key in ours]:
+        return 0
+    return part[-1][0].index - pairs[0][0].index + 1
 
 
 def _one_by_one(known: CallLogs, logs: dict[int, GroupCalls], index: int) -> bool:
@@ -170,4 +186,4 @@ def _by_name(m: CallRecord, o: CallRecord) -> bool:
 
 def _carries(made: CallRecord) -> bool:
     """Whether a call carries data."""
-    return made.signature.op not in ("barrier", "DDP()")
+    return made.signature.op not in EMPTY

@@ -11,7 +11,7 @@ from ..calls.call_logs import BACKWARD, CallLogs, CallRecord
 from ..control_flow.branches import head_of, where
 from .align import CallDivergence
 from .attribution import WHO, Attribution
-from .explanation import CallExplanation, sides_text
+from .explanation import CallExplanation, order_fix, sides_text
 from .suspects import Suspect
 from .thresholds import HISTORY
 
@@ -64,6 +64,33 @@ class LackingName(CallExplanation):
             "where there is nothing to tell), or `all_gather_object` the names first and loop over "
             "all of them in one order",
             related=related,
+        )
+
+
+class KeyOrder(CallExplanation):
+    rule = "key-order"
+    text = "ranks come to the same names (keys, a set, parameters) in a different order"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        made = suspect.call
+        if not made.key or suspect.divergence.extra:
+            return None
+        place = made.site.set_at if made.site and made.site.through else None
+        logs = made.rank.location(place.site) if place else None
+        if logs is not None:
+            return self.blame(
+                suspect,
+                location=logs,
+                label="logs the same names in a different order",
+                cause="the framework reduces what is logged name by name, in the order in which "
+                "the names were logged first; these orders differ between ranks",
+                fix="log the same names in the same order on every rank: sort them first",
+            )
+        return self.blame(
+            suspect,
+            cause="the ranks loop over the same names in a different order (a `set` is ordered "
+            "differently in every process)",
+            fix=order_fix(suspect),
         )
 
 

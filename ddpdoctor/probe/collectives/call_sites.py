@@ -6,23 +6,54 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from ...events import CALLERS, CallSite, Place
+from ...events import CALLERS, CallSite, Logged, Place
 from ..recording import threads
 from ..recording.code_locations import LIBRARY, USER
 from ..recording.recorder import Recorder
 from ..recording.threads import Threads
 from ..source.decorators import decorated
 from ..source.key_setters import setter
-from ..source.loop_keys import LoopKey, keyed
+from ..source.loop_keys import LoopKey, keyed, no_name
 from ..source.loop_rounds import rounds
 from ..source.passthrough import passes_through
 from ..source.statements import enclosing, flags_set
 from .call_origin import internal, shadows
 
 Key = tuple[Any, ...]
+
+
+class Names:
+    """Who knows the names of what is communicated; set by the watchers that do.
+
+    Attributes:
+        of_object: the name of a parameter; empty if it has none.
+        reduced: the number that a framework is reducing; None if it is doing something else.
+    """
+
+    def __init__(self) -> None:
+        self.of_object: Callable[[Any], str] = no_name
+        self.reduced: Callable[[Recorder], Logged | None] = lambda recorder: None
+
+
+names = Names()
+
+
+class _ReducedName(LoopKey):
+    """A call site at which a framework may reduce numbers that have names."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(sys._getframe().f_code, ())
+        self._recorder = recorder
+        self.logged: Logged | None = None
+
+    def key(self, frame: FrameType) -> str:
+        self.logged = names.reduced(self._recorder)
+        self.name = "" if self.logged is None else self.logged.name
+        return f"name = {self.name!r}" if self.name else ""
 
 
 class CallSites:
@@ -80,7 +111,10 @@ class CallSites:
         if number is None:
             through = self._through(frame)
             number = self._emit_call_site(lines, self._places(frames), through=through)
-            if chosen := keyed(frames):
+            chosen = keyed(frames, names.of_object)
+            if chosen is None and through:
+                chosen = _ReducedName(self.recorder)
+            if chosen is not None:
                 self._keyed[number] = chosen
         return number, [f.f_code for f in frames]
 
@@ -101,9 +135,16 @@ class CallSites:
             return number
         if key not in known.sites:
             frames = self._user_frames(frame)
-            set_at = self._set_at(known.name, frames)
+            if isinstance(known, _ReducedName) and known.logged is not None:
+                set_at = Place(known.logged.site)
+            else:
+                set_at = self._set_at(known.name, frames)
             known.sites[key] = self._emit_call_site(
-                (number, key), self._places(frames), key=key, set_at=set_at
+                (number, key),
+                self._places(frames),
+                key=key,
+                through=self._through(frame),
+                set_at=set_at,
             )
         return known.sites[key]
 

@@ -1,5 +1,6 @@
 """Which key chose the tensor of a collective that is called in a loop over names:
-`all_reduce(metrics[name])`, or `for name, value in metrics.items(): all_reduce(value)`.
+`all_reduce(metrics[name])`, or `for name, value in metrics.items(): all_reduce(value)`; or in a loop
+over parameters, which have names in their model.
 
 Ranks that iterate in different orders then differ in the key, although the line is the same.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -36,6 +37,11 @@ _NOT_SENT = ("group", "async_op", "op", "src", "dst")
 _Loop: TypeAlias = ast.For | ast.comprehension
 
 
+def no_name(value: Any) -> str:
+    """The name of an object that has none."""
+    return ""
+
+
 class LoopKey:
     """A call site in a loop over names.
 
@@ -43,20 +49,33 @@ class LoopKey:
         sites: the number of the call site with each key; name: the last key itself.
     """
 
-    def __init__(self, code: CodeType, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        code: CodeType,
+        names: tuple[str, ...],
+        name_of: Callable[[Any], str] = no_name,
+    ) -> None:
+        """
+        Args:
+            names: the variables of the loop.
+            name_of: the name of an object that is no string; empty if it has none.
+        """
         self._code = code
         self._names = names
+        self._name_of = name_of
         self._tries = _TRIES
+        self._again = False
         self.sites: dict[str, int] = {}
         self.name = ""
 
     @property
     def over(self) -> bool:
-        """Whether it has shown no key, or too many."""
-        return not self._tries or len(self.sites) > KEYS
+        """Whether it has shown no key, or too many, or all objects once."""
+        return not self._tries or len(self.sites) > KEYS or self._again
 
     def key(self, frame: FrameType) -> str:
-        """The key now, as `name = 'loss'`; empty if no variable of the loop is a string.
+        """The key now, as `name = 'loss'`; empty if no variable of the loop is a string or has a
+        name.
 
         Args:
             frame: the innermost frame of the user's code.
@@ -69,21 +88,28 @@ class LoopKey:
             if type(value := known.get(name)) is str:
                 self.name = value
                 return f"{name} = {value[:_LONGEST]!r}"
+        for name in self._names:
+            if found := self._name_of(known.get(name)):
+                self.name = found
+                key = f"{name} = {found[:_LONGEST]!r}"
+                self._again = key in self.sites
+                return "" if self._again else key
         self._tries -= not self.sites
         return ""
 
 
-def keyed(frames: list[FrameType]) -> LoopKey | None:
+def keyed(frames: list[FrameType], name_of: Callable[[Any], str] = no_name) -> LoopKey | None:
     """The `LoopKey` of a call made in these frames; None if it is in no loop over names.
 
     Args:
         frames: of the user's code, innermost first.
+        name_of: see `LoopKey`.
     """
     called = None
     for frame in frames:
         code, line = frame.f_code, frame.f_lineno
         if names := keys(code, line, called):
-            return LoopKey(code, names)
+            return LoopKey(code, names, name_of)
         if not passes_through(code, line, called):
             break
         called = code

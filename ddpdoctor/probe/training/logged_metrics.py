@@ -11,10 +11,11 @@ import time
 from collections import Counter
 from functools import partial
 from math import isfinite
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from ...events import Logged, MetricUsed, ReducedMetric
+from ..collectives import call_sites
 from ..recording.code_locations import LIBRARY, USER
 from ..recording.frames import variables
 from ..recording.import_hooks import when_imported
@@ -27,6 +28,12 @@ LOGGERS = {
 }
 """By module: the class and its method that is given a name and a number, and the option by which it
 reduces that number over the ranks."""
+
+REDUCERS = {
+    "lightning.pytorch.trainer.connectors.logger_connector.result": "_ResultMetric",
+    "pytorch_lightning.trainer.connectors.logger_connector.result": "_ResultMetric",
+}
+"""By module: the class whose `compute` and `update` reduce the number that `meta.name` names."""
 
 DECIDERS = {
     "lightning.pytorch.callbacks.model_checkpoint": "ModelCheckpoint",
@@ -47,6 +54,7 @@ class LoggedMetrics(Watcher):
     Attributes:
         lines: by name, where the number was logged first.
         reduced: names of numbers that the framework was asked to reduce.
+        reducing: the functions of frameworks that do so.
         decisions: by class and name, how often it decided.
     """
 
@@ -55,13 +63,32 @@ class LoggedMetrics(Watcher):
     def __init__(self) -> None:
         self.lines: dict[str, Logged] = {}
         self.reduced: set[str] = set()
+        self.reducing: set[CodeType] = set()
         self.decisions: Counter[tuple[str, str]] = Counter()
 
     def install(self) -> None:
+        call_sites.names.reduced = self._reduced_now
         for name in LOGGERS:
             when_imported(name, partial(self._watch, name), lost=self.lost)
+        for name, owner in REDUCERS.items():
+            when_imported(name, partial(self._find_reducers, owner), lost=self.lost)
         for name, owner in DECIDERS.items():
             when_imported(name, partial(self._watch_decider, owner), lost=self.lost)
+
+    def _find_reducers(self, owner: str, module: Any) -> None:
+        kind = getattr(module, owner)
+        self.reducing |= {kind.compute.__code__, kind.update.__code__}
+
+    def _reduced_now(self, recorder: Recorder) -> Logged | None:
+        """The number that a framework is reducing, between the current call and the user's code;
+        None if it is doing something else."""
+        frame: FrameType | None = sys._getframe(1) if self.reduced else None
+        while frame is not None and recorder.sites.kind(frame.f_code) is not USER:
+            if frame.f_code in self.reducing:
+                meta = getattr(variables(frame).get("self"), "meta", None)
+                return self.lines.get(getattr(meta, "name", ""))
+            frame = frame.f_back
+        return None
 
     def _watch_decider(self, owner: str, module: Any) -> None:
         self.around(getattr(module, owner), "check_monitor_top_k", before=self._deciding)

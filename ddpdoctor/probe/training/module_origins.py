@@ -7,6 +7,7 @@ import time
 from types import CodeType, FrameType
 from typing import Any
 
+from ..collectives import call_sites
 from ..recording.code_locations import classify
 from ..recording.frames import disguise, unframe, variables
 from ..recording.patching import on_restore, replace
@@ -35,6 +36,7 @@ class ModuleOrigins(Watcher):
         self.lines: WeakIdentityMap[tuple[CodeType, int]] = WeakIdentityMap()
         self.parameters: WeakIdentityMap[dict[str, tuple[CodeType, int]]] = WeakIdentityMap()
         self.copies: WeakIdentityMap[tuple[tuple[CodeType, int] | None, float]] = WeakIdentityMap()
+        self._names: WeakIdentityMap[str] = WeakIdentityMap()
         self.registrations = 0
         self.user_code: dict[CodeType, bool] = {}
 
@@ -48,6 +50,7 @@ class ModuleOrigins(Watcher):
     def install(self) -> None:
         import torch.nn
 
+        call_sites.names.of_object = self._name_of
         original = torch.nn.Module.__init__
 
         def __init__(module: Any, *args: Any, **kwargs: Any) -> None:
@@ -132,6 +135,17 @@ class ModuleOrigins(Watcher):
                 roots.append((len(mine), module))
         roots.sort(key=lambda pair: -pair[0])
         return names, [module for _, module in roots]
+
+    def _name_of(self, parameter: Any) -> str:
+        """The name of a parameter in the outermost module that has it; empty if none does, or if it
+        is in a module that was made after the first such question."""
+        if not self._names:
+            known = self.living_modules()
+            children = {id(c) for m in known for c in m._modules.values() if c is not None}
+            for module in known:
+                for name, held in module.named_parameters() if id(module) not in children else ():
+                    self._names.setdefault(held, name)
+        return self._names.get(parameter, "") if hasattr(parameter, "grad_fn") else ""
 
     def living_modules(self) -> list[Any]:
         """All living modules that are known."""
