@@ -19,7 +19,7 @@ from ..report import registry
 from ..report.findings import Check, Confidence, Finding, Report, Severity, Suppressed
 from ..report.suppression import fingerprint
 from ..run import Location, fold_ranks
-from .safe_text import clean, clean_lines, moment
+from .safe_text import between, clean, clean_lines, moment
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 LEVELS: Mapping[Severity, str] = {
@@ -181,44 +181,63 @@ def _script(report: Report) -> Location | None:
 
 
 def junit(report: Report) -> str:
-    """The report as JUnit XML: a test case for each check. Errors and warnings fail theirs, notes
-    are its output; a check that was not examined is skipped, with the reason."""
+    """The report as JUnit XML: a test case for each check. Errors and warnings fail theirs (each
+    after the first fails one of its own, as many readers show one failure a case), notes are the
+    output; a check that was not examined is skipped, with the reason."""
     found: dict[str, list[Finding]] = {}
-    for finding in report.findings:
+    for finding in filter(_fails, report.findings):
         found.setdefault(finding.check, []).append(finding)
-    skipped = {s.check: s.reason for s in report.coverage.skipped}
-    families = {c.name: (c.code, c.family) for c in registry.all_checks()}
-    names = sorted({*found, *report.coverage.examined, *skipped})
-    failed = [n for n in names if any(_fails(f) for f in found.get(n, ()))]
+    told = {f.check for f in report.findings}
+    skipped = {s.check: s.reason for s in report.coverage.skipped if s.check not in told}
+    every = sorted({*told, *report.coverage.examined, *skipped})
+    cases = [case for name in every for case in _cases(name, found.get(name), skipped)]
+    took = between(report.run.started_at, report.run.ended_at) or 0.0
     suite = ElementTree.Element(
         "testsuite",
         name=report.tool.name,
-        tests=str(len(names)),
-        failures=str(len(failed)),
+        package=report.tool.name,
+        id="0",
+        hostname="localhost",
+        tests=str(len(cases)),
+        failures=str(sum(map(len, found.values()))),
         errors="0",
-        skipped=str(sum(n in skipped and n not in found for n in names)),
+        skipped=str(sum(case.find("skipped") is not None for case in cases)),
+        time=f"{max(0.0, took):.3f}",
         timestamp=_utc(report.run.started_at).rstrip("Z"),
     )
-    for name in names:
-        code, family = families.get(name, ("", ""))
-        case = ElementTree.SubElement(
-            suite, "testcase", classname=f"ddpdoctor.{family}", name=f"{code} {name}".strip()
+    ElementTree.SubElement(suite, "properties")
+    suite.extend(cases)
+    notes = (_sentences(f, place=True) for f in report.findings if not _fails(f))
+    ElementTree.SubElement(suite, "system-out").text = "\n\n".join(notes)
+    ElementTree.SubElement(suite, "system-err")
+    suites = ElementTree.Element("testsuites")
+    suites.append(suite)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _cases(
+    name: str, found: list[Finding] | None, skipped: Mapping[str, str]
+) -> Iterator[ElementTree.Element]:
+    """The test cases of a check: one for each finding, or one."""
+    check = next((c for c in registry.all_checks() if c.name == name), None)
+    title = f"{check.code} {name}" if check else name
+    family = check.family if check else ""
+    for number, finding in enumerate(found or [None], 1):
+        case = ElementTree.Element(
+            "testcase",
+            classname=f"ddpdoctor.{family}",
+            name=title if number == 1 else f"{title} ({number})",
+            time="0",
         )
-        mine = found.get(name, [])
-        for finding in filter(_fails, mine):
+        if finding is not None:
             failure = ElementTree.SubElement(
                 case, "failure", type=finding.severity.value, message=clean(finding.summary, 1000)
             )
             failure.text = _sentences(finding, place=True)
-        if notes := [f for f in mine if not _fails(f)]:
-            output = ElementTree.SubElement(case, "system-out")
-            output.text = "\n\n".join(_sentences(f, place=True) for f in notes)
-        if not mine and name in skipped:
+        elif name in skipped:
             ElementTree.SubElement(case, "skipped", message=clean(skipped[name], 1000))
-    suites = ElementTree.Element("testsuites", name=report.tool.name)
-    suites.append(suite)
-    ElementTree.indent(suites)
-    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+        yield case
 
 
 def _fails(finding: Finding) -> bool:

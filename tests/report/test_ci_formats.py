@@ -79,7 +79,7 @@ def test_junit() -> None:
     (suite,) = suites
     counts = {k: suite.get(k) for k in ("tests", "failures", "skipped", "errors")}
     assert counts == {"tests": "3", "failures": "1", "skipped": "1", "errors": "0"}
-    cases = {case.get("name"): case for case in suite}
+    cases = {case.get("name"): case for case in suite.iter("testcase")}
     assert set(cases) == {"DDP997 toy-step", "DDP999 toy-quiet", "DDP996 toy-blind"}
     failure = cases["DDP997 toy-step"].find("failure")
     assert failure is not None and failure.get("type") == "error"
@@ -89,6 +89,17 @@ def test_junit() -> None:
     assert len(cases["DDP999 toy-quiet"]) == 0
 
 
+@pytest.mark.usefixtures("only_toys")
+def test_every_finding_fails_a_test_case() -> None:
+    report = report_of(*ALL)
+    (finding,) = (f for f in report.findings if f.check == "toy-step")
+    twice = msgspec.structs.replace(report, findings=(finding, finding))
+    (suite,) = ElementTree.fromstring(render.junit(twice))
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
+    names = [case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None]
+    assert names == ["DDP997 toy-step", "DDP997 toy-step (2)"]
+
+
 def test_notes_fail_no_test_case() -> None:
     report = report_of(ToyStep())
     note = msgspec.structs.replace(report.findings[0], severity=Severity.NOTE)
@@ -96,7 +107,7 @@ def test_notes_fail_no_test_case() -> None:
         render.junit(msgspec.structs.replace(report, findings=(note,)))
     )
     assert suite.get("failures") == "0"
-    output = suite[0].find("system-out")
+    output = suite.find("system-out")
     assert output is not None and "rank-local" in str(output.text)
 
 
