@@ -139,7 +139,8 @@ def test_objects_are_told_apart_by_name_in_one_round() -> None:
     named = {7: "0.weight", 8: "0.bias"}
     known = loop_keys.LoopKey(key_in.__code__, ("name",), lambda value: named.get(value, ""))
     for value in named:
-        assert (key := key_in(known, value)) == f"name = '{named[value]}'"
+        key = key_in(known, value)
+        assert key == f"name = '{named[value]}'"
         known.sites[key] = len(known.sites)
         assert not known.over
     assert key_in(known, 7) == "" and known.over

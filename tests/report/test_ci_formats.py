@@ -96,7 +96,9 @@ def test_every_finding_fails_a_test_case() -> None:
     twice = msgspec.structs.replace(report, findings=(finding, finding))
     (suite,) = ElementTree.fromstring(render.junit(twice))
     assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
-    names = [case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None]
+    names = [
+        case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None
+    ]
     assert names == ["DDP997 toy-step", "DDP997 toy-step (2)"]
 
 

@@ -135,22 +135,20 @@ class CallSites:
             return number
         if key not in known.sites:
             frames = self._user_frames(frame)
-            if isinstance(known, _ReducedName) and known.logged is not None:
-                set_at = Place(known.logged.site)
-            else:
-                set_at = self._set_at(known.name, frames)
             known.sites[key] = self._emit_call_site(
                 (number, key),
                 self._places(frames),
                 key=key,
                 through=self._through(frame),
-                set_at=set_at,
+                set_at=self._set_at(known, frames),
             )
         return known.sites[key]
 
-    def _set_at(self, name: str, frames: list[FrameType]) -> Place | None:
-        """The line of the program that sets the entry with this name."""
-        found = setter(name, (f.f_code.co_filename for f in frames))
+    def _set_at(self, known: LoopKey, frames: list[FrameType]) -> Place | None:
+        """The line of the program that sets the entry with the last key, or logs it."""
+        if isinstance(known, _ReducedName) and known.logged is not None:
+            return Place(known.logged.site)
+        found = setter(known.name, (f.f_code.co_filename for f in frames))
         if found is None:
             return None
         site = self.recorder.sites.place(*found)

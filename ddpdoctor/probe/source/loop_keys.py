@@ -1,6 +1,6 @@
 """Which key chose the tensor of a collective that is called in a loop over names:
-`all_reduce(metrics[name])`, or `for name, value in metrics.items(): all_reduce(value)`; or in a loop
-over parameters, which have names in their model.
+`all_reduce(metrics[name])`, or `for name, value in metrics.items(): all_reduce(value)`; or in a
+loop over parameters, which have names in their model.
 
 Ranks that iterate in different orders then differ in the key, although the line is the same.
 """
