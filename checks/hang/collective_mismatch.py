@@ -27,8 +27,8 @@ class CollectiveMismatch(Check):
     that a rank skipped because of an exception, two collectives in a different order, a round of a
     loop that some ranks skip or a loop that they leave early. Also where shapes are equal and
     nothing hangs: the same calls in a different order in every round, or one line in a loop over
-    names (dictionary keys, a set, parameters of a model, numbers that a framework reduces) that come
-    in a different order, or of which a rank lacks one.
+    names (dictionary keys, a set, parameters, numbers that a framework reduces) that come in a
+    different order, or of which a rank lacks one.
     Also one of several wrapped models that takes no part in a backward on some ranks.
     Also ranks that wait for each other in collectives of different groups, and ranks that have been
     in different steps since one in which they ran different numbers of backwards that communicate.
