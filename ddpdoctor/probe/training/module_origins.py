@@ -139,13 +139,15 @@ class ModuleOrigins(Watcher):
     def _name_of(self, parameter: Any) -> str:
         """The name of a parameter in the outermost module that has it; empty if none does, or if it
         is in a module that was made after the first such question."""
+        if not issubclass(type(parameter), sys.modules["torch"].Tensor):
+            return ""
         if not self._names:
             known = self.living_modules()
             children = {id(c) for m in known for c in m._modules.values() if c is not None}
             for module in known:
                 for name, held in module.named_parameters() if id(module) not in children else ():
                     self._names.setdefault(held, name)
-        return self._names.get(parameter, "") if hasattr(parameter, "grad_fn") else ""
+        return self._names.get(parameter, "")
 
     def living_modules(self) -> list[Any]:
         """All living modules that are known."""
