@@ -57,6 +57,31 @@ def test_ranks_that_begin_with_values_of_their_own(begins, beside, fields, confi
     assert (found.severity.value, found.confidence.value) == (severity, confidence)
 
 
+@pytest.mark.parametrize(
+    ("begins", "shared", "exchanged", "confidence"),
+    [
+        pytest.param((7, 8), (5, 5), "gradients", "suspected", id="a part of its own"),
+        pytest.param((7, 7), (5, 5), "gradients", "proven", id="forgotten"),
+        pytest.param((7, 8), (5, 6), "gradients", "proven", id="both start apart"),
+        pytest.param((7, 8), (5, 5), "", "proven", id="nothing is synchronised"),
+    ],
+)
+def test_a_part_beside_one_that_is_synchronised(begins, shared, exchanged, confidence):
+    def ranks():
+        for r in (0, 1):
+            other = UnwrappedState(
+                at=0, optimizer=1, step=0, gradients=3, parameters=shared[r], exchanged=exchanged
+            )
+            trunk = Unwrapped(
+                at=0, optimizer=1, kind="Trunk", parameters=parameters(("trunk",)), site=1
+            )
+            yield [*own(r, begin=begins[r]), trunk, other, *steps(9, optimizer=1)]
+
+    found = [f for f in told_of(*ranks(), beside=(DEALT,)) if 0 in f.optimizers]
+    assert [f.confidence.value for f in found] == [confidence]
+    assert ("another part" in found[0].cause) is (confidence == "suspected")
+
+
 def test_values_that_were_sent_before_the_first_step_are_of_one_model():
     (found,) = told_of(*(own(r, begin=7 + r, sent=1) for r in (0, 1)))
     assert found.confidence.value == "proven"

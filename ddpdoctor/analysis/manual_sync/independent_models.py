@@ -7,7 +7,7 @@ from math import isclose
 
 from ...events import Hyperparameters, LoaderSeen, Unwrapped
 from ...run import Rank
-from .copies import Copies, form, same, step_of
+from .copies import Copies, form, same, states_of, step_of
 from .thresholds import MODELS_OF_A_LINE, ROUNDING
 
 Options = tuple[dict[str, float | bool | str], ...]
@@ -35,15 +35,32 @@ def adapted(copies: Copies) -> bool:
     )
 
 
-def possible(copies: Copies) -> bool:
+def possible(copies: Copies) -> str:
     """Whether the ranks start with different parameters (which torch's default seed does not give
-    them), which no rank sent, and nothing else shows that they are to train one model together."""
+    them), which no rank sent, and nothing else shows that they are to train one model together: in
+    words, what does show that they may not; empty if they are."""
     begin = copies.looks[0]
-    return (
-        not (step_of(begin) or same(begin) or any(s.averaged for s in begin.values()))
-        and not _beside_wrapped(copies)
-        and not _divide_data(copies)
-    )
+    if step_of(begin) or same(begin) or any(s.averaged for s in begin.values()):
+        return ""
+    if not _beside_wrapped(copies) and not _divide_data(copies):
+        return "no sampler divides the data"
+    if _own_start(copies):
+        return "with equal ones in another part, which they synchronise"
+    return ""
+
+
+def _own_start(copies: Copies) -> bool:
+    """Whether the same ranks start with equal parameters in a model of another optimizer, and
+    synchronise its gradients."""
+    mine = copies.first[1].optimizer
+    others = {e.optimizer for e in copies.first[0].of(Unwrapped)} - {mine}
+    for optimizer in others:
+        states = [states_of(rank, optimizer) for rank, _ in copies.members.values()]
+        begins = {row[0].parameters for row in states if row and not row[0].step}
+        synced = all(row and row[-1].exchanged.startswith("gradients") for row in states)
+        if synced and len(begins) == 1:
+            return True
+    return False
 
 
 def _beside_wrapped(copies: Copies) -> bool:

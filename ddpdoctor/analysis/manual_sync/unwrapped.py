@@ -95,8 +95,8 @@ def _differing(whole: Alone) -> Alone | None:
         return replace(whole, rule=rules.OTHER_OPTIMIZER_SYNCED, others=range(kept))
     if independent_models.searched(copies) or independent_models.adapted(copies):
         return None
-    doubted = independent_models.possible(copies)
-    return replace(whole, rule=rules.INDEPENDENT_MODELS) if doubted else whole
+    doubt = independent_models.possible(copies)
+    return replace(whole, rule=rules.INDEPENDENT_MODELS, doubt=doubt) if doubt else whole
 
 
 def _result_unused(run: Run, copies: Copies) -> bool:

@@ -24,12 +24,14 @@ class Alone(Case):
         outside: the ranks that synchronise this model in a group of their own.
         groups: that hold copies each, beside model parallelism.
         exchanged: elements that these groups communicated since the first step, at most.
+        doubt: in words, why the ranks may be meant to train different models.
     """
 
     world: int = 1
     outside: tuple[int, ...] = ()
     groups: tuple[Copies, ...] = ()
     exchanged: int = 0
+    doubt: str = ""
 
     @property
     def event(self) -> Unwrapped:
@@ -187,8 +189,8 @@ INDEPENDENT_MODELS = replace(
     when="the ranks may be meant to train different models",
     severity=Severity.NOTE,
     confidence=Confidence.SUSPECTED,
-    cause=NEVER_WRAPPED.cause + "; the ranks start with different parameters, and no sampler "
-    "divides the data: they may be meant to train independent models",
+    cause=NEVER_WRAPPED.cause + "; the ranks start with different parameters, and {c.doubt}: they "
+    "may be meant to train independent models",
     fix="{c.wrap}; if each rank is to train its own model (an ensemble), silence this with "
     "`--ignore model-not-wrapped`",
 )
