@@ -5,7 +5,15 @@ from ddpdoctor.checks.drift.buffer_drift import BufferDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from replicas import LINE, digests, run_of
 
-from ddpdoctor.events import EpochEnded, FileWritten, OuterDigests, OuterModule, OuterStateTaken
+from ddpdoctor.events import (
+    EpochEnded,
+    FileWritten,
+    OuterDigests,
+    OuterModule,
+    OuterStateTaken,
+    Tensor,
+    Wrapped,
+)
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -39,6 +47,22 @@ def test_parameters(like, severity):
     (found,) = judged(*ranks)
     assert (found.code, found.severity, found.subjects) == ("DDP402", severity, ("w",))
     assert found.steps == Steps(4, 9, 2, compared=2)
+
+
+def test_a_copy_of_parameters_that_ddp_ignores():
+    """The model has them apart on each rank on purpose; its copy follows."""
+
+    def rank(n, ignored):
+        tensor = Tensor(name="encoder.w", shape=(2,), dtype="float32", ignored=ignored)
+        other = Tensor(name="encoder.v", shape=(2,), dtype="float32")
+        kind = {"wrapper": "DistributedDataParallel", "kind": "Net", "group": 0, "site": LINE}
+        wrapped = Wrapped(at=0, model=1, parameters=(tensor, other), **kind)
+        copied = module("w", "v", parameters=2, like=(1, "encoder"))
+        return [wrapped, copied, seen(4, 1 + n, 5), seen(9, 1 + n, 6)]
+
+    assert judged(*(rank(n, True) for n in range(2))) == []
+    (found,) = judged(*(rank(n, False) for n in range(2)))
+    assert found.subjects == ("w",)
 
 
 def test_a_copy_from_before_the_wrap_and_one_that_is_updated_differently():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...events import CallSite, Place, Statement
 from ...run import Rank
-from ..calls.call_logs import CallRecord, lines
+from ..calls.call_logs import CallRecord
 from ..control_flow.branches import (
     avoided,
     branch,
@@ -67,14 +67,13 @@ def around_all(suspect: Suspect, place: Place, statement: Statement) -> bool:
 
 def _is_round(suspect: Suspect, made: CallRecord, place: Place, statement: Statement) -> bool:
     """Whether a rank is in the next round of a loop around a branch without having made the call in
-    the branch: all ranks were in one call above it before, and this rank is there again, or above.
+    the branch: right before, all ranks were in one call above it, and this rank is there again, or
+    above.
     """
     call = suspect.call
     last = next((m for m in suspect.divergence.before if m.rank.rank == made.rank.rank), None)
     mine = next((m for m in suspect.divergence.before if m.rank.rank == call.rank.rank), None)
     if last is None or mine is None or not same_lines(last, mine) or last.step != mine.step:
-        return False
-    if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
         return False
     spot = call.rank.location(place.site)
     for key, _, depth, loop in loops_around(call.rank, call.site):

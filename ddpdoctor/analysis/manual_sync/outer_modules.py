@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ...events import EpochEnded, FileWritten, OuterDigests, OuterModule, OuterStateTaken
+from ...events import (
+    EpochEnded,
+    FileWritten,
+    OuterDigests,
+    OuterModule,
+    OuterStateTaken,
+    Wrapped,
+)
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
 from ...run import Location, Rank, Run, odd_ones, plural, some
@@ -255,8 +262,13 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
     common = set.intersection(*(set(table) for table in tables.values()))
     moments = [*sorted(common - {END}), *sorted(common & {END})]
     names = next(iter(seen.values())).names
+    own = _kept_apart(ranks, seen)
     differing = {
-        moment: [p for p, values in enumerate(zip(*rows, strict=False)) if len({*values}) > 1]
+        moment: [
+            p
+            for p, values in enumerate(zip(*rows, strict=False))
+            if len({*values}) > 1 and names[p] not in own
+        ]
         for moment in moments
         if (rows := [table[moment] for table in tables.values()])
     }
@@ -295,6 +307,23 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
         shares=_evaluate_shares(ranks),
     )
     return outer if outer.severity() is not None else None
+
+
+def _kept_apart(ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> set[str]:
+    """The tensors of a copy of a wrapped model that DDP was told to ignore in the model itself: each
+    rank is meant to have its own."""
+    number, one = next(iter(seen.items()))
+    if one.like is None:
+        return set()
+    model, part = one.like
+    prefix = f"{part}." if part else ""
+    return {
+        tensor.name.removeprefix(prefix)
+        for wrapped in ranks[number].of(Wrapped)
+        if wrapped.model == model
+        for tensor in (*wrapped.parameters, *wrapped.buffers)
+        if tensor.ignored and tensor.name.startswith(prefix)
+    }
 
 
 def _digests(rank: Rank, module: OuterModule) -> dict[int, list[int]]:
