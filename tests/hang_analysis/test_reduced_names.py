@@ -21,14 +21,20 @@ def found(
     names: Mapping[int, Sequence[str]],
     at: float = START,
     through: str = "fit",
+    reducing: str = "",
 ) -> list[Finding]:
-    """The framework reduces two numbers on every rank; rank 0 goes on, the others do not."""
+    """The framework reduces two numbers on every rank; rank 0 goes on, the others do not.
+
+    Args:
+        at: when the numbers are logged; reducing: what the framework reduces on the others then.
+    """
     made = tapes(len(names))
     for tape in made.values():
         for _ in range(2):
             tape.call(line=20, text="trainer.fit(model)", through=through)
         op = "all_reduce" if tape.rank else "barrier"
-        tape.call(op, 20, "trainer.fit(model)", through=through, state=State.BEGUN)
+        key = f"name = {reducing!r}" if reducing and tape.rank else ""
+        tape.call(op, 20, "trainer.fit(model)", through=through, state=State.BEGUN, key=key)
     more: dict[int, list[Event]] = {
         rank: [
             Site(at=START, id=LOG, file="train.py", line=7, function="f", text="log_dict(losses)"),
@@ -63,3 +69,15 @@ def test_no_reason(
 ) -> None:
     (finding,) = found(tmp_path, names, **more)  # type: ignore[arg-type]
     assert finding.rule == "unexplained"
+
+
+@pytest.mark.parametrize(("reducing", "told"), [("tram", True), ("loss", False), ("what", False)])
+def test_a_name_that_is_reduced_when_the_ranks_part(
+    tmp_path: Path, reducing: str, told: bool
+) -> None:
+    """It is logged after the last call in common, as what follows from going another way may be;
+    the others never log it."""
+    names = {0: ["loss"], 1: ["loss", "tram"]}
+    (finding,) = found(tmp_path, names, at=START + 2, reducing=reducing)
+    assert (finding.rule == "reduced-metrics") is told
+    assert not told or finding.ranks == (0,)

@@ -114,6 +114,10 @@ class ReducedMetrics(CallExplanation):
             return None  # the program makes one of them itself
         # What only some log after the last call in common shows that they go different ways.
         until = min(map(_when, suspect.divergence.before), default=-inf)
+        ever = {name for made in calls.values() for name in _reduced(made.rank, inf)}
+        reducing = {_reducing(made) for made in calls.values()} & ever
+        if any(reducing - {*_reduced(made.rank, inf)} for made in calls.values()):
+            until = inf  # one of them reduces right now what others never log
         names = {rank: _reduced(made.rank, until) for rank, made in sorted(calls.items())}
         every = {name: at for known in names.values() for name, at in known.items()}
         lacks = {name: tuple(r for r in names if name not in names[r]) for name in every}
@@ -137,6 +141,12 @@ class ReducedMetrics(CallExplanation):
 
 NAMES_TOLD = 3
 """Names listed in a sentence."""
+
+
+def _reducing(made: CallRecord) -> str:
+    """The name of the number that a framework reduces by a call; empty if it does not."""
+    key = made.site.key if made.site and made.site.through else ""
+    return key.partition(" = ")[2].strip("'")
 
 
 def _reduced(rank: Rank, until: float) -> dict[str, Location | None]:
