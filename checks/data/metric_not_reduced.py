@@ -125,6 +125,7 @@ class MetricNotReduced(Check):
                 if to_one
                 else (reduced(logged.by, logged.name) if logged is not None else "") or REDUCE,
                 unequal=unequal,
+                when=rank.wall(event.at),
             )  # fmt: skip
 
     def _decisions(self, run: Run, loader: Loader) -> Iterator[Finding]:
@@ -145,6 +146,7 @@ class MetricNotReduced(Check):
                 "where it is logged",
                 fix=reduced(logged.by, logged.name) or REDUCE,
                 unequal=unequal,
+                when=run.everyone[number].wall(event.at),
                 saves=run.everyone[number].location(event.site),
             )  # fmt: skip
 
@@ -168,6 +170,7 @@ class MetricNotReduced(Check):
                     why=f"`{event.name}` comes from each rank's share of the data, and "
                     f"{ranks_text([rank.rank])} decides by its own, not reduced over the ranks",
                     unequal=f"{unequal} of {of}",
+                    when=rank.wall(event.at),
                     saves=rank.location(event.site),
                 )  # fmt: skip
 
@@ -185,6 +188,7 @@ class MetricNotReduced(Check):
         use: str,
         why: str,
         unequal: str,
+        when: float,
         fix: str = REDUCE,
         saves: Location | None = None,
         steps: Location | None = None,
@@ -211,8 +215,9 @@ class MetricNotReduced(Check):
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "values": {f"rank {n}": value for n, value in values.items()},
-                "evaluations_in_which_they_differ": unequal,
+                "evaluations_compared_in_which_they_differ": unequal,
             },
+            at=when,
         )
 
 

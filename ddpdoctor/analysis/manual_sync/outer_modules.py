@@ -310,8 +310,8 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
 
 
 def _kept_apart(ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> set[str]:
-    """The tensors of a copy of a wrapped model that DDP was told to ignore in the model itself: each
-    rank is meant to have its own."""
+    """The tensors of a copy of a wrapped model that DDP was told to ignore in the model itself, so
+    that each rank has its own."""
     number, one = next(iter(seen.items()))
     if one.like is None:
         return set()

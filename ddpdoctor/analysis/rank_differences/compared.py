@@ -195,6 +195,7 @@ COMPARED: dict[type[Event], Compared] = {
         "shuffle seed sampler_drop_last total_size sampler_length own_order by_epoch replacement "
         "batch_sampler batches_given site",
         "loader",
+        words={"length": "the number of samples in a loader's data set"},
     ),
     e.SamplerRefused: _row("sampler that raises", "error replicas site"),
     e.EpochBegan: _row(
