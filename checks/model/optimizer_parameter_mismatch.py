@@ -57,6 +57,14 @@ REASONS = {
         "{model} that the optimizer holds",
         fix=BUILD_LAST + ", after `fully_shard`",
     ),
+    "built-while-gathered": Reason(
+        "the optimizer holds some parameters that are not those that `fully_shard` made",
+        cause="{optimizer} holds other tensors for these parameters than {model} has: it was built "
+        "before `fully_shard` sharded them, or after a forward without a backward, which leaves "
+        "them gathered",
+        fix=BUILD_LAST + ", after the last `fully_shard` and before any forward (or after "
+        "`model.reshard()`)",
+    ),
     "stale-parameters": Reason(
         "the optimizer holds parameters that left the model after it was built",
         cause="{optimizer} holds parameters that {model} no longer has: the model was copied, or a "
@@ -82,7 +90,7 @@ REASONS = {
     ),
 }
 
-REPLACED = ("built-before-sharding", "stale-parameters")
+REPLACED = ("built-before-sharding", "built-while-gathered", "stale-parameters")
 """Rules where the parameters that are held and not trained were those of the model before."""
 
 
@@ -292,7 +300,9 @@ def _rule(event: Ownership, *, owner: bool, unfrozen: bool, earlier: bool) -> st
     if earlier:
         return "earlier-model"
     if event.stale:
-        return "built-before-sharding" if event.model < 0 else "stale-parameters"
+        part = len(event.missing) < event.trained
+        sharded = "built-while-gathered" if part else "built-before-sharding"
+        return sharded if event.model < 0 else "stale-parameters"
     if _mostly_frozen(event):
         return "mostly-frozen"
     return "empty-group" if event.empty else "not-covered"

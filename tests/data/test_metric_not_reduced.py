@@ -81,7 +81,7 @@ def test_a_file_is_saved_by_the_metric_of_one_rank():
 
 def test_a_metric_that_stays_the_same_on_one_rank():
     (finding,) = judged(run_of([[0.9, 0.8, 0.85], [0.7]]))
-    assert finding.evidence["evaluations_in_which_they_differ"] == "3 of 3"
+    assert finding.evidence["evaluations_compared_in_which_they_differ"] == "3 of 3"
 
 
 def test_shares_of_a_sampler_of_ones_own():

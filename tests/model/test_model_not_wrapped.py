@@ -426,3 +426,27 @@ def test_a_part_of_a_model_that_is_sharded():
     )
     assert found.rule == "never-wrapped"
     assert "fully_shard" in found.fix and "DistributedDataParallel" not in found.fix
+
+
+@pytest.mark.parametrize(
+    ("handed", "rule"), [((0,), "left-out-of-exchange"), ((), "never-wrapped")]
+)
+def test_a_small_part_whose_gradients_the_program_exchanges(handed, rule):
+    """The gradient of one weight is passed to a collective and is equal; the others are not."""
+
+    def look(rank, step):
+        own = [100 * step + 10 * n + rank for n in range(1, 4)]
+        gradients = [100 * step + 7 + (0 if handed else rank), *own]
+        values = [1000 + step, *(2000 + n + step * (10 + rank) for n in range(3))]
+        each = pack([*gradients, *values])
+        return UnwrappedState(
+            at=0, optimizer=0, step=step, gradients=sum(gradients), parameters=sum(values),
+            each=each, handed=pack(handed),
+        )  # fmt: skip
+
+    run = make_run({r: loose(*(look(r, n) for n in range(4))) for r in (0, 1)})
+    (found,) = CHECK.examine(run)
+    assert found.rule == rule
+    if handed:
+        assert found.severity is Severity.WARNING
+        assert found.subjects == ("body.bias", "head.weight", "head.bias")

@@ -47,12 +47,15 @@ def test_an_optimizer_of_a_discarded_model():
     assert found.severity.value == "error"
 
 
-def test_an_optimizer_from_before_the_model_was_sharded():
-    event = owned(["0.weight"], model=-1, module="Net", stale=("4x4",))
+@pytest.mark.parametrize(
+    ("more", "rule"), [(0, "built-before-sharding"), (3, "built-while-gathered")]
+)
+def test_an_optimizer_from_before_the_model_was_sharded(more, rule):
+    event = owned(["0.weight"], model=-1, module="Net", stale=("4x4",), trained=1 + more)
     run = make_run({r: [site(60, "train.py", 6, "optimizer = ..."), event] for r in (0, 1)})
     assert CHECK.unobserved(run) != "no model was wrapped in DistributedDataParallel"
     (found,) = CHECK.examine(run)
-    assert (found.severity.value, found.location.line) == ("error", 6)
+    assert (found.severity.value, found.location.line, found.rule) == ("error", 6, rule)
 
 
 MOST = ["body.weight", "body.bias", "head.weight", "head.bias"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank
-from ..calls.call_logs import CallRecord, lines
+from ..calls.call_logs import BACKWARD, CallRecord, lines
 from ..calls.rank_conditions import is_plain, on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -75,6 +75,12 @@ def unbranched(head: Statement, what: str) -> str:
 
 def unwrapped(head: Statement, made: CallRecord) -> str:
     """What to do about a wrapped model that some ranks do not run because of a statement."""
+    if made.signature.op == BACKWARD:
+        return (
+            "run this backward on every rank or on none: let the condition depend on values that "
+            "all ranks share (draw a random number on rank 0 and broadcast it, say), or multiply "
+            "the loss by 0 where a rank has nothing to train on"
+        )
     name = _wrapper(made)
     inner = f"`{name}.module(...)`" if name else "the inner module (`.module`)"
     return f"run the wrapped model on every rank, or use {inner} {where(head)}"

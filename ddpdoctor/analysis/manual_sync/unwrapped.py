@@ -89,7 +89,7 @@ def _differing(whole: Alone) -> Alone | None:
     copies = whole.copies
     if any(s.late for s in copies.states):
         return replace(whole, rule=rules.SYNCED_AFTER_STEP)
-    if (part := _left_out(whole)) is not None:
+    if (part := _others_exchanged(whole) or _left_out(whole)) is not None:
         return part
     if kept := _others_kept_equal(copies):
         return replace(whole, rule=rules.OTHER_OPTIMIZER_SYNCED, others=range(kept))
@@ -114,6 +114,20 @@ def _result_unused(run: Run, copies: Copies) -> bool:
             for s in look.values()
         )
     )
+
+
+def _others_exchanged(whole: Alone) -> Alone | None:
+    """At every close look the program itself had passed some gradients to collectives, which are
+    equal since, and not the others, which are not."""
+    copies = whole.copies
+    if len(copies.close) < LOOKS:
+        return None
+    own = list(enumerate(copies.parameters))
+    shared = [i for i, h in own if h.trained and all(map(all, h.passed)) and all(h.agree)]
+    local = [i for i, h in own if h.present and not h.handed and not any(h.agree)]
+    if not (shared and local):
+        return None
+    return replace(whole, rule=rules.OTHERS_EXCHANGED, positions=local, others=shared)
 
 
 def _left_out(whole: Alone) -> Alone | None:

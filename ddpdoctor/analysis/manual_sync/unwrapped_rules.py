@@ -327,6 +327,26 @@ WITHOUT_HOOK = replace(
         "numbers exchanged in each backward": sum(c.copies.sizes[i] for i in c.others),
     },
 )
+OTHERS_EXCHANGED = replace(
+    LEFT_OUT,
+    name="left-out-of-exchange",
+    when="the program all-reduces gradients of other, smaller parts of the model",
+    severity=Severity.WARNING,
+    confidence=Confidence.SUSPECTED,
+    spots=("exchange", "step", "made"),
+    label="carries the gradients of other parameters only",
+    related=(("applied here", "step"), ("created here", "made")),
+    cause="the program passes the gradients of {c.rest} other parameters to collectives, and they "
+    "are equal on all ranks, but not {c.few:this gradient|these}: every rank applies its own",
+    fix="all-reduce {c.few:its gradient|their gradients} as well: "
+    + AVERAGE
+    + "; if each rank is to have its own, silence this with `--ignore model-not-wrapped`",
+    evidence=lambda c: {
+        "parameters": f"{c.few} of {c.count}",
+        "parameters whose gradients are exchanged": c.rest,
+        "steps compared": c.compared,
+    },
+)
 OTHER_OPTIMIZER_SYNCED = replace(
     LEFT_OUT,
     name="other-optimizer-synced",
@@ -347,7 +367,7 @@ RULES = {
     rule.name: rule.when
     for rule in (
         NEVER_WRAPPED, SYNCED_AFTER_STEP, RESULT_UNUSED, WITHOUT_HOOK, LEFT_OUT,
-        OTHER_OPTIMIZER_SYNCED, INDEPENDENT_MODELS, OUTSIDE_GROUP, DATA_PARALLEL_GROUP,
-        SEQUENCE_PARALLEL, EQUAL_REPLICAS,
+        OTHERS_EXCHANGED, OTHER_OPTIMIZER_SYNCED, INDEPENDENT_MODELS, OUTSIDE_GROUP,
+        DATA_PARALLEL_GROUP, SEQUENCE_PARALLEL, EQUAL_REPLICAS,
     )
 }  # fmt: skip
