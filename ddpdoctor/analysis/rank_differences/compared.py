@@ -113,10 +113,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.ModulesSkipped: _row("skipped modules", "names", "model", "backward", CHANGES),
     e.UnusedParameters: _row("unused parameters", "indices", "model", "backward", CHANGES),
     e.BatchSeen: _row("batch", "size reduction weight", "model", "forward", CHANGES, usual=True),
-    e.ForwardInput: _row(
-        "inputs", "fed training", "model", "forward", SAMPLED,
-        words={"fed": "whether the inputs come right from a loader"},
-    ),
+    e.ForwardInput: _row("forward", "training", "model", "forward", SAMPLED),
     e.LossScaled: _row("division of the loss", "divisor expression site", "model"),
     e.LossMultiplied: _row("multiplication of the loss", "size expression site", "model"),
     e.LossCounted: _row("division of the loss by a count", "size site", "model"),
