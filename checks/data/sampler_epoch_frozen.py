@@ -13,9 +13,12 @@ from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, related, 
 from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders, same_order
 from ddpdoctor.analysis.data.streams import examined_epochs, repeated_order
 from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
-from ddpdoctor.events import EpochEnded, ForwardInput, OptimizerSeen, StepDone, Wrapped
+from ddpdoctor.events import EpochEnded, ForwardInput, Loaded, OptimizerSeen, StepDone, Wrapped
 from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, counted, listed, whom
+
+NUMBERS_OF_A_LOOP = 3
+"""Different epoch numbers after which one that comes twice is no fault of the loop."""
 
 CYCLE = re.compile(r"\bcycle\(")
 
@@ -61,6 +64,8 @@ class SamplerEpochFrozen(LoaderCheck):
     made in `__iter__` from the seed and an epoch that the program sets.
 
     ## When it stays quiet
+    - An epoch that is run again from an earlier state: weights are loaded before it, or it is the
+      only one of several that comes twice.
     - `shuffle=False`, a single epoch, or evaluation.
     - The orders differ although the number does not (samplers that count epochs themselves).
     - A custom sampler or a stream whose order does not depend on the epoch, or that has one or two
@@ -99,7 +104,11 @@ class SamplerEpochFrozen(LoaderCheck):
             yield from self._judge_stream(run, loader)
             yield from self._judge_generators(run, loader)
             return
-        frozen = {r: n for r, reader in loader.readers.items() if (n := _repeats(reader))}
+        frozen = {
+            r: n
+            for r, reader in loader.readers.items()
+            if (n := _repeats(reader)) and not _resumed(reader, n)
+        }
         if not frozen:
             return
         reader = loader.readers[min(frozen)]
@@ -369,6 +378,19 @@ def _begins_anew(rank: Rank, old: Epoch, new: Epoch) -> bool:
     return min(taken, default=0.0) > start
 
 
+def _goes_back(rank: Rank, old: Epoch, new: Epoch) -> bool:
+    """Whether weights were loaded between two epochs: the second may repeat the first on purpose,
+    from an earlier state."""
+    return any(e.what == "weights" and _end(old) < e.at < new.began.at for e in rank.of(Loaded))
+
+
+def _resumed(reader: Reader, repeats: int) -> bool:
+    """Whether one epoch out of several with numbers of their own was run twice, as where a program
+    goes on from a checkpoint."""
+    numbers = {e.began.sampler_epoch for e in reader.epochs}
+    return repeats == 1 and len(numbers) >= NUMBERS_OF_A_LOOP and not _restarts(reader)
+
+
 def _same(reader: Reader, old: Epoch, new: Epoch) -> bool:
     """Whether two epochs had the same order and the same epoch number."""
     a, b = old.ended, new.ended
@@ -377,5 +399,7 @@ def _same(reader: Reader, old: Epoch, new: Epoch) -> bool:
     if _begins_anew(reader.rank, old, new):
         return False
     if old.began.sampler_epoch != new.began.sampler_epoch or in_order(a):
+        return False
+    if new.began.epochs_set > old.began.epochs_set and _goes_back(reader.rank, old, new):
         return False
     return len(a.head) >= FEWEST_REPEATED and same_order(a, b, FEWEST_REPEATED)

@@ -16,6 +16,7 @@ from ddpdoctor.events import (
     EpochEnded,
     Event,
     ForwardInput,
+    Loaded,
     OptimizerSeen,
     StepDone,
     WorkerRandom,
@@ -96,6 +97,34 @@ def test_evaluation_over_the_training_data_in_between() -> None:
     used = {"backwards": [2, 0, 2, 0]}
     assert not examine(epochs(FIRST, FIRST, OTHER, OTHER, numbers=[0, 0, 1, 1], ends=used))
     assert examine(epochs(FIRST, FIRST, FIRST, FIRST, ends=used))
+
+
+@pytest.mark.parametrize(
+    ("what", "epochs_set", "told"),
+    [("weights", [1, 2, 3], False), ("weights", [1, 1, 1], True), ("optimizer", [1, 2, 3], True)],
+    ids=["rolled back", "set once", "no weights"],
+)
+def test_epochs_that_are_run_again_from_an_earlier_state(
+    what: str, epochs_set: list[int], told: bool
+) -> None:
+    events: list[Event] = []
+    fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1}
+    began = {"sampler_epoch": 0, "epochs_set": epochs_set}
+    for event in loader(0, [FIRST] * 3, began=began, **fields):  # type: ignore[arg-type]
+        if isinstance(event, EpochBegan) and event.epoch:
+            events.append(Loaded(at=0, what=what, model=0, step=1, site=-1))
+        events.append(event)
+    assert bool(examine(events)) is told
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [([0, 1, 1, 2], False), ([0, 1, 1, 1], True), ([0, 1, 1], True)],
+    ids=["resumed", "twice", "of two"],
+)
+def test_one_epoch_of_several_that_comes_twice(numbers: list[int], told: bool) -> None:
+    orders = [[*FIRST[n:], *FIRST[:n]] for n in numbers]
+    assert bool(examine(epochs(*orders, numbers=numbers))) is told
 
 
 def test_one_epoch() -> None:
