@@ -52,7 +52,8 @@ class IdenticalAugmentation(LoaderCheck):
 
     ## How to fix it
     Seed by rank after the model is built: `torch.manual_seed(seed + rank)`, and likewise numpy and
-    `random`; or give the loader `generator=torch.Generator().manual_seed(seed + rank)`.
+    `random`; or give the loader `generator=torch.Generator().manual_seed(seed + rank)`. A framework
+    that seeds again when training begins needs this in a hook (Lightning: `on_train_start`).
 
     ## When it stays quiet
     - Loading data draws no random numbers.
@@ -60,6 +61,8 @@ class IdenticalAugmentation(LoaderCheck):
     - The ranks' inputs are equal as well (see `data-overlap`).
     - The model has dropout: what else a step draws is not told apart from it.
     - A stream is shuffled when it begins, equally on all ranks, which then shard it.
+    - The data set draws from a generator of its own (`self.rng = np.random.RandomState()`): only
+      those of Python, numpy and torch are looked at.
     """
 
     code = "DDP510"
