@@ -42,6 +42,9 @@ SHARE = 0.02
 """The share of the time that may go into looking and drawing."""
 LOG_S = 30.0
 """Between two lines of a log."""
+TIMES = 2
+"""From so many times the duration on, a step is said to take so many times as long."""
+
 CHANGED = 0.1
 """A speed that changed by less is the same."""
 BEHIND = 2
@@ -140,6 +143,8 @@ def _speed(fast: progress.Speed) -> str:
     said = f"{per:.3g} steps/s" if per >= 1 or not per else f"{duration(1 / per)} a step"
     if not fast.before or abs(per / fast.before - 1) < CHANGED:
         return said
+    if per and fast.before >= TIMES * per:
+        return f"{said} (a step takes {fast.before / per:.2g} times as long as before)"
     how = "slower" if per < fast.before else "faster"
     return f"{said} ({100 * abs(per / fast.before - 1):.0f} % {how} than before)"
 
