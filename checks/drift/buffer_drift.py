@@ -127,11 +127,14 @@ class BufferDrift(Check):
         return uncompared(run, "buffers")
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        yield from each_model(run, self._judge)
-        yield from each_model(run, self._judge_late)
-        yield from each_model(run, self._judge_overwritten)
+        judges = (self._judge, self._judge_late, self._judge_overwritten)
+        told = [found for judge in judges for found in each_model(run, judge)]
+        yield from told
+        serious = [{*f.subjects} for f in told if f.severity is not Severity.NOTE]
         for outer in outer_modules.outer_modules(run):
-            if not outer.parameters:
+            # What is copied from buffers that differ follows from them.
+            follows = any(outer.originals and outer.originals <= names for names in serious)
+            if not outer.parameters and not follows:
                 yield self.finding(**outer.fields(run))
 
     def _judge_late(self, run: Run, group: Replicas) -> Iterator[Finding]:

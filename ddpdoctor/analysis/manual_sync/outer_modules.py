@@ -88,6 +88,14 @@ class Outer:
         like = self.any.like
         return "" if like is None else f"model.module{'.' if like[1] else ''}{like[1]}"
 
+    @property
+    def originals(self) -> set[str]:
+        """The tensors of the wrapped model that it looks like, of those that differ here."""
+        if self.any.like is None:
+            return set()
+        part = self.any.like[1]
+        return {f"{part}.{name}" if part else name for name in self.names}
+
     def _line(self, site: str) -> Location | None:
         spots = (rank.location(getattr(self.seen[n], site)) for n, rank in self.ranks.items())
         return next((spot for spot in spots if spot is not None), None)
