@@ -197,7 +197,7 @@ def junit(report: Report) -> str:
         name=report.tool.name,
         package=report.tool.name,
         id="0",
-        hostname="localhost",
+        hostname="localhost",  # what Ant's schema asks for where no one host is meant
         tests=str(len(cases)),
         failures=str(sum(map(len, found.values()))),
         errors="0",

@@ -205,3 +205,16 @@ def test_names_that_say_nothing(tmp_path: Path) -> None:
                 by_step = [names[step % len(names)]] if not number else names
                 named(tape, *by_step, step=step, op=op or "all_reduce")
         assert found(run_of(tmp_path / str(number), made, more=TRAINED)) == [], number
+
+
+def test_names_that_are_on_record_for_one_round_only(tmp_path: Path) -> None:
+    """As those of parameters are: later rounds are not compared, and not called right."""
+    made = tapes()
+    for rank, tape in made.items():
+        named(tape, *(("b", "a") if rank else ("a", "b")), step=0)
+        for step in range(1, 6):
+            named(tape, "", "", step=step)
+    (finding,) = found(run_of(tmp_path, made, more=TRAINED))
+    assert finding.rule == "key-order"
+    assert finding.steps is not None
+    assert (finding.steps.count, finding.steps.compared) == (1, 1)

@@ -11,7 +11,7 @@ from ..calls.call_logs import BACKWARD, CallLogs, CallRecord
 from ..control_flow.branches import head_of, where
 from .align import CallDivergence
 from .attribution import WHO, Attribution
-from .explanation import CallExplanation, order_fix, sides_text
+from .explanation import CallExplanation, sides_text
 from .suspects import Suspect
 from .thresholds import HISTORY
 
@@ -90,7 +90,8 @@ class KeyOrder(CallExplanation):
             suspect,
             cause="the ranks loop over the same names in a different order (a `set` is ordered "
             "differently in every process)",
-            fix=order_fix(suspect),
+            fix="call the collectives in the same order on every rank: sort the keys looped over, "
+            "or loop over a list (`list(model.parameters())`) instead of a `set`",
         )
 
 

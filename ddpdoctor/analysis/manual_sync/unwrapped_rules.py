@@ -336,8 +336,9 @@ OTHERS_EXCHANGED = replace(
     spots=("exchange", "step", "made"),
     label="carries the gradients of other parameters only",
     related=(("applied here", "step"), ("created here", "made")),
-    cause="the program passes the gradients of {c.rest} other parameters to collectives, and they "
-    "are equal on all ranks, but not {c.few:this gradient|these}: every rank applies its own",
+    cause="the program passes the gradients of {c.rest} other {c.rest:parameter|parameters} to "
+    "collectives, which makes them equal, but not {c.few:this one|these}: every rank applies its "
+    "own",
     fix="all-reduce {c.few:its gradient|their gradients} as well: "
     + AVERAGE
     + "; if each rank is to have its own, silence this with `--ignore model-not-wrapped`",

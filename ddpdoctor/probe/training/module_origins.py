@@ -122,13 +122,9 @@ class ModuleOrigins(Watcher):
         """Names of parameters by id, and the outermost known modules that contain them, the one
         with most of them first."""
         wanted = {id(p) for p in parameters}
-        known = self.living_modules()
-        children = {id(c) for m in known for c in m._modules.values() if c is not None}
         names: dict[int, str] = {}
         roots = []
-        for module in known:
-            if id(module) in children:
-                continue
+        for module in self._outermost():
             mine = {id(p): n for n, p in module.named_parameters() if id(p) in wanted}
             if mine:
                 names = mine | names
@@ -142,12 +138,16 @@ class ModuleOrigins(Watcher):
         if not issubclass(type(parameter), sys.modules["torch"].Tensor):
             return ""
         if not self._names:
-            known = self.living_modules()
-            children = {id(c) for m in known for c in m._modules.values() if c is not None}
-            for module in known:
-                for name, held in module.named_parameters() if id(module) not in children else ():
+            for module in self._outermost():
+                for name, held in module.named_parameters():
                     self._names.setdefault(held, name)
         return self._names.get(parameter, "")
+
+    def _outermost(self) -> list[Any]:
+        """The living modules that are in no other one."""
+        known = self.living_modules()
+        children = {id(c) for m in known for c in m._modules.values() if c is not None}
+        return [module for module in known if id(module) not in children]
 
     def living_modules(self) -> list[Any]:
         """All living modules that are known."""
