@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from math import isclose
 
-from ...events import Hyperparameters, LoaderSeen, Unwrapped
-from ...run import Rank
+from ...events import FileWritten, Hyperparameters, LoaderSeen, Unwrapped
+from ...run import Location, Rank
 from .copies import Copies, form, same, states_of, step_of
 from .thresholds import MODELS_OF_A_LINE, ROUNDING
+
+DIFFERENT_START = "the ranks start with different parameters"
 
 Options = tuple[dict[str, float | bool | str], ...]
 Trial = tuple[tuple[object, ...], Options]
@@ -36,29 +38,50 @@ def adapted(copies: Copies) -> bool:
 
 
 def possible(copies: Copies) -> str:
-    """Whether the ranks start with different parameters (which torch's default seed does not give
-    them), which no rank sent, and nothing else shows that they are to train one model together: in
-    words, what does show that they may not; empty if they are."""
+    """In words, what shows that the ranks may be meant to train different models; empty if nothing
+    does.
+
+    Every rank saves a file of its own, next to another part of the model, which they synchronise.
+    Or the ranks start with different parameters (which torch's default seed does not give them),
+    which no rank sent, and nothing else shows that they are to train one model together."""
+    beside = _beside_wrapped(copies) or _synced_beside(copies, equal=False)
+    if beside and _save_own_files(copies):
+        return "every rank saves a file of its own, next to another part, which they synchronise"
     begin = copies.looks[0]
     if step_of(begin) or same(begin) or any(s.averaged for s in begin.values()):
         return ""
     if not _beside_wrapped(copies) and not _divide_data(copies):
-        return "no sampler divides the data"
-    if _own_start(copies):
-        return "with equal ones in another part, which they synchronise"
+        return f"{DIFFERENT_START}, and no sampler divides the data"
+    if _synced_beside(copies, equal=True):
+        return f"{DIFFERENT_START}, but with equal ones in another part, which they synchronise"
     return ""
 
 
-def _own_start(copies: Copies) -> bool:
-    """Whether the same ranks start with equal parameters in a model of another optimizer, and
-    synchronise its gradients."""
+def _save_own_files(copies: Copies) -> bool:
+    """Whether a line saves files after the first step, none of which two ranks write."""
+    written: dict[Location, dict[int, set[str]]] = {}
+    for number, (rank, _) in copies.members.items():
+        for save in rank.of(FileWritten):
+            line = rank.location(save.site)
+            if save.how == "save" and save.step and line is not None:
+                written.setdefault(line, {}).setdefault(number, set()).add(save.path)
+    return any(
+        paths.keys() == copies.members.keys()
+        and sum(map(len, paths.values())) == len(set().union(*paths.values()))
+        for paths in written.values()
+    )
+
+
+def _synced_beside(copies: Copies, *, equal: bool) -> bool:
+    """Whether the same ranks train a model of another optimizer and synchronise its gradients;
+    `equal`: and start with equal parameters in it."""
     mine = copies.first[1].optimizer
     others = {e.optimizer for e in copies.first[0].of(Unwrapped)} - {mine}
     for optimizer in others:
         states = [states_of(rank, optimizer) for rank, _ in copies.members.values()]
         begins = {row[0].parameters for row in states if row and not row[0].step}
         synced = all(row and row[-1].exchanged.startswith("gradients") for row in states)
-        if synced and len(begins) == 1:
+        if synced and (len(begins) == 1 or not equal):
             return True
     return False
 
