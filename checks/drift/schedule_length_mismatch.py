@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, pairwise
 from typing import ClassVar, NamedTuple
 
 from msgspec.structs import replace
@@ -26,10 +27,39 @@ MICRO_BATCHES = "counts-micro-batches"
 DIVIDED_TWICE = "divided-twice"
 TOO_OFTEN = "stepped-too-often"
 PATIENCE = "patience-counted-per-rank"
+EPOCHS = "epochs-counted-per-rank"
 
 PLATEAU = "ReduceLROnPlateau"
-FEWEST_METRICS = 3
-"""Metrics that must all have been given as often as there are ranks."""
+FEWEST_TIMES = 3
+"""Metrics, or epochs, that must all have been counted as often as there are ranks."""
+
+
+class Unit(NamedTuple):
+    """What a scheduler counts once for each rank, and the words for it."""
+
+    rule: str
+    name: str
+    every: str
+    over: str
+    fix: str
+
+
+METRIC = Unit(
+    PATIENCE,
+    "metric",
+    "with each metric",
+    "its patience counts calls, so that it is over after a part of the evaluations",
+    "step it once per evaluation: keep it out of `accelerator.prepare`, or step the scheduler "
+    "inside, `scheduler.scheduler.step(metric)`",
+)
+EPOCH = Unit(
+    EPOCHS,
+    "epoch",
+    "in every epoch",
+    "it counts calls, so that what is planned for some epochs is over after a part of those",
+    "step it once per epoch: keep it out of `accelerator.prepare`, or step the scheduler inside, "
+    "`scheduler.scheduler.step()`",
+)
 
 
 class Epochs(NamedTuple):
@@ -69,16 +99,17 @@ class ScheduleLengthMismatch(Check):
     A scheduler with a planned length (`OneCycleLR`, `CosineAnnealingLR`, a falling `LinearLR`,
     `PolynomialLR`, or a `SequentialLR` that ends in one of them) whose run ended after another
     number of steps, by a factor that is the number of ranks or of micro-batches per step. And a
-    `ReduceLROnPlateau` that counts every metric once for each rank, so that its patience is over
-    too soon.
+    scheduler that is stepped once per epoch, but counts every epoch once for each rank; or a
+    `ReduceLROnPlateau` that counts every metric so, whose patience is over too soon.
 
     ## How it knows
     Each rank records the planned length, the calls of `step`, and the line that made the scheduler.
     At the end of a run that completed, the length is compared with four counts: the calls, the
     optimizer's steps, the batches this rank was given, and those that the whole data set would give
     one process. It is reported only if one of these numbers explains the plan and another the run.
-    Of a `ReduceLROnPlateau` each rank records the first calls with their metrics: one line gives
-    it each metric as often as there are ranks, with no optimizer step in between.
+    Each rank records the first calls of a scheduler, with the metrics of a `ReduceLROnPlateau`: one
+    line makes as many of them as there are ranks, with no optimizer step in between, and several
+    optimizer steps before the next.
 
     ## Why it hurts
     A schedule that is too long never comes down: the run ends at a high learning rate. One that is
@@ -95,7 +126,8 @@ class ScheduleLengthMismatch(Check):
       have been meant to go on.
     - A plan that is too long by the number of ranks in a program that asked for the length of the
       divided loader before it made the scheduler.
-    - Schedulers whose state was loaded, and those stepped once per epoch.
+    - Schedulers whose state was loaded, and those stepped once per epoch that count it once.
+    - Schedulers that count each epoch once for each rank and are planned for as many steps.
     - Cosine schedules of whole epochs that the run repeats, and warm-ups (a rising `LinearLR`).
     - Schedulers of functions (`LambdaLR`) that are given no length of a plan.
     """
@@ -110,6 +142,7 @@ class ScheduleLengthMismatch(Check):
         MICRO_BATCHES: "the plan counts batches, the scheduler is stepped once per optimizer step",
         DIVIDED_TWICE: "the plan counts the batches of one rank, divided by the ranks again",
         PATIENCE: "`ReduceLROnPlateau` is stepped once for each rank with every metric",
+        EPOCHS: "a scheduler of epochs is stepped once for each rank in every epoch",
     }
     requires = (
         seen(
@@ -122,16 +155,14 @@ class ScheduleLengthMismatch(Check):
     def unobserved(self, run: Run) -> str | None:
         if (why := super().unobserved(run)) is not None:
             return why
-        if any(e.kind == PLATEAU for r in run.ranks.values() for e in r.of(SchedulerStep)):
+        if any(_seldom(e) for r in run.ranks.values() for e in r.of(SchedulerStep)):
             return None
         if not run.any(ScheduleEnded):
             return "no scheduler with a planned number of steps was stepped"
         return None if run.outcome() == "completed" else "the run did not end by itself"
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        counted_twice = [r for r in run.ranks.values() if _once_for_each_rank(r, run.world_size)]
-        if counted_twice:
-            yield self._patience(counted_twice, run.world_size)
+        yield from self._counted_per_rank(run)
         if run.outcome() != "completed":
             return
         found: dict[object, list[tuple[Rank, ScheduleEnded, Mismatch]]] = {}
@@ -143,26 +174,39 @@ class ScheduleLengthMismatch(Check):
         for same in found.values():
             yield self._finding(same)
 
-    def _patience(self, ranks: list[Rank], times: int) -> Finding:
-        steps = _once_for_each_rank(ranks[0], times)
+    def _counted_per_rank(self, run: Run) -> Iterator[Finding]:
+        """Schedulers that count each metric, or epoch, once for each rank."""
+        found: dict[object, list[tuple[Rank, list[SchedulerStep]]]] = {}
+        for rank in run.ranks.values():
+            for steps in _once_for_each_rank(rank, run.world_size):
+                if steps[0].kind == PLATEAU or not _planned_so(rank, steps[0], run.world_size):
+                    key = rank.location(steps[0].site), steps[0].kind, steps[0].scheduler
+                    found.setdefault(key, []).append((rank, steps))
+        for same in found.values():
+            yield self._once_more(same, run.world_size)
+
+    def _once_more(self, same: list[tuple[Rank, list[SchedulerStep]]], times: int) -> Finding:
+        rank, steps = same[0]
         event = steps[0]
+        unit = METRIC if event.kind == PLATEAU else EPOCH
+        seen = {"metrics": [e.metric for e in steps[: times * 4 : times]]}
+        if unit is EPOCH:
+            seen = {"optimizer_steps_before": [e.step for e in steps[: times * 4]]}
         return self.finding(
-            rule=PATIENCE,
-            ranks=tuple(r.rank for r in ranks),
+            rule=unit.rule,
+            ranks=tuple(r.rank for r, _ in same),
             subjects=(event.kind,),
             optimizers=(event.optimizer,),
-            location=ranks[0].location(event.site),
-            label=f"counts each metric {counted(times, 'time')}",
-            summary=f"{event.kind} is stepped {counted(times, 'time')} with each metric, once for "
-            f"each of the {times} ranks",
-            cause="its patience counts calls, so that it is over after a part of the evaluations "
-            "that it was meant for (Accelerate steps a scheduler that it has prepared once for "
-            "each process)",
-            fix="step it once per evaluation: keep it out of `accelerator.prepare`, or step the "
-            "scheduler inside, `scheduler.scheduler.step(metric)`",
+            location=rank.location(event.site),
+            label=f"counts each {unit.name} {counted(times, 'time')}",
+            summary=f"{event.kind} is stepped {counted(times, 'time')} {unit.every}, once for each "
+            f"of the {times} ranks",
+            cause=f"{unit.over} that it was meant for (Accelerate steps a scheduler that it has "
+            "prepared once for each process)",
+            fix=unit.fix,
             fix_kind=FixKind.CHECK,
-            evidence={"metrics": [e.metric for e in steps[: times * 4 : times]]},
-            at=ranks[0].wall(event.at),
+            evidence={**seen},
+            at=rank.wall(event.at),
         )
 
     def _finding(self, same: list[tuple[Rank, ScheduleEnded, Mismatch]]) -> Finding:
@@ -194,21 +238,39 @@ class ScheduleLengthMismatch(Check):
         )
 
 
-def _once_for_each_rank(rank: Rank, ranks: int) -> list[SchedulerStep]:
-    """The first calls of a `ReduceLROnPlateau` by one line, if that gives it every metric as often
-    as there are ranks; empty if not."""
+def _once_for_each_rank(rank: Rank, ranks: int) -> Iterator[list[SchedulerStep]]:
+    """The first calls of each scheduler by one line, if that steps it with every metric, or once in
+    a while, as often as there are ranks."""
     by_line: dict[int, list[SchedulerStep]] = {}
     for event in rank.of(SchedulerStep):
         known = by_line.setdefault(event.site, [])
-        if event.kind == PLATEAU and event.metric is not None and event.call == len(known):
+        if event.call == len(known):  # later ones are not all on record
             known.append(event)
-    for steps in by_line.values():
+    by_scheduler: dict[tuple[int, int], list[SchedulerStep]] = {}
+    for event in chain.from_iterable(by_line.values()):
+        if _seldom(event):
+            by_scheduler.setdefault((event.site, event.scheduler), []).append(event)
+    for steps in by_scheduler.values():
         given = Counter((e.step, e.metric) for e in steps)
         # The last ones may not be on record.
-        times = list(given.values())[:-1]
-        if ranks > 1 and len(times) >= FEWEST_METRICS and set(times) == {ranks}:
-            return steps
-    return []
+        times, taken = list(given.values())[:-1], sorted({e.step for e in steps})
+        apart = steps[0].kind == PLATEAU or all(b - a > 1 for a, b in pairwise(taken))
+        if ranks > 1 and len(times) >= FEWEST_TIMES and set(times) == {ranks} and apart:
+            yield steps
+
+
+def _seldom(event: SchedulerStep) -> bool:
+    """Whether a call of this kind may be one per epoch or evaluation."""
+    return event.kind != PLATEAU or event.metric is not None
+
+
+def _planned_so(rank: Rank, event: SchedulerStep, ranks: int) -> bool:
+    """Whether a scheduler that counts epochs once for each rank is planned for more steps than
+    there are epochs, or repeats on purpose what it is planned for."""
+    plans = [
+        e for e in rank.of(ScheduleEnded) if e.step_site == event.site and e.kind == event.kind
+    ]
+    return any(not _close(e.calls / e.planned, ranks) for e in plans)
 
 
 def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:

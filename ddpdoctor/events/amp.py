@@ -85,6 +85,7 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     Attributes:
         call: zero-based number of the call at this line.
         optimizer: the one whose options it sets; -1 if that has not stepped yet.
+        scheduler: number of the scheduler object, in the order of their first calls.
         metric: what `ReduceLROnPlateau` is given, None if it is no finite number on the CPU.
         logged: where a framework steps the scheduler with a number that the program has logged and
             has not asked to be reduced, that number; None otherwise.
@@ -95,6 +96,7 @@ class SchedulerStep(Event, frozen=True, tag="scheduler-step"):
     call: int
     site: int
     optimizer: int = -1
+    scheduler: int = 0
     metric: float | None = None
     logged: Logged | None = None
 

@@ -272,7 +272,6 @@ def test_the_length_that_a_function_was_planned_for(function, planned):
         (1, (0.5, 0.5, 0.5, 0.5), "ReduceLROnPlateau", False),
         (3, (0.5, 0.4, 0.45, 0.4), "ReduceLROnPlateau", False),
         (2, (0.5, 0.4), "ReduceLROnPlateau", False),
-        (2, (0.5, 0.4, 0.45, 0.4), "StepLR", False),
     ],
 )
 def test_patience_that_is_counted_once_for_each_rank(times, metrics, kind, told):
@@ -286,5 +285,48 @@ def test_patience_that_is_counted_once_for_each_rank(times, metrics, kind, told)
     run = make_run({rank: [*LINES, *steps] for rank in range(2)})
     found = list(ScheduleLengthMismatch().examine(run))
     assert [f.rule for f in found] == ["patience-counted-per-rank"] * told
+    if told:
+        assert found[0].location.line == 30
+
+
+@pytest.mark.parametrize(
+    ("times", "schedulers", "every", "planned", "told"),
+    [
+        pytest.param(2, 1, 8, 0, True, id="no known length"),
+        pytest.param(2, 1, 8, 5, True, id="planned for the epochs"),
+        pytest.param(2, 1, 8, 10, False, id="planned for the calls"),
+        pytest.param(1, 1, 8, 0, False, id="once per epoch"),
+        pytest.param(1, 2, 8, 0, False, id="two schedulers"),
+        pytest.param(2, 1, 1, 0, False, id="in every optimizer step"),
+    ],
+)
+def test_epochs_that_are_counted_once_for_each_rank(times, schedulers, every, planned, told):
+    calls = [(epoch, n) for epoch in range(5) for n in range(schedulers) for _ in range(times)]
+    steps = [
+        SchedulerStep(
+            at=n,
+            kind="StepLR",
+            step=every * epoch,
+            call=n,
+            site=STEPPED,
+            optimizer=0,
+            scheduler=scheduler,
+        )
+        for n, (epoch, scheduler) in enumerate(calls)
+    ]
+    plan = ScheduleEnded(
+        at=99,
+        kind="StepLR",
+        planned=planned,
+        calls=len(steps),
+        counted=len(steps),
+        optimizer=0,
+        steps=5 * every,
+        site=STEPPED,
+        step_site=STEPPED,
+    )
+    run = make_run({rank: [*LINES, *steps, *[plan] * bool(planned)] for rank in range(2)})
+    found = [f for f in ScheduleLengthMismatch().examine(run) if f.rule != "stepped-too-often"]
+    assert [f.rule for f in found] == ["epochs-counted-per-rank"] * told
     if told:
         assert found[0].location.line == 30

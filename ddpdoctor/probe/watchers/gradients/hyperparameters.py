@@ -77,6 +77,8 @@ class HyperparameterWatch(Watcher):
         self.scalers_made = 0
         self.made: WeakIdentityMap[list[dict[str, Any]]] = WeakIdentityMap()
         self.scheduled_by: WeakIdentityMap[tuple[str, int]] = WeakIdentityMap()
+        self.schedulers: WeakIdentityMap[int] = WeakIdentityMap()
+        self.numbered = 0
         self.set_sites: WeakIdentityMap[int] = WeakIdentityMap()
         self.scheduler_calls: dict[int, int] = {}
         self.scheduler_depth = 0
@@ -253,10 +255,18 @@ class HyperparameterWatch(Watcher):
                     call=call,
                     site=site,
                     optimizer=-1 if known is None else known.number,
+                    scheduler=self._number_of(args[0]),
                     metric=metric,
                     logged=None if metric is None else by_name(recorder),
                 )
             )
+
+    def _number_of(self, scheduler: Any) -> int:
+        number = self.schedulers.get(scheduler)
+        if number is None:
+            number = self.schedulers[scheduler] = self.numbered
+            self.numbered += 1
+        return number
 
     def _scheduler_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.scheduler_depth -= 1
