@@ -57,6 +57,7 @@ class ModelNotWrapped(Check):
 
     - and a note, if the ranks start with different values that no rank broadcast (an ensemble),
       with no wrapped model and no sampler that shards the data
+    - and a note, if every rank saves files of its own, next to another part that is synchronised
     - beside tensor parallelism, if the parameters were sent over a group before the first step and
       that group exchanges little afterwards (losses)
     - beside all_to_all in forward and backward (sequence parallelism), if all parameters start

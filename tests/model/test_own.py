@@ -5,7 +5,7 @@ from ddpdoctor.checks.model.model_not_wrapped import ModelNotWrapped
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import Hyperparameters, LoaderSeen, Unwrapped, UnwrappedState
+from ddpdoctor.events import FileWritten, Hyperparameters, LoaderSeen, Unwrapped, UnwrappedState
 
 CHECK = ModelNotWrapped()
 
@@ -80,6 +80,25 @@ def test_a_part_beside_one_that_is_synchronised(begins, shared, exchanged, confi
     found = [f for f in told_of(*ranks(), beside=(DEALT,)) if 0 in f.optimizers]
     assert [f.confidence.value for f in found] == [confidence]
     assert ("another part" in found[0].cause) is (confidence == "suspected")
+
+
+@pytest.mark.parametrize(
+    ("paths", "step", "wrapped", "confidence"),
+    [
+        pytest.param(("head-0.pt", "head-1.pt"), 8, 1, "suspected", id="a file of each rank"),
+        pytest.param(("head-0.pt", "head-1.pt"), 8, 0, "proven", id="nothing is synchronised"),
+        pytest.param(("head-0.pt", "head-1.pt"), 0, 1, "proven", id="before the training"),
+        pytest.param(("head.pt", "head.pt"), 8, 1, "proven", id="one file"),
+        pytest.param(("head.pt", None), 8, 1, "proven", id="of one rank"),
+    ],
+)
+def test_a_part_that_every_rank_saves_for_itself(paths, step, wrapped, confidence):
+    def saved(path):
+        return [FileWritten(at=9, path=path, site=1, how="save", step=step)] * bool(path)
+
+    ranks = ([*own(r, wrapped=wrapped), *saved(path)] for r, path in enumerate(paths))
+    (found,) = told_of(*ranks)
+    assert found.confidence.value == confidence
 
 
 def test_values_that_were_sent_before_the_first_step_are_of_one_model():

@@ -190,8 +190,8 @@ INDEPENDENT_MODELS = replace(
     severity=Severity.NOTE,
     confidence=Confidence.SUSPECTED,
     cause=NEVER_WRAPPED.cause + "; {c.doubt}: they may be meant to train independent models",
-    fix="{c.wrap}; if each rank is to train its own (an ensemble, a personal head), silence this with "
-    "`--ignore model-not-wrapped`",
+    fix="{c.wrap}; if each rank is to train its own (an ensemble, a personal head), silence this "
+    "with `--ignore model-not-wrapped`",
 )
 OUTSIDE_GROUP = replace(
     NEVER_WRAPPED,

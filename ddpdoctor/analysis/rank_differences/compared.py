@@ -165,7 +165,9 @@ COMPARED: dict[type[Event], Compared] = {
         },
     ),
     e.Hyperparameters: _row("options", "groups", "optimizer", "step", CHANGES),
-    e.SchedulerStep: _row("scheduler step", "step", "kind optimizer scheduler site", "call", SAMPLED),
+    e.SchedulerStep: _row(
+        "scheduler step", "step", "kind optimizer scheduler site", "call", SAMPLED
+    ),
     e.ScheduleEnded: _row("schedule", "planned calls", "optimizer"),
     e.ScalerStep: _row("loss scale", "scale", "scaler optimizer", "call", CHANGES),
     e.Carried: _row("old gradients", "carried", "optimizer", "step", CHANGES),
