@@ -16,7 +16,7 @@ from ddpdoctor.analysis.data.rng_state import (
 )
 from ddpdoctor.analysis.data.sharing_ranks import partners
 from ddpdoctor.events import StepDraws, WorkerRandom
-from ddpdoctor.report.findings import Finding, Severity, Steps
+from ddpdoctor.report.findings import Evidence, Finding, Severity, Steps
 from ddpdoctor.run import Run, listed, whom
 
 SHOWN_RANKS, SHOWN_WORKERS = 16, 8
@@ -24,6 +24,7 @@ FEWEST_STEPS = 2
 """Steps in which the draws of all ranks must be equal."""
 
 STEP_DRAWS = "equal-step-draws"
+OF_DATASET = "equal-own-generators"
 
 
 class IdenticalAugmentation(LoaderCheck):
@@ -32,15 +33,18 @@ class IdenticalAugmentation(LoaderCheck):
     ## What it finds
     Random generators that are in the same state on several ranks when an epoch begins, and that
     loading batches then draws from. Also in worker processes, whether they get the state from the
-    ranks or a `worker_init_fn` seeds them without the rank. And torch's generator in the same state
-    on all ranks while training steps draw from it (noise, timesteps) after they have their batch.
+    ranks or a `worker_init_fn` seeds them without the rank. Likewise generators that a data set or
+    its transforms keep for themselves (`self.rng = np.random.RandomState(0)`). And torch's
+    generator in the same state on all ranks while training steps draw from it (noise, timesteps)
+    after they have their batch.
 
     ## How it knows
     When an epoch begins, each rank digests the states of torch's, numpy's and Python's generators,
     without drawing from them, and records the base seed of the workers. In the first two epochs of
     a loader without workers it compares the states before and after the second, third and fourth
     batch. Workers digest their generators after their first batch, and record which of them the
-    first four batches advance. If workers cannot (they are not forked), the ranks' base seeds are
+    first four batches advance; the generators that a data set keeps are compared after a batch.
+    If workers cannot (they are not forked), the ranks' base seeds are
     compared, and digests of samples tell whether the second epoch has other content. The states of
     the first epoch are compared between the ranks. In steps 1, 2, 4, 8, 16 and 32 the state of
     torch's generator is also read when the batch is there and when the backward begins. The finding
@@ -61,8 +65,7 @@ class IdenticalAugmentation(LoaderCheck):
     - The ranks' inputs are equal as well (see `data-overlap`).
     - The model has dropout: what else a step draws is not told apart from it.
     - A stream is shuffled when it begins, equally on all ranks, which then shard it.
-    - The data set draws from a generator of its own (`self.rng = np.random.RandomState()`): only
-      those of Python, numpy and torch are looked at.
+    - An iterable data set draws from a generator of its own (`self.rng`).
     """
 
     code = "DDP510"
@@ -73,6 +76,7 @@ class IdenticalAugmentation(LoaderCheck):
         "equal-rank-generators": "the ranks themselves draw, from generators in the same state",
         "equal-worker-generators": "workers draw, and get the same seeds from their ranks",
         STEP_DRAWS: "training steps draw, from torch's generator in the same state on all ranks",
+        OF_DATASET: "the data set draws from a generator of its own in the same state",
         "equal-worker-seeds": "workers draw, and are seeded with the same numbers on every rank, "
         "although the ranks' base seeds differ",
     }
@@ -135,38 +139,49 @@ class IdenticalAugmentation(LoaderCheck):
             summary=f"{what} is the same on {whom([r.rank.rank for r in readers], run.world_size)} "
             f"while {'their workers' if names and drawn.workers else 'they'} load "
             f"{reader.seen.dataset}, so random augmentation is identical",
-            cause="the workers are seeded with the same numbers on every rank, and loading draws "
-            "from their generators"
-            if drawn.self_seeded
-            else "the ranks use the same seed, and loading draws from their generators",
+            cause=_cause(drawn),
             fix=drawn.fix,
             evidence={
-                "random states at the start of the epoch": {
-                    r.rank.rank: _digests(r.epochs[0].began.random) for r in readers[:SHOWN_RANKS]
-                },
-                "base seeds": {
-                    r.rank.rank: r.epochs[0].began.base_seed for r in readers[:SHOWN_RANKS]
-                },
                 "drawn while loading": names or "in the workers",
-                **({"workers after a batch": _of_workers(readers, peers)} if all(peers) else {}),
+                **({} if drawn.of_dataset else _global_states(readers, peers)),
             },
         )
 
 
 def _rule(drawn: EqualGenerators) -> str:
+    if drawn.of_dataset:
+        return OF_DATASET
     if drawn.self_seeded:
         return "equal-worker-seeds"
     return "equal-worker-generators" if drawn.workers else "equal-rank-generators"
+
+
+def _cause(drawn: EqualGenerators) -> str:
+    if drawn.of_dataset:
+        return "the generator gets the same seed on every rank, and loading draws from it"
+    if drawn.self_seeded:
+        return (
+            "the workers are seeded with the same numbers on every rank, and loading draws from "
+            "their generators"
+        )
+    return "the ranks use the same seed, and loading draws from their generators"
 
 
 def _digests(states: tuple[int, int, int]) -> dict[str, str]:
     return {n: f"{s:08x}" for n, s in zip(NAMES, states, strict=True)}
 
 
-def _of_workers(
-    readers: list[Reader], peers: list[dict[int, WorkerRandom]]
-) -> dict[int, list[dict[str, str]]]:
-    return {
-        reader.rank.rank: [_digests(w.states) for w in list(workers.values())[:SHOWN_WORKERS]]
-        for reader, workers in zip(readers[:SHOWN_RANKS], peers, strict=False)
+def _global_states(readers: list[Reader], peers: list[dict[int, WorkerRandom]]) -> Evidence:
+    began = {r.rank.rank: r.epochs[0].began for r in readers[:SHOWN_RANKS]}
+    found: Evidence = {
+        "random states at the start of the epoch": {
+            n: _digests(b.random) for n, b in began.items()
+        },
+        "base seeds": {n: b.base_seed for n, b in began.items()},
     }
+    if all(peers):
+        found["workers after a batch"] = {
+            number: [_digests(w.states) for w in list(workers.values())[:SHOWN_WORKERS]]
+            for number, workers in zip(began, peers, strict=False)
+        }
+    return found

@@ -214,12 +214,15 @@ class WorkerRandom(Part, frozen=True):
         own: generators that an iterable data set keeps as attributes (`Stream.rng`) and never
             seeds anew, if its first few batches advanced them: digests of the states in which this
             process handed them to the worker.
+        kept: generators that a map-style data set or its transforms keep (`Images.rng`), if batches
+            after the first advanced them: digests of their states after the first.
     """
 
     worker: int
     states: tuple[int, int, int]
     drawn: tuple[str, ...] = ()
     own: dict[str, int] = {}
+    kept: dict[str, int] = {}
 
 
 class StepDraws(Event, frozen=True, tag="step-draws"):
@@ -261,6 +264,7 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
         drawn: the generators (`torch`, `numpy`, `random`) that loading a batch advanced.
         again: how often torch's `DistributedSampler` began another order in this iteration with the
             same epoch, which the program never set.
+        kept: as `WorkerRandom.kept`, where the rank itself loads.
         workers: the generators of workers that were forked for this iteration.
     """
 
@@ -281,6 +285,7 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
     sharded: bool = False
     drawn: tuple[str, ...] = ()
     again: int = 0
+    kept: dict[str, int] = {}
     workers: tuple[WorkerRandom, ...] = ()
 
     def describe(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ddpdoctor.checks.data.identical_augmentation import IdenticalAugmentation
 from readers import found, loader, run_of
 
@@ -92,3 +93,21 @@ def test_workers_that_inherit_one_seed() -> None:
     ranks = [workers(r, seed=1, moves=True, noted=forked(1, 7, "numpy")) for r in (0, 1)]
     (finding,) = examine(*ranks)
     assert finding.rule == "equal-worker-generators"
+
+
+def kept(rank: int, state: int, *, in_workers: bool) -> list[Event]:
+    """A data set whose own generator stands at a state; the global ones differ."""
+    own = {"Photos.rng": state}
+    if in_workers:
+        noted = tuple(WorkerRandom(n, (50 + rank + n, 5, 6), kept=own) for n in range(2))
+        return workers(rank, seed=50 + rank, moves=True, noted=noted)
+    indices = [list(range(rank, 40, 2))]
+    return loader(0, indices, distributed=True, replicas=2, sampler_rank=rank,
+                  began={"random": (rank, 8, 9)}, ends={"kept": own}, total_size=40)  # fmt: skip
+
+
+@pytest.mark.parametrize("in_workers", [False, True])
+def test_a_generator_that_the_data_set_keeps(in_workers: bool) -> None:
+    (finding,) = examine(*(kept(rank, 7, in_workers=in_workers) for rank in (0, 1)))
+    assert finding.rule == "equal-own-generators"
+    assert not examine(*(kept(rank, 7 + rank, in_workers=in_workers) for rank in (0, 1)))

@@ -9,6 +9,7 @@ import pytest
 
 from ddpdoctor.events import WorkerRandom
 from ddpdoctor.probe.recording import patching
+from ddpdoctor.probe.watchers.data.own_generators import OwnDraws, digest
 from ddpdoctor.probe.watchers.data.worker_rng import WorkerRNG
 
 torch = pytest.importorskip("torch")
@@ -192,3 +193,49 @@ def test_generators_whose_copies_do_no_harm() -> None:
     before = handed(stream)[0]
     stream.rng.random()  # type: ignore[attr-defined]
     assert before and handed(stream)[0] != before
+
+
+class Jitter:
+    """A transform with a generator of its own, made with the first sample if `late`."""
+
+    def __init__(self, late: bool) -> None:
+        self.rng = None if late else random.Random(3)
+
+    def __call__(self, index: int) -> float:
+        self.rng = self.rng or random.Random(3)
+        return index + self.rng.random()
+
+
+class Jittered(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
+    def __init__(self, jitter: object) -> None:
+        self.unused = random.Random(4)
+        self.transforms = [jitter]
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return self.transforms[0](index)  # type: ignore[operator,no-any-return]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_generators_of_transforms(late: bool) -> None:
+    notes = WorkerRNG.current.share(2)
+    assert notes is not None
+    data = Jittered(Jitter(late))
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
+    assert len(list(loader)) == 6
+    first, second = notes.read()
+    after = random.Random(3)
+    for _ in range(2):
+        after.random()
+    assert first.kept == second.kept == {"Jitter.rng": digest(after)}
+
+
+def test_generators_that_do_not_move() -> None:
+    own = OwnDraws(Jittered(Jitter(late=False)))
+    for _ in range(3):
+        own.look()
+    assert own.states == {}

@@ -26,6 +26,11 @@ FIX_WORKERS = (
     "`generator=`, add the rank to that seed; a `worker_init_fn` must seed from "
     "`torch.initial_seed()`, not from the worker's number alone"
 )
+FIX_OF_DATASET = (
+    "add the rank to the seed of this generator; in a worker, also its number "
+    "(`get_worker_info().id`), or seed it from `torch.initial_seed()` after "
+    "`torch.manual_seed(seed + rank)` in the main process"
+)
 
 
 class EqualGenerators(NamedTuple):
@@ -35,14 +40,18 @@ class EqualGenerators(NamedTuple):
         names: of the generators that loading draws from; empty where only base seeds are known.
         workers: the worker processes draw, not the ranks.
         self_seeded: the workers do not get their seeds from the ranks, whose base seeds differ.
+        of_dataset: the data set, or its transforms, keep these generators for themselves.
     """
 
     names: tuple[str, ...]
     workers: bool
     self_seeded: bool
+    of_dataset: bool = False
 
     @property
     def fix(self) -> str:
+        if self.of_dataset:
+            return FIX_OF_DATASET
         if self.self_seeded:
             return FIX_SELF_SEEDED
         if self.workers:
@@ -60,6 +69,8 @@ def equal_generators(readers: Sequence[Reader]) -> EqualGenerators | None:
         for n, name in enumerate(NAMES)
         if (_equal_in_workers(peers, n) if in_workers else _equal_in_ranks(readers, n))
     )
+    if not shared and (kept := _equal_kept(readers, peers)):
+        return EqualGenerators(kept, in_workers, in_workers and not same_seed, of_dataset=True)
     guessed = not (shared or in_workers) and same_seed and all(_changes(r) for r in readers)
     if not shared and not guessed:
         return None
@@ -90,6 +101,26 @@ def _equal_in_ranks(readers: Sequence[Reader], generator: int) -> bool:
     ends = [r.epochs[0].ended for r in readers]
     drew = all(e is not None and NAMES[generator] in e.drawn for e in ends)
     return len(begins) == 1 and 0 not in begins and drew
+
+
+def _equal_kept(readers: Sequence[Reader], peers: list[dict[int, WorkerRandom]]) -> tuple[str, ...]:
+    """The generators of the data set that are in the same state on all ranks after a batch, and
+    that loading advances: in the workers of one number, or in the ranks."""
+    if all(peers):
+        numbers = set.intersection(*map(set, peers))
+        rows = [[workers[number].kept for workers in peers] for number in sorted(numbers)]
+    else:
+        ends = [reader.epochs[0].ended for reader in readers]
+        rows = [[end.kept for end in ends if end is not None]]
+    return tuple(
+        {
+            name: None
+            for row in rows
+            if len(row) == len(readers)
+            for name, state in row[0].items()
+            if all(kept.get(name) == state for kept in row)
+        }
+    )
 
 
 def _same_base_seed(readers: Sequence[Reader]) -> bool:

@@ -16,10 +16,12 @@ from typing import Any
 
 from ....events import EpochEnded, IndicesRead
 from ....events.pack import pack_ascending
+from ...recording import rng_state
 from ...recording.index_sample import SCATTER, halvings, kept, key
 from ...recording.recorder import Recorder
 from ...tensors.fingerprints import Fingerprints
 from ...tensors.sample_digests import memories
+from .own_generators import OwnDraws
 from .worker_rng import Notes
 
 CAP = 1 << 18
@@ -37,6 +39,9 @@ and the lists must not pile up."""
 
 HEAD = 16
 """First indices of an epoch that are recorded in order."""
+
+RANDOM_BATCHES = range(1, 4)
+"""Batches around which the random generators are compared; the first one seeds samplers."""
 
 FIRST_WRITE_S, SLOWEST_WRITE_S = 1.0, 60.0
 
@@ -76,6 +81,7 @@ class Iteration:
         orders: for each order that this sampler began, the number of the batch before which it did
             and its `epoch` (None if the program ever called `set_epoch`).
         drawn: names of generators that loading advances.
+        own: likewise the generators that the data set keeps; None for an iterable one.
         order, head, ascending: checksum of all indices in order, the first ones, and whether they
             never decrease.
         look_at, write_at: number of batches and time at which to examine a batch or write next.
@@ -109,6 +115,7 @@ class Iteration:
         self.sampler = 0
         self.orders: list[tuple[int, int | None]] = []
         self.drawn: dict[str, None] = {}
+        self.own: OwnDraws | None = None
         self.open = True
         self.exhausted = False
         self.ended_at = 0.0
@@ -206,9 +213,25 @@ class Iteration:
                 sharded=sharded,
                 drawn=tuple(self.drawn),
                 again=self._again(),
+                kept=self.own.states if self.own is not None else {},
                 workers=self.notes.read() if self.notes is not None else (),
             )
         )
+
+    def generators(self, recorder: Recorder) -> Any:
+        """The positions of the global random generators before a batch around which they are
+        compared; None for other batches."""
+        if self.batches not in RANDOM_BATCHES:
+            self.watch_random = self.batches < RANDOM_BATCHES.start
+            return None
+        try:
+            if self.own is not None:
+                self.own.look()
+            return rng_state.positions()
+        except Exception as error:
+            self.watch_random = False
+            recorder.trouble("data.random", error, "the random numbers that loading data draws")
+            return None
 
     def _again(self) -> int:
         """Number of delivered orders that used the same epoch number as the order before."""

@@ -32,6 +32,7 @@ from ...training.steady_state import Plan, Stage, steady_state
 from . import samplers
 from .dataset_parts import DatasetParts
 from .iteration import EPOCHS_IN_FULL, Iteration, LoaderLine
+from .own_generators import OwnDraws
 from .samplers import innermost, integer, length, weakly_referenceable
 from .sharding import Sharding
 from .worker_rng import WorkerRNG
@@ -50,9 +51,6 @@ _DATA = int(Phase.DATA)  # a plain number, see `Stage`
 
 UNKNOWN_LINE = Loading(-1)
 """Stands for a batch whose line in the user's code is unknown."""
-
-RANDOM_BATCHES = range(1, 4)
-"""Batches around which the random generators are compared; the first one seeds samplers."""
 
 
 class Loaders(Watcher):
@@ -238,6 +236,9 @@ class Loaders(Watcher):
             line.share = samplers.share_of_one_pass(loader)
         iteration = Iteration(number, epoch, line, prints, silent=not recorded)
         iteration.watch_random = count < WATCHED and loader.num_workers == 0
+        iteration.own = (
+            OwnDraws(loader.dataset) if iteration.watch_random and not iterable else None
+        )
         iteration.sequence, iteration.sampler = self._sequence(), id(innermost(loader))
         identifier = id(iterator)
         self.iterations[identifier] = iteration
@@ -313,7 +314,7 @@ class Loaders(Watcher):
             iteration = iterations.get(id(iterator))
             before = None
             if iteration and iteration.watch_random:
-                before = _generators_before(recorder, iteration)
+                before = iteration.generators(recorder)
             plan = steady_state.expected
             if plan is not None:
                 plan = self._begins_fast(recorder, plan)
@@ -486,15 +487,3 @@ def _loading(recorder: Recorder) -> Loading:
     loading = Loading(recorder.sites.caller("loading")[1])
     lifecycle.loading_begins.fire(recorder, loading)
     return loading
-
-
-def _generators_before(recorder: Recorder, iteration: Iteration) -> Any:
-    if iteration.batches not in RANDOM_BATCHES:
-        iteration.watch_random = iteration.batches < RANDOM_BATCHES.start
-        return None
-    try:
-        return rng_state.positions()
-    except Exception as error:
-        iteration.watch_random = False
-        recorder.trouble("data.random", error, "the random numbers that loading data draws")
-        return None

@@ -1,4 +1,4 @@
-"""Which random generators does an iterable data set keep, and in which state are they?
+"""Which random generators does a data set keep, and in which state are they?
 
 A worker process gets a copy of the data set, and draws from its copy of the generator.
 """
@@ -9,6 +9,7 @@ import ctypes
 import random
 import sys
 import zlib
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -62,6 +63,51 @@ def own_generators(dataset: Any) -> list[OwnGenerator]:
             if not seeds and (state := digest(value)) is not None:
                 found.append(OwnGenerator(owner, name, value, state))
     return found[:MOST_GENERATORS]
+
+
+class OwnDraws:
+    """The generators that a data set keeps for the data it loads, in itself and in what it calls
+    for each sample (its transforms): which of them loading advances, and from which state on.
+
+    Attributes:
+        states: digests of the states when a batch was first looked at, of those that were advanced
+            since.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.states: dict[str, int] = {}
+        self._first: dict[str, int] = {}
+        self._last: dict[str, int] = {}
+
+    def look(self) -> None:
+        """Look at all of them, after a batch. A generator may be made with the first sample."""
+        now = dict(_kept_generators(self.dataset))
+        if not self._last:
+            self._first = now
+        advanced = (name for name, state in now.items() if self._last.get(name, state) != state)
+        self.states |= {name: self._first[name] for name in advanced if name in self._first}
+        self._last = now
+
+
+def _kept_generators(dataset: Any) -> Iterator[tuple[str, int]]:
+    """Names and digests of the generators that objects within a data set keep."""
+    within, seen, found = [dataset], 0, 0
+    while within and seen < MOST_DATASETS and found < MOST_GENERATORS:
+        owner = within.pop(0)
+        seen += 1
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if (state := digest(value)) is not None:
+                found += 1
+                yield f"{type(owner).__name__}.{name}", state
+            else:
+                several = value[:MOST_DATASETS] if type(value) in (list, tuple) else (value,)
+                within += [v for v in several if type(v).__dictoffset__ and _is_called(v)]
+
+
+def _is_called(value: Any) -> bool:
+    """Whether a data set may call it, or index it, to make a sample."""
+    return callable(value) or hasattr(type(value), "__getitem__")
 
 
 def digest(value: Any) -> int | None:

@@ -7,20 +7,26 @@ generators loading advances. Spawned workers inherit none and are not observed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 from typing import Any
+
+import msgspec
 
 from ....events import WorkerRandom
 from ...recording import rng_state
 from ...recording.frames import disguise, unframe
 from ...recording.patching import replace
 from ...recording.watcher import Watcher
-from .own_generators import OwnGenerator, digest, own_generators
+from .own_generators import OwnDraws, OwnGenerator, digest, own_generators
 
 _ROW = struct.Struct("<IIIBBB")
 """States, generators that were drawn from, those of the data set, batches looked at."""
+
+_TEXT = 500
+"""Bytes for the generators that a map-style data set keeps: JSON."""
 
 BATCHES = 4
 """Batches of each worker that are looked at."""
@@ -35,7 +41,8 @@ class Notes:
 
     def __init__(self, workers: int, own: list[OwnGenerator]) -> None:
         self.own = own
-        self.memory = mmap.mmap(-1, workers * _ROW.size)
+        self.row = _ROW.size + _TEXT
+        self.memory = mmap.mmap(-1, workers * self.row)
         self.workers = workers
         self.rank_pid = os.getpid()
 
@@ -43,12 +50,28 @@ class Notes:
         """The notes of all workers that loaded a batch."""
         found = []
         for number in range(self.workers):
-            *states, drawn, own, batches = _ROW.unpack_from(self.memory, number * _ROW.size)
+            at = number * self.row
+            *states, drawn, own, batches = _ROW.unpack_from(self.memory, at)
             if batches:
                 names = tuple(n for bit, n in enumerate(rng_state.NAMES) if drawn >> bit & 1)
                 kept = {g.name: g.state for bit, g in enumerate(self.own) if own >> bit & 1}
-                found.append(WorkerRandom(number, tuple(states), names, kept))
+                text = self.memory[at + _ROW.size : at + self.row].rstrip(b"\0")
+                of_map: dict[str, int] = {}
+                with contextlib.suppress(msgspec.DecodeError):  # it was being written
+                    of_map = msgspec.json.decode(text or b"{}", type=dict[str, int])
+                found.append(WorkerRandom(number, tuple(states), names, kept, of_map))
         return tuple(found)
+
+    def write(
+        self, number: int, states: tuple[int, int, int], drawn: int, own: int, batches: int,
+        kept: dict[str, int],
+    ) -> None:  # fmt: skip
+        """Write the notes of one worker."""
+        at = number * self.row
+        text = msgspec.json.encode(kept)
+        if len(text) <= _TEXT:
+            self.memory[at + _ROW.size : at + _ROW.size + len(text)] = text
+        _ROW.pack_into(self.memory, at, *states, drawn, own, batches)
 
 
 class WorkerRNG(Watcher):
@@ -91,7 +114,9 @@ class WorkerRNG(Watcher):
         fetch = fetcher.fetch
         # An iterable data set often shuffles equally in all workers when it begins, and then takes
         # its share: draws of its first batch prove nothing.
-        first = 1 if isinstance(info.dataset, IterableDataset) else 0
+        iterable = isinstance(info.dataset, IterableDataset)
+        first = 1 if iterable else 0
+        kept_draws = OwnDraws(None if iterable else info.dataset)
         before = rng_state.positions()
         states, drawn, own, batches = (0, 0, 0), 0, 0, 0
 
@@ -109,10 +134,11 @@ class WorkerRNG(Watcher):
                         drawn |= (old != new) << bit
                 for bit, (kept, same) in enumerate(zip(notes.own, handed, strict=True)):
                     own |= (same and kept.advanced()) << bit
+                kept_draws.look()
                 batches += 1
                 states = states if batches > 1 else rng_state.digests(after)
                 before = after
-                _ROW.pack_into(notes.memory, info.id * _ROW.size, *states, drawn, own, batches)
+                notes.write(info.id, states, drawn, own, batches, kept_draws.states)
             except Exception:
                 batches = BATCHES
             if batches >= BATCHES:
