@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
+from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from readers import found, loader, run_of
 from recordings import site
 
@@ -215,6 +216,20 @@ def test_shards_made_by_hand_and_read_whole() -> None:
         part(r, payload("text", r + 1), distributed=False, whole=True) for r in range(2)
     )  # fmt: skip
     assert not examine(first, second)
+
+
+@pytest.mark.parametrize("entries", [3, 4, 5, 7])
+@pytest.mark.parametrize("listed", [True, False])
+def test_small_shards_made_by_hand_and_read_whole(entries: int, listed: bool) -> None:
+    def shard(rank: int) -> list[Event]:
+        own = list(range(len(range(rank, entries, 2))))
+        held = (payload("tensor", 5 + rank, length=len(own)),) * listed
+        return loader(0, [own], length=len(own), trains=False, payloads=held, content=rank + 1,
+                      batch_size=1)  # fmt: skip
+
+    run = run_of(shard(0), shard(1))
+    assert not found(DatasetMismatch(), run)
+    assert not found(SamplerMissing(), run)
 
 
 def test_data_sets_that_agree() -> None:

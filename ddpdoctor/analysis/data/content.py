@@ -123,7 +123,10 @@ def _column_agreements(a: dict[int, Row], b: dict[int, Row]) -> list[Agreement]:
         values = [x for x, _ in pairs]
         chance = _chance(values)
         if len(pairs) * math.log(max(chance, 1e-9)) > math.log(SURE):
-            continue  # constant, or too few values to tell
+            # Constant, or too few values to tell samples that are equal; others tell themselves.
+            if len(pairs) > 1 and not agreed and distinct(values):
+                answers.append(Agreement.DIFFERENT)
+            continue
         told_apart = len(pairs) >= FEWEST_AUGMENTED / AUGMENTED and distinct(values)
         if agreed >= (AUGMENTED if told_apart else SAME):
             own = told_apart and _in_blocks(pairs)

@@ -110,10 +110,13 @@ def doubt(answer: Agreement, readers: Sequence[Reader]) -> Doubt | None:
         return Doubt.RANDOM_SAMPLES
     listed = all(r.seen.payloads for r in readers)
     if any(e.content for r in readers for e in r.looked):
-        if listed and not any(_constant(r) for r in readers):
+        constant = any(_constant(r) for r in readers)
+        if listed and not constant:
             return None
         one = max((len(by_index(r)) for r in readers), default=0) < 2
-        return Doubt.ONE_SAMPLE if one else Doubt.EQUAL_SAMPLES
+        if one or not constant:
+            return Doubt.ONE_SAMPLE if one else Doubt.FEW_SAMPLES
+        return Doubt.EQUAL_SAMPLES
     return None if listed else Doubt.UNREADABLE
 
 

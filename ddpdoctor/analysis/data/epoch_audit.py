@@ -211,5 +211,6 @@ def pads(audit: Audit, batch: int) -> bool:
 
 def partitioned(audit: Audit) -> bool:
     """Whether the ranks together read every sample of the dataset about once."""
-    slack = len(audit.epochs)
-    return audit.complete and len(audit.shared) <= slack and audit.never <= slack
+    slack, shared = len(audit.epochs), len(audit.shared)
+    few = shared <= slack and 2 * shared < audit.distinct
+    return audit.complete and few and audit.never <= slack

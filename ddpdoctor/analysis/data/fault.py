@@ -19,6 +19,7 @@ class Doubt(enum.Enum):
 
     RANDOM_SAMPLES = "samples change each time they are read"
     ONE_SAMPLE = "only one sample was compared"
+    FEW_SAMPLES = "too few samples were compared"
     EQUAL_SAMPLES = "all compared samples are identical"
     UNREADABLE = "sample content could not be compared"
     OWN_TENSORS = "each rank holds its own tensors"

@@ -325,7 +325,8 @@ def _divided(d: Division) -> Intended | None:
 
 
 def _own_samples(d: Division) -> Intended | None:
-    return Intended.OWN_SAMPLES if d.samples is Agreement.DIFFERENT else None
+    own = d.samples is Agreement.DIFFERENT or known_different(d.readers)
+    return Intended.OWN_SAMPLES if own else None
 
 
 def _repeated_on_purpose(d: Division) -> LoaderFault | Intended | None:
