@@ -39,7 +39,8 @@ QUESTIONS: dict[str, str] = {
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
-        " LossScaled LossMultiplied LossCounted ReducedInGraph GatheredInGraph NonFinite LossValues"
+        " LossScaled LossMultiplied LossCounted LossMeans ReducedInGraph GatheredInGraph NonFinite"
+        " LossValues"
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
@@ -90,7 +91,7 @@ WHEN: dict[str, str] = {
     "when it changes": (
         "SyncPattern Hyperparameters ScalerStep Ownership ModulesSkipped ParametersChanged"
         " ThreadsSeen Gathered ProcessState Carried ObjectsGathered UnusedParameters BatchSeen"
-        " TrainingMode ShardScales"
+        " TrainingMode ShardScales LossMeans"
     ),
     "sampled, the same steps on all ranks": (
         "Digests OuterDigests MeshDigests Sketch LateBuffers BufferUpdates ForwardInput"

@@ -16,6 +16,7 @@ from ddpdoctor.events import (
     BatchSeen,
     Edited,
     GatheredInGraph,
+    LossMeans,
     OptimizerSeen,
     ReducedInGraph,
 )
@@ -24,6 +25,7 @@ from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Run
 
 VALID = "valid-elements"
+MEANS = "unequal-means"
 REDUCED = "reduced-in-graph"
 GATHERED = "gathered-in-graph"
 
@@ -50,6 +52,8 @@ class LossScaleMismatch(Check):
     - A loss reduced with `sum` while the ranks' batches of one step have different sizes (a note).
     - A mean over the elements that count (`ignore_index`, a mask), of which the ranks have unequal
       numbers in most steps (a warning): an element on a rank with few of them counts more.
+    - The same for a mean over all elements, such as the atoms or words of samples of unequal sizes
+      (a note), also as one term of several.
     - A tensor that the loss is computed from and that is all-reduced in place (a warning): autograd
       does not see the collective, so that the gradient through it is too small by the world size.
     - A tensor that is gathered from all ranks, a loss that all ranks compute from it alike, and a
@@ -111,6 +115,7 @@ class LossScaleMismatch(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "loss-scale-mismatch": "the loss is a sum, and batches have unequal sizes",
         VALID: "the loss is a mean over unequal numbers of elements that count",
+        MEANS: "the loss is a mean over all elements, of which the ranks have unequal numbers",
         REDUCED: "a tensor that the loss is computed from is all-reduced in place",
         GATHERED: "a loss of all ranks' tensors, whose gradient reaches this rank's part only",
     }
@@ -118,6 +123,7 @@ class LossScaleMismatch(Check):
         needs_copies,
         seen(
             BatchSeen,
+            LossMeans,
             ReducedInGraph,
             GatheredInGraph,
             otherwise="no loss was seen whose reduction is known",
@@ -130,7 +136,8 @@ class LossScaleMismatch(Check):
             if group.any.model not in reported:
                 reported.add(group.any.model)
                 yield from self._judge(group)
-                yield from self._judge_valid(group)
+                valid = [*self._judge_valid(group)]
+                yield from valid or self._judge_means(group)
                 yield from self._judge_reduced(group)
                 yield from self._judge_gathered(group)
 
@@ -199,6 +206,39 @@ class LossScaleMismatch(Check):
             evidence={
                 "elements that count": [
                     {"forward": f, **{f"rank {n}": e.valid for n, e in row.items()}}
+                    for f, row in list(unequal.items())[:8]
+                ]
+            },
+            at=group.any.rank.wall(event.at),
+        )
+
+    def _judge_means(self, group: Replicas) -> Iterator[Finding]:
+        known = _means(group)
+        unequal = {f: row for f, row in known.items() if max(_spreads(row), default=0) > UNEQUAL}
+        if len(known) < FEWEST or 2 * len(unequal) <= len(known) or _edited(group):
+            return
+        worst = max(unequal, key=lambda f: max(_spreads(unequal[f])))
+        event = next(iter(unequal[worst].values()))
+        term = _spreads(unequal[worst]).index(max(_spreads(unequal[worst])))
+        numbers = [(n, e.elements[term]) for n, e in unequal[worst].items()]
+        spelled = ", ".join(f"{count} on rank {n}" for n, count in numbers[:4])
+        yield self.finding(
+            rule=MEANS,
+            ranks=tuple(group.members),
+            steps=_steps(group, unequal, known),
+            subjects=(group.any.wrapped.kind,),
+            location=group.any.rank.location(event.site),
+            label="each rank divides by its own number of elements",
+            summary=f"a mean in the loss is taken over unequal numbers of elements in "
+            f"{len(unequal)} of {len(known)} forwards compared (in the worst {spelled})",
+            cause="DDP averages the ranks' means, whatever each is a mean of: an element of a rank "
+            "with few of them counts more",
+            fix=_by_count(counted(group.any.wrapped.by)) + "; where each sample is to count the "
+            "same, whatever its size, take the mean of each sample first",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "elements of the mean": [
+                    {"forward": f, **{f"rank {n}": e.elements[term] for n, e in row.items()}}
                     for f, row in list(unequal.items())[:8]
                 ]
             },
@@ -337,7 +377,8 @@ def _steps(group: Replicas, unequal: Iterable[int], known: Iterable[int]) -> Ste
     """The optimizer steps of the forwards that are unequal, among those of the known ones."""
     member = group.any
     last = max(0, member.last_step)
-    total = {e.forward: e.step for e in member.of(BatchSeen) if e.step >= 0}
+    total = {e.forward: e.step for e in member.of(LossMeans)}
+    total |= {e.forward: e.step for e in member.of(BatchSeen) if e.step >= 0}
     step = {f: min(last, own_step(member, total[f]) if f in total else f) for f in known}
     steps = sorted({step[f] for f in unequal})
     since = sum(s >= steps[0] for s in {*step.values()})
@@ -354,6 +395,30 @@ def _counted(group: Replicas) -> dict[int, dict[int, BatchSeen]]:
     return {
         f: {n: t[f] for n, t in zip(group.members, tables, strict=True)} for f in sorted(common)
     }
+
+
+def _means(group: Replicas) -> dict[int, dict[int, LossMeans]]:
+    """By forward of which all ranks have the same terms of the loss on record, their records."""
+    tables = [series(m.rank, LossMeans, "forward", model=m.model) for m in group.members.values()]
+    found: dict[int, dict[int, LossMeans]] = {}
+    for forward in sorted({f for table in tables for f in table}):
+        row = {n: t.at(forward) for n, t in zip(group.members, tables, strict=True)}
+        known = {n: e for n, e in row.items() if e is not None}
+        if len(known) == len(row) and len({len(e.elements) for e in known.values()}) == 1:
+            found[forward] = known
+    return found
+
+
+def _spreads(row: dict[int, LossMeans]) -> list[float]:
+    """For each term of the loss, by which factor one of its elements counts more on a rank than on
+    another; 0 where that is unknown."""
+    events = [*row.values()]
+    return [
+        _spread(e.weights[n] / e.elements[n] for e in events)
+        if all(e.weights[n] for e in events)
+        else 0.0
+        for n in range(len(events[0].elements))
+    ]
 
 
 def _unequal(row: dict[int, BatchSeen]) -> bool:

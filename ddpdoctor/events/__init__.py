@@ -144,6 +144,7 @@ from .sync import (
     GradientReduced,
     KeptBack,
     LossCounted,
+    LossMeans,
     LossMultiplied,
     LossScaled,
     ReducedInGraph,

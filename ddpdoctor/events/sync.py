@@ -215,6 +215,25 @@ class BatchSeen(Event, frozen=True, tag="batch"):
     step: int = -1
 
 
+class LossMeans(Event, frozen=True, tag="loss-means"):
+    """How many elements each mean in a loss is taken over, in the order of its terms. Recorded when
+    it changes.
+
+    Attributes:
+        forward: forwards with gradients of this model before it.
+        weights: by what each is multiplied afterwards; 0 where that is unknown.
+        step: optimizer steps of this process before it.
+        site: the line of the backward.
+    """
+
+    model: int
+    forward: int
+    elements: tuple[int, ...]
+    weights: tuple[float, ...]
+    step: int
+    site: int
+
+
 class SteppedInside(Event, frozen=True, tag="stepped-inside"):
     """Optimizers stepped parameters of a wrapped model inside its backward, before its group had
     communicated in that backward. Recorded before the next backward for the first ones, then at

@@ -10,8 +10,15 @@ from ddpdoctor.checks.drift.loss_scale_mismatch import LossScaleMismatch
 from recordings import steps
 from replicas import BACKWARD, LINE, run_of
 
-from ddpdoctor.events import BatchSeen, Edited, GatheredInGraph, OptimizerSeen, ReducedInGraph
-from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
+from ddpdoctor.events import (
+    BatchSeen,
+    Edited,
+    GatheredInGraph,
+    LossMeans,
+    OptimizerSeen,
+    ReducedInGraph,
+)
+from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling, _means
 from ddpdoctor.report.findings import Severity, Steps
 
 
@@ -230,6 +237,53 @@ def test_how_many_elements_count_in_a_loss(loss, valid):
     ).grad_fn
     reduced = LossScaling()._walk(mock.Mock(), mock.Mock(site=0), node, [])
     assert reduced.valid == valid
+
+
+def means(*pairs, weigh=lambda mine, every: 1.0):
+    """Two ranks with a mean over so many elements in each forward, beside one over 4."""
+    ranks = {
+        n: [
+            LossMeans(
+                at=0,
+                model=0,
+                forward=f,
+                elements=(4, pair[n]),
+                weights=(1.0, weigh(pair[n], sum(pair))),
+                step=f,
+                site=LINE,
+            )
+            for f, pair in enumerate(pairs)
+        ]
+        for n in range(2)
+    }
+    return list(LossScaleMismatch().examine(run_of(ranks, count=9)))
+
+
+def test_a_term_that_is_a_mean_over_samples_of_unequal_sizes():
+    (finding,) = means(*FEW_AND_MANY)
+    assert (finding.rule, finding.severity) == ("unequal-means", Severity.NOTE)
+    assert finding.steps == Steps(first=0, last=4, count=5, compared=5)
+
+
+@pytest.mark.parametrize(("pairs", "more"), [
+    (FEW_AND_MANY[:3], {}),
+    (((2, 53), (50, 54), (44, 43), (61, 60)), {}),
+    (FEW_AND_MANY, {"weigh": lambda mine, every: 2 * mine / every}),
+    (FEW_AND_MANY, {"weigh": lambda mine, every: 0.0}),
+])  # fmt: skip
+def test_means_of_which_each_element_counts_the_same(pairs, more):
+    assert means(*pairs, **more) == []
+
+
+@pytest.mark.parametrize(("loss", "found"), [
+    (lambda x, y: F.l1_loss(x, y) + 10 * (x - y).norm(dim=-1).mean(), {(24, 1.0), (8, 10.0)}),
+    (lambda x, y: (x - y).square().mean() * torch.tensor(8.0) / 5, {(24, 1.6)}),
+    (lambda x, y: F.cross_entropy(x, torch.arange(8) % 3), {(8, 1.0)}),
+    (lambda x, y: (x - y).square().sum(), set()),
+])  # fmt: skip
+def test_the_means_of_a_loss(loss, found):
+    root = loss(torch.randn(8, 3, requires_grad=True), torch.randn(8, 3)).grad_fn
+    assert set(_means(root)) == found
 
 
 IN_GRAPH = ReducedInGraph(

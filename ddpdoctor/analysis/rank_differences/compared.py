@@ -117,6 +117,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.LossScaled: _row("division of the loss", "divisor expression site", "model"),
     e.LossMultiplied: _row("multiplication of the loss", "size expression site", "model"),
     e.LossCounted: _row("division of the loss by a count", "size site", "model"),
+    e.LossMeans: _row("means in the loss", "", "model", "forward", CHANGES, usual=True),
     e.ReducedInGraph: _row("tensor of the loss reduced in place", "size shape site", "model"),
     e.GatheredInGraph: _row(
         "tensor of the loss gathered without its gradient", "size function site", "model"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ....events import BatchSeen, LossScaled
+from ....events import BatchSeen, LossMeans, LossScaled
 from ...recording import hooks
 from ...recording.code_locations import classify
 from ...recording.hooks import Subscriptions
@@ -23,7 +23,7 @@ from ...recording.recorder import Recorder
 from ...recording.torch_compat import anomaly_mode, made_at, saved
 from ...recording.watcher import Watcher, on
 from ...source.division import divided_by_world_size, loss_divided
-from ...tensors.autograd_nodes import divisor_of, is_of_a_device
+from ...tensors.autograd_nodes import divisor_of, is_of_a_device, terms_of
 from ...training import lifecycle
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
@@ -38,6 +38,7 @@ from .limits import (
     LOOKED_AT_AGAIN,
     LOSSES_ENOUGH,
     NODES_FOLLOWED,
+    TERM_NODES,
 )
 
 REDUCTION = {1: "mean", 2: "sum"}
@@ -59,7 +60,8 @@ class LossScaling(Watcher):
             theirs names it.
         emitted: sites that are on record, or given up.
         following: anomaly mode is on.
-        batches: by model, the batch recorded last.
+        batches: by model, the batch recorded last; `means`: how many elements each mean in its loss
+            was taken over.
         idle: backwards of known lines in a row.
         last: number of the last backward that was looked at.
         followed: forwards under anomaly mode so far.
@@ -79,6 +81,7 @@ class LossScaling(Watcher):
         self.following = False
         self.batches: dict[Model, tuple[int, str, float, int]] = {}
         self.batches_emitted = 0
+        self.means: dict[Model, tuple[tuple[int, float], ...]] = {}
         self.idle = 0
         self.last = 0
         self.followed = 0
@@ -129,8 +132,10 @@ class LossScaling(Watcher):
                 reduced = self._walk(recorder, backward, node, pending)
                 if reduced.valid:
                     self.counted.add(backward.site)
+                means = _means(node)
                 for model in pending:
                     self._emit_batch(recorder, backward, model, reduced)
+                    self._emit_means(recorder, backward, model, means)
 
     def follow(self, site: int, step: int) -> None:
         """Have torch record the lines of the nodes of a backward's next graph."""
@@ -297,6 +302,29 @@ class LossScaling(Watcher):
             )
         )
 
+    def _emit_means(
+        self,
+        recorder: Recorder,
+        backward: Backward,
+        model: Model,
+        means: tuple[tuple[int, float], ...],
+    ) -> None:
+        if self.means.get(model, ()) == means or self.batches_emitted >= BATCHES_AT_MOST:
+            return
+        self.means[model] = means
+        self.batches_emitted += 1
+        recorder.emit(
+            LossMeans(
+                at=time.monotonic(),
+                model=model.number,
+                forward=model.forwards - 1,
+                elements=tuple(elements for elements, _ in means),
+                weights=tuple(weight for _, weight in means),
+                step=recorder.step,
+                site=backward.site,
+            )
+        )
+
 
 class _Reduced(NamedTuple):
     """How a loss was reduced to one number.
@@ -356,15 +384,35 @@ def reduction_of(node: Any) -> str:
     return REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
 
 
+def _means(root: Any) -> tuple[tuple[int, float], ...]:
+    """How many elements each mean in a loss is taken over, and by what it is multiplied then."""
+    found = []
+    for path in terms_of(root, TERM_NODES):
+        weight = 1.0
+        for node in path:
+            weight = 0.0 if is_of_a_device(node) else weight / (divisor_of(node) or 1.0)
+            if kind := reduction_of(node):
+                if kind == "mean" and (sizes := _sizes(node)) and isfinite(weight):
+                    found.append((prod(sizes), float(f"{weight:.6g}")))
+                break
+    return tuple(found)
+
+
 def _mean_divisor(node: Any, reduction: str) -> int:
     """By what to divide the result of a node to get a mean: 1 if it is one, 0 if unknown or if the
     node does not reduce."""
     if reduction != "sum":
         return int(reduction == "mean")
+    sizes = _sizes(node)
+    return prod(sizes) if sizes else 0
+
+
+def _sizes(node: Any) -> list[int]:
+    """Shape of the elements that a node reduces; empty if unknown."""
     sizes = list(_sizes_reduced(node))
     if node.name().startswith("Nll"):
         del sizes[1:2]  # classes, of which each place has one
-    return prod(sizes) if sizes else 0
+    return sizes
 
 
 def rows_of(node: Any) -> int:
