@@ -17,6 +17,7 @@ from ddpdoctor.analysis.replicas.group_findings import united
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.events import (
+    EpochBegan,
     Hyperparameters,
     OptimizerSeen,
     Replica,
@@ -34,6 +35,7 @@ SCHEDULED = ("lr", "momentum", "betas")
 """The options that torch's schedulers change."""
 
 OTHER_ROUNDS = "different-rounds"
+DECIDED_APART = "decided-per-rank"
 SCHEDULER_ON_SOME = "scheduler-on-some-ranks"
 LOCAL_METRIC = "rank-local-metric"
 UNEQUAL_SCHEDULES = "unequal-schedules"
@@ -49,6 +51,10 @@ SAME_SCHEDULE = (
 SAME_ROUNDS = (
     "let all ranks take equally many steps between two changes: all-reduce what decides when a "
     "loop ends, a step is skipped or the value changes"
+)
+SAME_DECISION = (
+    "all-reduce the loss or metric that decides when the value changes, or decide on one rank and "
+    "send the value to the others (`dist.broadcast_object_list`)"
 )
 SAME_METRIC = (
     f"{STEP_EVERYWHERE}; pass ReduceLROnPlateau an all-reduced loss, so that it decides the same "
@@ -118,6 +124,7 @@ class HyperparameterSkew(Check):
     rules: ClassVar[Mapping[str, str]] = {
         **state_loading.RULES,
         OTHER_ROUNDS: "all ranks set the same values, but after different numbers of steps",
+        DECIDED_APART: "all ranks set the same values, but some in an earlier epoch",
         SET_PER_RANK: "the program sets the option, not the same on all ranks",
         SCHEDULER_ON_SOME: "a scheduler is stepped on some ranks only, or more often",
         SET_BESIDES: "the program sets an option that a scheduler also changes",
@@ -353,6 +360,17 @@ def _in_different_rounds(skew: Skew) -> Cause | None:
     """All ranks set the same values without a scheduler, only at different steps."""
     if not skew.early or skew.set_line is None or skew.stepping:
         return None
+    if _equal_epochs(skew):
+        return Cause(
+            DECIDED_APART,
+            text="all ranks set the same values in the same order and take equally many steps per "
+            f"epoch, but {ranks_do(skew.early, 'get')} to a new value in an earlier one: each rank "
+            "decides for itself when it changes, by something that differs between ranks, such as "
+            "a loss or metric of its own data",
+            fix=SAME_DECISION,
+            label="set to the same values on all ranks, but in different epochs",
+            location=skew.set_line,
+        )
     return Cause(
         OTHER_ROUNDS,
         text="all ranks set the same values in the same order, but take different numbers of steps "
@@ -361,6 +379,15 @@ def _in_different_rounds(skew: Skew) -> Cause | None:
         label="set to the same values on all ranks, but at different steps",
         location=skew.set_line,
     )
+
+
+def _equal_epochs(skew: Skew) -> bool:
+    """Whether all ranks begin the epochs of their loaders after equally many steps."""
+    begun = {
+        tuple((e.loader, e.epoch, e.step) for e in m.rank.of(EpochBegan))
+        for m in skew.group.members.values()
+    }
+    return len(begun) == 1 and len({step for _, _, step in begun.pop()}) > 1
 
 
 def _set_per_rank(skew: Skew) -> Cause | None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddpdoctor.analysis.process.rank_claims import Claim, claims, meetings, unentered
+from ddpdoctor.analysis.process.rank_claims import Claim, claims, meetings, set_at, unentered
 from ddpdoctor.events import StepDone, Wrapped
 from ddpdoctor.report.declarations import CALLS, STOPPED, Condition, Effect, When
-from ddpdoctor.report.findings import Check, Confidence, Finding, Related, Severity
+from ddpdoctor.report.findings import Check, Confidence, Finding, Severity
 from ddpdoctor.run import Run, listed, ranks_do, ranks_text
 
 _LOCAL = ("localhost", "127.", "::1", "[::1]", "tcp://localhost", "tcp://127.", "file:")
@@ -118,7 +118,7 @@ class RankMismatch(Check):
             label=f"rank {first.rank} of {first.world_size}",
             summary=problem.text,
             cause=_cause(problem.wrong),
-            related=_set_at(first),
+            related=set_at(first),
             fix=_fix(members),
             evidence={
                 "processes": [_row(c) for c in sorted(members, key=_order)],
@@ -264,16 +264,6 @@ def _fix(members: list[Claim]) -> str:
         'elsewhere use `int(os.environ["RANK"])` and `int(os.environ["WORLD_SIZE"])`, and '
         "`LOCAL_RANK` only for the device"
     )
-
-
-def _set_at(claim: Claim) -> tuple[Related, ...]:
-    """The lines of the program that set `RANK` or `WORLD_SIZE`, where these were used."""
-    event = claim.event
-    given = {"RANK": event.rank >= 0, "WORLD_SIZE": event.world_size > 0}
-    spots = {
-        n: claim.process.location(s) for n, s in event.set_at.items() if not given.get(n, True)
-    }
-    return tuple(Related(f"sets {name}", spot) for name, spot in spots.items() if spot)
 
 
 def _order(claim: Claim) -> tuple[int, int]:

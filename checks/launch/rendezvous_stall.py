@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.process.left_early import gone_for_good, waits_for_all
-from ddpdoctor.analysis.process.rank_claims import claims, unentered
+from ddpdoctor.analysis.process.rank_claims import claims, set_at, unentered
 from ddpdoctor.analysis.process.rendezvous import (
     expected_world,
     has_formed,
@@ -187,13 +187,21 @@ class RendezvousStall(Check):
         one_node = len({r.node for r in waiting}) == 1
         stuck = one_node and _no_short_timeout(run, waiting)
         listed = "; ".join(f"{ranks_do(ranks, 'wait')} at {p}" for p, ranks in places.items())
+        renamed = [c for c in claims(run) if c.process in waiting and c.differs()]
+        also = "".join(
+            f"; and rank {c.given_rank} of {c.given_world} waits as rank {c.rank} of {c.world_size}"
+            for c in renamed[:1]
+        )
         return self._of_rule(
             "different-addresses",
             waiting,
-            {"listed": listed},
+            {"listed": listed, "also": also},
             confidence=Confidence.PROVEN if one_node else Confidence.SUSPECTED,
             location=chosen or here,
-            related=(Related("waits here", here),) if chosen and here else (),
+            related=(
+                *((Related("waits here", here),) if chosen and here else ()),
+                *(set_at(renamed[0]) if renamed else ()),
+            ),
             evidence={
                 "waiting": ranks_text(r.rank for r in waiting),
                 "rendezvous": [

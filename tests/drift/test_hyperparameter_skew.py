@@ -19,6 +19,7 @@ from recordings import START, make_run, site, steps
 from replicas import LINE, OTHER, STEP, digests, run_of
 
 from ddpdoctor.events import (
+    EpochBegan,
     Hyperparameters,
     Loaded,
     Logged,
@@ -398,6 +399,21 @@ def test_a_schedule_of_rounds_that_have_other_numbers_of_steps(mine, theirs, ear
         assert finding.evidence.get("the_same_values_first_on_ranks", []) == list(early)
         left = RankExitedEarly().finding(ranks=(1,), summary="s", cause="c", fix="f")
         assert RankExitedEarly().explains(left, finding) is bool(early)
+
+
+@pytest.mark.parametrize(("epochs", "rule"), [
+    ((0, 6, 12, 18), "decided-per-rank"),
+    ((0, 5, 10, 15), "different-rounds"),
+])  # fmt: skip
+def test_a_rate_that_each_rank_lowers_in_an_epoch_of_its_own(epochs, rule):
+    def begun(steps):
+        made = {"at": 0, "loader": 0, "site": LINE}
+        return [EpochBegan(epoch=n, step=step, **made) for n, step in enumerate(steps)]
+
+    mine = [*begun((0, 6, 12, 18)), *by_hand(0, 6, 12, 18)]
+    theirs = [*begun(epochs), *by_hand(0, 6, 11, 16)]
+    (finding,) = HyperparameterSkew().examine(run_of({0: mine, 1: theirs}, count=20))
+    assert finding.rule == rule
 
 
 @pytest.mark.parametrize(("lacking", "since", "sooner"), [

@@ -203,6 +203,19 @@ def test_each_rank_waits_at_an_address_of_its_own(places: tuple[str, str], apart
     assert not apart or all(place in finding.summary for place in places)
 
 
+def test_ranks_that_also_got_other_numbers() -> None:
+    def rank(number: int) -> list[Event]:
+        given = {"RANK": str(number), "WORLD_SIZE": "2"}
+        line, event = entered(0, 1, f"localhost:400{number}")
+        return [started(number, 2, environment=given), line, replace(event, set_at={"RANK": 1})]
+
+    run = make_run({n: rank(n) for n in (0, 1)}, nodes={0: seen()}, ended={0: -15, 1: -15},
+                   stopped="interrupt")  # fmt: skip
+    (finding,) = found(run)
+    assert "of 2 waits as rank 0 of 1" in finding.cause
+    assert "sets RANK" in {r.label for r in finding.related}
+
+
 def test_torch_gave_up_at_addresses_of_their_own() -> None:
     gave_up = ExceptionRaised(at=START + 60, kind="torch.distributed.DistNetworkError",
                               message="The client socket has timed out")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...events import GroupReady, InitEntered, RankExiting
+from ...report.findings import Related
 from ...run import Rank, Run
 
 _SCHEDULERS = (
@@ -103,6 +104,16 @@ def _until(process: Rank) -> float:
 
 def _number(text: str | None) -> int:
     return int(text) if text and text.isdecimal() else -1
+
+
+def set_at(claim: Claim) -> tuple[Related, ...]:
+    """The lines of the program that set `RANK` or `WORLD_SIZE`, where these were used."""
+    event = claim.event
+    given = {"RANK": event.rank >= 0, "WORLD_SIZE": event.world_size > 0}
+    spots = {
+        n: claim.process.location(s) for n, s in event.set_at.items() if not given.get(n, True)
+    }
+    return tuple(Related(f"sets {name}", spot) for name, spot in spots.items() if spot)
 
 
 def meetings(found: list[Claim]) -> dict[str, list[Claim]]:

@@ -47,9 +47,10 @@ WORDS: Mapping[str, tuple[str, str, str, str]] = {
         "each rank has its own address",
         "ranks wait in init_process_group at different addresses: {listed}",
         "each rank waits for the others at its own address; the address and port of the store must "
-        "be the same on all ranks",
-        "choose the address once, before the ranks are started, and pass it to all of them (as an "
-        "argument, or in the environment of the parent process)",
+        "be the same on all ranks{also}",
+        "under torchrun, set none of MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE: each rank has "
+        "them from it; elsewhere choose the address once, before the ranks are started, and pass "
+        "it to all of them (as an argument, or in the environment of the parent process)",
     ),
     "address-unreachable": (
         "rendezvous at {place}",
