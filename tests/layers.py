@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "analysis.rank_differences",
         "analysis.replicas",
         "analysis.models",
+        "analysis.data",
     ),
     "analysis.data": (*REPORTED, "analysis.meshes"),
     "analysis.process": REPORTED,

@@ -52,10 +52,7 @@ SAME_ROUNDS = (
     "let all ranks take equally many steps between two changes: all-reduce what decides when a "
     "loop ends, a step is skipped or the value changes"
 )
-SAME_DECISION = (
-    "all-reduce the loss or metric that decides when the value changes, or decide on one rank and "
-    "send the value to the others (`dist.broadcast_object_list`)"
-)
+SAME_DECISION = "all-reduce what decides when the value changes, such as a loss or metric"
 SAME_METRIC = (
     f"{STEP_EVERYWHERE}; pass ReduceLROnPlateau an all-reduced loss, so that it decides the same "
     "everywhere"
@@ -360,23 +357,21 @@ def _in_different_rounds(skew: Skew) -> Cause | None:
     """All ranks set the same values without a scheduler, only at different steps."""
     if not skew.early or skew.set_line is None or skew.stepping:
         return None
+    first = f"{ranks_do(skew.early, 'get')} to a new value"
     if _equal_epochs(skew):
-        return Cause(
-            DECIDED_APART,
-            text="all ranks set the same values in the same order and take equally many steps per "
-            f"epoch, but {ranks_do(skew.early, 'get')} to a new value in an earlier one: each rank "
-            "decides for itself when it changes, by something that differs between ranks, such as "
-            "a loss or metric of its own data",
-            fix=SAME_DECISION,
-            label="set to the same values on all ranks, but in different epochs",
-            location=skew.set_line,
+        rule, fix, where = DECIDED_APART, SAME_DECISION, "in different epochs"
+        text = (
+            f"take equally many steps per epoch, but {first} in an earlier one: each decides for "
+            "itself when it changes, by what differs on each, such as a loss of its own data"
         )
+    else:
+        rule, fix, where = OTHER_ROUNDS, SAME_ROUNDS, "at different steps"
+        text = f"take different numbers of steps between two changes: {first} first"
     return Cause(
-        OTHER_ROUNDS,
-        text="all ranks set the same values in the same order, but take different numbers of steps "
-        f"between two changes: {ranks_do(skew.early, 'get')} to a new value first",
-        fix=SAME_ROUNDS,
-        label="set to the same values on all ranks, but at different steps",
+        rule,
+        text=f"all ranks set the same values in the same order and {text}",
+        fix=fix,
+        label=f"set to the same values on all ranks, but {where}",
         location=skew.set_line,
     )
 

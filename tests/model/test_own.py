@@ -2,10 +2,19 @@
 
 import pytest
 from ddpdoctor.checks.model.model_not_wrapped import ModelNotWrapped
+from msgspec.structs import replace
+from readers import loader
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import FileWritten, Hyperparameters, LoaderSeen, Unwrapped, UnwrappedState
+from ddpdoctor.events import (
+    FileWritten,
+    Hyperparameters,
+    LoaderSeen,
+    StepDone,
+    Unwrapped,
+    UnwrappedState,
+)
 
 CHECK = ModelNotWrapped()
 
@@ -98,6 +107,48 @@ def test_a_part_that_every_rank_saves_for_itself(paths, step, wrapped, confidenc
 
     ranks = ([*own(r, wrapped=wrapped), *saved(path)] for r, path in enumerate(paths))
     (found,) = told_of(*ranks)
+    assert found.confidence.value == confidence
+
+
+def fold(rank, left_out, sampler=None):
+    """A rank that reads 40 samples but for some."""
+    read = [[i for i in range(40) if i % 4 != left_out]]
+    return loader(1, read, length=40, **(sampler or {}))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "confidence"),
+    [
+        pytest.param((0, 1), "suspected", id="another fold on each rank"),
+        pytest.param((0, 0), "proven", id="the same on all ranks"),
+        pytest.param((9, 9), "proven", id="everything"),
+    ],
+)
+def test_ranks_that_each_leave_out_a_fold(left_out, confidence):
+    (found,) = told_of(*([*own(r), *fold(r, n)] for r, n in enumerate(left_out)))
+    assert found.confidence.value == confidence
+
+
+def test_a_sampler_that_feeds_another_model_only():
+    def ranks(sampler_first):
+        for r in (0, 1):
+            shared = {"distributed": True, "replicas": 2, "sampler_rank": r}
+            begun = [replace(e, at=50) for e in fold(r, 9, shared)]
+            rest = [e for e in begun if not isinstance(e, StepDone)]
+            yield [*own(r, begin=7 + r), *(fold(r, 9, shared) if sampler_first else rest)]
+
+    (apart,), (fed,) = told_of(*ranks(False)), told_of(*ranks(True))
+    assert (apart.confidence.value, fed.confidence.value) == ("suspected", "proven")
+
+
+@pytest.mark.parametrize(("each", "confidence"), [(64, "suspected"), (2, "proven")])
+def test_parts_of_one_model_that_exchange_activations(each, confidence):
+    def rank(r):
+        for event in own(r, begin=7 + r, wrapped=1):
+            states = isinstance(event, UnwrappedState)
+            yield replace(event, elements=each * event.step) if states else event
+
+    (found,) = told_of(*([*rank(r)] for r in (0, 1)))
     assert found.confidence.value == confidence
 
 

@@ -183,6 +183,12 @@ class Reader:
     def trains(self) -> bool:
         return any(e.trained for e in self.epochs)
 
+    def feeds(self, optimizer: int) -> bool:
+        """Whether that optimizer took steps while the loader was iterated."""
+        steps = [e.at for e in self.rank.of(StepDone) if e.optimizer == optimizer]
+        spans = [(e.began.at, e.ended.at if e.ended else inf) for e in self.epochs]
+        return any(begin <= at <= end for begin, end in spans for at in steps)
+
     @property
     def training_ends(self) -> list[EpochEnded]:
         """The ends of its training epochs, as far as they are on record."""

@@ -100,6 +100,29 @@ class Leak(NamedTuple):
     audits: tuple[Audit, ...]
 
 
+def in_folds(readers: Sequence[Reader]) -> bool:
+    """Whether each rank reads another selection of one dataset, all of which have much in common:
+    as in a cross-validation with a fold for each rank, which that rank leaves out."""
+    depth = _depth(list(readers))
+    if len(readers) < 2 or (depth and not _one_beneath(list(readers), depth)):
+        return False
+    every = [_ever_read(reader, depth) for reader in readers]
+    for mine, theirs in itertools.permutations(every, 2):
+        enough = max(NO_ACCIDENT, MATERIAL * len(mine))
+        if len(mine & theirs) < enough or len(theirs - mine) < NO_ACCIDENT:
+            return False
+    return True
+
+
+def _ever_read(reader: Reader, depth: int) -> set[int]:
+    """The samples that a rank has read in any epoch, by their index in the dataset beneath."""
+    read: set[int] = set().union(*(epoch.indices for epoch in reader.epochs))
+    if not depth:
+        return read
+    places = _through(reader.seen.layers[:depth])
+    return {places[i] for i in read if i < len(places)}
+
+
 def leaking(division: Division, others: Iterable[Loader]) -> Leak | None:
     """Ranks that train on parts of one dataset with much in common, where each evaluates (in
     `others`) samples that it does not train on, and that another rank trains on."""

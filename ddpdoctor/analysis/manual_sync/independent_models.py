@@ -6,9 +6,11 @@ from __future__ import annotations
 from math import isclose
 
 from ...events import FileWritten, Hyperparameters, LoaderSeen, Unwrapped
-from ...run import Location, Rank
+from ...run import Location, Rank, Run
+from ..data import parts
+from ..data.loaders import Reader, loaders
 from .copies import Copies, form, same, states_of, step_of
-from .thresholds import MODELS_OF_A_LINE, ROUNDING
+from .thresholds import ACTIVATIONS, MODELS_OF_A_LINE, ROUNDING
 
 DIFFERENT_START = "the ranks start with different parameters"
 
@@ -17,7 +19,7 @@ Trial = tuple[tuple[object, ...], Options]
 """Shapes of the trained parameters, and the options of the first step."""
 
 
-def searched(copies: Copies) -> bool:
+def searched(run: Run, copies: Copies) -> bool:
     """Whether the consecutive models of this line differ in shape between ranks, or are trained
     with different options from the first step on, and no sampler divides the data."""
     first, *others = (_trials(rank, event) for rank, event in copies.members.values())
@@ -26,7 +28,7 @@ def searched(copies: Copies) -> bool:
         for trials in others
         for mine, theirs in zip(first, trials, strict=False)
     )
-    return differ and not _divide_data(copies)
+    return differ and not _divide_data(run, copies)
 
 
 def adapted(copies: Copies) -> bool:
@@ -37,24 +39,47 @@ def adapted(copies: Copies) -> bool:
     )
 
 
-def possible(copies: Copies) -> str:
+def possible(run: Run, copies: Copies) -> str:
     """In words, what shows that the ranks may be meant to train different models; empty if nothing
     does.
 
     Every rank saves a file of its own, next to another part of the model, which they synchronise.
-    Or the ranks start with different parameters (which torch's default seed does not give them),
-    which no rank sent, and nothing else shows that they are to train one model together."""
+    Or each leaves out other samples, as in a cross-validation. Or the ranks start with different
+    parameters (which torch's default seed does not give them), which no rank sent, and nothing else
+    shows that they are to train one model together."""
     beside = _beside_wrapped(copies) or _synced_beside(copies, equal=False)
     if beside and _save_own_files(copies):
         return "every rank saves a file of its own, next to another part, which they synchronise"
+    if any(parts.in_folds(readers) for readers in _feeding(run, copies)):
+        return "each rank leaves out other samples, which the others train on (cross-validation?)"
     begin = copies.looks[0]
     if step_of(begin) or same(begin) or any(s.averaged for s in begin.values()):
         return ""
-    if not _beside_wrapped(copies) and not _divide_data(copies):
+    if not _beside_wrapped(copies) and not _divide_data(run, copies):
         return f"{DIFFERENT_START}, and no sampler divides the data"
     if _synced_beside(copies, equal=True):
         return f"{DIFFERENT_START}, but with equal ones in another part, which they synchronise"
+    if numbers := _exchanged_in_each_step(copies):
+        return (
+            f"{DIFFERENT_START}, and exchange {numbers} other numbers in each step (activations?)"
+        )
     return ""
+
+
+def _exchanged_in_each_step(copies: Copies) -> int:
+    """How many numbers besides the gradients the ranks exchange in each step, where these are as
+    many in all steps and more than figures for a log; else 0."""
+    looks = [look for look in copies.looks if step_of(look)]
+    found = {s.elements / s.step for look in looks for s in look.values() if not s.last}
+    number = found.pop() if len(found) == 1 else 0
+    return int(number) if number >= ACTIVATIONS else 0
+
+
+def _feeding(run: Run, copies: Copies) -> list[list[Reader]]:
+    """What each of these ranks reads through the loaders that feed this model."""
+    optimizer = copies.first[1].optimizer
+    found = [loader.of(copies.members) for loader in loaders(run) if loader.trains]
+    return [f for f in found if len(f) == len(copies.members) and f[0].feeds(optimizer)]
 
 
 def _save_own_files(copies: Copies) -> bool:
@@ -90,10 +115,17 @@ def _beside_wrapped(copies: Copies) -> bool:
     return any(event.wrapped for _, event in copies.members.values())
 
 
-def _divide_data(copies: Copies) -> bool:
-    """Whether a sampler divides the data over the ranks."""
-    ranks = (rank for rank, _ in copies.members.values())
-    return any(e.distributed or e.replicas > 1 for rank in ranks for e in rank.of(LoaderSeen))
+def _divide_data(run: Run, copies: Copies) -> bool:
+    """Whether a sampler divides the data over the ranks, unless it feeds other models only."""
+    optimizer = copies.first[1].optimizer
+    elsewhere = {
+        id(reader.seen)
+        for loader in loaders(run)
+        for reader in loader.of(copies.members)
+        if not reader.feeds(optimizer)
+    }
+    seen = (e for rank, _ in copies.members.values() for e in rank.of(LoaderSeen))
+    return any((e.distributed or e.replicas > 1) and id(e) not in elsewhere for e in seen)
 
 
 def _trials(rank: Rank, event: Unwrapped) -> list[Trial]:

@@ -30,3 +30,6 @@ ROUNDING = 1e-6
 
 MODELS_OF_A_LINE = 3
 """So many models of one line are no longer a generator, a critic and the like."""
+
+ACTIVATIONS = 32
+"""Numbers exchanged in each step that are more than figures for a log."""

@@ -77,13 +77,13 @@ def _judge(run: Run, copies: Copies) -> Alone | None:
     if equal[0] and all(_synced_beside(rank, event) for rank, event in copies.members.values()):
         return None  # `parameter-drift` reports what a manual synchronisation leaves out
     if not any(alike):
-        return _differing(whole)
+        return _differing(run, whole)
     if len(looks) > 1 and all(equal) and not _may_synchronise(copies):
         return replace(whole, rule=rules.EQUAL_REPLICAS)
     return None
 
 
-def _differing(whole: Alone) -> Alone | None:
+def _differing(run: Run, whole: Alone) -> Alone | None:
     """Gradients differ at every look, and no collective carried them before it. What explains this
     for some of the parameters comes first."""
     copies = whole.copies
@@ -93,9 +93,9 @@ def _differing(whole: Alone) -> Alone | None:
         return part
     if kept := _others_kept_equal(copies):
         return replace(whole, rule=rules.OTHER_OPTIMIZER_SYNCED, others=range(kept))
-    if independent_models.searched(copies) or independent_models.adapted(copies):
+    if independent_models.searched(run, copies) or independent_models.adapted(copies):
         return None
-    doubt = independent_models.possible(copies)
+    doubt = independent_models.possible(run, copies)
     return replace(whole, rule=rules.INDEPENDENT_MODELS, doubt=doubt) if doubt else whole
 
 

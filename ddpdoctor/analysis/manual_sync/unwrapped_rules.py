@@ -189,9 +189,9 @@ INDEPENDENT_MODELS = replace(
     when="the ranks may be meant to train different models",
     severity=Severity.NOTE,
     confidence=Confidence.SUSPECTED,
-    cause=NEVER_WRAPPED.cause + "; {c.doubt}: they may be meant to train independent models",
-    fix="{c.wrap}; if each rank is to train its own (an ensemble, a personal head), silence this "
-    "with `--ignore model-not-wrapped`",
+    cause=NEVER_WRAPPED.cause + "; {c.doubt}: they may be meant to differ",
+    fix="{c.wrap}; if each rank is to train its own (an ensemble, a fold, a personal head, a part "
+    "of one model), silence this with `--ignore model-not-wrapped`",
 )
 OUTSIDE_GROUP = replace(
     NEVER_WRAPPED,
