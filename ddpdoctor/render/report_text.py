@@ -349,10 +349,7 @@ def _of_host(cost: Overhead) -> str:
         later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
         return f"{taken}, {later} ({budget})"
     start = f"{duration(cost.start_s)} to start, the rest" if cost.start_s else "most of it"
-    return (
-        f"{taken}: {start} in the first {CLOSE_STEPS} steps, which it examines closely; after them "
-        f"it samples by the budget of {cost.budget_percent:g} %"
-    )
+    return f"{taken}: {start} in the first steps"
 
 
 def _taken(cost: Overhead) -> str:
