@@ -76,7 +76,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "probe.watchers.gradients": (*WATCHED, "probe.watchers.manual_sync"),
     "probe.watchers.graph": (*WATCHED, "probe.watchers.manual_sync"),
     "probe.watchers.data": WATCHED,
-    "probe.watchers.process": WATCHED,
+    "probe.watchers.process": (*WATCHED, "nodes"),
     "probe.watchers.numerics": WATCHED,
     "probe.watchers.memory": WATCHED,
     "probe.watchers.timing": WATCHED,
@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "render",
     ),
     "exporters": (*REPORTED, "render"),
-    "nodes": ("events", "storage"),
+    "nodes": ("events", "storage", "_version"),
     "launch": (
         *REPORTED,
         "_version",

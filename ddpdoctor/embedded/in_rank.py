@@ -122,6 +122,7 @@ class RankSession:
             "select": options.select,
             "ignore": options.ignore,
             "hang_after": options.hang_after,
+            "meets": True,
         }
         return folder.path, chosen
 

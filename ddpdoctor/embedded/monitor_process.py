@@ -22,6 +22,7 @@ import psutil
 from ..config import Options, resolve
 from ..events import RankExiting
 from ..launch import live, outcome
+from ..launch.other_nodes import OtherNodes
 from ..monitor import system
 from ..monitor.monitor import Monitor
 from ..report.suppression import Ignored
@@ -103,6 +104,11 @@ class Watcher:
         )
         self.options = dataclasses.replace(options, ignored=orders.ignored)
         self.monitor = Monitor(self.folder, orders.node_rank, self.options, launcher="exec")
+        self.others = OtherNodes(
+            self.folder,
+            self.monitor,
+            lambda status, by: outcome.examine(self.folder, self.options, None),
+        )
         self.stopped_by = ""
         self._began = time.monotonic()
         self._all_done_since: float | None = None
@@ -123,7 +129,8 @@ class Watcher:
 
     def _look(self, show: live.Show | None) -> None:
         reason = self.monitor.tick()
-        for line in self.monitor.stall_detector.take_notices():
+        lines, reason = self.others.look(self.monitor.stall_detector.take_notices(), reason)
+        for line in lines:
             outcome.say(line)
         if reason and not self.stopped_by:
             outcome.say(f"stopping the run: {reason}")
@@ -183,8 +190,10 @@ class Watcher:
             with outcome.reported("run.json"):
                 self.folder.write_info(unsaved)
                 unsaved = None
-        report = outcome.examine(self.folder, self.options, unsaved)
+        report = self.others.verdict() or outcome.examine(self.folder, self.options, unsaved)
         outcome.publish(self.folder, report, self.options, run)
+        if short := self.others.shortfall():
+            outcome.say(short)
 
 
 def _ended(info: RunInfo, run: Run, status: int, stopped_by: str) -> RunInfo:

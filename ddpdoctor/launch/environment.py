@@ -26,8 +26,11 @@ class LaunchError(Exception):
     """The run cannot be started like this; the message says in one line what to type instead."""
 
 
-def environment(folder: RunFolder, options: Options) -> dict[str, str]:
+def environment(folder: RunFolder, options: Options, *, meets: bool) -> dict[str, str]:
     """The variables to add to a launcher's environment so that its ranks are examined.
+
+    Args:
+        meets: a rank of each node meets the other nodes, as the launcher does not.
 
     Raises:
         LaunchError: `--debug-level detail` would crash this run.
@@ -39,7 +42,7 @@ def environment(folder: RunFolder, options: Options) -> dict[str, str]:
         "PYTHONPATH": f"{shim}{os.pathsep}{before}" if before else shim,
         "DDPDOCTOR_DIR": str(folder.path.resolve()),
         "DDPDOCTOR_HOME": str(PACKAGE.parent),
-        "DDPDOCTOR_PROBE": _probe_options(options),
+        "DDPDOCTOR_PROBE": _probe_options(options, meets),
     }
     # Its older name, TORCH_NCCL_TRACE_BUFFER_SIZE, makes torch print a warning on every rank.
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
@@ -65,7 +68,7 @@ def debug_level(options: Options) -> str | None:
     return options.debug_level.upper()
 
 
-def _probe_options(options: Options) -> str:
+def _probe_options(options: Options, meets: bool) -> str:
     chosen = {
         "budget": options.budget,
         "every": options.every,
@@ -74,5 +77,6 @@ def _probe_options(options: Options) -> str:
         "ignore": options.ignore,
         "hang_after": options.hang_after,
         "debug_level": debug_level(options),
+        "meets": meets,
     }
     return msgspec.json.encode(chosen).decode()

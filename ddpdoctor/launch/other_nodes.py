@@ -23,6 +23,10 @@ FRESH_S = 5.0
 OWN_S = 5.0
 """Where this node has found a reason to stop the run, it waits so long for the first one's."""
 
+HANDED_ON_S = 2.0
+"""Where a rank meets the other nodes, the first one waits so long before it stops its ranks: the
+others must have read of it before the store ends with them."""
+
 LATE_S = 4.0
 """Where a node was not heard of for so long, nothing is concluded from what its ranks did then."""
 
@@ -46,11 +50,12 @@ class OtherNodes:
 
     Args:
         monitor: of this node.
-        report: makes the report of all nodes, given torchrun's status.
+        report: makes the report of all nodes, given torchrun's status and who stops the run (see
+            `Supervisor`), empty for nobody.
     """
 
     def __init__(
-        self, folder: RunFolder, monitor: Monitor, report: Callable[[int], Report]
+        self, folder: RunFolder, monitor: Monitor, report: Callable[[int, str], Report]
     ) -> None:
         self._folder, self._desk = folder, Desk(folder.path)
         self._monitor, self._report = monitor, report
@@ -60,6 +65,7 @@ class OtherNodes:
         self._final_at, self._waits = 0.0, ""
         self._told = 0
         self._own: tuple[str, float] | None = None
+        self._stop_at = 0.0
         self._settled = False
         self._silent: set[int] = set()
 
@@ -93,15 +99,20 @@ class OtherNodes:
         self._said = [*self._said, *lines][-MOST_NOTICES:]
         self._stop = self._stop or reason or ""
         if standing.complete and not self._final:
-            report = self._report(standing.status)
+            report = self._report(standing.status, "")
             self._final, self._final_at = report.to_json(), time.monotonic()
             worst = next((f.summary for f in report.findings), "no faults found")
             self._waits = f"all ranks have ended: {worst}; torchrun waits for the other launchers"
         if self._waits and time.monotonic() - self._final_at > WAITS_S:
             lines, self._waits = [*lines, self._waits], ""
+        if self._stop and standing.by_rank and not self._final:  # the store ends with these ranks
+            self._final = self._report(1, "doctor").to_json()
         orders = Orders(tuple(self._said), self._stop, self._final)
         if orders != self._desk.orders() and orders != Orders():
             self._desk.write_orders(orders)
+        if self._stop and standing.by_rank and any(not h.over for h in standing.heard.values()):
+            self._stop_at = self._stop_at or time.monotonic() + HANDED_ON_S
+            return lines, self._stop if time.monotonic() >= self._stop_at else None
         return lines, reason
 
     def _gone(self, standing: Standing) -> list[str]:
@@ -163,11 +174,21 @@ class OtherNodes:
         if standing.role == LEADS:
             missing = [n for n in range(1, standing.nodes) if n not in standing.heard]
             other = {n: h.version for n, h in standing.heard.items() if h.version}
-            late = [n for n, h in standing.heard.items() if not h.over and n not in other]
+            late = [
+                n
+                for n, h in standing.heard.items()
+                if not (h.over or n in other)
+                and not (standing.by_rank and time.monotonic() - h.at < SILENT_S)
+            ]
             lacking = [str(n) for n in sorted({*missing, *late})]
             lacking += [f"{n}, which has ddpdoctor {other[n]}" for n in sorted(other)]
             names = some(lacking, MOST_LACKING)
             return f"not all of the other nodes' records arrived (node {names})" if names else ""
+        if standing.role == FOLLOWS and standing.by_rank:
+            return (
+                "this is what the ranks of this node tell; the records of all nodes are on that of "
+                "rank 0"
+            )
         if standing.role in (ALONE, FOLLOWS):
             why = f" ({standing.why})" if standing.why else ""
             return (

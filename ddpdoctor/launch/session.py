@@ -49,15 +49,16 @@ class Session:
         """The other nodes of the run."""
         return OtherNodes(self.folder, self.monitor, self.preliminary)
 
-    def preliminary(self, status: int) -> Report:
-        """The report on all nodes, while torchrun waits to hand it on.
+    def preliminary(self, status: int, stopped_by: str) -> Report:
+        """The report on all nodes, to be handed on to the others.
 
         Args:
             status: of torchrun, which has ended its ranks.
+            stopped_by: who is about to stop the run (see `Supervisor`), empty for nobody.
         """
         run = Recording(self.folder).refresh(self.folder.attempts()[-1])
         stop = next((s for n in run.nodes.values() for s in n.of(Stopped)), None)
-        info = outcome.ended(self.info, run, status, stop.by if stop else "")
+        info = outcome.ended(self.info, run, status, stop.by if stop else stopped_by)
         return outcome.examine(self.folder, self.options, info)
 
     def write_info(self) -> None:
@@ -150,7 +151,7 @@ def _examined(
     try:
         registry.select(options.select, options.ignore)
         session = _prepare(options, command, launcher, stem, parsed)
-        added = environment(session.folder, options)
+        added = environment(session.folder, options, meets=launcher == "exec")
     except (FolderError, LaunchError, registry.SelectionError, registry.RegistryError) as error:
         outcome.say(str(error))
         return UNUSABLE
@@ -189,7 +190,7 @@ def _watched(
             view=view,
             say=outcome.say,
             gathering=gathering,
-            others=session.others() if session.info.nodes > 1 else None,
+            others=session.others() if session.info.nodes > 1 or gathering is None else None,
         )
         try:
             status = watch.run(command, environ, new_session=new_session)

@@ -1,5 +1,5 @@
-"""The files of a run folder by which the launcher's process, which can reach the other nodes, and
-the monitor's, which judges, agree.
+"""The files of a run folder by which the process that can reach the other nodes, the launcher's or
+a rank's, and the monitor's, which judges, agree.
 
     nodes/link.json    how the launcher's process stands with the other nodes
     nodes/orders.json  what the first node says to the others, also on these
@@ -16,10 +16,14 @@ from typing import TypeVar
 
 import msgspec
 
-from ..storage.run_folder import NODES, write_private
+from ..events import RankExiting
+from ..storage.run_folder import NODES, RunFolder, write_private
 from .messages import Orders
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+LAST_BYTES = 4096
+"""Of a rank's record, in which its last event is looked for."""
 
 ALONE, LEADS, FOLLOWS, SHARES = "alone", "leads", "follows", "shares"
 
@@ -51,6 +55,7 @@ class Standing(msgspec.Struct):
         at: when the first node was heard of last, on the others.
         beat_s: every node is heard of at least that often.
         status: torchrun's, once it has ended; -1 before. complete: all records are here.
+        by_rank: a rank of this node meets the others, and no longer does once it has ended.
     """
 
     role: str = ALONE
@@ -62,6 +67,7 @@ class Standing(msgspec.Struct):
     beat_s: float = 2.0
     status: int = -1
     complete: bool = False
+    by_rank: bool = False
 
 
 class Desk:
@@ -98,6 +104,12 @@ class Desk:
     def settled(self) -> bool:
         return self._settled.exists()
 
+    def ranks_have_ended(self) -> bool:
+        """Whether each rank of this node has written its last event, or left no record."""
+        folder = RunFolder(self.folder)
+        files = (path for _, path in folder.rank_files(folder.attempts()[-1]))
+        return all(map(_has_ended, files))
+
     def mark(self, token: str) -> None:
         """Leave a mark by which another node knows this folder."""
         self._write(self._token, token.encode())
@@ -115,6 +127,15 @@ class Desk:
         with contextlib.suppress(OSError):
             os.makedirs(self.path, mode=0o700, exist_ok=True)
             write_private(path, content)
+
+
+def _has_ended(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+            return f'"event":"{RankExiting.__struct_config__.tag}"'.encode() in file.read()
+    except OSError:
+        return True
 
 
 def _read(path: Path, kind: type[S]) -> S | None:

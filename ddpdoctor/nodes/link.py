@@ -1,4 +1,5 @@
-"""The thread of the launcher's process that meets the other nodes in torchrun's store.
+"""The thread of the launcher's process, or of a rank, that meets the other nodes in the store that
+torchrun, or `init_process_group`, has for all of them.
 
 The first node leads: the others send it what they record, and it sends its verdict. A store that
 does not answer is tried again; meanwhile each node judges for itself.
@@ -58,6 +59,9 @@ LAST_PARCELS_S, VERDICT_S, READ_S, SETTLED_S = 10.0, 15.0, 3.0, 5.0
 """At the end: how long the first node waits for the others' records, the others for its verdict,
 the first node for their reading it, and all for their own monitor."""
 
+LAST_OF_RANK_S = 3.0
+"""How long a rank that meets the others stays for the last records at its end."""
+
 
 class Store(Protocol):
     """What is used of `torch.distributed.Store`. `add` and `set` are answered at once."""
@@ -76,9 +80,11 @@ class Link:
     for as long as torchrun waits for the other nodes; `close` some seconds longer, and waits.
 
     Args:
-        store: torchrun's, for this rendezvous; kept, so that a store in this process lives as long.
+        store: of all nodes, for this attempt; kept, so that one in this process lives as long.
         places: which number the folder of each node has, by `Parcel.origin`; of all attempts.
         origin: see `Parcel`; version: of ddpdoctor.
+        by_rank: a rank does this: at its end it hands over the last records, and waits for no
+            verdict, which comes after it.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class Link:
         origin: str,
         host: str,
         version: str,
+        by_rank: bool = False,
     ) -> None:
         self._kept = store
         self._store: Store | None = None
@@ -106,6 +113,7 @@ class Link:
             nodes=nodes,
             why="they have not been heard of yet",
             beat_s=max(HEARTBEAT_S, 2 * self.send_s),
+            by_rank=by_rank,
         )
         self._ended = threading.Event()
         self._closed_at = math.inf
@@ -127,7 +135,9 @@ class Link:
             self._status = -1 if status is None else status
         self._closed_at = time.monotonic()
         self._ended.set()
-        self._thread.join(SETTLED_S + LAST_PARCELS_S + VERDICT_S + READ_S)
+        by_rank = self._standing.by_rank
+        most_s = SETTLED_S + LAST_PARCELS_S + VERDICT_S + READ_S
+        self._thread.join(2 * LAST_OF_RANK_S if by_rank else most_s)
 
     def _run(self) -> None:
         role = _Lead(self) if self._node == 0 else _Follower(self)
@@ -151,7 +161,10 @@ class Link:
             role.look()
             if time.monotonic() - self._written >= HEARTBEAT_S / 2:
                 self._tell()
-        if self._status >= 0:
+        if self._standing.by_rank:
+            role.hand_over()
+            self._tell()
+        elif self._status >= 0:
             role.look()
             self._tell(status=self._status)
             deadline = time.monotonic() + SETTLED_S
@@ -285,6 +298,10 @@ class _Lead:
         link.add("orders", 1)
         self._told = orders
 
+    def hand_over(self) -> None:
+        """Wait for the last records of the others: the store may end with this process."""
+        self._link.wait(self._all_over, LAST_OF_RANK_S, self.look)
+
     def finish(self) -> None:
         """Wait for the records of the others, then for our verdict, then for their reading it."""
         self._link.wait(self._all_over, LAST_PARCELS_S, self.look)
@@ -387,6 +404,15 @@ class _Follower:
         if orders is not None:
             self._last = orders
             link._desk.write_orders(orders)
+
+    def hand_over(self) -> None:
+        """Send the rest, with what the other ranks of this node write at their end."""
+        if self._shares or not self._begun:
+            return
+        desk, link = self._link._desk, self._link
+        link.wait(desk.ranks_have_ended, LAST_OF_RANK_S / 2, lambda: self._post(beat=False))
+        link.wait(lambda: not self._post(beat=False), LAST_OF_RANK_S)
+        link.wait(self._post_over, LAST_OF_RANK_S)
 
     def finish(self) -> None:
         """Send the rest, and wait for the verdict."""

@@ -348,8 +348,8 @@ def _of_host(cost: Overhead) -> str:
     if cost.later_percent is not None:
         later = f"{cost.later_percent:.2g} % after the first {CLOSE_STEPS} steps"
         return f"{taken}, {later} ({budget})"
-    start = f"{duration(cost.start_s)} to start, the rest" if cost.start_s else "most of it"
-    return f"{taken}: {start} in the first steps"
+    start = f"{duration(cost.start_s)} of it to start" if cost.start_s else "most of it early on"
+    return f"{taken}, {start}"
 
 
 def _taken(cost: Overhead) -> str:

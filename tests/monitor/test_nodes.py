@@ -16,6 +16,7 @@ from ddpdoctor.events import (
     MonitorStarted,
     NodeSilent,
     ProcessStarted,
+    RankExiting,
     RankStarted,
     StallSeen,
     StepDone,
@@ -35,6 +36,7 @@ from ddpdoctor.nodes.messages import (
     unpacked,
 )
 from ddpdoctor.nodes.mirror import Inbox, Outbox
+from ddpdoctor.nodes.rank_meeting import RankMeeting
 from ddpdoctor.run import Recording, load
 from ddpdoctor.storage.call_ring import RingWriter, read_ring
 from ddpdoctor.storage.run_folder import EventWriter, RunFolder
@@ -300,7 +302,7 @@ def test_a_node_with_another_version_is_told(quick: None, tmp_path: Path) -> Non
     assert standing is not None and standing.heard[1].version == "7.1.0"
     lead.close(0)
     monitor = SimpleNamespace(record=lambda event: None, settle=lambda: None, unheard=False)
-    others = OtherNodes(RunFolder(tmp_path / "first"), monitor, lambda status: None)
+    others = OtherNodes(RunFolder(tmp_path / "first"), monitor, lambda status, by: None)
     assert "node 1, which has ddpdoctor 7.1.0" in others.shortfall()
 
 
@@ -379,7 +381,44 @@ def test_a_node_with_another_number_after_a_restart_keeps_its_place(
     assert {str(p.relative_to(here.path)) for p in here.path.rglob("rank-*")} == expected
 
 
+def test_ranks_meet_the_others_where_the_launcher_does_not(quick: None, tmp_path: Path) -> None:
+    store = MemoryStore()
+    made = [
+        RankMeeting(store, tmp_path / name, here=here, world=4, attempt=0)
+        for name, here in (("first", (0, 1)), ("second", (2, 3)))
+    ]
+    for meeting in made:
+        meeting.start()
+    here, there = Desk(tmp_path / "first"), Desk(tmp_path / "second")
+    until(lambda: there.standing() and there.standing().role == FOLLOWS)
+    left = RankExiting(at=6.0, how="return", status=0)
+    for rank in (2, 3):
+        write(tmp_path / "second" / f"rank-{rank}.jsonl", started(rank, 5.0, 100.0), left)
+    write(tmp_path / "first" / "rank-0.jsonl", started(0, 5.0, 100.0))
+    assert there.ranks_have_ended() and not here.ranks_have_ended()
+    for meeting in reversed(made):
+        meeting.close()
+    standing = here.standing()
+    assert standing is not None and standing.by_rank and standing.role == LEADS
+    assert standing.nodes == 2 and standing.heard[1].over and standing.status == -1
+    for rank in (2, 3):
+        name = f"rank-{rank}.jsonl"
+        kept = (here.node_folder(1) / name).read_bytes()
+        assert kept == (tmp_path / "second" / name).read_bytes()
+
+
 # What a supervisor makes of it.
+
+
+def test_a_first_node_that_meets_by_a_rank_hands_on_the_verdict_before_it_stops(
+    place: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = {1: Heard("h1", time.monotonic())}
+    standing_of(place.desk, role=LEADS, heard=heard, by_rank=True)
+    assert place.others.look([], "a reason") == ([], None)
+    assert place.desk.orders() == Orders(stop="a reason", report=b"{}")
+    monkeypatch.setattr(place.others, "_stop_at", time.monotonic() - 1)
+    assert place.others.look([], None) == ([], "a reason")
 
 
 def standing_of(desk: Desk, **given: Any) -> None:
@@ -392,7 +431,7 @@ def place(tmp_path: Path) -> SimpleNamespace:
     monitor = SimpleNamespace(record=recorded.append, settle=lambda: None, unheard=False)
     report = SimpleNamespace(to_json=lambda: b"{}", findings=())
     folder = RunFolder(tmp_path)
-    others = OtherNodes(folder, monitor, lambda status: report)
+    others = OtherNodes(folder, monitor, lambda status, by: report)
     return SimpleNamespace(
         others=others, desk=Desk(tmp_path), recorded=recorded, monitor=monitor, folder=folder
     )

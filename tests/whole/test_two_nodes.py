@@ -113,6 +113,86 @@ def test_both_nodes_have_the_verdict(
     assert "rank 0 was not observed" in " ".join((alone.stdout + alone.stderr).split())
 
 
+STARTER = """
+import os, subprocess, sys
+node, command = int(sys.argv[1]), sys.argv[2:]
+started = []
+for local in range(2):
+    own = {"RANK": str(2 * node + local), "LOCAL_RANK": str(local), "WORLD_SIZE": "4",
+           "LOCAL_WORLD_SIZE": "2"}
+    started.append(subprocess.Popen([sys.executable, *command], env={**os.environ, **own}))
+sys.exit(max(p.wait() for p in started))
+"""
+"""Starts the ranks of one node without torchrun."""
+
+INSIDE = """
+import sys, runpy, ddpdoctor
+with ddpdoctor.examine(out="out"):
+    runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+APART = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if dist.get_rank() == 3 else 0.1)
+for step in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    if HANGS and step == 20:
+        dist.barrier() if dist.get_rank() == 3 else dist.broadcast(torch.ones(4), 0)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_ranks_that_another_launcher_starts(hangs: bool, inside: bool, tmp_path: Path) -> None:
+    """They meet in the store of `init_process_group`, under `exec` and inside the program."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    for name, text in (
+        ("start", STARTER),
+        ("inside", INSIDE),
+        ("train", f"HANGS = {hangs}{APART}"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    exec_ = [*DOCTOR, "exec", "--out", "out", "--no-live", "--hang-after", "5", "--"]
+    started = []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        script = [str(tmp_path / f"{name}.py") for name in ("inside",) * inside + ("train",)]
+        command = [sys.executable, str(tmp_path / "start.py"), str(node), *script]
+        started.append(
+            subprocess.Popen(
+                [*([] if inside else exec_), *command], cwd=tmp_path / str(node),
+                env={**inherited(), **address}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            )
+        )  # fmt: skip
+    ends = ended(started)
+    deadline = time.monotonic() + LIMIT_S / 2
+    while not all((tmp_path / str(n) / "out" / "findings.json").exists() for n in range(2)):
+        assert time.monotonic() < deadline, ends
+        time.sleep(0.2)
+    first, second = (findings(tmp_path, node) for node in range(2))
+    codes = [f["code"] for f in first["findings"] if f["severity"] == "error"]
+    assert ("DDP601" if hangs else "DDP405") in codes, ends
+    assert [rank["rank"] for rank in first["ranks"]] == [0, 1, 2, 3]
+    (told,) = [f for f in first["findings"] if f["code"] == ("DDP601" if hangs else "DDP405")]
+    assert told["ranks"] == [3]
+    if hangs and not inside:
+        assert [status for status, _ in ends] == [4, 4]
+        assert first["findings"][0] == second["findings"][0]
+    elif not hangs:
+        assert [status for status, _ in ends] == [0, 0]
+        assert [rank["rank"] for rank in second["ranks"]] == [2, 3]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_node_that_vanishes(gone: int, tmp_path: Path) -> None:

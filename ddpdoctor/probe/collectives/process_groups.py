@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from ...events import CALLERS, GroupDestroyed, GroupReady, InitEntered
 from ..recording.code_locations import own_files
@@ -18,6 +18,7 @@ from ..recording.environment import (
     number_in_environment,
 )
 from ..recording.frames import disguise, unframe
+from ..recording.hooks import Hook
 from ..recording.patching import replace
 from ..recording.recorder import Recorder, write_probe_error
 from ..recording.torch_compat import group_name, group_ranks, live_groups
@@ -33,9 +34,11 @@ class ProcessGroups(Watcher):
         numbers: the doctor's number of each group, by torch's name.
         others: global ranks of the other members, by number.
         created: how many groups were created, also those that this rank is not in.
+        formed: fires when the default group was created, with it.
     """
 
     lost = "process groups"
+    formed: ClassVar[Hook[Any]] = Hook("formed")
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -175,6 +178,8 @@ class ProcessGroups(Watcher):
                 library=recorder.sites.library_called(),
             )
         )
+        if member and group is dist.group.WORLD:
+            self.formed.fire(recorder, group)
 
     def _destroying(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[str, float]:
         import torch.distributed as dist

@@ -168,6 +168,9 @@ that are left, innermost first, whose variables still exist."""
 leaving: Hook[None] = Hook("leaving")
 """The interpreter is about to exit: the last chance to record."""
 
+left: Hook[None] = Hook("left")
+"""The record of this rank is complete."""
+
 
 def forget() -> None:
     """Remove every subscription of every hook."""

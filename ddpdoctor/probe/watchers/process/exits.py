@@ -403,6 +403,7 @@ def _leaving() -> None:
     guarded("exception", _note_last_value, lost="the exception that ended this rank")
     guarded("leaving", lambda recorder: hooks.leaving.fire(recorder, None))
     guarded("leaving", _emit_end)
+    guarded("left", lambda recorder: hooks.left.fire(recorder, None))
 
 
 def _note_last_value(recorder: Recorder) -> None:

@@ -1,0 +1,48 @@
+"""Are there ranks on other nodes, whose records are elsewhere? The first rank of each node then
+meets the others, unless the launcher does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ....nodes.rank_meeting import RankMeeting
+from ....storage.run_folder import RunFolder
+from ...collectives.process_groups import ProcessGroups
+from ...recording import hooks
+from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
+
+_RESTART = re.compile(r"restart-(\d+)")
+
+
+class OtherNodes(Watcher):
+    lost = "the ranks of other nodes"
+    after = (ProcessGroups,)
+
+    def __init__(self) -> None:
+        self.meeting: RankMeeting | None = None
+
+    @on(ProcessGroups.formed)
+    def _formed(self, recorder: Recorder, group: Any) -> None:
+        """All ranks have come, so the files of all ranks of this node are there."""
+        if self.meeting is not None or not recorder.options.get("meets"):
+            return
+        restart = _RESTART.fullmatch(recorder.directory.name)
+        folder: Path = recorder.directory.parent if restart else recorder.directory
+        attempt = int(restart[1]) if restart else 0
+        here = sorted({rank for rank, _ in RunFolder(folder).rank_files(attempt)})
+        mine, world = group.rank(), group.size()
+        if not here or mine != here[0] or len(here) >= world:
+            return
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store: Any = _get_default_store()
+        self.meeting = RankMeeting(store, folder, here=here, world=world, attempt=attempt)
+        self.meeting.start()
+
+    @on(hooks.left)
+    def _left(self, recorder: Recorder, _: None) -> None:
+        if self.meeting is not None:
+            self.meeting.close()
