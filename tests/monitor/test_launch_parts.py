@@ -150,7 +150,7 @@ def test_nodes_and_what_they_share() -> None:
 
 def test_environment_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    added = environment_of(RunFolder(tmp_path), Options(select=("drift",), every=3))
+    added = environment_of(RunFolder(tmp_path), Options(select=("drift",), every=3), meets=True)
     assert Path(added["PYTHONPATH"]).name == "shim"  # and no empty entry beside it
     assert Path(added["DDPDOCTOR_HOME"], "ddpdoctor").is_dir()
     assert added["DDPDOCTOR_DIR"] == str(tmp_path.resolve())
@@ -167,7 +167,7 @@ def test_what_the_user_exported_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/mine/trace_")
-    added = environment_of(RunFolder(tmp_path), Options(debug_level="detail"))
+    added = environment_of(RunFolder(tmp_path), Options(debug_level="detail"), meets=True)
     assert added["PYTHONPATH"].endswith(f"shim{os.pathsep}mine")
     assert not [name for name in added if name.startswith("TORCH_")]
 
@@ -177,9 +177,9 @@ def test_detail_only_where_it_does_not_crash(
 ) -> None:
     options = Options(debug_level="detail")
     with pytest.raises(LaunchError, match="--debug-level info"):
-        environment_of(RunFolder(tmp_path), options)
+        environment_of(RunFolder(tmp_path), options, meets=False)
     monkeypatch.setattr(sys.modules[environment_of.__module__], "visible_gpus", lambda: 1)
-    assert environment_of(RunFolder(tmp_path), options)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert environment_of(RunFolder(tmp_path), options, meets=False)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
     assert "TORCH_DISTRIBUTED_DEBUG" not in environment_of(
         RunFolder(tmp_path), Options(debug_level="off")
     )
