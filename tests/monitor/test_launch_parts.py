@@ -179,9 +179,12 @@ def test_detail_only_where_it_does_not_crash(
     with pytest.raises(LaunchError, match="--debug-level info"):
         environment_of(RunFolder(tmp_path), options, meets=False)
     monkeypatch.setattr(sys.modules[environment_of.__module__], "visible_gpus", lambda: 1)
-    assert environment_of(RunFolder(tmp_path), options, meets=False)["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert (
+        environment_of(RunFolder(tmp_path), options, meets=False)["TORCH_DISTRIBUTED_DEBUG"]
+        == "DETAIL"
+    )
     assert "TORCH_DISTRIBUTED_DEBUG" not in environment_of(
-        RunFolder(tmp_path), Options(debug_level="off")
+        RunFolder(tmp_path), Options(debug_level="off"), meets=False
     )
 
 
