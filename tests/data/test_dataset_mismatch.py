@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.data.dataset_mismatch import DatasetMismatch
 from ddpdoctor.checks.data.sampler_missing import SamplerMissing
+from ddpdoctor.checks.data.sampler_seed_skew import SamplerSeedSkew
 from readers import found, loader, run_of
 from recordings import site
 
@@ -216,6 +217,25 @@ def test_shards_made_by_hand_and_read_whole() -> None:
         part(r, payload("text", r + 1), distributed=False, whole=True) for r in range(2)
     )  # fmt: skip
     assert not examine(first, second)
+
+
+@pytest.mark.parametrize("lengths", [(64, 32), (64, 64)])
+def test_loaders_of_one_line_that_ranks_begin_in_another_order(lengths: tuple[int, int]) -> None:
+    def rank(number: int) -> list[Event]:
+        found: list[Event] = []
+        for turn, made in enumerate((0, 1) if number == 0 else (1, 0)):
+            length = lengths[made]
+            found += loader(
+                turn, [list(range(number, length, 2))], length=length, total_size=length,
+                distributed=True, replicas=2, sampler_rank=number, made=made,
+                payloads=(payload("tensor", 5 + made, length=length),), content=made,
+                began={"seed": made}, seed=made, shuffle=True,
+            )  # fmt: skip
+        return found
+
+    run = run_of(rank(0), rank(1))
+    assert not found(DatasetMismatch(), run)
+    assert not found(SamplerSeedSkew(), run)
 
 
 @pytest.mark.parametrize("entries", [3, 4, 5, 7])

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -283,14 +284,42 @@ def same_order(before: EpochEnded, now: EpochEnded, fewest: int) -> bool:
 def loaders(run: Run) -> tuple[Loader, ...]:
     """All loaders of the run. The lines that make and iterate a loader identify it across ranks,
     not its number: not every rank iterates every loader."""
-    by_key: dict[tuple[Line, Line, int], dict[int, Reader]] = defaultdict(dict)
+    by_place: dict[tuple[Line, Line], dict[int, list[Reader]]] = {}
     for rank, readers in _remade(run).items():
-        nth: dict[tuple[Line, Line], int] = defaultdict(int)
         for reader in readers:
-            place = (_line(reader.made_at), _line(reader.loop_at))
-            by_key[(*place, nth[place])][rank] = reader
-            nth[place] += 1
+            place = _line(reader.made_at), _line(reader.loop_at)
+            by_place.setdefault(place, {}).setdefault(rank, []).append(reader)
+    by_key = {
+        (*place, key): readers
+        for place, by_rank in by_place.items()
+        for key, readers in _paired(by_rank).items()
+    }
     return tuple(Loader(readers) for readers in _joined(by_key))
+
+
+def _paired(by_rank: dict[int, list[Reader]]) -> dict[int, dict[int, Reader]]:
+    """The loaders that one line makes and one iterates, joined across ranks: in the order in which
+    each rank makes them, or in which it first iterates them where more of them match then."""
+    made: dict[int, dict[int, Reader]] = defaultdict(dict)
+    iterated: dict[int, dict[int, Reader]] = defaultdict(dict)
+    for rank, readers in by_rank.items():
+        for n, reader in enumerate(readers):
+            iterated[n][rank] = reader
+            made[reader.seen.made][rank] = reader
+    unique = sum(map(len, made.values())) == sum(map(len, iterated.values()))
+    return made if unique and _matches(made) >= _matches(iterated) else iterated
+
+
+def _matches(paired: dict[int, dict[int, Reader]]) -> int:
+    """How many loaders have equal data on two ranks that follow each other."""
+    found = 0
+    for readers in paired.values():
+        seen = [
+            (r.seen.dataset, r.seen.length, {(p.name, p.order) for p in r.seen.payloads})
+            for r in readers.values()
+        ]
+        found += sum(one == other for one, other in pairwise(seen))
+    return found
 
 
 def _line(spot: Location | None) -> Line:
