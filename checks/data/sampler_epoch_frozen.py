@@ -20,6 +20,11 @@ from ddpdoctor.run import Rank, Run, counted, listed, whom
 NUMBERS_OF_A_LOOP = 3
 """Different epoch numbers after which one that comes twice is no fault of the loop."""
 
+REPEATED = "epoch-number-repeated"
+FEW = 0.25
+"""Where fewer of the epochs than that repeat the order of the one before, it is a note: what is
+tried before the training, such as the search for a learning rate."""
+
 CYCLE = re.compile(r"\bcycle\(")
 
 SHARED = (
@@ -67,6 +72,7 @@ class SamplerEpochFrozen(LoaderCheck):
     - An epoch that is run again from an earlier state: weights are loaded before it, or it is the
       only one of several that comes twice.
     - `shuffle=False`, a single epoch, or evaluation.
+    - Only a note: fewer than a quarter of the epochs repeat the order of the one before.
     - The orders differ although the number does not (samplers that count epochs themselves).
     - A custom sampler or a stream whose order does not depend on the epoch, or that has one or two
       batches; a stream whose `shuffle` is off.
@@ -80,7 +86,7 @@ class SamplerEpochFrozen(LoaderCheck):
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         "set-epoch-not-called": "`set_epoch` is never called on torch's sampler",
-        "epoch-number-repeated": "`set_epoch` is called, but epochs repeat the number before",
+        REPEATED: "`set_epoch` is called, but epochs repeat the number before",
         "custom-sampler": "a custom sampler shuffles by an epoch number that never changes",
         "stream-epoch-not-set": "an iterable dataset shuffles by an epoch that never changes",
         "stream-epoch-not-in-workers": "the epoch of an iterable dataset is set, but persistent "
@@ -129,21 +135,27 @@ class SamplerEpochFrozen(LoaderCheck):
             why += f"stays {number}: "
             why += "`set_epoch` is not called" if reader.seen.sets_epoch else "nothing sets it"
         elif called:
-            rule = "epoch-number-repeated"
+            rule = REPEATED
             why = f"`set_epoch` is called {counted(called, 'time')}, but {repeats} of the epochs "
             why += "have the number of the one before"
+        never, orders = "never changes", "every shuffle gives the same order"
+        if rule == REPEATED:
+            never, orders = "is sometimes that of the one before", "these have the same order"
         yield self.of_reader(
             reader,
             rule=rule,
+            severity=Severity.NOTE
+            if rule == REPEATED and repeats < FEW * trained
+            else self.severity,
             ranks=tuple(frozen),
             steps=steps_from(reader, _first_repeat(reader)),
             location=reader.sampler_at,
-            label="shuffles by seed + epoch, but the epoch never changes"
+            label=f"shuffles by seed + epoch, but the epoch {never}"
             if reader.seen.shuffle
-            else "the sampler shuffles by the epoch, which never changes",
+            else f"the sampler shuffles by the epoch, which {never}",
             related=related(reader, sampler=False),
             summary=f"{which} over {dataset(reader)} {what} on {whom(frozen, run.world_size)}",
-            cause=f"{why}, so every shuffle gives the same order",
+            cause=f"{why}, so {orders}",
             fix=f"`sampler.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
             "at the start of every epoch, before the loader is iterated",
             fix_kind=FixKind.SAFE,

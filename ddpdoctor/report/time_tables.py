@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ..run.ledger import ACCOUNTS, BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, Ledger, RankTime
+from ..run.ledger import ACCOUNTS, BACKWARD, FORWARD, OPTIMIZER, Ledger, RankTime
 from .findings import RankTimes, Table
 
 SHORTEST_S = 5.0
@@ -13,7 +13,7 @@ SHORTEST_S = 5.0
 
 OTHER = "other"
 
-TOGETHER = {"training": (FORWARD, BACKWARD, OPTIMIZER, OUTSIDE)}
+TOGETHER = {"training": (FORWARD, BACKWARD, OPTIMIZER)}
 """Accounts in one column of the table, which is to fit on a console. The page and `findings.json`
 have each of them."""
 

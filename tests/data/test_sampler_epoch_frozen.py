@@ -22,7 +22,7 @@ from ddpdoctor.events import (
     WorkerRandom,
     Wrapped,
 )
-from ddpdoctor.report.findings import Finding, Steps
+from ddpdoctor.report.findings import Finding, Severity, Steps
 
 FIRST = [7, 3, 9, 1, 5, 0, 2, 8]
 OTHER = FIRST[::-1]
@@ -97,6 +97,18 @@ def test_evaluation_over_the_training_data_in_between() -> None:
     used = {"backwards": [2, 0, 2, 0]}
     assert not examine(epochs(FIRST, FIRST, OTHER, OTHER, numbers=[0, 0, 1, 1], ends=used))
     assert examine(epochs(FIRST, FIRST, FIRST, FIRST, ends=used))
+
+
+@pytest.mark.parametrize(("later", "severity"), [(6, Severity.WARNING), (12, Severity.NOTE)])
+def test_a_search_before_the_training(later: int, severity: Severity) -> None:
+    """Four epochs with the number 0, then each with its own."""
+    fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1}
+    numbers = [0] * 4 + [*range(1, later)]
+    orders = [[*FIRST[n:], *FIRST[:n]] for n in numbers]
+    began = {"sampler_epoch": numbers, "epochs_set": [0] * 4 + [*range(1, later)]}
+    (finding,) = examine(loader(0, orders, began=began, **fields))  # type: ignore[arg-type]
+    assert (finding.rule, finding.severity) == ("epoch-number-repeated", severity)
+    assert "never" not in finding.cause
 
 
 @pytest.mark.parametrize(
