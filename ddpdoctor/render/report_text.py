@@ -148,15 +148,16 @@ def differed(finding: Finding) -> str:
     return clean(finding.differed or "", 300)
 
 
-def proofs(finding: Finding) -> list[Proof]:
-    """The evidence, entry by entry; what is empty proves nothing."""
+def proofs(finding: Finding, *, whole: bool = False) -> list[Proof]:
+    """The evidence, entry by entry, `whole` or the first rows of it; what is empty proves
+    nothing."""
     found = []
     for key, value in finding.evidence.items():
         name = title(key)
         if value is None or (isinstance(value, str | Sized) and not value):
             continue
         if isinstance(value, list | tuple) and value and all(isinstance(r, dict) for r in value):
-            found.append(Proof(name, grid=_table([dict(r) for r in value])))
+            found.append(Proof(name, grid=_table([dict(r) for r in value], whole)))
         elif isinstance(value, str) and "\n" in value.strip():
             found.append(Proof(name, block=value))
         else:
@@ -164,10 +165,10 @@ def proofs(finding: Finding) -> list[Proof]:
     return found
 
 
-def _table(rows: list[dict[str, object]]) -> Grid:
+def _table(rows: list[dict[str, object]], whole: bool) -> Grid:
     folded = _fold_equal(rows)
     names = columns(folded)[:8]
-    shown = folded[:EVIDENCE_ROWS]
+    shown = folded if whole else folded[:EVIDENCE_ROWS]
     cells = tuple(tuple(figure(r[n]) if n in r else "" for n in names) for r in shown)
     return Grid(tuple(title(n) for n in names), cells, len(folded) - len(shown))
 
