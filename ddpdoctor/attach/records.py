@@ -122,6 +122,8 @@ def write(jobs: tuple[JobLook, ...]) -> bytes:
 def is_record(path: Path) -> bool:
     """Whether a file looks like one of `ddpdoctor attach --json`."""
     try:
+        if not path.is_file():
+            return False  # a pipe would wait for its other end
         with path.open("rb") as file:
             return KIND.encode() in file.read(200)
     except OSError:

@@ -58,9 +58,9 @@ def headline(report: Report) -> list[str]:
     run = report.run
     command = clean(shlex.join(run.command), 200) or "(command not on record)"
     facts = [counted(run.world_size, "rank")]
-    if run.torch:
+    if run.torch not in ("", "unknown"):
         facts.append(f"torch {clean(run.torch, 40)}")
-    if run.backend:
+    if run.backend not in ("", "unknown"):
         facts.append(clean(run.backend, 40))
     first = f"{report.tool.name} {report.tool.version}: {command}"
     lines = [first, f"{ending(report)}{_after(report)}: {', '.join(facts)}"]
@@ -215,7 +215,8 @@ def rank_row(group: list[RankState]) -> tuple[str, ...]:
     time = times[0] if len(times) == 1 else ""
     if len(times) > 1:
         time = f"{duration(min(known))} - {duration(max(known))}"
-    return (fold_ranks(r.rank for r in group), _state(one), str(one.steps), time, clean(one.last))
+    steps = "" if one.steps is None else str(one.steps)
+    return (fold_ranks(r.rank for r in group), _state(one), steps, time, clean(one.last))
 
 
 def _state(rank: RankState) -> str:
@@ -294,7 +295,7 @@ def _ended(report: Report) -> str:
 
 
 def most_steps(report: Report) -> int:
-    return max((r.steps for r in report.ranks), default=0)
+    return max((r.steps or 0 for r in report.ranks), default=0)
 
 
 def gaps(report: Report, *, saved: bool = True) -> list[str]:
