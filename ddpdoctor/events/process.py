@@ -61,8 +61,6 @@ class TorchLoaded(Event, frozen=True, tag="torch-loaded"):
     late: bool = False
 
     def describe(self) -> str:
-        if not self.torch:
-            return "torch was imported"
         return f"torch {self.torch}, CUDA {self.cuda or 'none'}, {self.threads} threads"
 
 

@@ -77,7 +77,7 @@ def write_folder(path: Path, found: Leftovers) -> RunFolder:
             schema_version=SCHEMA,
             id="leftovers",
             command=["(run without the doctor)"],
-            started_at=time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime(began)),
+            started_at="",
             tool_version=__version__,
             world_size=world,
             node=NODE,

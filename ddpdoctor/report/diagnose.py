@@ -255,7 +255,7 @@ def _summary(run: Run, folder: str) -> RunSummary:
     return RunSummary(
         id=info.id,
         command=tuple(info.command),
-        started_at=info.started_at,
+        started_at=info.started_at or UNKNOWN * run.left_behind,
         ended_at=info.ended_at,
         world_size=run.world_size,
         outcome=run.outcome(),

@@ -25,7 +25,7 @@ from ddpdoctor.leftovers.failures import (
 )
 from ddpdoctor.leftovers.folder import write_folder
 from ddpdoctor.leftovers.search import Leftovers, is_run, search
-from ddpdoctor.render import text
+from ddpdoctor.render import FORMATS, text, timeline
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.report.postmortem import open_run
 from ddpdoctor.report.registry import all_checks
@@ -214,6 +214,12 @@ def test_what_is_not_known_is_not_invented(tmp_path: Path) -> None:
         assert (rank.state, rank.exit_code, rank.signal) == ("hung", None, None)
         assert (rank.pid, rank.local_rank, rank.steps) == (None, None, None)
         assert (rank.node, rank.device) == ("unknown", "unknown")
+    assert run.started_at == "unknown"
+    assert "startTimeUtc" not in FORMATS["sarif"](report)
+    assert 'timestamp="1970' in FORMATS["junit"](report)
+    story = timeline.render([open_run([made.path]).last], 0, [], 80, styled=False)
+    assert story.splitlines()[:2] == ["rank 0 of 2 on unknown", "hung"]
+    assert "cores" not in story and "pid" not in story
     shown = text(report)
     assert "hung: 2 ranks, gloo\n" in shown and "unknown" not in shown.replace(str(tmp_path), "")
 
