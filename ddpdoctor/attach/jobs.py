@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -206,7 +207,8 @@ def _jobs(found: list[Process]) -> list[Job]:
     for process in found:
         by_address.setdefault(process.address, []).append(process)
     jobs = []
-    for address, ranks in by_address.items():
+    for address, found_there in by_address.items():
+        ranks = _one_each(found_there)
         ranks.sort(key=lambda p: (p.rank, p.pid))
         world = max(p.world_size for p in ranks)
         local = max(p.local_world_size for p in ranks)
@@ -215,6 +217,26 @@ def _jobs(found: list[Process]) -> list[Job]:
         launched = max(local, len(ranks))
         jobs.append(Job(address, max(world, 0), launched, ranks[0].command, tuple(ranks)))
     return sorted(jobs, key=lambda job: job.address)
+
+
+def _one_each(found: list[Process]) -> list[Process]:
+    """One process for each rank: workers of loaders outlive a rank that was killed, and have its
+    environment; they have lost the parent that the ranks of the job have in common."""
+    if len({p.rank for p in found}) == len(found):
+        return found
+    parents = {p.pid: _parent(p.pid) for p in found}
+    common = Counter(parent for parent in parents.values() if parent > 1)
+    chosen: dict[int, Process] = {}
+    for process in sorted(found, key=lambda p: (common[parents[p.pid]], p.pid)):
+        chosen[process.rank] = process
+    return list(chosen.values())
+
+
+def _parent(pid: int) -> int:
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
+        return 0
 
 
 def _is_loopback(address: str) -> bool:

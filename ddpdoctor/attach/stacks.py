@@ -177,7 +177,7 @@ def _rank(
     looks = _kept([d.frames for d in dumps])
     fields = {
         "looks": looks,
-        "wakes": round(wakes, 1),
+        "wakes": round(wakes, 3),
         "wanted": round(wanted, 3),
         "holds": held(f for f in looks[-1].frames if not is_own(f.file)) if looks else (),
         "threads": tuple(_threads(dumps, rates)),
@@ -203,7 +203,7 @@ def _threads(dumps: Sequence[_Dump], rates: dict[int, tuple[float, ...]]) -> lis
             Thread(
                 name=name,
                 looks=_kept([*earlier, frames]),
-                wakes=round(wakes, 1),
+                wakes=round(wakes, 3),
                 wanted=round(wanted, 3),
                 holds=held(f for f in frames if not is_own(f.file)),
             )

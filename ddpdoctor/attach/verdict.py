@@ -33,14 +33,28 @@ def judge(job: JobLook) -> list[Finding]:
     here = {(s.op, str(s.place)) for s in waiting}
     if any(s.goes_on and (s.op, str(s.place)) in here for s in apart):
         return []  # it is in that call and goes on, so the others have not waited for long
+    passing = _pass(job, waiting)
+    if passing and not apart:
+        return []
     if apart:
         loading = [s for s in apart if s.kind == "loader" and not s.moved]
         if len(loading) == len(apart):
             return [_loader(loading, waiting)]
-        return [_absent(job, apart, waiting)]
+        return [_absent(job, apart, waiting, slow=passing and _pass(job, apart))]
     if messages := _unanswered(waiting):
         return [_no_answer(messages, waiting)]
     return [_different(waiting)] if len(here) > 1 else [_all_wait(job, waiting)]
+
+
+def _woken(job: JobLook, stand: Stand) -> int:
+    """How often its thread slept and went on meanwhile."""
+    return round(stand.wakes * job.apart_s)
+
+
+def _pass(job: JobLook, stands: Sequence[Stand]) -> bool:
+    """Whether ranks went on between looks that saw them at the same lines: a thread that waits in
+    one collective, or sleeps in one call, does not wake."""
+    return all(_woken(job, s) > 0 and s.kind not in ("init", "device", "gone") for s in stands)
 
 
 def _missing(job: JobLook) -> list[int]:
@@ -144,12 +158,15 @@ def _stopped(stopped: Sequence[Stand], waiting: Sequence[Stand], apart: Sequence
     )  # fmt: skip
 
 
-def _absent(job: JobLook, apart: Sequence[Stand], waiting: Sequence[Stand]) -> Finding:
-    """Ranks that are somewhere else while others wait."""
+def _absent(
+    job: JobLook, apart: Sequence[Stand], waiting: Sequence[Stand], *, slow: bool
+) -> Finding:
+    """Ranks that are somewhere else while others wait; `slow`: all of them go on."""
     ranks = _ranks(apart)
     told: dict[tuple[str, str, str], list[Stand]] = {}
     for stand in apart:
-        told.setdefault(_why(job, stand), []).append(stand)
+        why = _slow(job, stand) if slow and not stand.goes_on else _why(job, stand)
+        told.setdefault(why, []).append(stand)
     (rule, cause, fix), those = next(iter(told.items()))
     first = those[0]
     if len(told) > 1:
@@ -160,6 +177,7 @@ def _absent(job: JobLook, apart: Sequence[Stand], waiting: Sequence[Stand]) -> F
     )[:3]
     return _found(
         "DDP603", "rank-missing", rule,
+        severity=Severity.WARNING if slow else Severity.ERROR,
         ranks=ranks,
         subjects=_operations(waiting)[:1],
         location=first.place,
@@ -200,10 +218,21 @@ def _why(job: JobLook, stand: Stand) -> tuple[str, str, str]:
             f"it goes on: {_activity(job, stand)}",
             "see what this line does on that rank; look again later, with `ddpdoctor attach`",
         )
+    polls = ", but slept and went on again and again" if _woken(job, stand) else ""
     return (
         "idle",
-        f"it waits there, {_cpu(stand)}, and did not move between {_looks(job)}",
+        f"it waits there, {_cpu(stand)}, and did not move between {_looks(job)}{polls}",
         "see what this line waits for on that rank; it may only be slow there: " + LOOK_LONGER,
+    )
+
+
+def _slow(job: JobLook, stand: Stand) -> tuple[str, str, str]:
+    """Rule, cause and fix of a rank that others wait for again and again."""
+    return (
+        "slow",
+        f"it is slow there: it was seen there in {_looks(job)}, but slept and went on "
+        f"{counted(_woken(job, stand), 'time')}, and so did those that wait for it",
+        f"see why this line takes longer on that rank than on others; {LOOK_LONGER}",
     )
 
 

@@ -193,6 +193,22 @@ def test_all_ranks_that_meet_at_this_machine_belong_here(
         assert (found.world_size, found.launched) == (3, launched)
 
 
+def test_workers_that_outlived_their_rank_are_no_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CODE)
+    given = {"MASTER_ADDR": "orphans", "MASTER_PORT": str(os.getpid())}
+    start = f"import subprocess, sys; subprocess.Popen([sys.executable, {str(script)!r}])"
+    with ranks([str(script)], 2, **given) as started:
+        left = {**os.environ, **given, "RANK": "1", "WORLD_SIZE": "2"}
+        parent = subprocess.Popen([sys.executable, "-c", start], env=left, start_new_session=True)
+        try:
+            parent.wait(20)
+            (found,) = jobs.find([started[0].pid]).jobs
+            assert [p.pid for p in found.ranks] == [p.pid for p in started]
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
 THREADS = """\
 import threading, time
 lock, other = threading.Lock(), threading.Lock()

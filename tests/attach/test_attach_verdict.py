@@ -24,7 +24,7 @@ from ddpdoctor.attach.records import (
 from ddpdoctor.attach.stands import classes, stand_of
 from ddpdoctor.attach.text import page
 from ddpdoctor.attach.verdict import judge
-from ddpdoctor.report.findings import Confidence, Finding
+from ddpdoctor.report.findings import Confidence, Finding, Severity
 
 TORCH = "/opt/lib/python3.11/site-packages/torch"
 TRAIN = "/home/user/train.py"
@@ -251,6 +251,17 @@ def test_what_is_said_of_cpu_time_agrees_with_the_cores() -> None:
     some = one(rank(0, ALL_REDUCE), rank(1, SLEEP, cpu=0.2))
     assert some.rule == "idle" and "uses 0.2 cores" in some.cause and "no CPU" not in some.cause
     assert "uses no CPU time" in one(rank(0, ALL_REDUCE), rank(1, SLEEP, cpu=0.04)).cause
+
+
+def test_ranks_that_wake_between_looks_are_slow_and_not_stuck() -> None:
+    late = one(rank(0, ALL_REDUCE, wakes=2.0), rank(1, SLEEP, wakes=3.0))
+    assert (late.rule, late.ranks, late.severity) == ("slow", (1,), Severity.WARNING)
+    assert "3 times" in late.cause
+    stuck = one(rank(0, ALL_REDUCE), rank(1, SLEEP, wakes=3.0))
+    assert (stuck.rule, stuck.severity) == ("idle", Severity.ERROR)
+    assert "again and again" in stuck.cause
+    assert one(rank(0, ALL_REDUCE, wakes=2.0), rank(1, SLEEP)).rule == "idle"
+    assert judge(job(rank(0, ALL_REDUCE, wakes=2.0), rank(1, BROADCAST, wakes=2.0))) == []
 
 
 def test_the_number_of_looks_is_told() -> None:
