@@ -110,6 +110,8 @@ def test_ranks_without_a_dump_are_not_guessed(tmp_path: Path) -> None:
     found = search([write(tmp_path / "dumps", dump(entry(1, "all_reduce", 10, done=False)), None)])
     assert "no dump of rank 1: where it was is not known" in found.told()
     assert not [f for f in judged(tmp_path, found) if f.code in ("DDP601", "DDP604")]
+    (lost,) = open_run([tmp_path / "made"]).report(all_checks()).coverage.lost
+    assert "rank 1 was not observed: nothing that it left behind" in lost
 
 
 def test_a_dump_of_an_earlier_run_is_named_and_not_used(tmp_path: Path) -> None:
