@@ -177,7 +177,7 @@ class FirstFailure(Check):
                 MESSAGE: message[:2000],
                 **({f"{missing.did}_by_another_rank": missing.path} if missing else {}),
                 **_traceback(first),
-                **_aftermath(first.at, others),
+                **_aftermath(None if run.left_behind else first.at, others),
                 **_named_by_torchrun(run, ranks),
             },
             errors=error_kinds(message),

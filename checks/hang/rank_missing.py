@@ -23,7 +23,7 @@ from ddpdoctor.analysis.waiting.wait_graph import (
 from ddpdoctor.events import CallSite, InitEntered
 from ddpdoctor.report.declarations import Effect, When, seen
 from ddpdoctor.report.findings import Check, Confidence, Finding, FixKind, Severity
-from ddpdoctor.run import Phase, Rank, Run, ranks_text, ranks_were
+from ddpdoctor.run import Phase, Rank, Run, ranks_do, ranks_text, ranks_were
 
 
 class RankMissing(Check):
@@ -90,6 +90,10 @@ class RankMissing(Check):
         waiting = [s for a in absent for s in waiting_for(now, a)]
         first = waiting[0]
         waited = max(s.still_s for s in waiting)
+        times = {
+            "time_to_verdict_s": round(waited, 2),
+            "hang_after_s": round(now.hang_after, 1),
+        }
         ranks = tuple(s.rank.rank for s in absent)
         call = first.made.place if first.made else "a collective"
         inside = absent[0].computes is not None  # in the same call, before it communicates
@@ -98,6 +102,9 @@ class RankMissing(Check):
         they_are = "it is" if len(ranks) == 1 else "they are"
         has_not = "has not" if len(ranks) == 1 else "have not"
         have = "has" if len(others) == 1 else "have"
+        they_wait = f"{ranks_text(others)} {have} waited {now.waited(waiting):.0f} s"
+        if not now.timed:
+            they_wait = ranks_do(others, "wait")
         where = absent[0].location
         sender, sent = stopping(run, now, absent[0])
         thread = failed_threads.failed_thread(now, absent[0])
@@ -116,7 +123,7 @@ class RankMissing(Check):
                 *wait_lines(waiting),
             ),
             summary=f"{ranks_text(ranks)} {has_not} reached {call}, "
-            f"where {ranks_text(others)} {have} waited {now.waited(waiting):.0f} s; "
+            f"where {they_wait}; "
             f"{they_are} {absent[0].doing}",
             cause=(block.cause if block else _cause(absent[0], why, sender))
             + failed_threads.failed_thread_remark(thread),
@@ -131,8 +138,7 @@ class RankMissing(Check):
                 "missing": ranks_text(ranks),
                 **victims(now, waiting),
                 "cpu_share_of_missing": absent[0].cpu,
-                "time_to_verdict_s": round(waited, 2),
-                "hang_after_s": round(now.hang_after, 1),
+                **(times if now.timed else {}),
                 "stacks": merged_stacks(now),
                 **({"flight_recorder": pending(now)} if inside else {}),
             },

@@ -309,16 +309,13 @@ class Stall(Check):
             cause=cause,
             fix=fix,
             fix_kind=FixKind.CHECK,
-            evidence={
-                "waited_s": round(waited, 1),
-                "hang_after_s": round(now.hang_after, 1),
-                "stacks": merged_stacks(now),
-            },
+            evidence={**_times(now, waited), "stacks": merged_stacks(now)},
             at=now.at - waited,
         )
 
     def _still(self, now: Snapshot, stands: list[RankSnapshot]) -> Finding:
         waited = max((s.still_s for s in stands), default=0.0)
+        how_long = f" for {waited:.0f} s" if now.timed else ""
         unknown = _without_record(now, stands)
         seen = [s for s in stands if not s.unknown] or stands
         least = min(seen, key=lambda s: (s.rank.steps, s.rank.ring.count if s.rank.ring else 0))
@@ -340,7 +337,7 @@ class Stall(Check):
             related=(Related(here, least.location),)
             if told and told.label and least.location
             else failed_threads.failed_thread_line(thread, least),
-            summary=f"no rank{' on record' * bool(unknown)} has made progress for {waited:.0f} s: "
+            summary=f"no rank{' on record' * bool(unknown)} has made progress{how_long}: "
             + (f"all are {least.doing}" if together else _doing(stands, least)),
             cause=told.cause
             if told
@@ -348,13 +345,17 @@ class Stall(Check):
             fix=told.fix if told else _fix(rule, stands, unknown),
             fix_kind=FixKind.CHECK,
             evidence={
-                "waited_s": round(waited, 1),
-                "hang_after_s": round(now.hang_after, 1),
+                **_times(now, waited),
                 "stacks": merged_stacks(now),
                 "flight_recorder": pending(now),
             },
             at=now.at - waited,
         )
+
+
+def _times(now: Snapshot, waited: float) -> Evidence:
+    times = {"waited_s": round(waited, 1), "hang_after_s": round(now.hang_after, 1)}
+    return {**times} if now.timed else {}
 
 
 def _thread_line(stand: RankSnapshot) -> Location | None:

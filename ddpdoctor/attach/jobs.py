@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,36 +39,78 @@ class Job:
     ranks: tuple[Process, ...]
 
 
-def find(pids: Iterable[int] = ()) -> list[Job]:
-    """The jobs of this user, or those of the given processes: launchers, or ranks.
+@dataclass(frozen=True)
+class Found:
+    """Jobs, and which of the processes that were asked for have nothing to do with one."""
+
+    jobs: tuple[Job, ...]
+    unrelated: tuple[int, ...] = ()
+
+
+def find(pids: Iterable[int] = ()) -> Found:
+    """The jobs of this user, or those that the given processes belong to: launchers, ranks, or what
+    ranks have started. A job is found whole, as far as it is on this machine.
 
     Raises:
         ProcessLookupError: there is no such process.
+        PermissionError: the environment of a process that was asked for may not be read.
     """
-    asked = list(pids)
-    within: set[int] | None = None
-    if asked:
-        within = set()
-        for pid in asked:
-            try:
-                process = psutil.Process(pid)
-                within |= {pid, *(c.pid for c in process.children(recursive=True))}
-            except psutil.NoSuchProcess:
-                raise ProcessLookupError(f"there is no process {pid}") from None
-    found = [p for p in map(_rank, psutil.process_iter()) if p and (not asked or p.pid in within)]  # type: ignore[operator]
-    found = _without_children(found)
-    if asked and not found:
-        found = _spawned(asked)
-    return _jobs(found)
+    asked = list(dict.fromkeys(pids))
+    families = {pid: _family(pid) for pid in asked}
+    denied: set[int] = set()
+    related = {*asked, *(pid for above, below in families.values() for pid in (*above, *below))}
+    looked_at = [p for p in psutil.process_iter() if p.pid in related or _is_ours(p)]
+    ranks = [rank for p in looked_at if (rank := _rank(p, denied)) is not None]
+    jobs = _jobs(_without_children(ranks))
+    if not asked:
+        if not jobs and denied:
+            raise PermissionError(f"process {min(denied)}")
+        return Found(tuple(jobs))
+    of_ranks = {p.pid: job for job in jobs for p in job.ranks}
+    wanted: dict[str, Job] = {}
+    unrelated = []
+    for pid, (above, below) in families.items():
+        mine = [of_ranks[p] for p in (pid, *below) if p in of_ranks]
+        mine = mine or [of_ranks[p] for p in above if p in of_ranks][:1]  # a worker of a rank
+        mine = mine or _jobs(_spawned([pid]))
+        if not mine and denied & {pid, *below}:
+            raise PermissionError(f"process {min(denied & {pid, *below})}")
+        wanted |= {job.address: job for job in mine}
+        if not mine:
+            unrelated.append(pid)
+    return Found(tuple(wanted[address] for address in sorted(wanted)), tuple(unrelated))
 
 
-def _rank(process: psutil.Process) -> Process | None:
-    """A process of this user with the variables of a rank; None for any other."""
+def _family(pid: int) -> tuple[list[int], list[int]]:
+    """The processes above a process, nearest first, and those below it."""
     try:
-        if process.uids().real != os.getuid() and os.getuid() != 0:
-            return None
-        environment = process.environ()
+        if not 0 < pid < 1 << 31:
+            raise psutil.NoSuchProcess(pid)
+        process = psutil.Process(pid)
+        above = [p.pid for p in process.parents()]
+        return above, [c.pid for c in process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError(f"there is no process {pid}") from None
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return os.getuid() in (0, process.uids().real)
+    except psutil.Error:
+        return False
+
+
+def _rank(process: psutil.Process, denied: set[int]) -> Process | None:
+    """A process with the variables of a rank; None for any other. Those that run
+    Python and may not be read are put into `denied`."""
+    words: list[str] = []
+    try:
         words = process.cmdline()
+        environment = process.environ()
+    except (psutil.AccessDenied, PermissionError):
+        if words and "python" in os.path.basename(words[0]):
+            denied.add(process.pid)
+        return None
     except (psutil.Error, OSError):
         return None
     if "RANK" not in environment or "WORLD_SIZE" not in environment or not words:
@@ -164,9 +207,38 @@ def _jobs(found: list[Process]) -> list[Job]:
     for process in found:
         by_address.setdefault(process.address, []).append(process)
     jobs = []
-    for address, ranks in by_address.items():
+    for address, found_there in by_address.items():
+        ranks = _one_each(found_there)
         ranks.sort(key=lambda p: (p.rank, p.pid))
         world = max(p.world_size for p in ranks)
-        launched = max(max(p.local_world_size for p in ranks), len(ranks))
+        local = max(p.local_world_size for p in ranks)
+        if local < 0 and _is_loopback(address):
+            local = world  # no other machine can reach that address
+        launched = max(local, len(ranks))
         jobs.append(Job(address, max(world, 0), launched, ranks[0].command, tuple(ranks)))
     return sorted(jobs, key=lambda job: job.address)
+
+
+def _one_each(found: list[Process]) -> list[Process]:
+    """One process for each rank: workers of loaders outlive a rank that was killed, and have its
+    environment; they have lost the parent that the ranks of the job have in common."""
+    if len({p.rank for p in found}) == len(found):
+        return found
+    parents = {p.pid: _parent(p.pid) for p in found}
+    common = Counter(parent for parent in parents.values() if parent > 1)
+    chosen: dict[int, Process] = {}
+    for process in sorted(found, key=lambda p: (common[parents[p.pid]], p.pid)):
+        chosen[process.rank] = process
+    return list(chosen.values())
+
+
+def _parent(pid: int) -> int:
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
+        return 0
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.partition(" ")[0].rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")

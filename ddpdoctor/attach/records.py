@@ -24,9 +24,23 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Look(msgspec.Struct, frozen=True):
-    """The main thread of a process at one moment; innermost frame first."""
+    """A thread of a process at one moment; innermost frame first."""
 
     frames: tuple[Frame, ...] = ()
+
+
+class Thread(msgspec.Struct, frozen=True, kw_only=True):
+    """A thread of a rank besides the main one, with lines of the program in its stack.
+
+    Attributes:
+        looks, wakes, wanted, holds: as in `RankLook`.
+    """
+
+    name: str
+    looks: tuple[Look, ...]
+    wakes: float = 0.0
+    wanted: float = 0.0
+    holds: tuple[str, ...] = ()
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -43,11 +57,15 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         state: letter of `/proc/<pid>/stat`: `T` stopped, `Z` a zombie, else running or asleep.
-        looks: two of them, `apart_s` seconds apart; fewer where its stack could not be read.
-        wakes: how often a second its main thread slept and went on between the two.
+        looks: of its main thread, the first and the last, and between them one that differs from
+            the first; fewer where its stack could not be read.
+        wakes: how often a second its main thread slept and went on meanwhile.
         wanted: share of the time in which that thread ran, or waited for a core.
-        cpu: cores that it used between the two; `gpu`, the largest load in percent of a GPU that
-            it has in use, None where there is none.
+        holds: what the `with` statements around the lines of its main thread have taken, and what
+            was taken by `acquire()` there.
+        cpu: cores that it used meanwhile; `gpu`, the largest load in percent of a GPU that it has
+            in use, None where there is none.
+        threads: its other threads with lines of the program.
         trouble: why its stack could not be read; empty where it was.
     """
 
@@ -60,6 +78,8 @@ class RankLook(msgspec.Struct, frozen=True, kw_only=True):
     wakes: float = 0.0
     wanted: float = 0.0
     gpu: float | None = None
+    holds: tuple[str, ...] = ()
+    threads: tuple[Thread, ...] = ()
     workers: tuple[Worker, ...] = ()
     trouble: str = ""
 
@@ -69,9 +89,10 @@ class JobLook(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address: where the ranks meet, as their environment has it; tells jobs apart.
-        launched: ranks that the launcher started on these nodes, by their environment.
+        launched: ranks that belong on these nodes, by their environment.
         world_size: 0 where it is not known.
         at: seconds since the epoch.
+        apart_s: between the first look and the last of as many as `looks`.
     """
 
     address: str
@@ -82,6 +103,7 @@ class JobLook(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     apart_s: float
     ranks: tuple[RankLook, ...]
+    looks: int = 2
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +122,8 @@ def write(jobs: tuple[JobLook, ...]) -> bytes:
 def is_record(path: Path) -> bool:
     """Whether a file looks like one of `ddpdoctor attach --json`."""
     try:
+        if not path.is_file():
+            return False  # a pipe would wait for its other end
         with path.open("rb") as file:
             return KIND.encode() in file.read(200)
     except OSError:

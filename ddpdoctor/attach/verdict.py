@@ -1,175 +1,74 @@
-"""Says from the stacks of all ranks who waits where, and who is not there."""
+"""Says from where all ranks stand who waits for whom, and who is not there."""
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from ..report.findings import Confidence, Finding, FixKind, Related, Severity
-from ..run import Location, counted, fold_ranks, ranks_do, ranks_text, ranks_were
-from .records import Frame, JobLook, RankLook
+from ..run import Location, counted, fold_ranks, listed, ranks_do, ranks_text, some
+from .locks import same
+from .own import is_own, short
+from .records import JobLook, Worker
+from .stands import BUSY, MESSAGES, STOPPED, WAKES, Awaited, Stand, stand_of
 
-COLLECTIVES = frozenset({
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
-    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
-    "gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "all_reduce_coalesced",
-    "recv_object_list", "send_object_list", "destroy_process_group", "new_group",
-})  # fmt: skip
-"""Functions of `torch.distributed` in which a rank waits for others."""
-
-BUSY = 0.3
-"""Cores; a rank that uses more computes, or spins while it waits for a device."""
-
-WAKES = 10.0
-"""A second. The main thread of a rank that waits for others sleeps all the time; one that goes
-through many calls, and was seen in the same one twice, wakes in each of them."""
-
-READS = (".item()", ".cpu()", ".tolist()", ".synchronize()", ".numpy()", ".wait()")
-"""In the text of a line: it waits for a device, or for an asynchronous collective."""
-
-_STANDARD = tuple(
-    sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")} - {None, ""})
-)
-_FOREIGN = ("site-packages", "dist-packages", "/ddpdoctor/probe/", "(importlib._bootstrap)")
-
-
-@dataclass(frozen=True)
-class Stand:
-    """Where a rank stands.
-
-    Attributes:
-        kind: `collective`, `init`, `loader`, `device` (reads a result), `user`, `gone` (no stack).
-        op: the collective, or `backward`, in words; empty where it is in none.
-        place: the innermost line of the program.
-        moved: it was elsewhere the first time.
-    """
-
-    rank: RankLook
-    kind: str
-    op: str
-    place: Location | None
-    moved: bool
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether it computes, or has been elsewhere between the two looks."""
-        busy = max(self.rank.cpu, self.rank.wanted) >= BUSY  # or others have taken the cores
-        return self.moved or busy or self.rank.wakes > WAKES
-
-    @property
-    def waits(self) -> bool:
-        """Whether it stood there, in something that needs other ranks."""
-        stands = not self.moved and self.rank.wakes <= WAKES
-        idle = self.kind != "backward" or self.rank.cpu < BUSY
-        return self.kind in ("collective", "init", "backward", "device") and stands and idle
-
-    @property
-    def where(self) -> str:
-        """`all_reduce (train.py:12)`, `train.py:30`."""
-        if self.kind == "gone":
-            return self.rank.trouble or "no stack could be read"
-        return f"{self.op} ({self.place})" if self.op and self.place else self.op or str(self.place)
-
-    @cached_property
-    def stack(self) -> tuple[tuple[str, str, int], ...]:
-        looks = self.rank.looks
-        return tuple((f.function, f.file, f.line) for f in looks[-1].frames) if looks else ()
-
-
-def is_own(file: str) -> bool:
-    """Whether a file belongs to Python, torch or a package, and not to the program."""
-    if not file or file.startswith("<") or any(part in file for part in _FOREIGN):
-        return True
-    return file.startswith(_STANDARD) or "/lib/python3." in file
-
-
-def stand_of(rank: RankLook) -> Stand:
-    """Where a rank stands, by its last stack."""
-    if not rank.looks:
-        return Stand(rank, "gone", "", None, moved=False)
-    frames = rank.looks[-1].frames
-    number = next((n for n, f in enumerate(frames) if not is_own(f.file)), None)
-    own = frames[number] if number is not None else None
-    above = frames[:number]
-    place = Location(short(own.file), own.line, own.function, own.source) if own else None
-    first = rank.looks[0].frames
-    moved = len(rank.looks) > 1 and _lines(first) != _lines(frames)
-    kind, op = _doing(above, own)
-    return Stand(rank, kind, op, place, moved)
-
-
-def _lines(frames: Iterable[Frame]) -> list[tuple[str, int]]:
-    return [(f.file, f.line) for f in frames]
-
-
-def short(file: str) -> str:
-    """The path as it would be typed here."""
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
-
-
-def _doing(above: Sequence[Frame], own: Frame | None) -> tuple[str, str]:
-    """What the frames above the program's line do: a kind, and the operation."""
-    in_torch = [f for f in above if "torch" in f.file]
-    for frame in reversed(in_torch):  # the outermost is what the program called
-        name, file = frame.function, frame.file
-        if name in ("init_process_group", "_create_c10d_store", "rendezvous"):
-            return "init", "init_process_group"
-        if "distributed" in file and name in COLLECTIVES:
-            return "collective", name
-        if file.endswith("nn/parallel/distributed.py"):
-            ways = {"__init__": "DDP()", "forward": "DDP forward", "_pre_forward": "DDP forward"}
-            if name in ways and any("distributed" in f.file and f is not frame for f in in_torch):
-                return "collective", ways[name]
-            if name == "__init__":
-                return "collective", "DDP()"
-            if name in ("_sync_buffers", "_sync_module_states"):
-                return "collective", "DDP forward"
-        if name in ("backward", "_engine_run_backward"):
-            return "backward", "backward"
-        if file.endswith("utils/data/dataloader.py"):
-            return "loader", "the next batch"
-    if own is not None and any(text in own.source for text in READS):
-        return "device", own.source
-    return "user", ""
-
-
-def classes(stands: Iterable[Stand]) -> list[list[Stand]]:
-    """The ranks by their stack; the largest class first."""
-    found: dict[object, list[Stand]] = {}
-    for stand in stands:
-        found.setdefault((stand.stack, stand.kind), []).append(stand)
-    return sorted(found.values(), key=lambda same: (-len(same), same[0].rank.rank))
+LOOK_LONGER = "look again for longer, with `ddpdoctor attach --seconds 30`"
 
 
 def judge(job: JobLook) -> list[Finding]:
-    """What is wrong with a job, as far as two looks at its stacks tell: all of it suspected."""
+    """What is wrong with a job, as far as looks at its stacks tell: all of it suspected."""
     stands = [stand_of(rank) for rank in job.ranks]
+    stopped = [s for s in stands if s.stopped]
     waiting = [s for s in stands if s.waits]
-    apart = [s for s in stands if not s.waits]
-    seen = {rank.rank for rank in job.ranks}
-    missing = [n for n in range(job.launched) if job.launched > len(job.ranks) and n not in seen]
+    apart = [s for s in stands if not s.waits and not s.stopped]
+    missing = _missing(job)
+    certain = [_stopped(stopped, waiting, apart)] if stopped else []
+    if missing and waiting:
+        certain.append(_gone(job, waiting, missing))
+    if certain:
+        return certain
     if not waiting:
         stuck = [s for s in stands if s.kind == "loader" and not s.goes_on]
-        return [_loader(stuck, [])] if stuck and len(stuck) == len(stands) else []
-    if missing and len(job.ranks) + len(missing) <= max(job.world_size, job.launched):
-        return [_gone(job, waiting, missing)]
+        idle = not any(w.cpu >= BUSY for s in stuck for w in s.rank.workers)
+        return [_loader(stuck, [])] if idle and stuck and len(stuck) == len(stands) else []
     here = {(s.op, str(s.place)) for s in waiting}
     if any(s.goes_on and (s.op, str(s.place)) in here for s in apart):
         return []  # it is in that call and goes on, so the others have not waited for long
+    passing = _pass(job, waiting)
+    if passing and not apart:
+        return []
     if apart:
         loading = [s for s in apart if s.kind == "loader" and not s.moved]
-        return (
-            [_loader(loading, waiting)] if len(loading) == len(apart) else [_absent(apart, waiting)]
-        )
-    places = {(s.op, str(s.place)) for s in waiting}
-    if len({op for op, _ in places}) > 1 or len(places) > 1:
-        return [_different(waiting)]
-    return [_all_wait(job, waiting)]
+        if len(loading) == len(apart):
+            return [_loader(loading, waiting)]
+        return [_absent(job, apart, waiting, slow=passing and _pass(job, apart))]
+    if messages := _unanswered(waiting):
+        return [_no_answer(messages, waiting)]
+    return [_different(waiting)] if len(here) > 1 else [_all_wait(job, waiting)]
+
+
+def _woken(job: JobLook, stand: Stand) -> int:
+    """How often its thread slept and went on meanwhile."""
+    return round(stand.wakes * job.apart_s)
+
+
+def _pass(job: JobLook, stands: Sequence[Stand]) -> bool:
+    """Whether ranks went on between looks that saw them at the same lines: a thread that waits in
+    one collective, or sleeps in one call, does not wake."""
+    return all(_woken(job, s) > 0 and s.kind not in ("init", "device", "gone") for s in stands)
+
+
+def _missing(job: JobLook) -> list[int]:
+    """Ranks that belong here and have no process."""
+    seen = {rank.rank for rank in job.ranks}
+    if job.launched <= len(seen):
+        return []
+    if job.launched >= job.world_size:
+        return [n for n in range(job.launched) if n not in seen]
+    first = {rank.rank - rank.local_rank for rank in job.ranks if rank.local_rank >= 0}
+    if len(first) != 1:  # parts of several nodes
+        return []
+    begin = first.pop()
+    return [n for n in range(begin, begin + job.launched) if n not in seen]
 
 
 def _found(code: str, check: str, rule: str, **fields: object) -> Finding:
@@ -178,14 +77,29 @@ def _found(code: str, check: str, rule: str, **fields: object) -> Finding:
     return Finding(code=code, check=check, rule=rule, **given)  # type: ignore[arg-type]
 
 
-def _by_place(stands: Sequence[Stand]) -> list[tuple[str, list[int]]]:
+def _ranks(stands: Iterable[Stand]) -> tuple[int, ...]:
+    return tuple(s.rank.rank for s in stands)
+
+
+def _by_place(stands: Iterable[Stand]) -> list[tuple[str, list[int]]]:
     found: dict[str, list[int]] = {}
     for stand in stands:
         found.setdefault(stand.where, []).append(stand.rank.rank)
     return list(found.items())
 
 
-def _evidence(stands: Sequence[Stand]) -> list[dict[str, object]]:
+def _wait(waiting: Sequence[Stand]) -> str:
+    """`ranks 0-1 wait in barrier (train.py:5), rank 2 in all_reduce (train.py:9)`."""
+    (where, ranks), *others = _by_place(waiting)
+    more = [f"{ranks_text(mine)} in {there}" for there, mine in others]
+    return some([f"{ranks_do(ranks, 'wait')} in {where}", *more], 6, of="places")
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _evidence(stands: Iterable[Stand]) -> list[dict[str, object]]:
     return [{"ranks": fold_ranks(ranks), "where": where} for where, ranks in _by_place(stands)]
 
 
@@ -199,97 +113,291 @@ def _related(stands: Sequence[Stand], than: Location | None) -> tuple[Related, .
     )[:3]
 
 
-def _most(stands: Sequence[Stand]) -> Stand:
-    places = [s.where for s in stands]
-    return max(stands, key=lambda s: places.count(s.where))
+def _label(ranks: Sequence[int]) -> str:
+    return f"{ranks_text(ranks)} {_are(ranks)} here"
 
 
-def _absent(apart: Sequence[Stand], waiting: Sequence[Stand]) -> Finding:
-    """Ranks that are somewhere else while others wait."""
-    ranks = tuple(s.rank.rank for s in apart)
-    stopped = [s for s in apart if s.rank.state in ("T", "t")]
-    first, there = (stopped or list(apart))[0], _most(waiting)
-    if stopped:
-        rule, cause = "stopped", "a signal has stopped its process"
-        fix = f"let it go on: `kill -CONT {first.rank.pid}`"
-    elif first.kind == "gone":
-        rule, cause = "not-readable", f"its stack could not be read: {first.rank.trouble}"
-        fix = "look at its log: it may have ended, or failed in code that is not Python's"
-    elif first.goes_on:
-        rule, cause = "busy", f"it goes on: it uses {first.rank.cpu:.1f} cores"
-        if first.moved:
-            cause += ", and has moved between the two looks"
-        elif first.rank.wakes > WAKES:
-            cause += f", and slept and went on {first.rank.wakes:.0f} times a second"
-        fix = "see what this line does on that rank; look again later, with `ddpdoctor attach`"
-    else:
-        rule, cause = "idle", "it waits there, uses no CPU time, and did not move between two looks"
-        fix = "see what this line waits for on that rank"
+def _operations(stands: Iterable[Stand]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(s.op for s in stands if s.op))
+
+
+def _cores(stands: Iterable[Stand]) -> list[dict[str, object]]:
+    return [{"rank": s.rank.rank, "cores": round(s.rank.cpu, 1)} for s in stands]
+
+
+def _stopped(stopped: Sequence[Stand], waiting: Sequence[Stand], apart: Sequence[Stand]) -> Finding:
+    """Ranks whose process does not run: whatever else they do, they cannot go on."""
+    ranks, first = _ranks(stopped), stopped[0]
+    traced = [s for s in stopped if s.rank.state == "t"]
+    pids = " ".join(str(s.rank.pid) for s in stopped if s not in traced)
+    fixes = [f"let it go on: `kill -CONT {pids}`"] if pids else []
+    if traced:
+        pid = traced[0].rank.pid
+        fixes.append(f"end the debugger that holds it: `grep TracerPid /proc/{pid}/status`")
+    causes = ["a signal has stopped"] if pids else []
+    causes += ["a debugger holds"] if traced else []
+    begin = f"{_wait(waiting)}; " if waiting else ""
+    here = _ranks(s for s in stopped if s.place == first.place)
+    return _found(
+        "DDP603", "rank-missing", "stopped",
+        ranks=ranks,
+        subjects=_operations(waiting)[:1],
+        location=first.place,
+        label=f"{ranks_text(here)} {_are(here)} stopped here",
+        related=_related(waiting, first.place),
+        summary=f"{begin}{ranks_text(ranks)} {_are(ranks)} stopped, at "
+        + some(dict.fromkeys(s.where for s in stopped), 4),
+        cause=f"{' or '.join(causes)} {'its process' if len(ranks) == 1 else 'their processes'}",
+        fix="; ".join(fixes),
+        evidence={
+            **({"waiting": _evidence(waiting)} if waiting else {}),
+            "stopped": [{"rank": s.rank.rank, "pid": s.rank.pid, "where": s.where}
+                        for s in stopped],
+            **({"elsewhere": _evidence(apart)} if apart else {}),
+        },
+    )  # fmt: skip
+
+
+def _absent(
+    job: JobLook, apart: Sequence[Stand], waiting: Sequence[Stand], *, slow: bool
+) -> Finding:
+    """Ranks that are somewhere else while others wait; `slow`: all of them go on."""
+    ranks = _ranks(apart)
+    told: dict[tuple[str, str, str], list[Stand]] = {}
+    for stand in apart:
+        why = _slow(job, stand) if slow and not stand.goes_on else _why(job, stand)
+        told.setdefault(why, []).append(stand)
+    (rule, cause, fix), those = next(iter(told.items()))
+    first = those[0]
+    if len(told) > 1:
+        cause = "; ".join(f"{ranks_text(_ranks(s))}: {why}" for (_, why, _), s in told.items())
+    threads = tuple(
+        Related(f"{a.name} of {ranks_text([first.rank.rank])} is here", a.place)
+        for a in first.awaits
+    )[:3]
     return _found(
         "DDP603", "rank-missing", rule,
+        severity=Severity.WARNING if slow else Severity.ERROR,
         ranks=ranks,
-        subjects=(there.op,) if there.op else (),
+        subjects=_operations(waiting)[:1],
         location=first.place,
-        label=f"{ranks_were(ranks).replace('were', 'are').replace('was', 'is')} here",
-        related=_related(waiting, first.place),
-        summary=f"{ranks_do((s.rank.rank for s in waiting), 'wait')} in {there.where}; "
-        f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} not there, but at "
-        + "; ".join(dict.fromkeys(s.where for s in apart)),
+        label=_label(_ranks(s for s in those if s.place == first.place)),
+        related=(*threads, *_related(waiting, first.place)),
+        summary=f"{_wait(waiting)}; {ranks_text(ranks)} {_are(ranks)} not there, but at "
+        + some(dict.fromkeys(s.where + _for_whom(s) for s in apart), 4, of="places"),
         cause=cause,
         fix=fix,
         evidence={"waiting": _evidence(waiting), "elsewhere": _evidence(apart),
-                  "cores used": [{"rank": s.rank.rank, "cores": s.rank.cpu} for s in apart]},
+                  "cores used": _cores(apart)},
     )  # fmt: skip
+
+
+def _for_whom(stand: Stand) -> str:
+    """What the main thread waits for, after the place where it does."""
+    if not stand.awaits:
+        return ""
+    first = stand.awaits[0]
+    more = f" and {len(stand.awaits) - 1} more" if len(stand.awaits) > 1 else ""
+    what = f"the lock `{stand.lock}` of " if first.holds else ""
+    return f", where it waits for {what}{first.name}{more} (at {first.place})"
+
+
+def _why(job: JobLook, stand: Stand) -> tuple[str, str, str]:
+    """Rule, cause and fix of a rank that is somewhere else."""
+    if stand.kind == "gone":
+        return (
+            "not-readable",
+            f"its stack could not be read: {stand.rank.trouble}",
+            "look at its log: it may have ended, or failed in code that is not Python's",
+        )
+    if stand.awaits or stand.lock:
+        return _thread(job, stand)
+    if stand.goes_on:
+        return (
+            "busy",
+            f"it goes on: {_activity(job, stand)}",
+            "see what this line does on that rank; look again later, with `ddpdoctor attach`",
+        )
+    polls = ", but slept and went on again and again" if _woken(job, stand) else ""
+    return (
+        "idle",
+        f"it waits there, {_cpu(stand)}, and did not move between {_looks(job)}{polls}",
+        "see what this line waits for on that rank; it may only be slow there: " + LOOK_LONGER,
+    )
+
+
+def _slow(job: JobLook, stand: Stand) -> tuple[str, str, str]:
+    """Rule, cause and fix of a rank that others wait for again and again."""
+    return (
+        "slow",
+        f"it is slow there: it was seen there in {_looks(job)}, but slept and went on "
+        f"{counted(_woken(job, stand), 'time')}, and so did those that wait for it",
+        f"see why this line takes longer on that rank than on others; {LOOK_LONGER}",
+    )
+
+
+def _looks(job: JobLook) -> str:
+    return "two looks" if job.looks <= 2 else f"{job.looks} looks in {job.apart_s:.0f} s"
+
+
+def _cpu(stand: Stand) -> str:
+    cores = f"{stand.rank.cpu:.1f}"
+    return "uses no CPU time" if cores == "0.0" else f"uses {cores} cores"
+
+
+def _activity(job: JobLook, stand: Stand) -> str:
+    cause = "its process " + _cpu(stand)
+    if stand.moved:
+        cause += f", and it has moved between {_looks(job)}"
+    elif stand.wakes > WAKES:
+        cause += f", and it slept and went on {stand.wakes:.0f} times a second"
+    return cause
+
+
+def _thread(job: JobLook, stand: Stand) -> tuple[str, str, str]:
+    """Rule, cause and fix of a rank whose main thread waits for another thread, or for a lock."""
+    if stand.lock and not any(a.holds for a in stand.awaits):
+        seen = some((_at(a) for a in stand.awaits), 3)
+        others = f"; its other threads: {seen}" if seen else ""
+        return (
+            "lock",
+            f"its main thread waits to take `{stand.lock}`; who holds that is not seen{others}",
+            f"see where `{stand.lock}` is taken and not given back on that rank",
+        )
+    first = stand.awaits[0]
+    if stand.lock:
+        cause = f"its main thread waits for the lock `{stand.lock}`, held by {_at(first)}"
+        if first.wants:
+            return (
+                "lock",
+                f"{cause}; that thread waits for `{first.wants}`, which the main thread holds: "
+                "neither can go on",
+                f"take `{first.wants}` and `{stand.lock}` in the same order in all threads"
+                if not same(first.wants, stand.lock)
+                else "use one lock for each purpose",
+            )
+        return (
+            "lock",
+            f"{cause}; {_motion(job, first)}",
+            "see what that thread does while it holds the lock",
+        )
+    ways = listed([f"{_at(a)}; {_motion(job, a)}" for a in stand.awaits[:3]])
+    return (
+        "other-thread",
+        f"its main thread waits for {ways}",
+        "see what that line does; "
+        + ("look again later" if first.goes_on else f"it may only be slow: {LOOK_LONGER}"),
+    )
+
+
+def _at(awaited: Awaited) -> str:
+    source = f" (`{awaited.place.source}`)" if awaited.place.source else ""
+    return f"{awaited.name} at {awaited.place}{source}"
+
+
+def _motion(job: JobLook, awaited: Awaited) -> str:
+    if awaited.moved:
+        return f"it has moved between {_looks(job)}"
+    if awaited.goes_on:
+        return "it computes or polls there"
+    return f"it did not move between {_looks(job)}"
 
 
 def _loader(loading: Sequence[Stand], waiting: Sequence[Stand]) -> Finding:
     """Ranks that wait for a batch."""
-    first = loading[0]
-    ranks = tuple(s.rank.rank for s in loading)
+    first, ranks = loading[0], _ranks(loading)
     workers = [w for s in loading for w in s.rank.workers]
-    places = {f"{f.file}:{f.line}": f for w in workers for f in w.frames if not is_own(f.file)}
-    innermost = next(iter(places.values()), None)
-    dead = [w.pid for w in workers if w.state in ("Z", "", "T")]
-    why = (
-        f"workers {', '.join(map(str, dead))} have ended or are stopped"
-        if dead
-        else f"a worker stands at {short(innermost.file)}:{innermost.line} `{innermost.source}`"
-        if innermost
-        else "what its workers do is not known"
-        if workers
-        else "it loads in its own process"
-    )
+    cause, fix = _of_workers(workers)
     return _found(
         "DDP608", "data-stall", "data-stall",
         ranks=ranks,
         location=first.place,
         label="waits for a batch",
         related=_related(waiting, first.place),
-        summary=f"{ranks_do(ranks, 'wait')} for a batch of its loader"
-        + (f", and {ranks_do((s.rank.rank for s in waiting), 'wait')} in {_most(waiting).where}"
-           if waiting else ""),
-        cause=why,
-        fix="see what the dataset does there: a file system that does not answer, a lock, a queue",
+        summary=f"{ranks_do(ranks, 'wait')} for a batch of "
+        + ("its loader" if len(ranks) == 1 else "their loaders")
+        + (f", and {_wait(waiting)}" if waiting else ""),
+        cause=cause,
+        fix=fix,
         evidence={"workers": [
             {"pid": w.pid, "state": w.state, "cores": w.cpu} for w in workers[:8]
-        ], "waiting": _evidence(waiting)},
+        ], **({"waiting": _evidence(waiting)} if waiting else {})},
     )  # fmt: skip
+
+
+def _of_workers(workers: Sequence[Worker]) -> tuple[str, str]:
+    """Why there is no batch, and what to do."""
+    stopped = [str(w.pid) for w in workers if w.state in STOPPED]
+    ended = [str(w.pid) for w in workers if w.state in ("Z", "")]
+    if stopped:
+        which = f"{'worker' if len(stopped) == 1 else 'workers'} {listed(stopped)}"
+        return (
+            f"{which} {'is' if len(stopped) == 1 else 'are'} stopped by a signal",
+            f"let it go on: `kill -CONT {' '.join(stopped)}`",
+        )
+    if ended:
+        which = f"{'worker' if len(ended) == 1 else 'workers'} {listed(ended)}"
+        return (
+            f"{which} {'has' if len(ended) == 1 else 'have'} ended",
+            "see in the log of the run why: out of memory, or a crash in the dataset",
+        )
+    places = {f"{f.file}:{f.line}": f for w in workers for f in w.frames if not is_own(f.file)}
+    fix = "see what the dataset does there: a file system that does not answer, a lock, a queue"
+    if inner := next(iter(places.values()), None):
+        busy = [w.cpu for w in workers if w.cpu >= BUSY]
+        goes_on = f", and its workers go on: one uses {max(busy):.1f} cores" if busy else ""
+        return f"a worker stands at {short(inner.file)}:{inner.line} `{inner.source}`{goes_on}", fix
+    if workers:
+        return "what its workers do is not known", fix
+    return "it loads in its own process", fix
 
 
 def _gone(job: JobLook, waiting: Sequence[Stand], missing: Sequence[int]) -> Finding:
     """Ranks that have no process here any more."""
-    there = _most(waiting)
     return _found(
         "DDP604", "rank-exited-early", "no-process",
         ranks=tuple(missing),
-        location=there.place,
-        label=f"{ranks_do((s.rank.rank for s in waiting), 'wait')} here",
-        summary=f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} no process any "
-        f"more, and {ranks_do((s.rank.rank for s in waiting), 'wait')} in {there.where}",
-        cause=f"{counted(job.launched, 'rank was', 'ranks were')} launched on {job.node}, "
-        f"{len(job.ranks)} {'is' if len(job.ranks) == 1 else 'are'} there: the others have ended, "
+        related=_related(waiting, None),
+        summary=f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} no process here, "
+        f"and {_wait(waiting)}",
+        cause=f"{counted(job.launched, 'rank belongs', 'ranks belong')} on {job.node}, "
+        f"{len(job.ranks)} {'is' if len(job.ranks) == 1 else 'are'} there: "
+        f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} ended, or never began, "
         "and cannot answer",
         fix="look at the log and the exit status of these ranks",
+        evidence={"waiting": _evidence(waiting)},
+    )  # fmt: skip
+
+
+def _unanswered(waiting: Sequence[Stand]) -> list[Stand]:
+    """Those that wait for a message, where nobody waits in another collective."""
+    calls = [s for s in waiting if s.kind != "device"]
+    return [s for s in calls if s.op in MESSAGES] if all(s.op in MESSAGES for s in calls) else []
+
+
+def _no_answer(messages: Sequence[Stand], waiting: Sequence[Stand]) -> Finding:
+    """Ranks that send or receive, and no other answers."""
+    first, ranks = messages[0], _ranks(messages)
+    receiving = {"recv" in s.op for s in messages if s.op != "batch_isend_irecv"}
+    cause = (
+        "all of them receive, and none sends"
+        if receiving == {True}
+        else "all of them send, and none receives"
+        if receiving == {False}
+        else "no two of these messages match: the other side of each is somewhere else"
+    )
+    return _found(
+        "DDP601", "collective-mismatch", "no-answer",
+        ranks=ranks,
+        subjects=_operations(messages),
+        location=first.place,
+        label=f"{ranks_do(_ranks(s for s in messages if s.place == first.place), 'wait')} here",
+        related=_related(waiting, first.place),
+        summary=_wait([*messages, *(s for s in waiting if s not in messages)]),
+        cause=f"{cause}, so each waits for ever",
+        fix="of two ranks, let one send first and the other receive first, or hand both messages "
+        "to `dist.batch_isend_irecv`; see that each `recv` has a `send` of its peer, with the "
+        "same tag and group",
         evidence={"waiting": _evidence(waiting)},
     )  # fmt: skip
 
@@ -299,10 +407,17 @@ def _different(waiting: Sequence[Stand]) -> Finding:
     by_place = sorted(_by_place(waiting), key=lambda item: len(item[1]))
     few = next(s for s in waiting if s.where == by_place[0][0])
     ranks = tuple(by_place[0][1])
+    messages = any(s.op in MESSAGES for s in waiting)
+    fix = (
+        "see that each `recv` has a `send` of its peer, which the peer calls before it waits for "
+        "anything else, and that all ranks issue the same collectives in the same order"
+        if messages
+        else "make all ranks issue the same collectives in the same order"
+    )
     return _found(
         "DDP601", "collective-mismatch", "different-calls",
         ranks=ranks,
-        subjects=tuple(dict.fromkeys(s.op for s in waiting if s.op)),
+        subjects=_operations(waiting),
         location=few.place,
         label=f"{ranks_do(ranks, 'wait')} here",
         related=_related(waiting, few.place),
@@ -310,31 +425,41 @@ def _different(waiting: Sequence[Stand]) -> Finding:
             f"{ranks_text(ranks)} in {where}" for where, ranks in by_place
         ),
         cause="each waits for the others in a call that they are not in",
-        fix="make all ranks issue the same collectives in the same order; run it again under "
-        "`ddpdoctor run`, which records the calls and says where they parted",
+        fix=f"{fix}; run it again under `ddpdoctor run`, which records the calls and says where "
+        "they parted",
         evidence={"waiting": _evidence(waiting)},
     )  # fmt: skip
 
 
 def _all_wait(job: JobLook, waiting: Sequence[Stand]) -> Finding:
     """All that are known wait in the same call."""
-    there = _most(waiting)
+    there, ranks = waiting[0], _ranks(waiting)
     elsewhere = job.world_size - len(job.ranks)
-    ranks = tuple(s.rank.rank for s in waiting)
+    rule, cause, fix = (
+        "all-in-one-call",
+        "all ranks are in the same call: its number, its sizes or the network may differ, which "
+        "stacks do not show",
+        "run it again under `ddpdoctor run`, which compares the calls of all ranks",
+    )
+    if elsewhere > 0:
+        rule = "others-missing"
+        cause = f"{counted(elsewhere, 'rank is', 'ranks are')} elsewhere: who is missing is there"
+        fix = "run `ddpdoctor attach --json FILE` on every node, then `ddpdoctor report FILE...`"
+    elif there.kind == "init":
+        cause = f"all ranks are there and do not meet at {job.address.partition(' ')[0]}"
+        fix = (
+            "see that MASTER_ADDR, MASTER_PORT, WORLD_SIZE and the network interface "
+            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) are right on all of them"
+        )
     return _found(
-        "DDP609", "stall", "others-missing" if elsewhere > 0 else "all-in-one-call",
+        "DDP609", "stall", rule,
         severity=Severity.WARNING,
         ranks=ranks,
-        subjects=(there.op,) if there.op else (),
+        subjects=_operations(waiting)[:1],
         location=there.place,
         label=f"{ranks_do(ranks, 'wait')} here",
-        summary=f"{ranks_do(ranks, 'wait')} in {there.where}, and none has moved",
-        cause=f"{counted(elsewhere, 'rank is', 'ranks are')} elsewhere: who is missing is there"
-        if elsewhere > 0
-        else "all ranks are in the same call: its number, its sizes or the network may differ, "
-        "which stacks do not show",
-        fix="run `ddpdoctor attach --json FILE` on every node, then `ddpdoctor report FILE...`"
-        if elsewhere > 0
-        else "run it again under `ddpdoctor run`, which compares the calls of all ranks",
+        summary=f"{_wait(waiting)}, and none has moved",
+        cause=cause,
+        fix=fix,
         evidence={"waiting": _evidence(waiting)},
     )  # fmt: skip

@@ -1,13 +1,14 @@
 """Look at a job that was started without the doctor and hangs or is slow now: the stacks of all its
 ranks on this node, merged, and who is not where the others are. Changes nothing in the job.
 
-Without a PID, all distributed jobs of this user on this node; else those of these launchers or
-ranks. Needs py-spy (`pip install 'ddpdoctor[attach]'`).
+Without a PID, all distributed jobs of this user on this node; else those that these launchers or
+ranks belong to. Needs py-spy (`pip install 'ddpdoctor[attach]'`).
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from ..attach import jobs, records, stacks
@@ -17,13 +18,15 @@ from .split import UsageError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pids", nargs="*", type=int, metavar="PID", help="a launcher, or ranks")
+    parser.add_argument(
+        "pids", nargs="*", type=int, metavar="PID", help="a launcher, or a rank of a job"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=1.0,
         metavar="S",
-        help="between the two looks (default: 1)",
+        help="look for as long, about once a second, at least twice (default: 1)",
     )
     parser.add_argument(
         "--json",
@@ -41,14 +44,18 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         found = jobs.find(args.pids)
     except ProcessLookupError as error:
         raise UsageError(str(error)) from error
-    if not found:
+    except PermissionError as error:
+        raise UsageError(stacks.PERMISSION.format(whom=error)) from error
+    if not found.jobs:
         where = "among these processes" if args.pids else "of yours runs on this node"
         raise UsageError(
             f"no distributed job {where} (ranks have RANK and WORLD_SIZE in their environment); "
             "for ranks of mp.spawn type the pid of the program that started them"
         )
+    for pid in found.unrelated:
+        print(f"ddpdoctor: process {pid} is no rank and started none: left out", file=sys.stderr)
     try:
-        seen = tuple(s for job in found if (s := stacks.look(job, args.seconds)) is not None)
+        seen = tuple(s for job in found.jobs if (s := stacks.look(job, args.seconds)) is not None)
     except stacks.NotReadable as error:
         raise UsageError(str(error)) from error
     if not seen:

@@ -56,10 +56,19 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     options = resolve(given(args))
     checks = select(options.select, options.ignore)
     exporters.check(options.export)
-    if all(map(records.is_record, map(Path, args.folders))):
-        return _looks(args)
+    if not all(args.folders):
+        raise UsageError("an empty path; give a run folder, or what a run left behind")
     paths = list(map(Path, args.folders))
+    for path in paths:
+        if not path.exists():
+            raise FolderError(
+                f"no such folder or file: {path}; `ddpdoctor run` prints the folder of each run"
+            )
+    if all(map(records.is_record, paths)):
+        return _looks(args)
     left = None if any(map(search.is_run, paths)) else search.search(paths)
+    if left is not None and not left.anything and (why := left.why_nothing(paths)):
+        raise FolderError(why)
     if left is None or not left.anything:
         # JSON names files as the run's own findings.json does.
         as_recorded = args.format == "json" or hasattr(args, "json")

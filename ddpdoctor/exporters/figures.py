@@ -34,8 +34,8 @@ def per_rank(report: Report) -> Iterator[tuple[str, int, float]]:
         for account, seconds in row.accounts.items():
             yield f"seconds/{account}", row.rank, seconds
     for rank in report.ranks:
-        yield "steps", rank.rank, rank.steps
         for name, value in (
+            ("steps", rank.steps),
             ("step_time_s", rank.step_time_s),
             ("host_memory_peak_bytes", rank.host_memory_peak_bytes),
             ("device_memory_peak_bytes", rank.device_memory_peak_bytes),

@@ -77,7 +77,7 @@ def _spans(report: Report) -> tuple[ReadableSpan, ...]:
             attributes={
                 "ddpdoctor.rank": rank.rank,
                 "ddpdoctor.state": rank.state,
-                "ddpdoctor.steps": rank.steps,
+                **({} if rank.steps is None else {"ddpdoctor.steps": rank.steps}),
                 **{f"ddpdoctor.seconds.{name}": s for name, s in accounts.items()},
             },
         )

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PREFIXES = (
-    re.compile(r"\[(?:rank|default)(\d+)\]:? ?"),  # torch, and torchrun --tee
+_MARK = re.compile(r"\[(?:rank|default|[A-Za-z][\w-]*?(?=\d+\]:))(\d+)\]:? ?")
+"""torch's mark of a rank, and that of torchrun --tee with the name of the role; both may stand
+there, the latter first."""
+
+_OUTER = (
     re.compile(r"\[\d+,(\d+)\]<std(?:err|out)>: ?"),  # mpirun --tag-output
     re.compile(r" *(\d+): "),  # srun -l
 )
-"""How launchers mark the lines of a rank."""
+"""How launchers mark the lines of a rank, before all else."""
+
+_MOST_MARKS = 3
+_LARGEST_ERROR = 16 << 20
+_MOST_LEADS = 8
 
 _FRAME = re.compile(r'\s+File "([^"]+)", line (\d+), in (.+)')
 _BEGIN = "Traceback (most recent call last):"
@@ -41,14 +48,45 @@ class Raised:
 
 
 def by_rank(lines: Iterable[str], rank: int = -1) -> Iterator[tuple[int, str]]:
-    """The lines of a log with the rank that wrote each: by its prefix, or `rank`."""
+    """The lines of a log with the rank that wrote each: by its marks, the innermost of them, or
+    `rank`."""
     for line in lines:
-        for prefix in _PREFIXES:
-            if found := prefix.match(line):
-                yield int(found[1]), line[found.end() :]
-                break
-        else:
-            yield rank, line
+        yield _marked(line, rank)
+
+
+def _marked(line: str, rank: int) -> tuple[int, str]:
+    for outer in _OUTER:
+        if found := outer.match(line):
+            rank, line = int(found[1]), line[found.end() :]
+            break
+    for _ in range(_MOST_MARKS):
+        if (found := _MARK.match(line)) is None:
+            break
+        rank, line = int(found[1]), line[found.end() :]
+    return rank, line
+
+
+def without_leads(lines: Sequence[str]) -> list[str]:
+    """The lines without what a logger has put before each of them: a time, a host. What that is is
+    read off the line in which a traceback begins, numbers aside."""
+    leads: dict[str, None] = {}
+    for line in lines:
+        head, begin, rest = line.rstrip().rpartition(_BEGIN)
+        in_list = head.strip().rstrip(" :") == "traceback"  # torchrun's, which is no lead
+        if begin and not rest and not in_list and (lead := _unmarked(head)).strip():
+            leads[re.sub(r"\d+", r"\\d+", re.escape(lead))] = None
+    if not leads:
+        return list(lines)
+    pattern = re.compile("|".join(list(leads)[:_MOST_LEADS]))
+    return [line[found.end() :] if (found := pattern.match(line)) else line for line in lines]
+
+
+def _unmarked(head: str) -> str:
+    """What stands before the marks of ranks at the end of a text."""
+    for at in range(len(head) + 1):
+        if _marked(head[at:], -1)[1] == "":
+            return head[:at]
+    return head
 
 
 def last_traceback(lines: Iterable[str], at: float = 0.0) -> Raised | None:
@@ -71,9 +109,14 @@ def last_traceback(lines: Iterable[str], at: float = 0.0) -> Raised | None:
 
 
 def error_file(path: Path) -> Raised | None:
-    """The exception in an error file of torchelastic; None if it is none."""
+    """The exception in an error file of torchelastic; None if it is none, or is cut short.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
-        loaded = json.loads(path.read_bytes()[: 1 << 20])
+        with path.open("rb") as file:
+            loaded = json.loads(file.read(_LARGEST_ERROR))
         told = loaded["message"]
         if isinstance(told, str):
             return Raised(*_split(told), ())
@@ -82,7 +125,7 @@ def error_file(path: Path) -> Raised | None:
         at = float(more.get("timestamp", 0) or 0)
         kind, message = _split(str(told.get("message", "")))
         return Raised(kind, message, found.frames if found else (), at)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -38,9 +38,10 @@ from ..storage.flight_dumps import Dump, Entry
 from ..storage.run_folder import LEFT_BEHIND, EventWriter, RunFolder, RunInfo, rank_stem
 from .search import Leftovers
 
-NODE = "(unknown host)"
-SHORTEST_S = 1.0
-"""The least time that ranks have stood still when dumps were written."""
+NODE = "unknown"
+STOOD_S = 10.0
+"""How long ranks have stood still when dumps were written, for checks that ask for some time: no
+file says it, so that it is never told."""
 BEGAN = 100.0
 """The time on the ranks' own clocks at which the first call was made."""
 
@@ -64,35 +65,39 @@ def write_folder(path: Path, found: Leftovers) -> RunFolder:
             ProcessStarted(at=0.0, rank=rank, local_rank=rank, pid=os.getpid(), wall=began - BEGAN)
         )
     end = last - began + BEGAN
-    stalled = max([SHORTEST_S, *(d.waited_s for d in found.dumps.values())])
-    if found.dumps and not found.raised and not found.codes:
-        node.write(StallSeen(at=end + stalled, since=end, hang_after=min(stalled, 10.0)))
+    waits = any(not e.done for d in found.dumps.values() for e in d.entries)
+    hung = waits and not _failed(found)
+    if hung:
+        node.write(StallSeen(at=end + STOOD_S, since=end, hang_after=STOOD_S))
     for rank in found.ranks:
-        node.write(_end(found, rank, began, end, stalled))
+        node.write(_end(found, rank, began, end))
     backend = next((e.backend for d in found.dumps.values() for e in d.entries if e.backend), "")
     folder.write_info(
         RunInfo(
             schema_version=SCHEMA,
             id="leftovers",
             command=["(run without the doctor)"],
-            started_at=time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime(began)),
+            started_at="",
             tool_version=__version__,
             world_size=world,
             node=NODE,
-            outcome="failed" if found.raised or found.codes else "hung",
-            exit_code=1,
+            outcome="hung" if hung else "failed" if _failed(found) else "incomplete",
             launcher=f"{LEFT_BEHIND} ({backend or 'logs'})",
         )
     )
     return folder
 
 
-def _end(found: Leftovers, rank: int, began: float, end: float, stalled: float) -> ProcessEnded:
+def _failed(found: Leftovers) -> bool:
+    return bool(found.raised or found.codes)
+
+
+def _end(found: Leftovers, rank: int, began: float, end: float) -> ProcessEnded:
     """How a rank ended; `silent` where nothing tells."""
-    code = found.codes.get(rank, 1 if rank in found.raised else None)
+    code = found.codes.get(rank)
     told = found.raised.get(rank)
     # The dump was written first.
-    last = end + (stalled if code is None else 0.0)
+    last = end + (STOOD_S if code is None else 0.0)
     at = (told.at - began + BEGAN if told and told.at else last) + 0.1
     return ProcessEnded(
         at=at,
@@ -117,7 +122,7 @@ def _write_rank(folder: RunFolder, found: Leftovers, rank: int, world: int, bega
             world_size=world, pid=os.getpid(), node=NODE, cwd=os.getcwd(),
         )
     )  # fmt: skip
-    writer.write(TorchLoaded(at=0.0, torch="(unknown)"))
+    writer.write(TorchLoaded(at=0.0, torch=""))
     sites = _Sites(writer)
     dump = found.dumps.get(rank)
     if dump is not None:

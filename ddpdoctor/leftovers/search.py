@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..run import ranks_text
+from ..run import ranks_text, some
 from ..storage.flight_dumps import Dump, DumpError, read_dump
-from .failures import Raised, by_rank, error_file, exit_codes, last_traceback, root_causes
+from .failures import (
+    Raised,
+    by_rank,
+    error_file,
+    exit_codes,
+    last_traceback,
+    root_causes,
+    without_leads,
+)
+from .same_run import of_other_runs
 
 MOST_FILES = 20_000
 LONGEST_LOG = 64 << 20
 """Files looked at, and bytes read of a log: its end."""
-
-STALE_S = 6 * 3600.0
-"""Between the last calls in the dumps of one run, at most."""
 
 _DUMP = re.compile(r"(?:trace|dump|flight).*?(\d+)(?:\.(?:json|pkl|pickle))?$", re.IGNORECASE)
 _RANK_FOLDER = re.compile(r"\d+$")
@@ -61,9 +68,22 @@ class Leftovers:
         lines = [f"read: {', '.join(said)}; this run was not examined by the doctor"]
         members = {r for d in self.dumps.values() for ranks in d.groups.values() for r in ranks}
         if dumps and (lacking := sorted(members - set(dumps))):
-            lines.append(f"no dump of {ranks_text(lacking)}: where they were is not known")
+            they = "it was" if len(lacking) == 1 else "they were"
+            lines.append(f"no dump of {ranks_text(lacking)}: where {they} is not known")
         lines += [f"not used: {path}: {why}" for path, why in self.ignored]
         return lines
+
+    def why_nothing(self, paths: Sequence[Path]) -> str:
+        """One line, where there is nothing to report on; empty where they are plain folders."""
+        if self.ignored:
+            said = [f"{path}: {why}" for path, why in self.ignored]
+            return f"nothing to report on: {some(said, 3)}"
+        if files := [str(path) for path in paths if not path.is_dir()]:
+            return (
+                f"{some(files)}: no record of a run, and nothing that a run leaves behind (a dump "
+                "of the flight recorder, an error file, a log with the traceback of a rank)"
+            )
+        return ""
 
 
 def is_run(path: Path) -> bool:
@@ -80,47 +100,89 @@ def search(paths: Sequence[Path]) -> Leftovers:
     found = Leftovers()
     files: dict[int, Path] = {}
     for path in paths:
-        for file in _files(path):
+        for file in _files(path, found):
             _look(found, file, files)
-    newest = max((d.last for d in found.dumps.values()), default=0.0)
-    for rank, dump in list(found.dumps.items()):
-        if newest - dump.last > STALE_S:
-            del found.dumps[rank]
-            found.ignored.append((files[rank], "it is hours older than the others: of another run"))
+    for rank, why in of_other_runs(found.dumps).items():
+        del found.dumps[rank]
+        found.read -= 1
+        found.ignored.append((files[rank], why))
     return found
 
 
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        # The newest attempt of a launcher's log folder stands for the run.
-        newest = max(path.rglob("attempt_*"), key=lambda p: p.name, default=None)
-        for n, file in enumerate(sorted(path.rglob("*"))):
-            attempt = next((p for p in file.parts if p.startswith("attempt_")), "")
-            if n < MOST_FILES and file.is_file() and (not attempt or attempt == newest.name):  # type: ignore[union-attr]
-                yield file
+def _files(path: Path, found: Leftovers) -> Iterator[Path]:
+    if not path.is_dir():
+        if path.exists():
+            yield path
+        return
+    # The newest attempt of a launcher's log folder stands for the run.
+    inside = list(_inside(path, found))
+    attempts = {part for file in inside for part in file.parts if part.startswith("attempt_")}
+    newest = max(attempts, default="")
+    for file in inside[:MOST_FILES]:
+        attempt = next((p for p in file.parts if p.startswith("attempt_")), "")
+        if attempt in ("", newest):
+            yield file
+
+
+def _inside(path: Path, found: Leftovers) -> list[Path]:
+    """The files in a folder; folders that may not be read are told."""
+
+    def denied(error: OSError) -> None:
+        place = Path(error.filename or path)
+        found.ignored.append((place, f"it cannot be read ({error.strerror})"))
+
+    return sorted(
+        file
+        for folder, _, names in os.walk(path, onerror=denied)
+        for name in names
+        if (file := Path(folder, name)).is_file()
+    )
 
 
 def _look(found: Leftovers, file: Path, files: dict[int, Path]) -> None:
+    if not file.is_file():
+        found.ignored.append((file, "it is no file to read"))
+        return
     in_folder = file.parent.name if _RANK_FOLDER.match(file.parent.name) else ""
     rank = int(in_folder) if in_folder and "attempt_" in str(file) else -1
     if file.name == "error.json" or (file.suffix == ".json" and rank >= 0):
-        if rank >= 0 and (raised := error_file(file)) is not None:
-            found.raised[rank] = raised
-            found.started.add(rank)
-            found.read += 1
+        _read_error(found, file, rank)
         return
     if numbered := _DUMP.search(file.name):
+        number = int(numbered[1])
         try:
-            found.dumps[int(numbered[1])] = read_dump(file)
-            files[int(numbered[1])] = file
-            found.read += 1
+            dump = read_dump(file)
         except DumpError as error:
             found.ignored.append((file, str(error)))
+            return
+        if number in found.dumps:
+            older = file if dump.last <= found.dumps[number].last else files[number]
+            found.ignored.append((older, f"there is a later dump of rank {number}"))
+            if older is file:
+                return
+            found.read -= 1
+        found.dumps[number], files[number] = dump, file
+        found.read += 1
         return
     if file.suffix in (".log", ".txt", ".err", ".out", ""):
         _read_log(found, file, rank)
+
+
+def _read_error(found: Leftovers, file: Path, rank: int) -> None:
+    try:
+        raised = error_file(file)
+    except OSError as error:
+        found.ignored.append((file, f"it cannot be read ({error.strerror})"))
+        return
+    if raised is None:
+        if file.name == "error.json":
+            found.ignored.append((file, "it is cut short, or no error file of torchelastic"))
+    elif rank < 0:
+        found.ignored.append((file, "its folder does not tell the rank"))
+    else:
+        found.raised[rank] = raised
+        found.started.add(rank)
+        found.read += 1
 
 
 def _read_log(found: Leftovers, file: Path, rank: int) -> None:
@@ -134,6 +196,8 @@ def _read_log(found: Leftovers, file: Path, rank: int) -> None:
         return
     if rank >= 0:
         found.started.add(rank)
+    plain = without_leads(text.splitlines())
+    text = "\n".join(plain)
     for number, (code, _) in exit_codes(text).items():
         found.codes[number] = code
         found.started.add(number)
@@ -141,7 +205,7 @@ def _read_log(found: Leftovers, file: Path, rank: int) -> None:
     for number, raised in root_causes(text):
         found.raised.setdefault(number, raised)
     lines: dict[int, list[str]] = {}
-    for number, line in by_rank(text.splitlines(), rank):
+    for number, line in by_rank(plain, rank):
         lines.setdefault(number, []).append(line)
     for number, mine in lines.items():
         last = last_traceback(mine, at if rank >= 0 else 0.0)

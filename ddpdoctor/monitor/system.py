@@ -177,19 +177,21 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else 0.0
 
 
-def wakings(pid: int) -> int:
-    """How often the main thread of a process has slept and gone on; 0 where it is gone."""
-    return _counter(Path(f"/proc/{pid}/status"), "voluntary_ctxt_switches:") or 0
+def wakings(pid: int, thread: int = 0) -> int:
+    """How often a thread of a process, the main one unless given, has slept and gone on; 0 where it
+    is gone."""
+    path = Path(f"/proc/{pid}/task/{thread or pid}/status")
+    return _counter(path, "voluntary_ctxt_switches:") or 0
 
 
-def wanted_seconds(pid: int) -> float:
-    """Seconds that the main thread has run or waited for a core. Unlike CPU time, these do not
-    depend on how busy the machine is."""
+def wanted_seconds(pid: int, thread: int = 0) -> float:
+    """Seconds that a thread, the main one unless given, has run or waited for a core. Unlike CPU
+    time, these do not depend on how busy the machine is."""
     try:
-        fields = _told(pid, "task", pid, "schedstat").split()
+        fields = _told(pid, "task", thread or pid, "schedstat").split()
         return (int(fields[0]) + int(fields[1])) / 1e9
     except (OSError, IndexError, ValueError):
-        return cpu_seconds(pid)
+        return 0.0 if thread else cpu_seconds(pid)
 
 
 def catches(pid: int, number: int) -> bool:

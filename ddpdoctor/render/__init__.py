@@ -52,15 +52,17 @@ def text(report: Report, width: int = PLAIN_WIDTH, *, styled: bool = False) -> s
     return terminal.render(report, width, styled=styled)
 
 
-def findings_text(findings: Sequence[Finding], width: int, *, styled: bool = False) -> str:
-    """Findings alone, as text of that width."""
+def findings_text(
+    findings: Sequence[Finding], width: int, *, styled: bool = False, whole: bool = False
+) -> str:
+    """Findings alone, as text of that width; `whole`: with all of their evidence."""
     from rich.text import Text
 
     from . import terminal
 
     console = terminal.make_console(StringIO(), width, styled)
     for finding in findings:
-        for part in terminal.about(finding, console.width):
+        for part in terminal.about(finding, console.width, whole=whole):
             terminal.show(console, part)
         terminal.show(console, Text())
     return terminal.captured(console)

@@ -100,7 +100,6 @@ def _invocation(report: Report) -> dict[str, object]:
     words: dict[str, object] = {
         "executionSuccessful": run.exit_code == 0,
         "commandLine": clean(" ".join(run.command), 2000),
-        "startTimeUtc": _utc(run.started_at),
         "toolExecutionNotifications": [
             {"level": "warning", "message": {"text": clean(text, 1000)}}
             for text in report.coverage.lost
@@ -108,8 +107,9 @@ def _invocation(report: Report) -> dict[str, object]:
     }
     if run.exit_code is not None:
         words["exitCode"] = run.exit_code
-    if run.ended_at:
-        words["endTimeUtc"] = _utc(run.ended_at)
+    for name, text in (("startTimeUtc", run.started_at), ("endTimeUtc", run.ended_at)):
+        if text and moment(text):
+            words[name] = _utc(text)
     return words
 
 
@@ -192,6 +192,7 @@ def junit(report: Report) -> str:
     every = sorted({*told, *report.coverage.examined, *skipped})
     cases = [case for name in every for case in _cases(name, found.get(name), skipped)]
     took = between(report.run.started_at, report.run.ended_at) or 0.0
+    known = moment(report.run.started_at)
     suite = ElementTree.Element(
         "testsuite",
         name=report.tool.name,
@@ -203,7 +204,8 @@ def junit(report: Report) -> str:
         errors="0",
         skipped=str(sum(case.find("skipped") is not None for case in cases)),
         time=f"{max(0.0, took):.3f}",
-        timestamp=_utc(report.run.started_at).rstrip("Z"),
+        # The schema asks for a time, also where none is known.
+        timestamp=_utc(report.run.started_at if known else "1970-01-01T00:00:00Z").rstrip("Z"),
     )
     ElementTree.SubElement(suite, "properties")
     suite.extend(cases)

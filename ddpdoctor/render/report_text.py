@@ -58,9 +58,9 @@ def headline(report: Report) -> list[str]:
     run = report.run
     command = clean(shlex.join(run.command), 200) or "(command not on record)"
     facts = [counted(run.world_size, "rank")]
-    if run.torch:
+    if run.torch not in ("", "unknown"):
         facts.append(f"torch {clean(run.torch, 40)}")
-    if run.backend:
+    if run.backend not in ("", "unknown"):
         facts.append(clean(run.backend, 40))
     first = f"{report.tool.name} {report.tool.version}: {command}"
     lines = [first, f"{ending(report)}{_after(report)}: {', '.join(facts)}"]
@@ -148,15 +148,16 @@ def differed(finding: Finding) -> str:
     return clean(finding.differed or "", 300)
 
 
-def proofs(finding: Finding) -> list[Proof]:
-    """The evidence, entry by entry; what is empty proves nothing."""
+def proofs(finding: Finding, *, whole: bool = False) -> list[Proof]:
+    """The evidence, entry by entry, `whole` or the first rows of it; what is empty proves
+    nothing."""
     found = []
     for key, value in finding.evidence.items():
         name = title(key)
         if value is None or (isinstance(value, str | Sized) and not value):
             continue
         if isinstance(value, list | tuple) and value and all(isinstance(r, dict) for r in value):
-            found.append(Proof(name, grid=_table([dict(r) for r in value])))
+            found.append(Proof(name, grid=_table([dict(r) for r in value], whole)))
         elif isinstance(value, str) and "\n" in value.strip():
             found.append(Proof(name, block=value))
         else:
@@ -164,10 +165,10 @@ def proofs(finding: Finding) -> list[Proof]:
     return found
 
 
-def _table(rows: list[dict[str, object]]) -> Grid:
+def _table(rows: list[dict[str, object]], whole: bool) -> Grid:
     folded = _fold_equal(rows)
     names = columns(folded)[:8]
-    shown = folded[:EVIDENCE_ROWS]
+    shown = folded if whole else folded[:EVIDENCE_ROWS]
     cells = tuple(tuple(figure(r[n]) if n in r else "" for n in names) for r in shown)
     return Grid(tuple(title(n) for n in names), cells, len(folded) - len(shown))
 
@@ -214,7 +215,8 @@ def rank_row(group: list[RankState]) -> tuple[str, ...]:
     time = times[0] if len(times) == 1 else ""
     if len(times) > 1:
         time = f"{duration(min(known))} - {duration(max(known))}"
-    return (fold_ranks(r.rank for r in group), _state(one), str(one.steps), time, clean(one.last))
+    steps = "" if one.steps is None else str(one.steps)
+    return (fold_ranks(r.rank for r in group), _state(one), steps, time, clean(one.last))
 
 
 def _state(rank: RankState) -> str:
@@ -293,7 +295,7 @@ def _ended(report: Report) -> str:
 
 
 def most_steps(report: Report) -> int:
-    return max((r.steps for r in report.ranks), default=0)
+    return max((r.steps or 0 for r in report.ranks), default=0)
 
 
 def gaps(report: Report, *, saved: bool = True) -> list[str]:

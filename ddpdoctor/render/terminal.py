@@ -122,8 +122,8 @@ def rank_table(grid: Grid, width: int) -> Table:
     return table
 
 
-def about(finding: Finding, width: int) -> Iterator[Text]:
-    """One finding, location first, ending in something to do."""
+def about(finding: Finding, width: int, *, whole: bool = False) -> Iterator[Text]:
+    """One finding, location first, ending in something to do; `whole`: with all its evidence."""
     code, sentence = report_text.first_line(finding)
     first, *rest = wrap(f"{code} {sentence}", width - 2, width)
     opening = Text(first, "bold")
@@ -142,17 +142,18 @@ def about(finding: Finding, width: int) -> Iterator[Text]:
     for effect in finding.consequences:
         text = f"{clean(effect.code, 20)} {clean(effect.check, 60)}: {clean(effect.summary, 500)}"
         yield from _labelled("follows from it", text, width)
-    yield from _evidence(finding, width)
+    yield from _evidence(finding, width, whole=whole)
     if rule := report_text.rule(finding):
         yield from _labelled("rule", rule, width)
     yield from _labelled("explain", report_text.explain_command(finding), width)
 
 
-def _evidence(finding: Finding, width: int) -> Iterator[Text]:
+def _evidence(finding: Finding, width: int, *, whole: bool) -> Iterator[Text]:
     """The first lines of the evidence; the page and `findings.json` have the rest."""
-    lines = [line for proof in report_text.proofs(finding) for line in _proof(proof, width)]
-    yield from lines[:EVIDENCE_LINES]
-    if (more := len(lines) - EVIDENCE_LINES) > 0:
+    proofs = report_text.proofs(finding, whole=whole)
+    lines = [line for proof in proofs for line in _proof(proof, width)]
+    yield from lines if whole else lines[:EVIDENCE_LINES]
+    if not whole and (more := len(lines) - EVIDENCE_LINES) > 0:
         yield Text(f"       {counted(more, 'more line')}: see `--html` or findings.json", "dim")
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..events import RankStarted, StepDone
+from ..events import RankExiting, RankStarted, StepDone, TorchLoaded
+from ..report.diagnose import rows
 from ..run import Rank, Run, counted
 from ..run.last_activity import whereabouts
 from .safe_text import clean, clean_lines, duration
@@ -42,6 +43,9 @@ def _told(run: Run, rank: Rank, several: bool) -> Iterator[Text]:
     attempt = f", attempt {run.attempt}" if several else ""
     where = f" on {clean(rank.node)}" if rank.node else ""
     yield Text(f"rank {rank.rank} of {run.world_size}{where}{attempt}", "bold")
+    if run.left_behind:
+        yield from _left(run, rank)
+        return
     ended = rank.signal or (f"exit {rank.exit_code}" if rank.exit_code is not None else "")
     yield Text(f"{rank.state}{f' ({ended})' if ended else ''} after {counted(rank.steps, 'step')}")
     if stood := whereabouts(run, rank):
@@ -56,6 +60,20 @@ def _told(run: Run, rank: Rank, several: bool) -> Iterator[Text]:
     for twin in rank.twins:
         yield Text(f"\nanother process, pid {twin.pid or '?'}, claimed this rank too:")
         yield from _lines(twin)
+
+
+def _left(run: Run, rank: Rank) -> Iterator[Text]:
+    """What a rank of a run without the doctor left behind: when is not always known."""
+    row = next(r for r in rows(run) if r.rank == rank.rank)
+    ended = row.signal or (f"exit {row.exit_code}" if row.exit_code is not None else "")
+    yield Text(f"{row.state}{f' ({ended})' if ended else ''}")
+    if row.stood:
+        yield Text(f"it stood {clean(row.stood)}")
+    yield Text()
+    for event in rank:
+        ours = isinstance(event, RankStarted | RankExiting | TorchLoaded)
+        if not ours and (described := event.describe()):
+            yield Text(clean(described))
 
 
 def _lines(rank: Rank) -> Iterator[Text]:

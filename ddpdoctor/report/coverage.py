@@ -40,6 +40,11 @@ def unobserved(run: Run) -> list[Unobserved]:
 
 def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
     """Why a rank of the world has no record, and what to do; None where nothing of the run has."""
+    if run.left_behind:
+        return (
+            "nothing that it left behind was given, or could be read",
+            "give its dump, its error file or its log as well",
+        )
     if rank in run.unrecorded:
         return (
             "the probe was not loaded there (python -I, -E or -S, an environment without "

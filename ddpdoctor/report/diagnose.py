@@ -14,6 +14,7 @@ from ..events import (
     MemorySample,
     OptimizerSeen,
     ProbeCost,
+    ProcessEnded,
     RankExiting,
     RankStarted,
     SignalSent,
@@ -31,6 +32,7 @@ from ..run import (
 )
 from ..run.last_activity import interrupted, whereabouts
 from ..run.ledger import ledger_of
+from ..run.rank import signal_name
 from ..run.steps import reported_steps
 from .coverage import lost, unobserved
 from .environment import describe
@@ -54,6 +56,9 @@ from .merging import each_once
 from .reasons import with_differences
 from .suppression import by_comment
 from .time_tables import time_rows, time_tables
+
+UNKNOWN = "unknown"
+"""Of a run that was not examined."""
 
 SHORTEST_LATER_S = 2.0
 """Shorter than this the time after the first steps says nothing about a long run."""
@@ -250,13 +255,13 @@ def _summary(run: Run, folder: str) -> RunSummary:
     return RunSummary(
         id=info.id,
         command=tuple(info.command),
-        started_at=info.started_at,
+        started_at=info.started_at or UNKNOWN * run.left_behind,
         ended_at=info.ended_at,
         world_size=run.world_size,
         outcome=run.outcome(),
         exit_code=info.exit_code,
-        torch=run.torch,
-        backend=run.backend,
+        torch=run.torch or UNKNOWN * run.left_behind,
+        backend=run.backend or UNKNOWN * run.left_behind,
         folder=folder,
         stopped_by=_stopped_by(run),
         machine=describe(run),
@@ -304,7 +309,27 @@ def rows(run: Run) -> Iterator[RankState]:
                     host_memory_peak_bytes=None,
                     device_memory_peak_bytes=None,
                 )
-    yield from (made[number] for number in sorted(made))
+    unexamined = run.left_behind
+    for number in sorted(made):
+        yield _only_known(made[number], run) if unexamined else made[number]
+
+
+def _only_known(row: RankState, run: Run) -> RankState:
+    """The row of a rank that the doctor did not examine: what no file says is left open."""
+    ends = (e for node in run.nodes.values() for e in node.of(ProcessEnded) if e.rank == row.rank)
+    ended = next((e for e in ends if not e.silent), None)  # as its launcher listed it
+    state = "hung" if run.outcome() == "hung" else "lost"
+    number = ended.signal if ended else None
+    return msgspec.structs.replace(
+        row,
+        local_rank=None,
+        pid=None,
+        device=UNKNOWN,
+        state=state if ended is None and row.state != "failed" else row.state,
+        exit_code=ended.status if ended else None,
+        signal=row.signal if number is None else signal_name(number),
+        steps=row.steps or None,
+    )
 
 
 def row(rank: Rank, stood: str = "") -> RankState:

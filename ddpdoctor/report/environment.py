@@ -26,6 +26,8 @@ _MOST_SETTINGS = 16
 
 def describe(run: Run) -> tuple[str, ...]:
     """A few lines on versions and machines; what is equal on all ranks or nodes appears once."""
+    if run.left_behind:
+        return ()  # what it ran on is not on record
     lines = [_software(run), *_nodes(run), *_settings(run)]
     return tuple(line for line in lines if line)
 

@@ -245,7 +245,8 @@ class Check(ABC):
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the report: how a rank ended and what it did last.
+    """One row of the report: how a rank ended and what it did last. Of a run that was not examined
+    much is not known, and None or `unknown`.
 
     Attributes:
         waiting_in_step_s: of a step, in collectives and for other ranks; None where that is not
@@ -258,13 +259,13 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     node: str
-    local_rank: int
-    pid: int
+    local_rank: int | None
+    pid: int | None
     device: str
     state: str
     exit_code: int | None
     signal: str | None
-    steps: int
+    steps: int | None
     step_time_s: float | None = None
     waiting_in_step_s: float | None = None
     host_memory_peak_bytes: int | None = None

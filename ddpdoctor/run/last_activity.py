@@ -40,18 +40,19 @@ def whereabouts(run: Run, rank: Rank, *, live: bool = False) -> str:
     if (rank.signal or live) and at - moved_at < STOOD_S:
         return ""
     if call is not None:
-        return _in_call(rank, call) + _for(at - call.began)
+        return _in_call(rank, call) + ("" if run.left_behind else _for(at - call.began))
     if stood is not None and stood.at >= ring.progress_at and (line := _at_line(rank, stood)):
         return line
     raised = rank.exception
     if raised is not None and raised.at >= ring.progress_at:
         return ""
     still = at - ring.progress_at
+    how_long = "" if run.left_behind else _for(still)
     place = rank.location(ring.phase_site)
     if ring.phase in _PHASES:
-        return f"{_PHASES[ring.phase]}{f' at {place}' if place else ''}{_for(still)}"
+        return f"{_PHASES[ring.phase]}{f' at {place}' if place else ''}{how_long}"
     if ring.phase is Phase.USER and still >= STOOD_S:
-        return f"in its own code{f' since {place}' if place else ''}{_for(still)}"
+        return f"in its own code{f' since {place}' if place else ''}{how_long}"
     return ""
 
 

@@ -261,10 +261,7 @@ class Rank(Facts):
     def signal(self) -> str | None:
         """Name of the signal that ended the process."""
         number = self.ended.signal if self.ended else None
-        try:
-            return signals.Signals(number).name if number is not None else None
-        except ValueError:
-            return f"signal {number}"
+        return signal_name(number) if number is not None else None
 
     @property
     def state(self) -> str:
@@ -313,6 +310,14 @@ class Rank(Facts):
         """Median seconds of a step in collectives and for other ranks; None where not seen."""
         waited = [e.waited_s for e in self.of(Pace)]
         return statistics.median(waited) if waited and not self.waits_on_gpu else None
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM`, or `signal 77` where it has no name here."""
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def title_of(rank: Rank, wrapped: Wrapped) -> str:

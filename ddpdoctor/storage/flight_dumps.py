@@ -100,13 +100,6 @@ class Dump:
         """When the last call was issued; 0 without any."""
         return max((e.at for e in self.entries), default=0.0)
 
-    @property
-    def waited_s(self) -> float:
-        """How long the rank has been in its last call when the dump was written: no longer than the
-        timeout and a minute, as files are copied later."""
-        longest = max((e.timeout_s for e in self.entries), default=0.0) + 60.0
-        return min(max(self.written - self.last, 0.0), longest)
-
     def logs(self, at: float) -> Iterator[FlightLog]:
         """What is recorded of each group, in the order in which calls were issued.
 

@@ -50,7 +50,7 @@ def test_report_refuses_what_is_no_run(tmp_path: Path, good: Path, capsys: Caugh
     bare = write_folder(tmp_path / "bare", {}).path
     assert "no such folder" in refused(capsys, "report", tmp_path / "nope")
     assert f"ddpdoctor report {good}" in refused(capsys, "report", good / "run.json")
-    assert "is no run folder" in refused(capsys, "report", tmp_path / "other" / "notes.txt")
+    assert "no record of a run" in refused(capsys, "report", tmp_path / "other" / "notes.txt")
     assert "is empty" in refused(capsys, "report", tmp_path / "empty")
     assert "neither run.json nor rank-" in refused(capsys, "report", tmp_path / "other")
     assert "holds no record of a rank" in refused(capsys, "report", bare)

@@ -43,19 +43,19 @@ class Standstill:
     Attributes:
         deadlocked: every rank concerned waits, or is gone, and none makes progress.
         passed: all ranks continued after the divergence.
-        waited_s: seconds that the first of them has waited.
+        waited_s: seconds that the first of them has waited; None where that is not known.
         verdict_s: seconds from the last call until the monitor reported it; None without one.
     """
 
     deadlocked: bool = False
     passed: bool = False
-    waited_s: float = 0.0
+    waited_s: float | None = None
     verdict_s: float | None = None
 
     @property
     def evidence(self) -> Evidence:
         found: Evidence = {PASSED_BY_ALL: True} if self.passed else {}
-        if self.deadlocked:
+        if self.deadlocked and self.waited_s is not None:
             found["waited_s"] = round(self.waited_s, 2)
         if self.verdict_s is not None:
             found["time_to_verdict_s"] = round(self.verdict_s, 2)
@@ -228,8 +228,8 @@ def _standstill(run: Run, divergence: CallDivergence) -> Standstill:
     began = [s.rank.wall(s.call.began) for s in (*members, *waiting) if s.call is not None]
     return Standstill(
         deadlocked=True,
-        waited_s=max(s.still_s for s in waiting),
-        verdict_s=now.at - max(began) if now.stall is not None and began else None,
+        waited_s=max(s.still_s for s in waiting) if now.timed else None,
+        verdict_s=now.at - max(began) if now.stall and began and now.timed else None,
     )
 
 

@@ -160,6 +160,7 @@ class Snapshot:
         failed: the moment is that of the first failure.
         by_rank: rank to its snapshot; known: the calls of all ranks.
         until: when a rank moved again, or the last sign of life; seconds since the epoch.
+        timed: it is on record how long ranks waited; not in what a run left behind.
     """
 
     at: float
@@ -168,6 +169,7 @@ class Snapshot:
     by_rank: dict[int, RankSnapshot]
     known: CallLogs
     until: float = 0.0
+    timed: bool = True
 
     def waited(self, stands: Iterable[RankSnapshot]) -> float:
         """For how many seconds the first of these ranks waited in the end."""
@@ -237,7 +239,8 @@ def snapshot_of(run: Run) -> Snapshot:
     known = call_logs(run)
     stands = {r.rank: _stand(run, known, r, at) for r in run.ranks.values()}
     until = _until(run, at) if stall else at
-    return Snapshot(at=at, stall=stall, failed=failed, by_rank=stands, known=known, until=until)
+    return Snapshot(at=at, stall=stall, failed=failed, by_rank=stands, known=known, until=until,
+                    timed=not run.left_behind)  # fmt: skip
 
 
 def _until(run: Run, at: float) -> float:

@@ -163,7 +163,7 @@ def victims(snapshot: Snapshot, waiting: list[RankSnapshot]) -> Evidence:
             {
                 "ranks": fold_ranks(s.rank.rank for s in stands),
                 "where": doing,
-                "seconds": round(snapshot.waited(stands), 1),
+                **({"seconds": round(snapshot.waited(stands), 1)} if snapshot.timed else {}),
             }
             for doing, stands in rows.items()
         ]
