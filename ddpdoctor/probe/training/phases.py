@@ -5,6 +5,7 @@ Forwards, backwards and the end of steps are entered by `ddp_collectives`, with 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ...storage.call_ring import Phase, State
@@ -13,6 +14,7 @@ from ..collectives.call_log import NEW_GROUPS, call_log_of
 from ..collectives.process_groups import ProcessGroups
 from ..recording import hooks
 from ..recording.recorder import Recorder
+from ..recording.stopwatch import loading
 from ..recording.watcher import Args, Error, Kwargs, Watcher, on
 from . import lifecycle
 from .records import Loading
@@ -25,6 +27,7 @@ class Phases(Watcher):
     def install(self) -> None:
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
+        from torch.utils.data import DataLoader
 
         for moment, phase in (
             (lifecycle.loading_begins, Phase.DATA),
@@ -49,9 +52,10 @@ class Phases(Watcher):
         self.around(
             (c10d, dist), "destroy_process_group", before=self._destroys, after=self._destroyed
         )
+        self.around(DataLoader, "__iter__", before=self._starts, after=self._started)
 
     @on(lifecycle.loading_begins, fast_path=False, lost="which time is spent in evaluations")
-    def _loading_begins(self, recorder: Recorder, loading: Loading) -> None:
+    def _loading_begins(self, recorder: Recorder, _: Loading) -> None:
         if log := recorder.call_log or call_log_of(recorder):
             log.ring.evaluating(evaluating())
 
@@ -61,6 +65,24 @@ class Phases(Watcher):
                 log.ring.phase(phase, -1 if moment is None else moment.site)
 
         return enters
+
+    def _starts(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """An iteration over a loader begins: it may start workers."""
+        log = call_log_of(recorder)
+        if log is None:
+            return None
+        recorder.catch_up()
+        site, now = recorder.site(), time.monotonic()
+        log.ring.enter(Phase.DATA, site, now)
+        log.ring.evaluating(evaluating())
+        return log, site, now
+
+    def _started(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if token is not None:
+            log, site, began = token
+            now = time.monotonic()
+            loading.ns += int((now - began) * 1e9)
+            log.ring.enter(Phase.USER, site, now)
 
     def _joins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         _enter(recorder, Phase.INIT, recorder.site())
