@@ -16,6 +16,7 @@ from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
 
 SAVED = "decides-what-is-saved"
+STOPPED = "decides-when-to-stop"
 SCHEDULED = "decides-the-schedule"
 ONE_RANK = "reduced-to-one-rank"
 
@@ -36,17 +37,17 @@ class MetricNotReduced(Check):
 
     ## What it finds
     An evaluation in which each rank takes its share of the data, and whose result differs between
-    ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`), or
-    what `ReduceLROnPlateau.step` is given.
+    ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`),
+    what `ReduceLROnPlateau.step` is given, or when a framework stops.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
     compare by `<` and the like, and records those that changed. When a file is saved it records the
     number that the `if` around it compares with the best one so far, and what `ReduceLROnPlateau`
-    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint`). One is
-    reported if it changes with evaluations only, over a loader that is
-    divided between ranks, and differs between ranks at least twice, while the rank that saves took
-    part in no reduction or gathering of values after the same optimizer step.
+    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint`,
+    `EarlyStoppingCallback` of Transformers). One is reported if it changes with evaluations only,
+    over a loader that is divided between ranks, and differs between ranks at least twice, while the
+    rank that saves took part in no reduction or gathering of values after the same optimizer step.
 
     ## Why it hurts
     The best checkpoint is chosen by a part of the validation data, or the schedule follows noise:
@@ -73,6 +74,7 @@ class MetricNotReduced(Check):
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         SAVED: "a file is saved or not by a metric that differs between ranks",
+        STOPPED: "training ends or goes on by a metric that differs between ranks",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
     }
@@ -137,17 +139,19 @@ class MetricNotReduced(Check):
             number, calls = next(iter(by_rank.items()))
             event = calls[call]
             logged = event.logged
+            stops = "Stopping" in event.kind
             yield self._finding(
-                SAVED, run, loader, tuple(by_rank),
+                STOPPED if stops else SAVED, run, loader, tuple(by_rank),
                 line, values, event.kind,
-                label=f"logs each rank's own `{logged.name}`",
+                label=f"{'hands over' if stops else 'logs'} each rank's own `{logged.name}`",
                 use=f"{event.kind} decides by `{logged.name}`, which differs between ranks",
                 why=f"`{logged.name}` comes from each rank's share of the data, and is not reduced "
-                "where it is logged",
+                + ("before: some ranks may stop and leave the others waiting" if stops
+                   else "where it is logged"),
                 fix=reduced(logged.by, logged.name) or REDUCE,
                 unequal=unequal,
                 when=run.everyone[number].wall(event.at),
-                saves=run.everyone[number].location(event.site),
+                saves=None if stops else run.everyone[number].location(event.site),
             )  # fmt: skip
 
     def _saves(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
@@ -193,7 +197,7 @@ class MetricNotReduced(Check):
         saves: Location | None = None,
         steps: Location | None = None,
     ) -> Finding:
-        at = loader.first.loop_at if rule == SAVED else None
+        at = loader.first.loop_at if rule in (SAVED, STOPPED) else None
         return self.finding(
             rule=rule,
             ranks=ranks,

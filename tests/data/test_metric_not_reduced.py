@@ -160,8 +160,15 @@ def test_a_metric_that_a_framework_was_given_by_name():
     assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
 
 
-def used(values, *, kind="ModelCheckpoint", name="val_loss", where=SAVE):
-    logged = Logged(name=name, site=where, by="lightning.pytorch.core.module")
+def used(
+    values,
+    *,
+    kind="ModelCheckpoint",
+    name="val_loss",
+    where=SAVE,
+    by="lightning.pytorch.core.module",
+):
+    logged = Logged(name=name, site=where, by=by)
     return [
         MetricUsed(at=0, kind=kind, step=4 * n, call=n, site=STEP, metric=v, logged=logged)
         for n, v in enumerate(values)
@@ -186,6 +193,19 @@ def test_a_checkpoint_that_a_framework_chooses():
     assert finding.fix == '`self.log("val_loss", ..., sync_dist=True)`'
     equal = used([0.5, 0.6, 0.7], name="val_acc", where=COMPARE)
     assert len(judged(decided(OTHER_VALUES, *equal))) == 1
+
+
+def test_an_end_of_the_training_that_a_framework_chooses():
+    def events(rank):
+        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, replicas=2,
+                          sampler_rank=rank, ends={"evaluated": 1})  # fmt: skip
+        by = "transformers.trainer_callback"
+        mine = used(OTHER_VALUES[rank], kind="EarlyStoppingCallback", name="f1", by=by)
+        return [*prologue(2), *LINES, *held_out, *mine]
+
+    (finding,) = judged(make_run({n: events(n) for n in range(2)}))
+    assert (finding.rule, finding.location.line) == ("decides-when-to-stop", 32)
+    assert "all_reduce" in finding.fix
 
 
 @pytest.mark.parametrize("values", [[OTHER_VALUES[0]] * 2, [[0.9], [0.7]], [[0.9, 0.8], []]])

@@ -53,3 +53,19 @@ def test_where_the_library_went_different_ways(
     if rule == "within-library":
         assert "in `step` (trainer/step.py)" in finding.cause
         assert "rank 0 was in `checkpoint` and `save` (trainer/save.py:4)" in finding.cause
+
+
+def test_a_rank_that_goes_on_training(tmp_path: Path) -> None:
+    """Functions named `backward` lead to DDP's own collective."""
+    made = {0: CallLog(0, 2), 1: CallLog(1, 2)}
+    for rank, log in made.items():
+        log.call(line=45, text="trainer.fit()")
+        op = "all_gather" if rank else "DDP backward"
+        log.call(op, line=45, text="trainer.fit()", state=State.WAITING)
+    stacks = [
+        standing(0, "backward", ("loop", 5), ("step", 7), ("train", 3)),
+        standing(1, "all_gather", ("loop", 5), ("finish", 2)),
+    ]
+    run = run_of(tmp_path, made, nodes={0: [stall(START + 9, START + 2), *stacks]})
+    (finding,) = CollectiveMismatch().examine(run)
+    assert finding.rule == "within-library"

@@ -34,7 +34,8 @@ def stacks(now: Snapshot, divergence: CallDivergence) -> Mapping[int, Stack]:
         frames = stand.stood.frames
         # The ring may be a call ahead of the stack, or between two calls.
         ahead = stand.made.index - made.index if stand.made and stand.key == divergence.key else 0
-        if not 0 <= ahead <= NEAR or all(f.function != made.signature.op for f in frames):
+        function = made.signature.op.removeprefix("DDP ")  # `DDP backward` is issued in `backward`
+        if not 0 <= ahead <= NEAR or all(f.function != function for f in frames):
             continue
         users = next((n for n, frame in enumerate(frames) if frame.user), 0)
         found[number] = tuple(reversed(frames[:users]))

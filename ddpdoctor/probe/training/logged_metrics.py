@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from math import isfinite
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...events import Logged, MetricUsed, ReducedMetric
 from ..collectives import call_sites
@@ -35,12 +36,42 @@ REDUCERS = {
 }
 """By module: the class whose `compute` and `update` reduce the number that `meta.name` names."""
 
+
+class Decider(NamedTuple):
+    """A class of a framework that decides by a number.
+
+    Attributes:
+        method: of the class, which is given the number as the argument at `position`, or by
+            `given`.
+        name: the name of the number, from the arguments.
+        by_name: the number is logged by that name (see `LOGGERS`); else the program hands it over
+            where it calls the framework.
+    """
+
+    kind: str
+    method: str
+    position: int
+    given: str
+    name: Callable[[Args], Any]
+    by_name: bool
+
+
+_CHECKPOINT = Decider(
+    "ModelCheckpoint", "check_monitor_top_k", 2, "current", lambda args: args[0].monitor, True
+)
 DECIDERS = {
-    "lightning.pytorch.callbacks.model_checkpoint": "ModelCheckpoint",
-    "pytorch_lightning.callbacks.model_checkpoint": "ModelCheckpoint",
+    "lightning.pytorch.callbacks.model_checkpoint": _CHECKPOINT,
+    "pytorch_lightning.callbacks.model_checkpoint": _CHECKPOINT,
+    "transformers.trainer_callback": Decider(
+        "EarlyStoppingCallback",
+        "check_metric_value",
+        4,
+        "metric_value",
+        lambda args: args[1].metric_for_best_model,
+        False,
+    ),
 }
-"""By module: the class whose `check_monitor_top_k(trainer, current)` decides by the number that its
-`monitor` names."""
+"""By module."""
 
 CALLS_IN_FULL = 20
 """Decisions of one kind that are all recorded; later ones at powers of two."""
@@ -72,8 +103,8 @@ class LoggedMetrics(Watcher):
             when_imported(name, partial(self._watch, name), lost=self.lost)
         for name, owner in REDUCERS.items():
             when_imported(name, partial(self._find_reducers, owner), lost=self.lost)
-        for name, owner in DECIDERS.items():
-            when_imported(name, partial(self._watch_decider, owner), lost=self.lost)
+        for name in DECIDERS:
+            when_imported(name, partial(self._watch_decider, name), lost=self.lost)
 
     def _find_reducers(self, owner: str, module: Any) -> None:
         kind = getattr(module, owner)
@@ -90,15 +121,23 @@ class LoggedMetrics(Watcher):
             frame = frame.f_back
         return None
 
-    def _watch_decider(self, owner: str, module: Any) -> None:
-        self.around(getattr(module, owner), "check_monitor_top_k", before=self._deciding)
+    def _watch_decider(self, by: str, module: Any) -> None:
+        decider = DECIDERS[by]
+        owner = getattr(module, decider.kind)
+        self.around(owner, decider.method, before=partial(self._deciding, by, decider))
 
-    def _deciding(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
-        name = getattr(args[0], "monitor", None)
-        given = args[2] if len(args) > 2 else kwargs.get("current")
-        if type(name) is not str or (logged := self.lines.get(name)) is None:
+    def _deciding(
+        self, by: str, decider: Decider, recorder: Recorder, args: Args, kwargs: Kwargs
+    ) -> None:
+        name = decider.name(args)
+        at = decider.position
+        given = args[at] if len(args) > at else kwargs.get(decider.given)
+        if type(name) is not str or name in self.reduced or (metric := _number(given)) is None:
             return
-        if name in self.reduced or (metric := _number(given)) is None:
+        logged = self.lines.get(name)
+        if logged is None and not decider.by_name:
+            logged = Logged(name=name, site=recorder.site(), by=by)
+        if logged is None:
             return
         kind = type(args[0]).__name__
         call = self.decisions[kind, name]
