@@ -2,6 +2,7 @@
 
 run: --nproc-per-node 2 --hang-after 20
 status: 4
+steps: 12
 finds: DDP601 error at `trainer.train()`
 finds: DDP512 warning at `self.control = self.callback_handler.on_evaluate(`
 needs: transformers
