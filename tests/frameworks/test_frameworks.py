@@ -31,6 +31,7 @@ PAIRS = {
     "Lightning Fabric": ("fabric", "fabric_unsharded"),
     "timm": ("timm_style", "timm_style_buffers"),
     "torchdata": ("stateful_loader", "stateful_loader_frozen"),
+    "Hugging Face datasets": ("datasets_split_clean", "datasets_split"),
     "TRL": ("trl_style", "trl_style_bypassed"),
     "plain DDP": ("plain_loop", "plain_loop_frozen"),
 }

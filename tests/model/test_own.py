@@ -112,8 +112,8 @@ def test_a_part_that_every_rank_saves_for_itself(paths, step, wrapped, confidenc
 
 def fold(rank, left_out, sampler=None):
     """A rank that reads 40 samples but for some."""
-    read = [[i for i in range(40) if i % 4 != left_out]]
-    return loader(1, read, length=40, **(sampler or {}))
+    read = [i for i in range(40) if i % 4 != left_out]
+    return loader(1, [read] * 2, length=40, **(sampler or {}))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,16 @@ def fold(rank, left_out, sampler=None):
 def test_ranks_that_each_leave_out_a_fold(left_out, confidence):
     (found,) = told_of(*([*own(r), *fold(r, n)] for r, n in enumerate(left_out)))
     assert found.confidence.value == confidence
+
+
+def test_shares_that_a_sampler_shuffles_anew_are_no_folds():
+    def rank(r):
+        epochs = [[i for i in range(40) if i % 4 != r], [i for i in range(40) if i % 4 != 2 + r]]
+        shared = {"distributed": True, "replicas": 2, "sampler_rank": r}
+        return [*own(r), *loader(1, epochs, length=40, **(shared if r < 2 else {}))]
+
+    (found,) = told_of(rank(0), rank(1))
+    assert found.confidence.value == "proven"
 
 
 def test_a_sampler_that_feeds_another_model_only():

@@ -101,12 +101,15 @@ class Leak(NamedTuple):
 
 
 def in_folds(readers: Sequence[Reader]) -> bool:
-    """Whether each rank reads another selection of one dataset, all of which have much in common:
-    as in a cross-validation with a fold for each rank, which that rank leaves out."""
+    """Whether each rank reads another selection of one dataset, the same in all epochs, and all of
+    these have much in common: as in a cross-validation with a fold for each rank, which that rank
+    leaves out."""
     depth = _depth(list(readers))
-    if len(readers) < 2 or (depth and not _one_beneath(list(readers), depth)):
+    if len(readers) < 2 or any(r.seen.distributed or r.seen.replicas > 1 for r in readers):
         return False
-    every = [_ever_read(reader, depth) for reader in readers]
+    if depth and not _one_beneath(list(readers), depth):
+        return False
+    every = [_selection(reader, depth) for reader in readers]
     for mine, theirs in itertools.permutations(every, 2):
         enough = max(NO_ACCIDENT, MATERIAL * len(mine))
         if len(mine & theirs) < enough or len(theirs - mine) < NO_ACCIDENT:
@@ -114,13 +117,13 @@ def in_folds(readers: Sequence[Reader]) -> bool:
     return True
 
 
-def _ever_read(reader: Reader, depth: int) -> set[int]:
-    """The samples that a rank has read in any epoch, by their index in the dataset beneath."""
-    read: set[int] = set().union(*(epoch.indices for epoch in reader.epochs))
-    if not depth:
-        return read
-    places = _through(reader.seen.layers[:depth])
-    return {places[i] for i in read if i < len(places)}
+def _selection(reader: Reader, depth: int) -> set[int]:
+    """The samples that a rank selects, by their index in the dataset beneath; empty where it does
+    not read the same ones in each epoch."""
+    if depth:
+        return set(_through(reader.seen.layers[:depth]))
+    first, *others = [set(epoch.indices) for epoch in reader.epochs]
+    return first if others and all(other == first for other in others) else set()
 
 
 def leaking(division: Division, others: Iterable[Loader]) -> Leak | None:

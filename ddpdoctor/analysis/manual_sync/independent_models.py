@@ -68,7 +68,9 @@ def possible(run: Run, copies: Copies) -> str:
 
 def _exchanged_in_each_step(copies: Copies) -> int:
     """How many numbers besides the gradients the ranks exchange in each step, where these are as
-    many in all steps and more than figures for a log; else 0."""
+    many in all steps and more than figures for a log; else 0. FSDP exchanges its own."""
+    if copies.first[1].sharded:
+        return 0
     looks = [look for look in copies.looks if step_of(look)]
     found = {s.elements / s.step for look in looks for s in look.values() if not s.last}
     number = found.pop() if len(found) == 1 else 0

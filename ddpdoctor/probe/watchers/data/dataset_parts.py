@@ -6,6 +6,7 @@ Their entries are digested once per loader, so that ranks can tell whether they 
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 import zlib
 from array import array
@@ -39,6 +40,14 @@ SELECTED, REGULAR = 16384, 262144
 """Largest `Subset`s whose indices are recorded, and that are tested for equal distances."""
 
 SUBSETS = 1024
+
+ROWS_OF_TABLE, MOST_OF_ENTRY = 512, 256
+"""Rows of a table of Hugging Face datasets that are read, and characters of each."""
+
+_SMALL = re.compile(
+    r"(?:large_)?(?:list<item: )?(?:u?int\d+|float\d*|double|bool|(?:large_)?string)>?$"
+)
+"""Types of columns that are read: numbers, texts, and lists of numbers."""
 
 
 class DatasetParts(Watcher):
@@ -123,6 +132,9 @@ def _payloads(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator
     if isinstance(dataset, (list, tuple)):
         yield from _column(dataset, path or "list", "other")
         return
+    if type(dataset).__module__.startswith("datasets."):
+        yield from _of_table(dataset, path)
+        return
     subset = isinstance(dataset, data.Subset)
     indexed = at_index(dataset) if plainly else ()
     for name, value in list(kept(dataset).items()):
@@ -139,6 +151,40 @@ def _payloads(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator
             yield from _column(value, where, "indices")
         elif _sized(value) and len(value) == _length(dataset):
             yield from _column(value, where, "other", indexed=name in indexed)
+
+
+def _of_table(dataset: Any, path: str) -> Iterator[Payload]:
+    """What a `Dataset` of Hugging Face datasets selects from its table, or the first column of the
+    table that is small enough to be read, where it selects nothing."""
+    at = f"{path}." if path else ""
+    if (chosen := getattr(dataset, "_indices", None)) is not None:
+        yield from _column(_Scalars(chosen.column(0)), f"{at}indices", "indices")
+        return
+    table: Any = getattr(dataset, "_data", None)
+    for name in getattr(table, "column_names", ()):
+        column = table.column(name)
+        if _SMALL.match(str(column.type)):
+            rows = len(column)
+            picked = range(0, rows, max(1, -(-rows // ROWS_OF_TABLE)))
+            entries = [repr(column[row].as_py())[:MOST_OF_ENTRY] for row in picked]
+            order = zlib.crc32("\n".join(entries).encode())
+            whole = sum(zlib.crc32(e.encode()) for e in entries) if len(picked) == rows else 0
+            kind = "text" if str(column.type).endswith("string") else "other"
+            yield Payload(name=at + name, kind=kind, length=rows, order=order, content=whole)
+            return
+
+
+class _Scalars:
+    """A column of an Arrow table as a sequence of Python's numbers."""
+
+    def __init__(self, column: Any) -> None:
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._column[row].as_py()
 
 
 def _arrays(values: Any) -> bool:
