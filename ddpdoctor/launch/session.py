@@ -25,6 +25,7 @@ from ..storage.run_folder import EventWriter, FolderError, RunFolder, RunInfo, p
 from . import live, outcome, supervisor, torchrun
 from .agent_orders import VARIABLE, Orders
 from .environment import LaunchError, environment
+from .job_step import Task, this_task
 from .other_nodes import OtherNodes
 from .rendezvous_wait import Gathering
 
@@ -135,9 +136,13 @@ def exec_command(options: Options, command: Sequence[str]) -> int:
         terminal = supervisor.shares_terminal()
         forward = supervisor.on_terminal if terminal else supervisor.to_group
         environ = {**os.environ, **added}
-        return _watched(session, command, environ, forward, new_session=not terminal)
+        alone = task is None
+        return _watched(
+            session, command, environ, forward, new_session=not terminal, all_ranks=not alone
+        )
 
-    return _examined(options, command, "exec", _stem(command), start, torchrun.TorchrunArgs())
+    task = this_task(os.environ)
+    return _examined(options, command, "exec", _stem(command), start, torchrun.TorchrunArgs(), task)
 
 
 def _examined(
@@ -147,10 +152,18 @@ def _examined(
     stem: str,
     start: Callable[[Session, dict[str, str]], tuple[int, str]],
     parsed: torchrun.TorchrunArgs,
+    task: Task | None = None,
 ) -> int:
     try:
         registry.select(options.select, options.ignore)
-        session = _prepare(options, command, launcher, stem, parsed)
+        if task is not None:
+            folder = task.folder(options.out, stem)
+            if not task.is_first(folder):
+                added = environment(folder, options, meets=True)
+                os.execvpe(command[0], list(command), {**os.environ, **added})
+        else:
+            folder = _open_folder(options.out, stem, torchrun.shared_id(parsed, os.environ))
+        session = _prepare(options, command, launcher, folder, parsed, task)
         added = environment(session.folder, options, meets=launcher == "exec")
     except (FolderError, LaunchError, registry.SelectionError, registry.RegistryError) as error:
         outcome.say(str(error))
@@ -180,6 +193,7 @@ def _watched(
     *,
     new_session: bool,
     gathering: Gathering | None = None,
+    all_ranks: bool = False,
 ) -> tuple[int, str]:
     """Run the launcher to its end; returns its status and who stopped it (see `Supervisor`)."""
     leads = session.info.node_rank == 0
@@ -190,6 +204,7 @@ def _watched(
             view=view,
             say=outcome.say,
             gathering=gathering,
+            all_ranks=all_ranks,
             others=session.others() if session.info.nodes > 1 or gathering is None else None,
         )
         try:
@@ -205,12 +220,12 @@ def _prepare(
     options: Options,
     command: Sequence[str],
     launcher: str,
-    stem: str,
+    folder: RunFolder,
     parsed: torchrun.TorchrunArgs,
+    task: Task | None,
 ) -> Session:
-    shared = torchrun.shared_id(parsed, os.environ)
-    folder = _open_folder(options.out, stem, shared)
-    number = torchrun.node_rank(parsed, os.environ)
+    shared = torchrun.shared_id(parsed, os.environ) if task is None else task.step
+    number = torchrun.node_rank(parsed, os.environ) if task is None else task.node
     monitor = Monitor(folder, number, options, launcher=launcher)
     try:
         monitor.start()

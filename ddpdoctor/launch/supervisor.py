@@ -86,8 +86,10 @@ class Supervisor:
         say: Callable[[str], None] = lambda line: None,
         gathering: Gathering | None = None,
         others: OtherNodes | None = None,
+        all_ranks: bool = False,
     ) -> None:
         self.stopped_by = ""
+        self._all_ranks = all_ranks
         self._others = others
         self._say = say
         self._gathering = gathering
@@ -124,6 +126,10 @@ class Supervisor:
                 self._reap(child.pid)
             # The command may be a rank itself.
             self._ask(lambda: self._monitor.reaped(child.pid, child.returncode), None)
+            while self._all_ranks and any(map(system.alive, self._ranks())):
+                time.sleep(self._pause())
+                self._obey(signals)
+                self._tick()
             self._sweep(child.returncode)
             self._reap(0)
             self._tick()
@@ -138,6 +144,11 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 self._monitor.failed(error)
             return otherwise
+
+    def _ranks(self) -> set[int]:
+        """Pids of this node's ranks."""
+        none: set[int] = set()
+        return self._ask(self._monitor.rank_pids, none)
 
     def _pause(self) -> float:
         waiting = self._ask(lambda: self._monitor.ranks_wait, False)
@@ -209,6 +220,10 @@ class Supervisor:
             self._unheard -= TORCHRUNS_S  # who has no rank has nothing to save
         self._ask(lambda: self._monitor.stopped(by, reason), None)
         self._send(number)
+        if self._all_ranks and by == "doctor":
+            for pid in self._ranks():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
 
     def _send(self, number: signal.Signals) -> None:
         if self._child:
@@ -229,7 +244,7 @@ class Supervisor:
         if status >= 0 and not self.stopped_by:
             return
         self._tick()  # ranks may have come since the last look
-        ranks: set[int] = self._ask(self._monitor.rank_pids, set())
+        ranks = self._ranks()
         left = [p for p in _descendants() if p.pid in ranks]
         self._ask(lambda: self._monitor.swept({p.pid for p in left}), None)
         for process in left:
