@@ -282,7 +282,9 @@ def _longest_line(run: Run, ledger: Ledger, number: int) -> tuple[Line | None, f
         if line.account == START or line.stretches < least:
             continue
         at = place(number, line)
-        excess = line.long_s - statistics.median_low(s.get(at, 0.0) for s in spent.values())
+        # Others may spend as long there, in short stretches: in every step, say.
+        usual = statistics.median_low(s.get(at, 0.0) for s in spent.values())
+        excess = min(line.long_s, line.own_s - usual)
         longest = max(longest, (line, excess), key=lambda found: found[1])
     return longest
 
