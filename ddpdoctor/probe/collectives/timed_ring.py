@@ -28,6 +28,7 @@ class TimedRing(RingWriter):
         since: when the account was opened that is open.
         thread: of the phases that are timed, the one that took the last optimizer step.
         own_s, waited_s: seconds by account: the line's number times 16, plus the phase.
+        elsewhere: seconds since then that the rank has waited, or saved.
         in_evaluation: `EVALUATING` while the rank evaluates, else 0.
         long: by account, the stretches of `LONG_S` and more, see `Account`.
     """
@@ -41,7 +42,7 @@ class TimedRing(RingWriter):
         self._open = self._before = -16 | Phase.START
         self.since = recorder.began
         self._own_ns = 0
-        self._elsewhere = 0.0
+        self.elsewhere = 0.0
         self.in_evaluation = 0
         super().__init__(path)
 
@@ -59,13 +60,13 @@ class TimedRing(RingWriter):
             return
         own_ns = self.recorder.own_ns
         spent = now - self.since - (own_ns - self._own_ns) * 1e-9
-        if self._elsewhere:
-            spent -= self._elsewhere
-            self._elsewhere = 0.0
+        if self.elsewhere:
+            spent -= self.elsewhere
+            self.elsewhere = 0.0
         account = self._open
         self.own_s[account] += spent
         if spent >= LONG_S and account & 7 != _BACKWARD:
-            self._add_long(account, spent)
+            self.add_long(account, spent, self.step)
         if phase >= _FORWARD:
             self.in_evaluation = 0
         self._before = account
@@ -77,14 +78,14 @@ class TimedRing(RingWriter):
             return
         own_ns = self.recorder.own_ns
         spent = now - self.since - (own_ns - self._own_ns) * 1e-9
-        if self._elsewhere:
-            spent -= self._elsewhere
-            self._elsewhere = 0.0
+        if self.elsewhere:
+            spent -= self.elsewhere
+            self.elsewhere = 0.0
         account = self._open
         self.own_s[account] += spent
         # What a backward has waited is only known after it.
         if spent >= LONG_S and account & 7 != _BACKWARD:
-            self._add_long(account, spent)
+            self.add_long(account, spent, self.step)
         if phase >= _FORWARD:
             self.in_evaluation = 0
         self._before = account
@@ -102,7 +103,7 @@ class TimedRing(RingWriter):
         """
         own_ns = self.recorder.own_ns
         own = (own_ns - self._own_ns) * 1e-9
-        self.own_s[self._open] -= self._elsewhere
+        self.own_s[self._open] -= self.elsewhere
         between = sum(s for p, _, s, _ in stretches if p == _USER)
         # The doctor's functions were entered and left in the program's own time.
         left = max(0.0, 1 - own / between) if between else 1.0
@@ -112,7 +113,7 @@ class TimedRing(RingWriter):
             if waited:
                 self.waited_s[account] += waited
         self._before, self._open = site << 4 | phase, site << 4 | _USER
-        self.since, self._own_ns, self._elsewhere = now, own_ns, 0.0
+        self.since, self._own_ns, self.elsewhere = now, own_ns, 0.0
 
     def evaluating(self, on: bool) -> None:
         """Whether the rank evaluates, until it trains: in the loading or the forward that has just
@@ -126,7 +127,7 @@ class TimedRing(RingWriter):
         """A collective has returned after so many seconds."""
         if get_ident() == self.thread:
             self.waited_s[self._open] += seconds
-            self._elsewhere += seconds
+            self.elsewhere += seconds
 
     def waited_before(self, seconds: float) -> None:
         """In the phase that is over, so many seconds were spent waiting."""
@@ -139,9 +140,9 @@ class TimedRing(RingWriter):
         if get_ident() == self.thread:
             account = site << 4 | SAVING
             self.own_s[account] += seconds
-            self._elsewhere += seconds
+            self.elsewhere += seconds
             if seconds >= LONG_S:
-                self._add_long(account, seconds)
+                self.add_long(account, seconds, self.step)
 
     def step_ended(self, step: int) -> None:
         """So many optimizer steps were taken."""
@@ -170,11 +171,12 @@ class TimedRing(RingWriter):
             for account in list(self.own_s)
         )
 
-    def _add_long(self, account: int, seconds: float) -> None:
-        known = self.long.setdefault(account, [0, 0.0, self.step, -1, 0.0])
-        known[0] += known[3] != self.step
+    def add_long(self, account: int, seconds: float, step: int) -> None:
+        """An account was open for `LONG_S` or more in that step."""
+        known = self.long.setdefault(account, [0, 0.0, step, -1, 0.0])
+        known[0] += known[3] != step
         known[1] += seconds
-        known[3] = self.step
+        known[3] = step
         known[4] = max(known[4], seconds)
 
     def _long(self, account: int) -> tuple[int, float, int, int, float]:

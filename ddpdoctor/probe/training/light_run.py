@@ -104,8 +104,11 @@ class LightRun:
         before = every[-1]
         if plan.loads is not None:
             every.insert(0, plan.loads)
+        gaps, plan.gaps = plan.gaps, []
         for one in every:
             stretches.append((Phase.USER, before.site, one.before_s, 0.0))
+            for _, seconds, step in (gap for gap in gaps if gap[0] is one):
+                plan.ring.add_long(before.site << 4 | Phase.USER, seconds, step)
             if one is not plan.loads or one.inside_s:
                 stretches.append((_phase(one), one.site, one.inside_s, one.waited_s))
                 before = one
@@ -117,6 +120,7 @@ class LightRun:
             if one.optimizer is None:
                 one.inside_s = 0.0
         plan.ring.passed(stretches, _phase(last), last.site, plan.left)
+        plan.elsewhere = 0.0
 
     def _go_on(self, call: PlannedCall) -> None:
         """A call is running: begin it as on the fast path."""

@@ -13,10 +13,11 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from ...events.timing import LONG_S
 from ...storage.call_ring import Phase
 from ..collectives.call_log import CallLog
 from ..collectives.group_log import Recurring
@@ -148,6 +149,8 @@ class Plan:
         lean: light steps may use `LightRun`.
         owed: the first call of light steps that is over and not accounted for; `wraps`: so many
             times since then the last call of a step was passed.
+        gaps: before which calls the program's own code took long, for how long without waiting, and
+            in which step; `elsewhere`: as of the ring, at the end of the last call.
     """
 
     model: Model
@@ -171,6 +174,8 @@ class Plan:
     lean: bool = False
     owed: PlannedCall | None = None
     wraps: int = 0
+    elsewhere: float = 0.0
+    gaps: list[tuple[PlannedCall, float, int]] = field(default_factory=list)
 
     def load_at(self, recorder: Recorder, site: int) -> None:
         """A batch is loaded at this line."""
@@ -214,6 +219,10 @@ class Plan:
             ring.done(call.logged, now)
             call.logged = -1
         ring.mark_phase(_USER, call.site, now, ring.step, ring.count, now)
+        gap = began - self.left
+        elsewhere, self.elsewhere = self.elsewhere, ring.elsewhere
+        if gap >= LONG_S and (gap := gap - max(0.0, ring.elsewhere - elsewhere)) >= LONG_S:
+            self.gaps.append((call, gap, ring.step))
         call.inside_s += now - began
         call.before_s += began - self.left
         self.inside, self.last, self.left = None, call, now
