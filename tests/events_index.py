@@ -60,7 +60,7 @@ QUESTIONS: dict[str, str] = {
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead RowsChosen"
         " ForwardInput"
-        " ComparedValue SaveDecided MetricUsed ReducedMetric"
+        " ComparedValue SaveDecided MetricUsed ReducedMetric TotalDivided"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -108,7 +108,7 @@ WHEN: dict[str, str] = {
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
-        " NotObserved EditedBeforeSync ComparedValue SaveDecided"
+        " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar, TypeVar
 
 from ddpdoctor.analysis.data import data_calls
@@ -10,18 +10,23 @@ from ddpdoctor.analysis.data.division import divided_loaders
 from ddpdoctor.analysis.data.epoch_audit import pads, partitioned
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
 from ddpdoctor.analysis.models.wrap_options import reduced
-from ddpdoctor.events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep
+from ddpdoctor.events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep, TotalDivided
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
 
 SAVED = "decides-what-is-saved"
 STOPPED = "decides-when-to-stop"
+DIVIDED = "divided-by-all"
 SCHEDULED = "decides-the-schedule"
 ONE_RANK = "reduced-to-one-rank"
 
 ROUNDING = 1e-6
 """Relative difference up to which values count as equal."""
+
+SHARED_BY = 1.5
+"""The length of a data set over the samples that a rank reads of it, from which on it reads only
+its share."""
 
 FEWEST = 2
 """Evaluations in which the values must differ: once may be an accident of the first one."""
@@ -38,16 +43,21 @@ class MetricNotReduced(Check):
     ## What it finds
     An evaluation in which each rank takes its share of the data, and whose result differs between
     ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`),
-    what `ReduceLROnPlateau.step` is given, or when a framework stops.
+    what `ReduceLROnPlateau.step` is given, or when a framework stops. Also a sum over one rank's
+    share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
+    number of ranks.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
     compare by `<` and the like, and records those that changed. When a file is saved it records the
     number that the `if` around it compares with the best one so far, and what `ReduceLROnPlateau`
-    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint`,
-    `EarlyStoppingCallback` of Transformers). One is reported if it changes with evaluations only,
+    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint`
+    and `EarlyStopping`, `EarlyStoppingCallback` of Transformers). One is reported if it changes with evaluations only,
     over a loader that is divided between ranks, and differs between ranks at least twice, while the
     rank that saves took part in no reduction or gathering of values after the same optimizer step.
+    When a loop over a loader begins, the function with it is searched for sums that are divided by
+    the length of its data set; how many samples the rank has read, and which values the ranks
+    exchange in the loop and after it, is on record.
 
     ## Why it hurts
     The best checkpoint is chosen by a part of the validation data, or the schedule follows noise:
@@ -65,7 +75,7 @@ class MetricNotReduced(Check):
     - Evaluations of all the data on each rank, or on one rank only.
     - Numbers that also change with training, such as a training loss, and those that are compared
       with a limit and not with the best one so far.
-    - Metrics that are only printed.
+    - Metrics that are only printed, but for sums that are divided by the samples of all ranks.
     """
 
     code = "DDP512"
@@ -74,6 +84,7 @@ class MetricNotReduced(Check):
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         SAVED: "a file is saved or not by a metric that differs between ranks",
+        DIVIDED: "a sum over one rank's share is divided by the number of samples of all ranks",
         STOPPED: "training ends or goes on by a metric that differs between ranks",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
@@ -83,6 +94,8 @@ class MetricNotReduced(Check):
     def unobserved(self, run: Run) -> str | None:
         if (why := super().unobserved(run)) is not None:
             return why
+        if run.any(TotalDivided):
+            return None
         if not _evaluations(run):
             return "no evaluation was seen to be divided between ranks"
         if not any((run.any(SaveDecided), run.any(MetricUsed), _metrics(run, SchedulerStep))):
@@ -90,6 +103,7 @@ class MetricNotReduced(Check):
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
+        yield from self._divided(run)
         evaluations = _evaluations(run)
         if evaluations:
             told = list(self._schedules(run, evaluations[0]))
@@ -98,6 +112,51 @@ class MetricNotReduced(Check):
             decided = self._decisions(run, evaluations[0])
             yield from (f for f in decided if f.location not in places)
             yield from self._saves(run, evaluations)
+
+    def _divided(self, run: Run) -> Iterator[Finding]:
+        """Sums over a rank's share that are divided by the length of the whole data set, where no
+        rank reduces any values after the loop."""
+        reported: set[object] = set()
+        apart = _read_apart(run)
+        for loader in filter(apart, loaders(run)):
+            for number, reader in loader.readers.items():
+                for event in reader.rank.of(TotalDivided):
+                    line = reader.rank.location(event.site)
+                    key = reader.loop_at, event.name
+                    if event.loader != reader.seen.loader or key in reported:
+                        continue
+                    read = max((e.samples for e in reader.epochs if e.exhausted), default=0)
+                    factor = event.length / read if read else 0.0
+                    if factor < SHARED_BY or _reduces(loader):
+                        continue
+                    reported.add(key)
+                    yield self.finding(
+                        rule=DIVIDED,
+                        ranks=tuple(loader.readers),
+                        subjects=(event.name,),
+                        location=line,
+                        label=f"divides by the {event.length} samples of all ranks",
+                        related=(Related("adds up one rank's share", reader.loop_at),)
+                        if reader.loop_at
+                        else (),
+                        summary=f"`{event.name}` is divided by the {event.length} samples of all "
+                        f"ranks, of which rank {number} has read {read}: the result is "
+                        f"{factor:.2g} times too small",
+                        cause="the loop adds up what this rank's share of the data gives, and no "
+                        "rank sums the results over the ranks",
+                        fix=f"sum over the ranks first: `dist.all_reduce({event.name})` as a "
+                        "tensor, on every rank; or divide by the number of samples that this rank "
+                        "has read",
+                        fix_kind=FixKind.TEMPLATE,
+                        evidence={
+                            "samples_of_the_data_set": event.length,
+                            "samples_read_by_rank": {
+                                n: max((e.samples for e in r.epochs), default=0)
+                                for n, r in loader.readers.items()
+                            },
+                        },
+                        at=reader.rank.wall(event.at),
+                    )
 
     def _schedules(self, run: Run, loader: Loader) -> Iterator[Finding]:
         for line, by_rank in _metrics(run, SchedulerStep).items():
@@ -225,22 +284,40 @@ class MetricNotReduced(Check):
         )
 
 
-def _evaluations(run: Run) -> list[Loader]:
-    """The loaders that are only evaluated, on several ranks, each of which takes its share: as its
-    sampler says, or as the samples show that the ranks read."""
-    read_apart = {
+def _reduces(loader: Loader) -> bool:
+    """Whether some rank reduces or gathers values of its own in the loop or after it."""
+    return any(
+        data_calls.values_exchanged(reader.rank, step)
+        for reader in loader.readers.values()
+        for epoch in reader.epochs
+        for step in {epoch.began.step, epoch.began.step + epoch.steps}
+    )
+
+
+def _read_apart(run: Run) -> Callable[[Loader], bool]:
+    """Tells loaders of which several ranks each read a share: as their sampler says, or as the
+    samples show."""
+    shown = {
         id(d.loader)
         for d in divided_loaders(run)
         if any(partitioned(a) or pads(a, d.batch) for a in d.audits)
     }
-    found = []
-    for loader in loaders(run):
+
+    def apart(loader: Loader) -> bool:
         readers = loader.readers.values()
         shares = {r.seen.sampler_rank for r in readers if r.seen.replicas > 1}
-        divided = len(shares) == len(readers) or id(loader) in read_apart
-        if not loader.trains and len(readers) > 1 and divided and all(map(_evaluates, readers)):
-            found.append(loader)
-    return found
+        return len(readers) > 1 and (len(shares) == len(readers) or id(loader) in shown)
+
+    return apart
+
+
+def _evaluations(run: Run) -> list[Loader]:
+    """The loaders that are only evaluated, on several ranks, each of which takes its share."""
+    return [
+        loader
+        for loader in filter(_read_apart(run), loaders(run))
+        if not loader.trains and all(map(_evaluates, loader.readers.values()))
+    ]
 
 
 def _evaluates(reader: Reader) -> bool:

@@ -52,6 +52,7 @@ from .data import (
     SaveDecided,
     ShardedOver,
     StepDraws,
+    TotalDivided,
     WorkerRandom,
 )
 from .devices import (

@@ -366,6 +366,20 @@ class ComparedValue(Event, frozen=True, tag="compared-value"):
     site: int
 
 
+class TotalDivided(Event, frozen=True, tag="total-divided"):
+    """A sum of a loop over a loader is divided by the length of its whole data set; recorded when
+    the first iteration begins.
+
+    Attributes:
+        name: of the sum, as written; `length` of the data set; `site` is the line that divides.
+    """
+
+    loader: int
+    name: str
+    length: int
+    site: int
+
+
 class SaveDecided(Event, frozen=True, tag="save-decided"):
     """A file is saved under an `if` that compares a number.
 

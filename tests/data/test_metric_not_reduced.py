@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     SaveDecided,
     SchedulerStep,
     Signature,
+    TotalDivided,
 )
 from ddpdoctor.probe.source import comparisons
 from ddpdoctor.probe.source.call_resolver import Scope, resolve
@@ -275,3 +276,30 @@ def test_values_are_read_without_running_code():
     assert [read(t) for t in ("self.best", "metrics['acc']", "g", "self.loss", "metrics['x']")] == [
         0.5, 2.0, 3.0, None, None,
     ]  # fmt: skip
+
+
+def totalled(read, *, replicas=2, more=()):
+    """Two ranks that divide a sum over so many samples by the length of the data set, 8."""
+
+    def events(rank):
+        share = list(range(rank, 2 * read, 2))[:read]
+        trained = loader(HELD_OUT, [share] * 2, length=8, replicas=replicas, sampler_rank=rank)
+        divided = TotalDivided(at=0, loader=HELD_OUT, name="right", length=8, site=COMPARE)
+        return [*prologue(2), *LINES, *trained, divided, *more]
+
+    return [
+        f for f in judged(make_run({n: events(n) for n in range(2)})) if f.rule == "divided-by-all"
+    ]
+
+
+def test_a_sum_that_is_divided_by_the_samples_of_all_ranks():
+    (finding,) = totalled(4)
+    assert "the result is 2 times too small" in finding.summary
+    assert finding.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("read", "more"), [(8, {"replicas": -1}), (7, {}), (4, {"more": exchange("all_reduce", 0)})]
+)
+def test_sums_that_are_divided_rightly(read, more):
+    assert totalled(read, **more) == []

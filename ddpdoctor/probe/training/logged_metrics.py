@@ -59,9 +59,14 @@ class Decider(NamedTuple):
 _CHECKPOINT = Decider(
     "ModelCheckpoint", "check_monitor_top_k", 2, "current", lambda args: args[0].monitor, True
 )
+_STOPPING = Decider(
+    "EarlyStopping", "_evaluate_stopping_criteria", 1, "current", lambda args: args[0].monitor, True
+)
 DECIDERS = {
     "lightning.pytorch.callbacks.model_checkpoint": _CHECKPOINT,
     "pytorch_lightning.callbacks.model_checkpoint": _CHECKPOINT,
+    "lightning.pytorch.callbacks.early_stopping": _STOPPING,
+    "pytorch_lightning.callbacks.early_stopping": _STOPPING,
     "transformers.trainer_callback": Decider(
         "EarlyStoppingCallback",
         "check_metric_value",

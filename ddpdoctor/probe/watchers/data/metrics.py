@@ -13,13 +13,15 @@ from math import isfinite
 from types import FrameType
 from typing import Any
 
-from ....events import ComparedValue, SaveDecided
+from ....events import ComparedValue, SaveDecided, TotalDivided
 from ...recording.code_locations import USER
+from ...recording.frames import variables
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher
-from ...source import comparisons
-from ...source.call_resolver import resolve, searched
+from ...source import comparisons, totals
+from ...source.call_resolver import Scope, resolve, searched
 from .loaders import Loaders
+from .samplers import length
 
 VALUES_AT_MOST = 400
 """Values recorded."""
@@ -134,6 +136,58 @@ class ComparedValues(Watcher):
             nodes = comparisons.deciding(frame.f_code, frame.f_lineno)
             self.deciding[place] = [SAVES_AT_MOST, nodes]
         return self.deciding[place]
+
+
+class DividedTotals(Watcher):
+    """
+    Attributes:
+        looked: the loops whose functions were read, by file and line.
+    """
+
+    lost = "which sums are divided by the length of a data set"
+    after = (Loaders,)
+
+    def __init__(self) -> None:
+        self.looked: set[tuple[str, int]] = set()
+
+    def install(self) -> None:
+        from torch.utils.data import dataloader
+
+        base = dataloader._BaseDataLoaderIter
+        self.around(base, "__init__", before=self._begins, after=self._begun)
+
+    def _begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        """The loader, with the function and the names of the loop."""
+        frame = recorder.sites.user_frame(sys._getframe(1))
+        if frame is None or len(self.looked) >= ITERATIONS_LOOKED_AT:
+            return None
+        place = frame.f_code.co_filename, frame.f_lineno
+        if place in self.looked:
+            return None
+        self.looked.add(place)
+        loader = args[1] if len(args) > 1 else kwargs["loader"]
+        dataset, found = getattr(loader, "dataset", None), []
+        for division in totals.divided(frame.f_code, frame.f_lineno):
+            scope = Scope(variables(frame), frame.f_globals)
+            if dataset is not None and resolve(division.of, scope) is dataset:
+                found.append(division)
+        return (loader, dataset, frame.f_code, found) if found else None
+
+    def _begun(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        if token is None or error is not None:
+            return
+        loader, dataset, code, found = token
+        number = Loaders.current.loaders.get(loader)
+        for division in found if number is not None else ():
+            recorder.emit(
+                TotalDivided(
+                    at=time.monotonic(),
+                    loader=number,
+                    name=division.total,
+                    length=length(dataset),
+                    site=recorder.sites.number(code, division.line),
+                )
+            )
 
 
 def _number(value: Any) -> float | None:
