@@ -51,10 +51,11 @@ class MetricNotReduced(Check):
     When an iteration over a loader begins, each rank reads the numbers that its running functions
     compare by `<` and the like, and records those that changed. When a file is saved it records the
     number that the `if` around it compares with the best one so far, and what `ReduceLROnPlateau`
-    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint`
-    and `EarlyStopping`, `EarlyStoppingCallback` of Transformers). One is reported if it changes with evaluations only,
-    over a loader that is divided between ranks, and differs between ranks at least twice, while the
-    rank that saves took part in no reduction or gathering of values after the same optimizer step.
+    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint` and
+    `EarlyStopping`, `EarlyStoppingCallback` of Transformers). One is reported if it changes with
+    evaluations only, over a loader that is divided between ranks, and differs between ranks at
+    least twice, while the rank that saves took part in no reduction or gathering of values after
+    the same optimizer step.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.
@@ -205,7 +206,7 @@ class MetricNotReduced(Check):
                 label=f"{'hands over' if stops else 'logs'} each rank's own `{logged.name}`",
                 use=f"{event.kind} decides by `{logged.name}`, which differs between ranks",
                 why=f"`{logged.name}` comes from each rank's share of the data, and is not reduced "
-                + ("before: some ranks may stop and leave the others waiting" if stops
+                + ("before: training ends, on this rank or on all, by a part of the data" if stops
                    else "where it is logged"),
                 fix=reduced(logged.by, logged.name) or REDUCE,
                 unequal=unequal,
