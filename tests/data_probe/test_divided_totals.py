@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.source import totals
+from ddpdoctor.probe.source.division import totals_divided
 
 
 def code_of(path: Path, body: str) -> CodeType:
@@ -40,5 +40,5 @@ def code_of(path: Path, body: str) -> CodeType:
 def test_sums_that_are_divided(tmp_path: Path, after: str, found: list[tuple[str, str]]) -> None:
     loop = "right = seen = other = 0\nfor x, y in loader:\n    right += model(x, y)\n    seen += 1"
     code = code_of(tmp_path / f"made{sys.version_info.minor}.py", f"{loop}\n{after}")
-    told = totals.divided(code, 3)
+    told = totals_divided(code, 3)
     assert [(d.total, ast.unparse(d.of)) for d in told] == found

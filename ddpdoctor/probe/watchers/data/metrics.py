@@ -18,8 +18,9 @@ from ...recording.code_locations import USER
 from ...recording.frames import variables
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher
-from ...source import comparisons, totals
+from ...source import comparisons
 from ...source.call_resolver import Scope, resolve, searched
+from ...source.division import totals_divided
 from .loaders import Loaders
 from .samplers import length
 
@@ -167,7 +168,7 @@ class DividedTotals(Watcher):
         self.looked.add(place)
         loader = args[1] if len(args) > 1 else kwargs["loader"]
         dataset, found = getattr(loader, "dataset", None), []
-        for division in totals.divided(frame.f_code, frame.f_lineno):
+        for division in totals_divided(frame.f_code, frame.f_lineno):
             scope = Scope(variables(frame), frame.f_globals)
             if dataset is not None and resolve(division.of, scope) is dataset:
                 found.append(division)
