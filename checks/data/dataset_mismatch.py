@@ -130,9 +130,12 @@ class DatasetMismatch(LoaderCheck):
         "random-split": Words(
             "`random_split`, or the like, gives another `Subset` on each rank",
             "each rank calls `random_split` (or selects at random) with its own random state",
-            "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`; of "
-            "Hugging Face datasets, `dataset.train_test_split(..., seed=0)`, "
-            "`dataset.shuffle(seed=0)`",
+            "`random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`",
+        ),
+        "table-selection": Words(
+            "a dataset of Hugging Face datasets selects other rows of its table on each rank",
+            "each rank splits, shuffles or selects the rows at random, by itself",
+            "give the seed: `dataset.train_test_split(..., seed=0)`, `dataset.shuffle(seed=0)`",
         ),
         "lists-of-unequal-length": Words(
             "each rank makes a list of another length, and a sampler shards it",

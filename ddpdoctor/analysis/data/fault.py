@@ -87,6 +87,7 @@ REASONS: tuple[tuple[str, Callable[[Difference], bool]], ...] = (
         "random-indices",
         lambda d: d.kind == "indices" and d.split is not None and "Subset(" in d.split.source,
     ),
+    ("table-selection", lambda d: d.kind == "indices" and d.names[0].endswith("_indices")),
     ("random-split", lambda d: d.kind == "indices"),
     ("lists-of-unequal-length", lambda d: d.unequal and d.distributed),
     ("own-entries", lambda d: d.kind != "text" and not (d.reordered or d.unequal)),

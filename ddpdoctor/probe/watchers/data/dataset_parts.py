@@ -158,7 +158,7 @@ def _of_table(dataset: Any, path: str) -> Iterator[Payload]:
     table that is small enough to be read, where it selects nothing."""
     at = f"{path}." if path else ""
     if (chosen := getattr(dataset, "_indices", None)) is not None:
-        yield from _column(_Scalars(chosen.column(0)), f"{at}indices", "indices")
+        yield from _column(_Scalars(chosen.column(0)), f"{at}_indices", "indices")
         return
     table: Any = getattr(dataset, "_data", None)
     for name in getattr(table, "column_names", ()):
