@@ -85,7 +85,7 @@ def ranks(report: Report, width: int) -> Iterator[RenderableType]:
         yield rank_table(report_text.rank_grid(report), width)
         yield Text()
     for shown in report_text.tables(report):
-        yield Text(shown.title, "bold")
+        yield from _wrapped(shown.title, width, "bold")
         yield from grid(shown, width, "")
         yield Text()
 

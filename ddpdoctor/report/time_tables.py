@@ -34,6 +34,11 @@ def time_rows(ledger: Ledger) -> tuple[RankTimes, ...]:
     )
 
 
+def time_lost(ledger: Ledger) -> str:
+    """What was lost, of runs that are long enough and lost much."""
+    return ledger.much_lost() if ledger.training_s >= SHORTEST_S else ""
+
+
 def time_tables(ledger: Ledger) -> list[Table]:
     """One line per rank, of many those at the ends of an account; and what was lost of all."""
     if ledger.training_s < SHORTEST_S:

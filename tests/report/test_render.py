@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -100,6 +101,19 @@ def test_a_clean_run_says_on_what_grounds() -> None:
     text = render.text(report_of(ToyQuiet(), ranks=4, count=120))
     assert "no faults found: examined 1 check over 4 ranks, 120 steps" in text
     assert "not observed" not in text
+
+
+LOST = "4 ranks did the work of 2.1: 1.2 ranks' worth of time was lost waiting for rank 2"
+
+
+@pytest.mark.parametrize("write", [render.text, render.markdown, page.html])
+def test_time_that_was_lost_stands_beside_no_faults_found(write: Callable[[Report], str]) -> None:
+    report = msgspec.structs.replace(report_of(ToyQuiet(), ranks=4, count=120), lost=LOST)
+    text = " ".join(html.unescape(write(report)).split())
+    assert f"o faults found; {LOST}" in text
+    assert "xamined 1 check over 4 ranks, 120 steps" in text
+    found = msgspec.structs.replace(report_of(ToyStep()), lost=LOST)
+    assert "no faults found" not in write(found)
 
 
 def test_never_clean_without_evidence() -> None:
