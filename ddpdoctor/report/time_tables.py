@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ..run.ledger import ACCOUNTS, BACKWARD, FORWARD, OPTIMIZER, Ledger, RankTime
+from ..run.ledger import ACCOUNTS, BACKWARD, FORWARD, OPTIMIZER, TITLES, Ledger, RankTime
 from .findings import RankTimes, Table
 
 SHORTEST_S = 5.0
 """After the start-up: of a shorter run the table says little about a longer one like it."""
 
-OTHER = "other"
+REST = "rest"
 
 TOGETHER = {"training": (FORWARD, BACKWARD, OPTIMIZER)}
 """Accounts in one column of the table, which is to fit on a console. The page and `findings.json`
@@ -45,7 +45,7 @@ def time_tables(ledger: Ledger) -> list[Table]:
         return []
     ranks = list(ledger.ranks.values())
     shown = ledger.shown()
-    columns = ("rank", "all", *_columns(shown), OTHER)
+    columns = ("rank", "all", *(TITLES.get(c, c) for c in _columns(shown)), REST)
     said = ledger.efficiency()
     return [
         Table(

@@ -30,6 +30,9 @@ ACCOUNTS = (
 )  # fmt: skip
 """The accounts, in the order in which they are shown."""
 
+TITLES = {OUTSIDE: "other code"}
+"""Names of accounts as people read them, where that is not the one in the records."""
+
 LOSSES = (LOADING, COMMUNICATION, DOCTOR)
 """Accounts in which a rank does not train, but for waiting for others."""
 

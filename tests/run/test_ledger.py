@@ -102,7 +102,7 @@ def test_what_the_report_says() -> None:
     assert report.ledger[1].waiting_for == {"0": 6.0}
     assert sum(report.ledger[1].accounts.values()) == pytest.approx(report.ledger[1].wall_s)
     (table,) = report.tables
-    assert table.columns == ("rank", "all", "start-up", "outside", "waiting", "other")
+    assert table.columns == ("rank", "all", "start-up", "other code", "waiting", "rest")
     assert table.rows == (
         ("0", "8.0", "1.0", "7.0", "0.0", "0.0"),
         ("1", "8.0", "1.0", "1.0", "6.0", "0.0"),

@@ -51,7 +51,7 @@ def render(report: Report, run: Run | None = None) -> str:
 
     return page.render(
         policy=_policy(script),
-        style=Markup(_file("page.css") + ledger_bars.STYLE),
+        style=Markup(_file("page.css")),
         script=Markup(script),
         title=title,
         facts=facts,
