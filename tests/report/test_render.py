@@ -187,7 +187,7 @@ def test_tables_of_the_report() -> None:
     table = Table(title="consumed", columns=("rank", "samples"), rows=(("0", "64"), ("1", "60")))
     report = msgspec.structs.replace(report_of(ToyQuiet()), tables=(table,))
     assert "consumed\nrank  samples\n0     64\n1     60\n" in render.text(report)
-    assert "<td>64</td>" in page.html(report)
+    assert '<td data-of="samples">64</td>' in page.html(report)
     assert "| 0 | 64 |" in render.markdown(report)
 
 
