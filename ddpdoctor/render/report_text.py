@@ -65,10 +65,14 @@ def headline(report: Report) -> list[str]:
     first = f"{report.tool.name} {report.tool.version}: {command}"
     lines = [first, f"{ending(report)}{_after(report)}: {', '.join(facts)}"]
     lines += [f"before: {clean(line, 120)}" for line in run.earlier]
-    lines += [clean(line) for line in run.machine]
     if run.folder:
         lines.append(f"records: {clean(run.folder)}")
     return lines
+
+
+def machines(report: Report) -> list[str]:
+    """What it ran on."""
+    return [clean(line) for line in report.run.machine]
 
 
 def _after(report: Report) -> str:

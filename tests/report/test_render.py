@@ -79,6 +79,35 @@ def test_long_evidence_is_cut_and_said_to_be() -> None:
     assert "4 more lines: see `--html` or findings.json" in text
 
 
+def test_evidence_that_the_first_line_says_is_left_to_the_page() -> None:
+    report = report_of(ToyStep())
+    of_calls = {"group": "the default group", "call_number": 83, "differs": ["op"], "kept": 1}
+    (finding,) = report.findings
+    finding = msgspec.structs.replace(finding, evidence=of_calls)
+    report = msgspec.structs.replace(report, findings=(finding,))
+    text = render.text(report)
+    assert "evidence: kept: 1" in text and "evidence: group" not in text and "differs" not in text
+    assert "<dt>differs</dt>" in page.html(report)
+    assert "evidence: differs: op" in render.findings_text([finding], 80, whole=True)
+    alone = msgspec.structs.replace(finding, evidence={"differs": ["indices"]})
+    assert "evidence: differs: indices" in render.findings_text([alone], 80)
+
+
+MACHINES = ("Python 3.11.7, torch 2.13.0+cpu, Linux-6.18", "vm: 2 cores, 24 GB", "NCCL_DEBUG=INFO")
+
+
+def test_what_it_ran_on_comes_last_and_in_one_line_where_nothing_was_found() -> None:
+    def lines(*checks: object) -> list[str]:
+        report = report_of(*checks)
+        run = msgspec.structs.replace(report.run, machine=MACHINES)
+        return render.text(msgspec.structs.replace(report, run=run)).splitlines()
+
+    assert lines(ToyStep())[-3:] == [*MACHINES]
+    clean = lines(ToyQuiet())
+    assert clean[-1].startswith("vm: 2 cores, 24 GB; NCCL_DEBUG=INFO; Python 3.11.7, torch")
+    assert len(clean[-1]) <= 80 and not any("vm: 2 cores" in line for line in clean[:-1])
+
+
 def test_head_and_foot() -> None:
     text = render.text(report_of(ToyStep(), ToyBlind(), ended={1: -9}))
     assert text.startswith("ddpdoctor 0.1.0: ddpdoctor run train.py\nkilled")

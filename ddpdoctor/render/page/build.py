@@ -54,7 +54,7 @@ def render(report: Report, run: Run | None = None) -> str:
         style=Markup(_file("page.css")),
         script=Markup(script),
         title=title,
-        facts=facts,
+        facts=[*facts, *report_text.machines(report)],
         verdict=_verdict(report, shown),
         findings=shown,
         severities=[s.value for s in Severity if any(v.severity == s.value for v in shown)],
