@@ -45,7 +45,8 @@ def bars(report: Report) -> Iterator[str]:
     rows = [row for row in report.ledger if _trained(row) > row.accounts.get(DOCTOR, 0.0)]
     if not rows:
         return
-    rows.sort(key=lambda row: (-_lost(row), row.rank))
+    # As exact as it is shown, so that ranks that lost as much stand in their order.
+    rows.sort(key=lambda row: (-float(f"{_lost(row):.3g}"), row.rank))
     longest = max(map(_trained, rows))
     shown = [a for a in ACCOUNTS if a != START and any(row.accounts.get(a) for row in rows)]
     kept, lost = [a for a in shown if a not in LOST], [a for a in LOST if a in shown]
@@ -68,8 +69,7 @@ def _trained(row: RankTimes) -> float:
 
 
 def _lost(row: RankTimes) -> float:
-    """As exact as it is shown, so that ranks that lost as much stand in their order."""
-    return float(f"{sum(row.accounts.get(name, 0.0) for name in LOST):.2g}")
+    return sum(row.accounts.get(name, 0.0) for name in LOST)
 
 
 def _key(account: str) -> str:
