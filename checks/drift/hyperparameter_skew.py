@@ -389,7 +389,8 @@ def _set_per_rank(skew: Skew) -> Cause | None:
     """A line sets the option, and no scheduler is there to change it."""
     if skew.set_line is None or (skew.stepping and skew.option in SCHEDULED):
         return None
-    return Cause(SET_PER_RANK, PER_RANK, SAME_VALUE, SET_HERE, skew.set_line)
+    text, label = optimizer_options.set_apart(skew.ranks, skew.group.members)
+    return Cause(SET_PER_RANK, text, SAME_VALUE, label, skew.set_line)
 
 
 def _scheduler_on_some(skew: Skew) -> Cause | None:
@@ -421,7 +422,9 @@ def _set_besides(skew: Skew) -> Cause | None:
     scheduled = skew.line_of(number, call)
     text = f"{skew.option} is also set here, while all ranks step {call.kind} equally"
     related = (Related(f"steps {call.kind}", scheduled),) if scheduled else ()
-    return Cause(SET_BESIDES, text, SAME_VALUE, SET_HERE, skew.set_line, related=related)
+    return Cause(
+        SET_BESIDES, text, SAME_VALUE, optimizer_options.SET_HERE, skew.set_line, related=related
+    )
 
 
 def _scheduler_decides(skew: Skew) -> Cause | None:
@@ -477,7 +480,8 @@ def _scheduled_apart(skew: Skew) -> Cause | None:
 
 def _unknown_line(skew: Skew) -> Cause:
     step = skew.group.line(Hyperparameters, skew.ranks)
-    return Cause(UNKNOWN_LINE, PER_RANK, SAME_VALUE, "steps with different options", step)
+    text, _ = optimizer_options.set_apart(skew.ranks, skew.group.members)
+    return Cause(UNKNOWN_LINE, text, SAME_VALUE, "steps with different options", step)
 
 
 EXPLANATIONS: tuple[Callable[[Skew], Cause | None], ...] = (
@@ -493,6 +497,4 @@ EXPLANATIONS: tuple[Callable[[Skew], Cause | None], ...] = (
 """Why options differ, in the order in which they are tried; the first that answers names the rule,
 the line, the cause and the fix."""
 
-PER_RANK = "the options are set differently on each rank"
-SET_HERE = "set to different values on different ranks"
 ONLY_SOME = state_loading.ONLY_SOME

@@ -206,7 +206,7 @@ class Stall(Check):
             location=where,
             label=f"skipped by rank {rank}",
             related=(
-                *(ways_of(back) if back else ()),
+                *(ways_of(back, [rank]) if back else ()),
                 *wait_lines([absent], where),
             ),
             summary=f"rank {rank} went on without {made.place}, in which {others} are: {waits}",

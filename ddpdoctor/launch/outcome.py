@@ -105,16 +105,18 @@ def publish(folder: RunFolder, report: Report, options: Options, run: Run) -> No
     if options.json:
         with reported(str(options.json)):
             render.write_json(report, options.json)
-    if options.html:
-        from ..render import page
-
-        with reported(str(options.html)):
-            page.write(report, options.html, run)
     if options.export:
         from .. import exporters
 
         for line in exporters.export(report, options.export, folder.path):
             say(line)
+    if options.html:
+        from ..render import page
+
+        with reported(str(options.html)):
+            page.write(report, options.html, run)
+            if not options.quiet:  # the last line, where it is looked for
+                _print(f"page: {printable(str(options.html))}")
 
 
 def _drop_empty_dumps(folder: RunFolder) -> None:
@@ -152,8 +154,12 @@ def ended(info: RunInfo, run: Run, status: int, stopped_by: str) -> RunInfo:
 
 def say(text: str) -> None:
     """One line to the user; a closed stderr is no reason to fail."""
+    _print(f"ddpdoctor: {printable(text)}")
+
+
+def _print(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(f"ddpdoctor: {printable(text)}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _append_to_log(

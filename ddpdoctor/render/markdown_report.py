@@ -62,8 +62,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"**{_text(grid.title)}**"
         yield ""
         yield from _grid(grid)
-    last = report_text.suppressed(report), report_text.gaps(report), [report_text.overhead(report)]
-    for line in (line for part in last for line in part):
+    last = (*report_text.suppressed(report), *report_text.gaps(report))
+    for line in (*last, report_text.overhead(report), *report_text.machines(report)):
         yield f"{_text(line)}  "
 
 

@@ -65,10 +65,14 @@ def headline(report: Report) -> list[str]:
     first = f"{report.tool.name} {report.tool.version}: {command}"
     lines = [first, f"{ending(report)}{_after(report)}: {', '.join(facts)}"]
     lines += [f"before: {clean(line, 120)}" for line in run.earlier]
-    lines += [clean(line) for line in run.machine]
     if run.folder:
         lines.append(f"records: {clean(run.folder)}")
     return lines
+
+
+def machines(report: Report) -> list[str]:
+    """What it ran on."""
+    return [clean(line) for line in report.run.machine]
 
 
 def _after(report: Report) -> str:
@@ -263,15 +267,22 @@ def verdict(report: Report) -> list[str]:
         partly = f"{ranks_were(blind)} not observed, so {_which(report)} was judged in part"
         lines = [f"{partly}; no fault was found on {ranks_text(r.rank for r in seen)}: {grounds}"]
     elif report.run.outcome == "completed":
-        lines = [f"no faults found: {grounds}"]
+        lines = _no_faults("no faults found", report, grounds)
     elif _running(report):
-        lines = [f"no faults found so far: {grounds}"]
+        lines = _no_faults("no faults found so far", report, grounds)
     else:
         lines = [f"no cause found in the records of this run, which {_ended(report)}: {grounds}"]
         lines += _stood(report)
     if not steps:
         lines.append("not observed: no optimizer step seen, so training itself was not judged")
     return lines
+
+
+def _no_faults(said: str, report: Report, grounds: str) -> list[str]:
+    """That nothing was found; that much time was lost nevertheless stands beside it."""
+    if not report.lost:
+        return [f"{said}: {grounds}"]
+    return [f"{said}; {clean(report.lost)}", grounds]
 
 
 def _which(report: Report) -> str:

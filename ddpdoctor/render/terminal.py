@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from io import StringIO
 from typing import TextIO
 
+import msgspec
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -23,6 +24,9 @@ from .safe_text import clean, clean_lines, cut, fit, paragraphs, wrap
 SOURCE_LIMIT = 400
 EVIDENCE_LINES = 8
 """Lines of evidence shown for a finding."""
+SAID_ALREADY = frozenset({"group", "call_number", "differs"})
+"""Evidence of a call in which ranks differ, where it has all of these: the first line of the
+finding and the table of the calls say the same."""
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 STATES = {"failed": "red", "killed": "red", "hung": "red", "lost": "yellow", "running": "green"}
 
@@ -85,13 +89,14 @@ def ranks(report: Report, width: int) -> Iterator[RenderableType]:
         yield rank_table(report_text.rank_grid(report), width)
         yield Text()
     for shown in report_text.tables(report):
-        yield Text(shown.title, "bold")
+        yield from _wrapped(shown.title, width, "bold")
         yield from grid(shown, width, "")
         yield Text()
 
 
 def foot(report: Report, width: int, saved: bool = True) -> Iterator[RenderableType]:
-    """The count, what was not examined, and the doctor's own cost."""
+    """The count, what was not examined, the doctor's own cost, and what the run ran on: in one line
+    where there is no finding to be reported with it."""
     style = "" if report.findings else "bold"
     for line in report_text.verdict(report):
         yield from _wrapped(line, width, style)
@@ -100,6 +105,12 @@ def foot(report: Report, width: int, saved: bool = True) -> Iterator[RenderableT
     for line in report_text.gaps(report, saved=saved):
         yield from _wrapped(line, width, "dim", hang=2)
     yield from _wrapped(report_text.overhead(report), width, "dim")
+    machines = report_text.machines(report)
+    if report.findings:
+        for line in machines:
+            yield from _wrapped(line, width, "dim", hang=2)
+    elif machines:  # what differs from one machine to the next comes first, the versions may be cut
+        yield Text(cut("; ".join([*machines[1:], machines[0]]), width), "dim")
 
 
 def rank_table(grid: Grid, width: int) -> Table:
@@ -150,6 +161,9 @@ def about(finding: Finding, width: int, *, whole: bool = False) -> Iterator[Text
 
 def _evidence(finding: Finding, width: int, *, whole: bool) -> Iterator[Text]:
     """The first lines of the evidence; the page and `findings.json` have the rest."""
+    if not whole and finding.evidence.keys() >= SAID_ALREADY:
+        kept = {k: v for k, v in finding.evidence.items() if k not in SAID_ALREADY}
+        finding = msgspec.structs.replace(finding, evidence=kept)
     proofs = report_text.proofs(finding, whole=whole)
     lines = [line for proof in proofs for line in _proof(proof, width)]
     yield from lines if whole else lines[:EVIDENCE_LINES]

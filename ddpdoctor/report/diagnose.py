@@ -55,7 +55,7 @@ from .findings import (
 from .merging import each_once
 from .reasons import with_differences
 from .suppression import by_comment
-from .time_tables import time_rows, time_tables
+from .time_tables import time_lost, time_rows, time_tables
 
 UNKNOWN = "unknown"
 """Of a run that was not examined."""
@@ -135,6 +135,7 @@ def _diagnosed(run: Run, checks: Sequence[Check], folder: str, others: Sequence[
         ),
         tables=(*tables, *time_tables(ledger), *_folded(run)),
         ledger=time_rows(ledger),
+        lost=time_lost(ledger),
         suppressed=tuple(suppressed),
     )
 

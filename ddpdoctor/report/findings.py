@@ -386,6 +386,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is reported about a run: `findings.json`, and what every format shows.
 
     Attributes:
+        lost: a sentence on the time of the ranks, where much of it was lost.
         suppressed: findings that do not count.
         unused_suppressions: what asks for a finding not to be counted that was not made.
     """
@@ -399,6 +400,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coverage: Coverage
     tables: tuple[Table, ...] = ()
     ledger: tuple[RankTimes, ...] = ()
+    lost: str = ""
     suppressed: tuple[Suppressed, ...] = ()
     unused_suppressions: tuple[str, ...] = ()
 

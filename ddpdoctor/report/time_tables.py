@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ..run.ledger import ACCOUNTS, BACKWARD, FORWARD, OPTIMIZER, Ledger, RankTime
+from ..run.ledger import ACCOUNTS, BACKWARD, FORWARD, OPTIMIZER, TITLES, Ledger, RankTime
 from .findings import RankTimes, Table
 
 SHORTEST_S = 5.0
 """After the start-up: of a shorter run the table says little about a longer one like it."""
 
-OTHER = "other"
+REST = "rest"
 
 TOGETHER = {"training": (FORWARD, BACKWARD, OPTIMIZER)}
 """Accounts in one column of the table, which is to fit on a console. The page and `findings.json`
@@ -34,13 +34,18 @@ def time_rows(ledger: Ledger) -> tuple[RankTimes, ...]:
     )
 
 
+def time_lost(ledger: Ledger) -> str:
+    """What was lost, of runs that are long enough and lost much."""
+    return ledger.much_lost() if ledger.training_s >= SHORTEST_S else ""
+
+
 def time_tables(ledger: Ledger) -> list[Table]:
     """One line per rank, of many those at the ends of an account; and what was lost of all."""
     if ledger.training_s < SHORTEST_S:
         return []
     ranks = list(ledger.ranks.values())
     shown = ledger.shown()
-    columns = ("rank", "all", *_columns(shown), OTHER)
+    columns = ("rank", "all", *(TITLES.get(c, c) for c in _columns(shown)), REST)
     said = ledger.efficiency()
     return [
         Table(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ..events import Account, TimeLedger
 from ..events.timing import EVALUATING, SAVING
 from ..storage.call_ring import Phase
-from .phrases import counted, listed, ranks_text
+from .phrases import counted, ranks_text
 from .rank import Rank
 
 START, LOADING, FORWARD, BACKWARD, OPTIMIZER = (
@@ -30,6 +30,9 @@ ACCOUNTS = (
 )  # fmt: skip
 """The accounts, in the order in which they are shown."""
 
+TITLES = {OUTSIDE: "other code"}
+"""Names of accounts as people read them, where that is not the one in the records."""
+
 LOSSES = (LOADING, COMMUNICATION, DOCTOR)
 """Accounts in which a rank does not train, but for waiting for others."""
 
@@ -40,6 +43,10 @@ SAID = 0.1
 """Losses of less than that many ranks are not worth a word."""
 
 MOST_SAID = 2
+
+MUCH = 0.25
+"""A run that loses that share of the time of its ranks is told so, also where no check found a
+fault."""
 
 _PHASES = {
     Phase.START: START,
@@ -122,12 +129,35 @@ class Ledger:
         return [a for a in ACCOUNTS if any(r.accounts[a] >= SHOWN_SHARE * r.wall_s for r in ranks)]
 
     def efficiency(self) -> str:
-        """`4 ranks did the work of 2.9: lost 0.7 waiting for rank 2 and 0.4 to loading`."""
+        """`4 ranks did the work of 2.9: 0.7 ranks' worth of time was lost waiting for rank 2, 0.4
+        to loading`."""
         whole = self.training_s
         if len(self.ranks) < 2 or whole <= 0:
             return ""
         if sum(r.untimed_s for r in self.ranks.values()) >= SAID * whole:
             return "training includes waiting in `backward`: it is not timed in short steps"
+        lost = self._lost()
+        work = len(self.ranks) - sum(lost.values())
+        worst = sorted(((s, what) for what, s in lost.items() if s >= SAID), reverse=True)
+        parts = [f"{s:.1f} {what}" for s, what in worst[:MOST_SAID]]
+        said = f"{counted(len(self.ranks), 'rank')} did the work of {max(work, 0.0):.1f}"
+        if parts:
+            first, _, what = parts[0].partition(" ")
+            parts[0] = f"{first} ranks' worth of time was lost {what}"
+        return f"{said}: {', '.join(parts)}" if parts else said
+
+    def much_lost(self) -> str:
+        """`efficiency` of a run in which ranks lost a considerable share of their time in ways that
+        are known; else empty."""
+        timed = self.efficiency() and sum(r.untimed_s for r in self.ranks.values()) < (
+            SAID * self.training_s
+        )
+        much = timed and sum(self._lost().values()) >= MUCH * len(self.ranks)
+        return self.efficiency() if much else ""
+
+    def _lost(self) -> dict[str, float]:
+        """What was lost to what, in ranks: 1 is as much as one rank could do in the whole time."""
+        whole = self.training_s
         lost: dict[str, float] = {}
         for rank in self.ranks:
             waited = sum(r.waited_for.get(rank, 0.0) for r in self.ranks.values())
@@ -137,14 +167,7 @@ class Ledger:
             lost[f"to {'the doctor' if name == DOCTOR else name}"] = spent / whole
         present = sum(r.training_s for r in self.ranks.values()) / whole
         lost["as ranks ended earlier"] = len(self.ranks) - present
-        work = len(self.ranks) - sum(lost.values())
-        worst = sorted(((s, what) for what, s in lost.items() if s >= SAID), reverse=True)[
-            :MOST_SAID
-        ]
-        said = listed([f"{s:.1f} {what}" for s, what in worst])
-        return f"{counted(len(self.ranks), 'rank')} did the work of {max(work, 0.0):.1f}" + (
-            f": lost {said}" if said else ""
-        )
+        return lost
 
 
 def ledger_of(ranks: Mapping[int, Rank]) -> Ledger:

@@ -127,6 +127,33 @@ def test_nothing_is_wider_than_the_screen(browser: Any, file: Path, width: int) 
     assert seen.value("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize(("width", "form"), [(390, "small"), (1280, "large")])
+def test_who_waits_is_seen_without_scrolling(
+    browser: Any, file: Path, width: int, form: str
+) -> None:
+    seen = Opened(browser, file, width)
+    assert seen.page.locator("svg.waits:visible").count() == 1
+    box = seen.page.locator(f"svg.waits.{form}").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    overlong = (
+        f"Array.from(document.querySelectorAll('svg.waits.{form} g')).some((g) =>"
+        " Array.from(g.querySelectorAll('text')).some((t) => t.getBBox().width + 20 >"
+        " g.querySelector('rect').getBBox().width))"
+    )
+    assert not seen.value(overlong), "text stays in its box"
+
+
+@pytest.mark.parametrize("which", [".wide:has(table)", ".source ol"])
+def test_nothing_but_the_timeline_is_scrolled_on_a_phone(
+    browser: Any, file: Path, which: str
+) -> None:
+    seen = Opened(browser, file, 390)
+    seen.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    found = f"Array.from(document.querySelectorAll('{which}'))"
+    assert seen.value(f"{found}.length") > 0
+    assert not seen.value(f"{found}.some((one) => one.scrollWidth > one.clientWidth)")
+
+
 def test_everything_can_be_read_without_a_script(browser: Any, file: Path) -> None:
     seen = browser.new_context(java_script_enabled=False).new_page()
     seen.goto(file.as_uri())

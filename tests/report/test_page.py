@@ -100,6 +100,15 @@ def test_a_clean_run_says_so_and_an_unseen_one_does_not() -> None:
     assert 'class="verdict well"' not in page.html(report_of(ToyQuiet(), ended={1: 1}))
 
 
+def test_it_is_said_once_from_where_steps_are_counted() -> None:
+    assert page.html(report_of(ToyStep())).count("ranks and steps are counted from 0") == 1
+
+
+def test_a_cell_of_a_table_names_its_column_where_the_head_is_hidden() -> None:
+    cells = Parts(page.html(report_of(ToyStep()))).of("td")
+    assert {"rank", "state", "last activity"} <= {cell.get("data-of") for cell in cells}
+
+
 def test_findings_of_one_code_have_names_of_their_own() -> None:
     report = report_of(ToyStep())
     twice = msgspec.structs.replace(report, findings=report.findings * 2)

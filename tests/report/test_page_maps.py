@@ -69,6 +69,47 @@ def test_of_several_ranks_the_one_that_waits_least_is_shown() -> None:
     assert "waits least" in shown.note
 
 
+def test_the_key_has_the_range_of_the_data() -> None:
+    made = [e for n in range(9) for e in steps(1, first=n, wall_s=0.1 + n / 1000)]
+    shown = drawn(make_run({0: made, 1: made}))["steps"]
+    assert (shown.low, shown.high) == ("0.101 s", "0.108 s")
+    used = {n for n, path in enumerate(shown.paths) if path}
+    assert used == set(shown.shades), "no colour that is not on the map"
+    same = drawn(make_run({0: timed(6)}))["steps"]
+    assert (same.low, same.high) == ("0.1 s", "")
+    many = drawn(make_run({r: timed(50, slow=(20,) if r == 0 else ()) for r in range(4)}))["steps"]
+    assert many.high == "0.5 s"
+    assert "The strongest colour stands for" in many.note
+
+
+def test_what_a_cell_stands_for_is_said() -> None:
+    paced = Pace(at=START + 3, optimizer=0, step=9, count=4, wall_s=0.1, waited_s=0.03,
+                 own_s=(0.0,) * 8)  # fmt: skip
+    held = MemorySample(at=START, step=2, rss_bytes=10**9, peak_rss_bytes=0)
+    shown = drawn(make_run({0: [*timed(10), paced, held]}))
+    assert shown["steps"].note == "Measured in each step."
+    assert shown["waiting"].note == "Measured as the mean of up to 4 steps at a time."
+    assert shown["memory"].note == "A value stands until the next one was measured."
+    assert shown["waiting"].gaps and shown["memory"].gaps
+    folded = drawn(make_run({0: timed(MOST_COLUMNS * 2)}))["steps"]
+    assert folded.each == 2
+    assert folded.note == "A cell is the mean of its steps."
+
+
+def test_steps_are_named_below_first_last_and_between() -> None:
+    run = make_run({0: timed(41)})
+    shown = drawn(run)["steps"]
+    assert [text for _, text in shown.ticks] == ["step 0", "10", "20", "30", "40"]
+    assert [x for x, _ in shown.ticks] == sorted(x for x, _ in shown.ticks)
+    assert shown.ticks[2][0] == pytest.approx(100 * 20.5 / 41, abs=0.01)
+    assert "a column for each step;" in page.html(diagnose(run, (), folder="runs/a"), run)
+    many = make_run({0: timed(1000)})
+    assert [t for _, t in drawn(many)["steps"].ticks] == [
+        "step 0", "200", "400", "600", "800", "999",
+    ]  # fmt: skip
+    assert "a column for 11 steps;" in page.html(diagnose(many, (), folder="runs/a"), many)
+
+
 @pytest.mark.parametrize(
     ("count", "said"), [(0, "no optimizer step is on record"), (2, "fewer than three steps")]
 )

@@ -10,7 +10,7 @@ from recordings import START, make_run, steps
 from tapes import CallLog, run_of, tapes
 from toys import ToyStep
 
-from ddpdoctor.events import ExceptionRaised, Pace, StepDone
+from ddpdoctor.events import ExceptionRaised, Pace, RankExiting, StepDone
 from ddpdoctor.render import page
 from ddpdoctor.render.page.lanes import MOST_RANKS, MOST_WINDOWS, Window, windows
 from ddpdoctor.report.diagnose import diagnose
@@ -74,7 +74,7 @@ def test_a_call_that_is_never_left_points_to_who_never_came(tmp_path: Path) -> N
     (window,) = drawn(run_of(tmp_path, made))
     assert [wait.said for wait in window.waits] == ["rank 0 in barrier: waiting for rank 1"]
     (opened,) = (bar for bar in window.bars if bar.kind == "open")
-    assert (opened.label, opened.x + opened.width) == ("barrier: never left", 100)
+    assert (opened.label, opened.x + opened.width) == ("barrier", 100)
 
 
 def test_nobody_is_said_to_be_late_where_a_member_is_not_on_record(tmp_path: Path) -> None:
@@ -133,6 +133,33 @@ def test_a_failure_is_marked(tmp_path: Path) -> None:
     made[1].events.append(ExceptionRaised(at=START + 2.5, kind="ValueError", message="no <b>"))
     (window,) = drawn(run_of(tmp_path, made))
     assert [(m.kind, m.label) for m in window.marks] == [("fails", "ValueError")]
+
+
+def test_everything_that_is_drawn_is_in_the_key(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(at=START + 2)
+    made[0].call("barrier", at=START + 3, state=State.BEGUN)
+    made[1].events += [
+        ExceptionRaised(at=START + 2.5, kind="ValueError", message="no"),
+        RankExiting(at=START + 2.6, how="exception", status=1),
+    ]
+    (window,) = drawn(run_of(tmp_path, made))
+    classes = {one.kind for one in (*window.bars, *window.marks)} | {"wait"}
+    assert {"open", "fails", "leaves"} <= classes == {kind for kind, _ in window.keys}
+    assert all(said for _, said in window.keys)
+    assert [m.label for m in window.marks if m.kind == "leaves"] == [""], "no text on bars"
+
+
+def test_the_band_is_in_the_key_and_the_axis_has_round_seconds() -> None:
+    made = timed(60, backward_s=0.04)
+    run = make_run({0: made, 1: made})
+    _, around = drawn(run, ToyStep())
+    assert dict(around.keys)["band"] == "the step of the finding"
+    assert dict(around.keys)["outside"] == "other code"
+    labels = [text for _, text in around.ticks]
+    assert 2 <= len(labels) <= 6 and all(re.fullmatch(r"\d+\.\d s", text) for text in labels)
+    assert "seconds since the first rank started" in page.html(diagnose(run, (), folder="a"), run)
 
 
 def test_where_no_time_is_on_record_there_is_no_picture() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -78,6 +79,35 @@ def test_long_evidence_is_cut_and_said_to_be() -> None:
     assert "4 more lines: see `--html` or findings.json" in text
 
 
+def test_evidence_that_the_first_line_says_is_left_to_the_page() -> None:
+    report = report_of(ToyStep())
+    of_calls = {"group": "the default group", "call_number": 83, "differs": ["op"], "kept": 1}
+    (finding,) = report.findings
+    finding = msgspec.structs.replace(finding, evidence=of_calls)
+    report = msgspec.structs.replace(report, findings=(finding,))
+    text = render.text(report)
+    assert "evidence: kept: 1" in text and "evidence: group" not in text and "differs" not in text
+    assert "<dt>differs</dt>" in page.html(report)
+    assert "evidence: differs: op" in render.findings_text([finding], 80, whole=True)
+    alone = msgspec.structs.replace(finding, evidence={"differs": ["indices"]})
+    assert "evidence: differs: indices" in render.findings_text([alone], 80)
+
+
+MACHINES = ("Python 3.11.7, torch 2.13.0+cpu, Linux-6.18", "vm: 2 cores, 24 GB", "NCCL_DEBUG=INFO")
+
+
+def test_what_it_ran_on_comes_last_and_in_one_line_where_nothing_was_found() -> None:
+    def lines(*checks: object) -> list[str]:
+        report = report_of(*checks)
+        run = msgspec.structs.replace(report.run, machine=MACHINES)
+        return render.text(msgspec.structs.replace(report, run=run)).splitlines()
+
+    assert lines(ToyStep())[-3:] == [*MACHINES]
+    clean = lines(ToyQuiet())
+    assert clean[-1].startswith("vm: 2 cores, 24 GB; NCCL_DEBUG=INFO; Python 3.11.7, torch")
+    assert len(clean[-1]) <= 80 and not any("vm: 2 cores" in line for line in clean[:-1])
+
+
 def test_head_and_foot() -> None:
     text = render.text(report_of(ToyStep(), ToyBlind(), ended={1: -9}))
     assert text.startswith("ddpdoctor 0.1.0: ddpdoctor run train.py\nkilled")
@@ -100,6 +130,19 @@ def test_a_clean_run_says_on_what_grounds() -> None:
     text = render.text(report_of(ToyQuiet(), ranks=4, count=120))
     assert "no faults found: examined 1 check over 4 ranks, 120 steps" in text
     assert "not observed" not in text
+
+
+LOST = "4 ranks did the work of 2.1: 1.2 ranks' worth of time was lost waiting for rank 2"
+
+
+@pytest.mark.parametrize("write", [render.text, render.markdown, page.html])
+def test_time_that_was_lost_stands_beside_no_faults_found(write: Callable[[Report], str]) -> None:
+    report = msgspec.structs.replace(report_of(ToyQuiet(), ranks=4, count=120), lost=LOST)
+    text = " ".join(html.unescape(write(report)).split())
+    assert f"o faults found; {LOST}" in text
+    assert "xamined 1 check over 4 ranks, 120 steps" in text
+    found = msgspec.structs.replace(report_of(ToyStep()), lost=LOST)
+    assert "no faults found" not in write(found)
 
 
 def test_never_clean_without_evidence() -> None:
@@ -173,7 +216,7 @@ def test_tables_of_the_report() -> None:
     table = Table(title="consumed", columns=("rank", "samples"), rows=(("0", "64"), ("1", "60")))
     report = msgspec.structs.replace(report_of(ToyQuiet()), tables=(table,))
     assert "consumed\nrank  samples\n0     64\n1     60\n" in render.text(report)
-    assert "<td>64</td>" in page.html(report)
+    assert '<td data-of="samples">64</td>' in page.html(report)
     assert "| 0 | 64 |" in render.markdown(report)
 
 

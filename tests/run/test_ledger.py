@@ -61,7 +61,9 @@ def test_ranks_that_are_late_in_turn_within_a_stretch_wait_for_no_one() -> None:
 
 def test_the_work_of_fewer_ranks() -> None:
     words = ledger_of(two_ranks().ranks).efficiency()
-    assert words == "2 ranks did the work of 1.1: lost 0.8 waiting for rank 0"
+    assert words == (
+        "2 ranks did the work of 1.1: 0.8 ranks' worth of time was lost waiting for rank 0"
+    )
 
 
 def test_waiting_that_is_not_timed_is_no_work() -> None:
@@ -100,12 +102,25 @@ def test_what_the_report_says() -> None:
     assert report.ledger[1].waiting_for == {"0": 6.0}
     assert sum(report.ledger[1].accounts.values()) == pytest.approx(report.ledger[1].wall_s)
     (table,) = report.tables
-    assert table.columns == ("rank", "all", "start-up", "outside", "waiting", "other")
+    assert table.columns == ("rank", "all", "start-up", "other code", "waiting", "rest")
     assert table.rows == (
         ("0", "8.0", "1.0", "7.0", "0.0", "0.0"),
         ("1", "8.0", "1.0", "1.0", "6.0", "0.0"),
     )
-    assert "lost 0.9 waiting for rank 0" in table.title
+    assert "0.9 ranks' worth of time was lost waiting for rank 0" in table.title
+    assert report.lost in table.title and report.lost.startswith("2 ranks did the work of")
+
+
+def test_what_is_lost_is_said_where_it_is_much() -> None:
+    ranks = [LedgerOf(), LedgerOf()]
+    for one in ranks:
+        one.steps(8, outside=7.0, waits=0.8)
+    little = diagnose(make_run({r: one.events for r, one in enumerate(ranks)}), [])
+    assert "lost" in little.tables[0].title and little.lost == ""
+    for one in ranks:
+        one.steps(16, outside=1.0, waits=4.0, backward=30.0, timed=False)
+    untimed = diagnose(make_run({r: one.events for r, one in enumerate(ranks)}), [])
+    assert untimed.lost == "", "nobody knows what was lost in these backwards"
 
 
 def test_a_short_run_has_rows_and_no_table() -> None:

@@ -4,10 +4,10 @@ or in two branches of one `if`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
-from ...run import Location, Rank
+from ...run import Location, Rank, ranks_do
 from ..calls.call_logs import BACKWARD, CallRecord, lines
 from ..calls.rank_conditions import is_plain, on_rank, part_on_rank, unquoted
 
@@ -33,11 +33,17 @@ def parts(head: Statement) -> str:
     return f"only some ranks enter `{head.label}`"
 
 
-def leading(head: Statement) -> str:
-    """The label of a statement that makes ranks diverge."""
+def leading(head: Statement, leaving: Collection[int] = ()) -> str:
+    """The label of a statement that makes ranks diverge.
+
+    Args:
+        leaving: the ranks that leave there, where that is known.
+    """
     if head.kind == "decorated":
         return "runs this function on some ranks only"
-    return "some ranks leave here" if head.kind == "past" else "the branch around the call"
+    if head.kind != "past":
+        return "the branch around the call"
+    return f"{ranks_do(leaving, 'leave')} here" if leaving else "some ranks leave here"
 
 
 def unbranched(head: Statement, what: str) -> str:

@@ -115,7 +115,7 @@ class Branch(DepartureExplanation):
             cause=f"{parts(head)}; {why.ended} {then}",
             spot=(extra.caller or extra.location) if extra else None,
             label=f"only {ranks_text(why.others)} made this call",
-            related=(Related(leading(head), spot),),
+            related=(Related(leading(head, why.ranks), spot),),
             culprits=culprits,
         )
 
@@ -181,7 +181,7 @@ class ReturnedEarly(DepartureExplanation):
             not_skipped(found, made),
             cause=f"{ranks_text(why.ranks)} came back from `{found.function}` "
             f"without this call in some round: {found.text}; {why.ended} {_lacks(why)}",
-            related=ways_of(found),
+            related=ways_of(found, why.ranks),
         )
 
 

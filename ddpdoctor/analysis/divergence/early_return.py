@@ -4,6 +4,7 @@ ran one again."""
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from ...report.findings import Related
 from ...run import Location, ranks_text
@@ -41,7 +42,7 @@ class ReturnedEarly(CallExplanation):
                 cause=f"{ranks_text(rest)} came back from `{found.function}` without this call: "
                 f"{found.text}",
                 fix=not_skipped(found, made),
-                related=related(found),
+                related=related(found, rest),
             )
         return None
 
@@ -119,6 +120,7 @@ def not_skipped(found: EarlyReturn, made: CallRecord) -> str:
     )
 
 
-def related(found: EarlyReturn) -> tuple[Related, ...]:
-    """The statements that may have led around the call."""
-    return tuple(Related(leading(head), line) for line, head in found.ways)
+def related(found: EarlyReturn, ranks: Collection[int]) -> tuple[Related, ...]:
+    """The statements that may have led `ranks` around the call."""
+    sure = ranks if len(found.ways) == 1 else ()
+    return tuple(Related(leading(head, sure), line) for line, head in found.ways)

@@ -155,9 +155,16 @@ def _around(blamed: Suspect, location: Location | None) -> Iterator[tuple[str, L
     if branched is not None and spot is not None:
         head = head_of(spot, branched[1])
         if location is None or location.line != head.line:
-            yield leading(branched[1]), head
+            yield leading(branched[1], _without(blamed)), head
     if left is not None:
         yield left.label, left.place
+
+
+def _without(blamed: Suspect) -> tuple[int, ...]:
+    """The ranks that do not make the call; none where nothing tells them from the others."""
+    calls = blamed.call.rank.rank in blamed.ranks
+    ranks = blamed.divergence.calls if blamed.rest else ()
+    return tuple(sorted(r for r in ranks if (r in blamed.ranks) != calls))
 
 
 def _lines(blamed: Suspect) -> Iterator[tuple[str, Location | None]]:

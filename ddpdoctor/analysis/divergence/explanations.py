@@ -377,7 +377,7 @@ class MissingCall(CallExplanation):
             suspect,
             cause=f"{_caught(suspect.divergence, suspect.ranks)}{often}{around}",
             fix=branch_fix(suspect, *found) if found else fix,
-            related=related(back) if back else (),
+            related=related(back, suspect.ranks) if back else (),
         )
 
 

@@ -95,7 +95,8 @@ def _branch(now: Snapshot, ring: list[RankSnapshot]) -> Attribution | None:
         if past and all(avoided(made, m) and arms(made, m) is None for m in past):
             place, head = found
             spot = stand.rank.location(place.site)
-            around = (Related(leading(head), head_of(spot, head)),) if spot else ()
+            leave = leading(head, [s.rank.rank for s in rest])
+            around = (Related(leave, head_of(spot, head)),) if spot else ()
             return Attribution(
                 rule=Branch.rule,
                 culprits=_fewer(there, rest),

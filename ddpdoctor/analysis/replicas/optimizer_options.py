@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf
 
 from ...events import Hyperparameters, OptionsRead
 from ...events.amp import FIRST_TOLD, told_at
 from ...events.timing import LONGEST_LIGHT
-from ...run import Location, Rank, ranks_text, some
+from ...run import Location, Rank, ranks_do, ranks_text, some
 from ..rank_differences import same_value
 from .thresholds import LACKS_AT_MOST, SCHEDULE
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
+
+SET_HERE = "set to different values on different ranks"
 
 
 class Table(dict[int, Groups]):
@@ -175,6 +177,14 @@ def spelled(shown: Mapping[int, object]) -> str:
         for v, r in by_value.items()
     ]
     return some(parts, 4, "values") if len(parts) > 4 else ", ".join(parts)
+
+
+def set_apart(ranks: Collection[int], members: Collection[int]) -> tuple[str, str]:
+    """The cause and the label of a line at which the ranks set options, `ranks` not as most do."""
+    if len(ranks) == len(members):
+        return "the options are set differently on each rank", SET_HERE
+    text = f"{ranks_do(ranks, 'set')} the options to other values than most ranks"
+    return text, f"set to another value on {ranks_text(ranks)}"
 
 
 def set_at(rank: Rank, optimizer: int, option: str, until: int) -> Location | None:

@@ -51,10 +51,10 @@ def render(report: Report, run: Run | None = None) -> str:
 
     return page.render(
         policy=_policy(script),
-        style=Markup(_file("page.css") + ledger_bars.STYLE),
+        style=Markup(_file("page.css")),
         script=Markup(script),
         title=title,
-        facts=facts,
+        facts=[*facts, *report_text.machines(report)],
         verdict=_verdict(report, shown),
         findings=shown,
         severities=[s.value for s in Severity if any(v.severity == s.value for v in shown)],
@@ -118,7 +118,7 @@ def _verdict(report: Report, shown: list[findings.View]) -> Verdict:
     if not shown:
         well = report.run.outcome == "completed" and report.coverage.examined and report.ranks
         (first, *rest) = report_text.verdict(report)
-        word = "well" if well else "unknown"
+        word = ("note" if report.lost else "well") if well else "unknown"
         return word, _sentence(first), [(findings.pieces(_sentence(line)), "") for line in rest]
     ended = report_text.ending(report)
     counts = "".join(piece.text for piece in lines[0])

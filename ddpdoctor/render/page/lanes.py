@@ -18,7 +18,9 @@ from ...report.findings import Report
 from ...run import Rank, Run, State, counted, ranks_text
 from ..safe_text import clean, duration
 from ..trace import Clock
+from .axis import round_marks
 from .findings import finding_names
+from .window import Bar, Mark, Wait, Window
 
 MOST_RANKS, MOST_WINDOWS = 12, 4
 MOST_COMPARED, WAITED_FOR = 64, 3
@@ -27,6 +29,7 @@ STEPS_SHOWN, CALLS_SHOWN = 8, 12
 """Records of steps in the last window, or calls where no steps are on record."""
 AROUND = 2
 """Steps before and after that of a finding."""
+MOST_TICKS = 6
 MOST_CALLS, MOST_WAITS = 120, 40
 """Calls of a rank and waits between ranks that are drawn in a window, the longest ones."""
 LATE = 0.02
@@ -42,64 +45,6 @@ KINDS = (
 
 TOP, LANE, TRACK, FOOT = 22, 46, 17, 14
 """Pixels: above the lanes, of the lanes of one rank, of one lane, below for names of findings."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A stretch of time in percent of the window; `kind` is a class of the style sheet, `label`
-    stands in it."""
-
-    x: float
-    width: float
-    y: int
-    kind: str
-    said: str
-    label: str = ""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A moment: a rank fails or leaves, a finding begins."""
-
-    x: float
-    y: int
-    said: str
-    kind: str
-    label: str
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Ranks of one lane wait for the rank of another one until a moment, or for ever."""
-
-    x: float
-    y1: int
-    y2: int
-    said: str
-
-
-@dataclass(frozen=True)
-class Window:
-    """One stretch of the run.
-
-    Attributes:
-        name: of its place in the page; title: `The last steps`.
-        finding: the place of the one that it is about; empty for none.
-        ranks: shown; band: the step of the finding.
-        more: what is not drawn.
-    """
-
-    name: str
-    title: str
-    finding: str
-    ranks: tuple[str, ...]
-    bars: tuple[Bar, ...]
-    waits: tuple[Wait, ...]
-    marks: tuple[Mark, ...]
-    ticks: tuple[tuple[float, str], ...]
-    height: int
-    more: str
-    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -343,11 +288,8 @@ class _Drawn:
         )
 
     def _ticks(self) -> Iterator[tuple[float, str]]:
-        span = self._span
-        for share in range(0, 100, 20):
-            at = span.begin + share / 100 * (span.end - span.begin)
-            long = span.end - span.begin
-            yield float(share), f"{at:.{3 if long < 0.2 else 2 if long < 20 else 0}f} s"
+        for at, text in round_marks(self._span.begin, self._span.end, MOST_TICKS):
+            yield self._span.at(at), f"{text} s"
 
     def _bars(self, row: int, lane: _Lane) -> Iterator[Bar]:
         y = TOP + LANE * row
@@ -378,7 +320,7 @@ class _Drawn:
         x, edge = self._span.at(call.begin), self._span.at(call.end)
         if call.open:
             said = f"{rank}: {call.op}, never left"
-            yield Bar(x, round(100 - x, 3), y, "open", said, f"{call.op}: never left")
+            yield Bar(x, round(100 - x, 3), y, "open", said, call.op)
             return
         took = f"{rank}: {call.op}, {duration(call.end - call.begin)}"
         if call.op.startswith("DDP "):
@@ -479,7 +421,7 @@ class _Drawn:
             if self._span.begin <= at <= self._span.end:
                 leaves = isinstance(event, RankExiting)
                 said = f"rank {rank.rank}: {clean(event.describe(), 120)}"
-                label = "leaves" if leaves else clean(raised.kind if raised else "", 30)
+                label = "" if leaves else clean(raised.kind if raised else "", 24)
                 yield Mark(self._span.at(at), y, said, "leaves" if leaves else "fails", label)
 
 

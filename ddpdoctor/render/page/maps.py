@@ -16,6 +16,7 @@ from ...events import BatchSeen, LossValues, MemorySample, Pace, StepDone
 from ...report.findings import Report
 from ...run import Run, counted, listed, ranks_text
 from ..safe_text import duration
+from .axis import round_marks
 
 MOST_ROWS, MOST_COLUMNS, LEVELS = 48, 96, 7
 FEWEST_STEPS = 3
@@ -26,6 +27,9 @@ HIGH, LEAST_SPREAD = 0.99, 0.25
 least, as a share of it: values that are almost alike get almost the same colour."""
 
 LEAST = "Of several ranks, the one that waits least is shown: others wait for it."
+
+MOST_TICKS, FREE = 5, 14.0
+"""Steps named below a map, and how far from its ends they are at least, in percent."""
 
 ROW_PIXELS, LEAST_PIXELS, WHOLE_PIXELS, LABEL_PIXELS = 20, 9, 460, 15
 
@@ -53,6 +57,7 @@ class Kind:
         zero: colours begin at 0.
         below: values below 0 are meant.
         varies: it is worth drawing only where values differ.
+        lasting: a value was measured once and stands until the next one.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Kind:
     least: bool = False
     below: bool = False
     varies: bool = False
+    lasting: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,16 @@ class Map:
 
     Attributes:
         rows, columns: the ranks of each row and the steps of each column, as text.
+        each: the steps of a column, of the last one at most.
+        ticks: where steps are named below, in percent of the width.
         labels: those of the rows that are shown; empty where there is no room.
         paths: by colour, from the lightest on, the cells of that colour.
         shades: the colours of the legend.
         cells: the value of each cell as text, row by row; empty where there is none.
-        low, high: what the lightest and the darkest colour stand for.
-        said: where it is highest, in a sentence; note: what else is to be known.
+        low, high: the least and the largest of these values, which the legend leads from and to;
+            `high` is empty where they are one.
+        gaps: some cells have no value.
+        said: where it is highest, in a sentence; note: what a cell stands for.
         pixels: the height of a row.
     """
 
@@ -86,12 +96,15 @@ class Map:
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
+    each: int
+    ticks: tuple[tuple[float, str], ...]
     labels: tuple[str, ...]
     paths: tuple[str, ...]
     shades: tuple[int, ...]
     cells: tuple[tuple[str, ...], ...]
     low: str
     high: str
+    gaps: bool
     said: str
     note: str
     pixels: int
@@ -226,13 +239,15 @@ KINDS = (
     Kind("waiting", "Waiting for other ranks in a step", "not on record", _waiting, duration,
          zero=True, least=True),
     Kind("loss", "Loss", "none on the CPU was seen", _losses, lambda value: f"{value:.4g}",
-         below=True),
+         below=True, lasting=True),
     Kind("batch", "Batch size", "not on record", _batches, lambda value: f"{value:.0f}",
-         varies=True),
+         varies=True, lasting=True),
     Kind("drift", "Parameters that differ between ranks", "no copies were compared", _drift,
          lambda value: "differs" if value else "equal", mean=False, zero=True),
-    Kind("memory", "Memory on the host", "not on record", _memory, _bytes, mean=False),
-    Kind("device", "Memory on the device", "no device", _device_memory, _bytes, mean=False),
+    Kind("memory", "Memory on the host", "not on record", _memory, _bytes, mean=False,
+         lasting=True),
+    Kind("device", "Memory on the device", "no device", _device_memory, _bytes, mean=False,
+         lasting=True),
 )  # fmt: skip
 
 
@@ -247,21 +262,58 @@ def _drawn(kind: Kind, values: Mapping[int, list[Values]], steps: int, every: li
     column_names = tuple(_steps_text(column) for column in columns)
     pixels = max(LEAST_PIXELS, min(ROW_PIXELS, WHOLE_PIXELS // len(rows)))
     every_nth = math.ceil(LABEL_PIXELS / pixels)
+    least, most = kind.said(known[0]), kind.said(known[-1])
+    shades = tuple(range(_level(known[0], low, high), _level(known[-1], low, high) + 1))
+    note = [_measured(kind, values, len(columns[0]))]
+    note += [LEAST] if kind.least and len(rows) < len(every) else []
+    if known[-1] > high:
+        darkest = kind.said(low + (high - low) * (LEVELS - 1) / LEVELS)
+        note.append(f"The strongest colour stands for {darkest} and more.")
     return Map(
         name=kind.name,
         title=kind.title,
         rows=row_names,
         columns=column_names,
+        each=len(columns[0]),
+        ticks=tuple(_ticks(columns)),
         labels=tuple(n if i % every_nth == 0 else "" for i, n in enumerate(row_names)),
         paths=tuple(_paths(cells, low, high)),
-        shades=(0, LEVELS - 1) if kind.name == "drift" else tuple(range(LEVELS)),
+        shades=(0, LEVELS - 1) if kind.name == "drift" else shades,
         cells=tuple(tuple("" if v is None else kind.said(v) for v in row) for row in cells),
-        low=kind.said(low),
-        high=kind.said(high) + (" or more" if known[-1] > high else ""),
+        low=least,
+        high=most if most != least else "",
+        gaps=any(v is None for row in cells for v in row),
         said=_highest(kind, cells, row_names, column_names),
-        note=LEAST if kind.least and len(rows) < len(every) else "",
+        note=" ".join(note),
         pixels=pixels,
     )
+
+
+def _measured(kind: Kind, values: Mapping[int, list[Values]], each: int) -> str:
+    """What a cell stands for: one measurement, or the mean or the largest of several."""
+    if kind.name == "drift":
+        return "The copies were compared before some of the steps only."
+    longest = max(v.last - v.first + 1 for own in values.values() for v in own)
+    parts = []
+    if each > 1:
+        parts.append(f"a cell is {'the mean' if kind.mean else 'the largest'} of its steps")
+    if kind.lasting:
+        parts.append("a value stands until the next one was measured")
+    elif longest > 1:
+        parts.append(f"measured as the mean of up to {longest} steps at a time")
+    said = "; ".join(parts) or "measured in each step"
+    return f"{said[:1].upper()}{said[1:]}."
+
+
+def _ticks(columns: Sequence[Sequence[int]]) -> Iterator[tuple[float, str]]:
+    """The first step, the last one, and round ones between them."""
+    last, wide = columns[-1][-1], 100 / len(columns)
+    yield 0.0, f"step {columns[0][0]}"
+    for at, text in round_marks(columns[0][0], last, MOST_TICKS):
+        x = wide * (int(at) // len(columns[0]) + 0.5)
+        if at == int(at) and FREE < x < 100 - FREE:
+            yield round(x, 2), text
+    yield 100.0, str(last)
 
 
 def _folded(every: Sequence[int], most: int) -> list[Sequence[int]]:

@@ -1,12 +1,13 @@
 """The picture of a run that stood still: where its ranks stood, and who waited for whom.
 
-Ranks with the same stack share a box; an arrow leads from those that wait to those they wait for.
-Boxes that wait stand above those they wait for, so that who holds up all others stands last.
+Ranks with the same stack, or in the same call, share a box. The boxes stand below each other, those
+that wait above those they wait for, so that who holds up all others stands last. The arrows run
+beside them, where no text is. The picture is made twice: for a screen, and for a phone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,18 +17,39 @@ from ...analysis.waiting.wait_graph import awaited
 from ...events import RankExiting
 from ...report.findings import Finding, Report, Severity
 from ...run import Location, Run, counted, ranks_text, shorten
-from ..safe_text import clean, cut, duration
+from ..safe_text import clean, cut, duration, wrap
 
 MOST_BOXES = 12
-IN_A_ROW = 3
 CALLERS = 3
 """Lines of the stack shown beside the one where the ranks stand."""
 
-WIDE, GAP, BETWEEN = 460, 28, 64
-"""A box, and what is between two boxes and two rows, in pixels."""
-LINE = 20
-CHARACTERS, CODE_CHARACTERS = 60, 55
-"""That fit into a box."""
+LINE, BETWEEN, MARGIN = 20, 26, 4
+"""Pixels: of a line of text, between two boxes, around the picture."""
+
+TITLE_PIXELS, TAG_PIXELS = 9.5, 70
+"""A character of a title at most, and what the word beside it takes."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a picture is made.
+
+    Attributes:
+        wide: a box, in pixels; characters, code_characters: that fit into it.
+        beside, apart: pixels between the boxes and the arrows, and between two arrows, which take
+            `most` pixels together.
+    """
+
+    name: str
+    wide: int
+    characters: int
+    code_characters: int
+    beside: int
+    apart: int
+    most: int
+
+
+FORMS = (Form("large", 600, 76, 70, 22, 16, 160), Form("small", 284, 34, 31, 14, 10, 50))
 
 
 @dataclass(frozen=True)
@@ -45,18 +67,20 @@ class Box:
     Attributes:
         title: `ranks 0,2-3`.
         fault: the findings say that they are at fault; `waits` for others.
-        told: where they stood, in words; stack: of the user's code, innermost first.
+        told: where they stood, in words; stack: of the user's code, innermost first; code: the
+            line in which they stood.
+        whom: `wait for rank 1`; empty where that is not known.
     """
 
     ranks: tuple[int, ...]
-    title: str
-    lines: tuple[Text, ...]
     told: str
     stack: tuple[str, ...]
+    code: str
     fault: bool
     waits: bool
-    seconds: float
-    x: float = 0.0
+    whom: str = ""
+    title: str = ""
+    lines: tuple[Text, ...] = ()
     y: float = 0.0
 
     @property
@@ -66,29 +90,40 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From a box that waits to one it waits for, as a path."""
+    """From a box that waits to one it waits for, as a path; `fault` where that is at fault."""
 
     path: str
     said: str
-    x: float
-    y: float
+    fault: bool
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Boxes and arrows, placed; the boxes in the order of the text, not of their places."""
+
+    form: Form
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+    width: float
+    height: float
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes and arrows, placed.
+    """The same for every screen.
 
     Attributes:
         title: what is shown; told: the same in a sentence for each box; more: what is not shown.
     """
 
     title: str
-    boxes: tuple[Box, ...]
-    arrows: tuple[Arrow, ...]
+    drawings: tuple[Drawing, ...]
     told: tuple[str, ...]
     more: str
-    width: float
-    height: float
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        return self.drawings[0].boxes
 
 
 def picture(report: Report, run: Run) -> Picture | None:
@@ -98,19 +133,14 @@ def picture(report: Report, run: Run) -> Picture | None:
     if report.run.outcome == "completed" or not (waits or now.stall):
         return None
     drawn = _Drawn(now, waits, _blamed(report))
-    kept = drawn.boxes[:MOST_BOXES]
-    placed = _placed(kept, drawn.edges)
     more = drawn.boxes[MOST_BOXES:]
     left_out = f"{counted(len(more), 'more group')} of ranks are not drawn" if more else ""
     blame = "" if any(b.fault for b in drawn.boxes) else "No finding blames one of them alone"
     return Picture(
         title=_title(now),
-        boxes=tuple(placed),
-        arrows=tuple(_arrows(placed, drawn.edges)),
+        drawings=tuple(_drawing(form, drawn.boxes[:MOST_BOXES], drawn.edges) for form in FORMS),
         told=tuple(drawn.told),
         more=". ".join(text for text in (blame, left_out, _unrecorded(run)) if text),
-        width=max((b.x + WIDE for b in placed), default=0.0) + GAP,
-        height=max((b.y + b.height for b in placed), default=0.0) + GAP / 2,
     )
 
 
@@ -171,20 +201,20 @@ class _Drawn:
         groups: dict[object, list[RankSnapshot]] = {}
         for stand in now.by_rank.values():
             groups.setdefault(self._key(stand), []).append(stand)
-        boxes = [self._box(stands) for stands in groups.values()]
+        boxes = [self._box(stands) for stands in self._joined(groups)]
         boxes.sort(key=lambda b: (not b.fault, -len(b.ranks), b.ranks))
-        self.boxes = boxes
         of = {rank: n for n, box in enumerate(boxes) for rank in box.ranks}
         self.edges = {
             n: sorted({of[t] for r in box.ranks for t in waits.get(r, ()) if t in of} - {n})
             for n, box in enumerate(boxes)
         }
+        self.boxes = [replace(box, whom=self._whom(boxes, n)) for n, box in enumerate(boxes)]
 
     @cached_property
     def told(self) -> list[str]:
         return [self._told(n) for n in range(min(len(self.boxes), MOST_BOXES))]
 
-    def _key(self, stand: RankSnapshot) -> object:
+    def _key(self, stand: RankSnapshot) -> tuple[object, ...]:
         """What ranks of one box have in common; in a message, also with whom."""
         rank = stand.rank.rank
         message = stand.call is not None and stand.call.index < 0
@@ -192,31 +222,41 @@ class _Drawn:
         now = self._now
         return _stack(now, stand), _doing(now, stand), awaited, rank in self._fault
 
+    def _joined(self, groups: dict[object, list[RankSnapshot]]) -> Iterator[list[RankSnapshot]]:
+        """The groups; a rank of which only the line of its call is on record, not what called that,
+        stands with the ranks in the same call at that line."""
+        whole: dict[object, list[RankSnapshot]] = {}
+        alone = []
+        for stands in groups.values():
+            stack, *rest = self._key(stands[0])
+            assert isinstance(stack, tuple)
+            key = (stack[0].file, stack[0].line, *rest) if stack and stands[0].made else None
+            if key is not None and len(stack) == 1:
+                alone.append((key, stands))
+                continue
+            if key is not None and len(stands) > len(whole.get(key, ())):
+                whole[key] = stands
+        for key, stands in alone:
+            if key in whole:
+                whole[key] += stands
+        joined = {id(stands) for key, stands in alone if key in whole}
+        return (stands for stands in groups.values() if id(stands) not in joined)
+
     def _box(self, stands: list[RankSnapshot]) -> Box:
         one = stands[0]
         ranks = tuple(sorted(s.rank.rank for s in stands))
-        waits = any(r in self._waits for r in ranks)
         seconds = self._now.waited(stands)
         doing = _doing(self._now, one)
         if not one.gone and seconds >= 1:
             doing += f", for {duration(seconds)}"
         stack = _stack(self._now, one) or self._line_of_the_fault(ranks)
-        lines = [Text(cut(doing, CHARACTERS), "doing")]
-        if stack:
-            lines.append(Text(cut(_place(stack[0]), CHARACTERS), "place"))
-            if stack[0].source.strip():
-                lines.append(Text(cut(clean(stack[0].source).strip(), CODE_CHARACTERS), "code"))
-        callers = stack[1 : CALLERS + 1]
-        lines += [Text(cut(f"called from {_place(p)}", CHARACTERS), "caller") for p in callers]
         return Box(
             ranks=ranks,
-            title=cut(ranks_text(ranks), 30),
-            lines=tuple(lines),
             told=doing,
             stack=tuple(_place(place) for place in stack),
+            code=clean(stack[0].source).strip() if stack else "",
             fault=ranks[0] in self._fault,
-            waits=waits,
-            seconds=seconds,
+            waits=any(r in self._waits for r in ranks),
         )
 
     def _line_of_the_fault(self, ranks: tuple[int, ...]) -> tuple[Location, ...]:
@@ -224,13 +264,15 @@ class _Drawn:
         spot = self._blamed.location if self._blamed and ranks[0] in self._fault else None
         return (spot,) if spot else ()
 
+    def _whom(self, boxes: list[Box], number: int) -> str:
+        targets = [r for t in self.edges[number] for r in boxes[t].ranks]
+        verb = "waits" if len(boxes[number].ranks) == 1 else "wait"
+        return f"{verb} for {ranks_text(targets)}" if targets else ""
+
     def _told(self, number: int) -> str:
         box = self.boxes[number]
         said = f"{ranks_text(box.ranks)}{' (at fault)' if box.fault else ''}: {box.told}"
-        if targets := self.edges[number]:
-            ranks = [r for t in targets for r in self.boxes[t].ranks]
-            said += f"; {'waits' if len(box.ranks) == 1 else 'wait'} for {ranks_text(ranks)}"
-        return said
+        return f"{said}; {box.whom}" if box.whom else said
 
 
 def _doing(now: Snapshot, stand: RankSnapshot) -> str:
@@ -280,82 +322,82 @@ def _place(place: Location) -> str:
     return f"{where} in {clean(place.function, 60)}" if named else where
 
 
-def _placed(boxes: list[Box], edges: Mapping[int, list[int]]) -> list[Box]:
-    """Each row of boxes above those that its boxes wait for."""
+def _drawing(form: Form, boxes: list[Box], edges: Mapping[int, list[int]]) -> Drawing:
+    """Each box above those for which it waits, and the arrows at their right."""
+    placed: dict[int, Box] = {}
+    y = float(MARGIN)
+    for number in _in_order(len(boxes), edges):
+        box = replace(boxes[number], lines=tuple(_lines(boxes[number], form)), y=y)
+        fits = int((form.wide - 28 - TAG_PIXELS) / TITLE_PIXELS)
+        placed[number] = replace(box, title=cut(ranks_text(box.ranks), fits))
+        y += box.height + BETWEEN
+    found = [placed[n] for n in range(len(boxes))]
+    arrows, beside = _arrows(form, found, edges)
+    width = MARGIN + form.wide + beside + MARGIN
+    return Drawing(form, tuple(found), tuple(arrows), width, y - BETWEEN + MARGIN)
+
+
+def _lines(box: Box, form: Form) -> Iterator[Text]:
+    first, *rest = wrap(box.told, form.characters) or [""]
+    for text in (first, " ".join(rest)) if rest else (first,):
+        yield Text(cut(text, form.characters), "doing")
+    if box.whom:
+        yield Text(cut(box.whom, form.characters), "whom")
+    for number, place in enumerate(box.stack[: CALLERS + 1]):
+        kind, text = ("caller", f"called from {place}") if number else ("place", place)
+        yield Text(cut(text, form.characters), kind)
+        if not number and box.code:
+            yield Text(cut(box.code, form.code_characters), "code")
+
+
+def _in_order(count: int, edges: Mapping[int, list[int]]) -> list[int]:
+    """Who waits before those it waits for; in a circle the first of it stands as if it did not."""
     depth: dict[int, int] = {}
 
     def measure(number: int, above: frozenset[int]) -> int:
         if number not in depth:
-            further = [t for t in edges[number] if t < len(boxes) and t not in above]
+            further = [t for t in edges[number] if t < count and t not in above]
             deepest = (measure(t, above | {number}) + 1 for t in further)
             depth[number] = max(deepest, default=0)
         return depth[number]
 
-    for number in range(len(boxes)):
+    for number in range(count):
         measure(number, frozenset())
-    rows: dict[int, list[int]] = {}
-    for number, level in depth.items():
-        rows.setdefault(-level, []).append(number)
-    lines = [
-        sorted(rows[level])[at : at + IN_A_ROW]
-        for level in sorted(rows)
-        for at in range(0, len(rows[level]), IN_A_ROW)
-    ]
-    wide = max((len(line) for line in lines), default=0) * (WIDE + GAP) + GAP
-    placed: dict[int, Box] = {}
-    y = GAP / 2
-    for line in lines:
-        x = (wide - len(line) * (WIDE + GAP) + GAP) / 2
-        for number in line:
-            placed[number] = replace(boxes[number], x=x, y=y)
-            x += WIDE + GAP
-        y += max(placed[n].height for n in line) + BETWEEN
-    return [placed[n] for n in range(len(boxes))]
+    return sorted(depth, key=lambda number: (-depth[number], number))
 
 
-def _arrows(boxes: list[Box], edges: Mapping[int, list[int]]) -> Iterable[Arrow]:
-    """Down to a box that is waited for; up again, beside the others, in a circle."""
-    ways = [
-        (number, target)
-        for number in range(len(boxes))
-        for target in edges[number]
-        if target < len(boxes)
-    ]
-    for way in ways:
-        begin, end = (_port(boxes, ways, way, number) for number in way)
-        yield _arrow(boxes[way[0]], boxes[way[1]], begin, end)
+def _arrows(
+    form: Form, boxes: list[Box], edges: Mapping[int, list[int]]
+) -> tuple[list[Arrow], float]:
+    """Out of the right edge of a box that waits, up or down beside the boxes, and in again; and the
+    pixels that they take there. All that lead to one box run in one line."""
+    ways = [(n, t) for n in range(len(boxes)) for t in edges[n] if t < len(boxes)]
+    if not ways:
+        return [], 0.0
+    reach = {
+        target: max(abs(boxes[n].y - boxes[t].y) for n, t in ways if t == target)
+        for target in {t for _, t in ways}
+    }
+    targets = sorted(reach, key=lambda target: (reach[target], target))
+    apart = min(form.apart, form.most / len(targets))
+    edge = MARGIN + form.wide
+    lane = {t: edge + form.beside + apart * n for n, t in enumerate(targets)}
+    arrows = []
+    for number, target in ways:
+        y1 = _port(boxes, ways, number, target)
+        y2 = _port(boxes, ways, target, target)
+        path = f"M{edge} {y1:.0f}H{lane[target]:.0f}V{y2:.0f}H{edge}"
+        one, other = boxes[number], boxes[target]
+        verb = "waits" if len(one.ranks) == 1 else "wait"
+        said = f"{ranks_text(one.ranks)} {verb} for {ranks_text(other.ranks)}"
+        arrows.append(Arrow(path, cut(said, 80), other.fault))
+    return arrows, form.beside + apart * (len(targets) - 1) + MARGIN
 
 
-def _port(
-    boxes: list[Box], ways: list[tuple[int, int]], way: tuple[int, int], number: int
-) -> float:
-    """Where an arrow leaves or meets box `number`: along its upper or its lower edge the arrows are
-    equally far from each other, in the order of the boxes at their other ends."""
+def _port(boxes: list[Box], ways: list[tuple[int, int]], number: int, target: int) -> float:
+    """Where the arrow from box `number` to `target` leaves it; where they are the same, all arrows
+    to it come in. Along an edge they are equally far apart, in the order of their other ends."""
     own = boxes[number]
-
-    def side(one: tuple[int, int]) -> tuple[bool, Box]:
-        other = boxes[one[0] if one[1] == number else one[1]]
-        return other.y > own.y, other
-
-    here = [one for one in ways if number in one and side(one)[0] == side(way)[0]]
-    here.sort(key=lambda one: (side(one)[1].x, one[0] > one[1]))
-    return own.x + WIDE * (here.index(way) + 1) / (len(here) + 1)
-
-
-def _arrow(box: Box, other: Box, begin: float, end: float) -> Arrow:
-    """An arrow with its words near the box that waits; `begin` and `end` as of `_port`."""
-    said = "wait for" if len(box.ranks) > 1 else "waits for"
-    said = cut(f"{said} {ranks_text(other.ranks)}", 40)
-    if other.y == box.y:
-        right = other.x > box.x
-        x1, y1 = box.x + (WIDE if right else 0), box.y + box.height / 2
-        x2, y2 = other.x + (0 if right else WIDE), other.y + other.height / 2
-        path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1:.0f} {x2:.0f} {y2:.0f} "
-        return Arrow(f"{path}{x2:.0f} {y2:.0f}", said, (x1 + x2) / 2 + 8, (y1 + y2) / 2 + 4)
-    down = other.y > box.y
-    x1, y1 = begin, box.y + (box.height if down else 0)
-    x2, y2 = end, other.y + (0 if down else other.height)
-    bend = (y2 - y1) / 2
-    path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} "
-    at_x, at_y = x1 + 0.22 * (x2 - x1), y1 + 0.34 * (y2 - y1)  # three tenths of the way
-    return Arrow(f"{path}{x2:.0f} {y2:.0f}", said, at_x + 8, at_y + 4)
+    ends = {t for n, t in ways if n == number} | {n for _, n in ways if n == number}
+    order = sorted(ends, key=lambda end: boxes[end].y)
+    return own.y + own.height * (order.index(target) + 1) / (len(order) + 1)
