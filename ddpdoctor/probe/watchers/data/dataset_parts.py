@@ -154,23 +154,28 @@ def _payloads(dataset: Any, path: str, depth: int, *, plainly: bool) -> Iterator
 
 
 def _of_table(dataset: Any, path: str) -> Iterator[Payload]:
-    """What a `Dataset` of Hugging Face datasets selects from its table, or the first column of the
-    table that is small enough to be read, where it selects nothing."""
+    """Which rows a `Dataset` of Hugging Face datasets selects of its table, and what they have in
+    the first column that is small enough to be read."""
     at = f"{path}." if path else ""
-    if (chosen := getattr(dataset, "_indices", None)) is not None:
-        yield from _column(_Scalars(chosen.column(0)), f"{at}_indices", "indices")
-        return
+    chosen = getattr(dataset, "_indices", None)
+    rows: Any = range(_length(dataset)) if chosen is None else _Scalars(chosen.column(0))
+    if chosen is not None:
+        yield from _column(rows, f"{at}_indices", "indices")
     table: Any = getattr(dataset, "_data", None)
     for name in getattr(table, "column_names", ()):
         column = table.column(name)
         if _SMALL.match(str(column.type)):
-            rows = len(column)
-            picked = range(0, rows, max(1, -(-rows // ROWS_OF_TABLE)))
-            entries = [repr(column[row].as_py())[:MOST_OF_ENTRY] for row in picked]
+            picked = range(0, len(rows), max(1, -(-len(rows) // ROWS_OF_TABLE)))
+            entries = [repr(column[rows[row]].as_py())[:MOST_OF_ENTRY] for row in picked]
             order = zlib.crc32("\n".join(entries).encode())
-            whole = sum(zlib.crc32(e.encode()) for e in entries) if len(picked) == rows else 0
-            kind = "text" if str(column.type).endswith("string") else "other"
-            yield Payload(name=at + name, kind=kind, length=rows, order=order, content=whole)
+            whole = sum(zlib.crc32(e.encode()) for e in entries)
+            yield Payload(
+                name=at + name,
+                kind="text" if str(column.type).endswith("string") else "other",
+                length=len(rows),
+                order=order,
+                content=whole if len(picked) == len(rows) else 0,
+            )
             return
 
 
