@@ -6,6 +6,9 @@ The store is torch's, in the process of the first node, as torchrun has it. Each
 thread of a second process, sends the records of eight ranks that train (an event and the end of the
 ring of each), and reads the orders. What the first node's link costs is measured; what reading
 these records costs its monitor is not.
+
+The store asks for the name of each host that connects. Where that takes long (no DNS), give
+127.0.0.1 one: `::ffff:127.0.0.1 localhost` in /etc/hosts.
 """
 
 from __future__ import annotations

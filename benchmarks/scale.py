@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import random
 import re
 import shutil
@@ -259,11 +260,14 @@ def table() -> None:
         recorded = record(Path(place) / "real", STEPS)
         for ranks in SIZES:
             folder = Multiplied(recorded, ranks).write(Path(place) / str(ranks)).path
-            _, seconds, megabytes = measure(folder)
-            rows.append(f"| {ranks:,} | {seconds:.1f} | {megabytes:.0f} |")
+            wall, seconds, megabytes = measure(folder)
+            rows.append(f"| {ranks:,} | {wall:.1f} | {seconds:.1f} | {megabytes:.0f} |")
             shutil.rmtree(folder)
-    head = "| ranks | of processor (s) | memory (MB) |\n|---|---|---|\n"
-    said = f"\n\nA real run of {RECORDED} ranks and {STEPS:,} steps, multiplied.\n"
+    head = "| ranks | seconds | of processor (s) | memory (MB) |\n|---|---|---|---|\n"
+    cores = len(os.sched_getaffinity(0))
+    said = (
+        f"\n\nA real run of {RECORDED} ranks and {STEPS:,} steps, multiplied; on {cores} cores.\n"
+    )
     (HERE / "scale.md").write_text(head + "\n".join(rows) + said)
 
 
