@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..events.operations import OPERATIONS
 from ..run import Location
 from .locks import same, waited_for
 from .own import is_own, short
 from .records import Frame, Look, RankLook, Thread
 
 MESSAGES = frozenset({
-    "batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list",
+    "batch_isend_irecv", *(name for name, op in OPERATIONS.items() if op.sends or op.receives),
 })  # fmt: skip
-"""Those of `COLLECTIVES` in which a rank waits for one other rank."""
+"""Functions in which a rank waits for one other rank."""
 
-COLLECTIVES = MESSAGES | frozenset({
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
-    "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor",
-    "scatter", "scatter_object_list", "all_reduce_coalesced", "destroy_process_group", "new_group",
-})  # fmt: skip
+COLLECTIVES = MESSAGES | OPERATIONS.keys() | {"destroy_process_group"}
 """Functions of `torch.distributed` in which a rank waits for others."""
 
 BUSY = 0.3
@@ -73,8 +69,9 @@ class Stand:
     """Where a rank stands.
 
     Attributes:
-        kind: `collective`, `init`, `loader`, `device` (reads a result), `user`, `gone` (no stack).
-        op: the collective, or `backward`, in words; empty where it is in none.
+        kind: `collective`, `backward`, `init`, `loader`, `device` (reads a result), `user`, `gone`
+            (no stack).
+        op: what it is in, in words, such as the collective; empty where it is in none.
         place: the innermost line of the program.
         moved: it was not there in each look.
         wakes, wanted: of the thread that was judged.
