@@ -31,6 +31,10 @@ REPORT_S = 15.0
 """How long the end of a block waits for the other ranks and the report."""
 PROMPT_S = 4.0
 """How long the end of the process waits for the report to be printed."""
+RANKS_COME_S = 2.0
+"""How long after the first rank of a node has begun its record others may, where they already have
+a process group."""
+
 POLL_S = 0.005
 
 
@@ -122,7 +126,7 @@ class RankSession:
             "select": options.select,
             "ignore": options.ignore,
             "hang_after": options.hang_after,
-            "meets": True,
+            "ranks_come_s": RANKS_COME_S,
         }
         return folder.path, chosen
 

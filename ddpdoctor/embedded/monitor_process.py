@@ -171,6 +171,7 @@ class Watcher:
     def _stop(self, by: str, reason: str) -> None:
         self.stopped_by = by
         self.monitor.stopped(by, reason)
+        self.others.hand_on()
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in self.monitor.rank_pids():
                 with contextlib.suppress(ProcessLookupError):
@@ -192,6 +193,7 @@ class Watcher:
                 unsaved = None
         report = self.others.verdict() or outcome.examine(self.folder, self.options, unsaved)
         outcome.publish(self.folder, report, self.options, run)
+        self.others.tell(report)
         if short := self.others.shortfall():
             outcome.say(short)
 

@@ -77,6 +77,7 @@ def _probe_options(options: Options, meets: bool) -> str:
         "ignore": options.ignore,
         "hang_after": options.hang_after,
         "debug_level": debug_level(options),
-        "meets": meets,
+        # Where all ranks have formed a group, all have begun their records.
+        "ranks_come_s": 0.0 if meets else None,
     }
     return msgspec.json.encode(chosen).decode()

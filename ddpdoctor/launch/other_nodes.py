@@ -3,6 +3,7 @@ all, the others say what it says."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ import msgspec
 from ..events import NodeSilent
 from ..monitor.monitor import Monitor
 from ..nodes.desk import ALONE, FOLLOWS, LEADS, Desk, Standing
+from ..nodes.last_words import Address, LastWords, ask
 from ..nodes.link import HEARTBEAT_S
 from ..nodes.messages import Orders
 from ..report.findings import Report
@@ -26,6 +28,13 @@ OWN_S = 5.0
 HANDED_ON_S = 2.0
 """Where a rank meets the other nodes, the first one waits so long before it stops its ranks: the
 others must have read of it before the store ends with them."""
+
+VERDICT_S, ASKED_S = 15.0, 5.0
+"""How long a node waits for the verdict of the first one, after the store has ended; and how long
+the first one waits for the others to ask for it."""
+
+MEET_S = 10.0
+"""Where a rank meets the other nodes, nothing is concluded for so long after it has begun."""
 
 LATE_S = 4.0
 """Where a node was not heard of for so long, nothing is concluded from what its ranks did then."""
@@ -59,14 +68,17 @@ class OtherNodes:
     ) -> None:
         self._folder, self._desk = folder, Desk(folder.path)
         self._monitor, self._report = monitor, report
+        self._kept: list[str] = []
         self._said: list[str] = []
         self._stop = ""
         self._final = b""
         self._final_at, self._waits = 0.0, ""
         self._told = 0
         self._own: tuple[str, float] | None = None
-        self._stop_at = 0.0
+        self._handed_on = 0.0
         self._settled = False
+        self._last_words: LastWords | None = None
+        self._asked, self._verdict = False, b""
         self._silent: set[int] = set()
 
     def look(self, lines: Sequence[str], reason: str | None) -> tuple[list[str], str | None]:
@@ -78,6 +90,10 @@ class OtherNodes:
         standing = self._desk.standing()
         if standing is None:
             return list(lines), reason
+        if standing.meets and time.monotonic() - standing.began < MEET_S:
+            self._kept += lines
+            return [], None
+        lines, self._kept = [*self._kept, *lines], []
         if standing.status >= 0 and not self._settled:
             self._settled = True
             self._monitor.settle()
@@ -89,7 +105,7 @@ class OtherNodes:
             return self._lead(standing, [*lines, *self._gone(standing)], reason)
         if standing.role == FOLLOWS and time.monotonic() - standing.at < FRESH_S + _slack(standing):
             return self._follow(reason)
-        return list(lines), reason
+        return lines, reason
 
     def _lead(
         self, standing: Standing, lines: list[str], reason: str | None
@@ -105,15 +121,32 @@ class OtherNodes:
             self._waits = f"all ranks have ended: {worst}; torchrun waits for the other launchers"
         if self._waits and time.monotonic() - self._final_at > WAITS_S:
             lines, self._waits = [*lines, self._waits], ""
-        if self._stop and standing.by_rank and not self._final:  # the store ends with these ranks
-            self._final = self._report(1, "doctor").to_json()
-        orders = Orders(tuple(self._said), self._stop, self._final)
+        if standing.by_rank:  # the store ends with these ranks
+            if self._last_words is None:
+                with contextlib.suppress(OSError):
+                    self._last_words = LastWords()
+            if self._stop and not self._handed_on:
+                self._final = self._report(1, "doctor").to_json()
+                self._handed_on = time.monotonic() + HANDED_ON_S
+        address = self._last_words.address if self._last_words else Address()
+        orders = Orders(tuple(self._said), self._stop, self._final, address)
         if orders != self._desk.orders() and orders != Orders():
             self._desk.write_orders(orders)
-        if self._stop and standing.by_rank and any(not h.over for h in standing.heard.values()):
-            self._stop_at = self._stop_at or time.monotonic() + HANDED_ON_S
-            return lines, self._stop if time.monotonic() >= self._stop_at else None
         return lines, reason
+
+    def hand_on(self) -> None:
+        """Wait until the other nodes have read why the run is stopped."""
+        while time.monotonic() < self._handed_on:
+            time.sleep(0.05)
+
+    def tell(self, report: Report) -> None:
+        """Give the final report to the nodes that ask for it."""
+        standing = self._desk.standing()
+        if self._last_words is None or standing is None:
+            return
+        ask = sum(h.over or self._handed_on > 0 for h in standing.heard.values())
+        self._last_words.say(report.to_json(), ask, ASKED_S)
+        self._last_words.close()
 
     def _gone(self, standing: Standing) -> list[str]:
         """A line for each node that is not heard of any more, and for each that is again."""
@@ -155,14 +188,17 @@ class OtherNodes:
 
     def verdict(self) -> Report | None:
         """The first node's report on all nodes, where this is another one and has it."""
-        standing = self._desk.standing()
-        if standing is None or standing.role != FOLLOWS:
+        standing, orders = self._desk.standing(), self._desk.orders()
+        if standing is None or orders is None or standing.role == LEADS:
             return None
-        orders = self._desk.orders()
-        if orders is None or not orders.report:
-            return None
+        if standing.by_rank and orders.address.port and not self._asked:
+            self._asked = True
+            address = msgspec.structs.replace(orders.address, host=standing.lead)
+            with contextlib.suppress(OSError):  # it is cut off, or has no name for the store
+                self._verdict = ask(address, VERDICT_S)
+        words = orders.report if standing.role == FOLLOWS else b""
         try:
-            return msgspec.json.decode(orders.report, type=Report)
+            return msgspec.json.decode(self._verdict or words, type=Report)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
@@ -184,10 +220,10 @@ class OtherNodes:
             lacking += [f"{n}, which has ddpdoctor {other[n]}" for n in sorted(other)]
             names = some(lacking, MOST_LACKING)
             return f"not all of the other nodes' records arrived (node {names})" if names else ""
-        if standing.role == FOLLOWS and standing.by_rank:
+        if standing.by_rank and standing.role == FOLLOWS:
             return (
-                "this is what the ranks of this node tell; the records of all nodes are on that of "
-                "rank 0"
+                "the node of rank 0 could not be asked for its verdict: this is what the ranks of "
+                "this node tell"
             )
         if standing.role in (ALONE, FOLLOWS):
             why = f" ({standing.why})" if standing.why else ""

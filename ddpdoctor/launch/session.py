@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import signal
@@ -46,6 +47,7 @@ class Session:
     monitor: Monitor
     options: Options
 
+    @functools.cached_property
     def others(self) -> OtherNodes:
         """The other nodes of the run."""
         return OtherNodes(self.folder, self.monitor, self.preliminary)
@@ -83,11 +85,11 @@ class Session:
             with outcome.reported("run.json"):
                 self.write_info()
                 unsaved = None
-            others = self.others()
-            report = others.verdict() or outcome.examine(self.folder, self.options, unsaved)
+            report = self.others.verdict() or outcome.examine(self.folder, self.options, unsaved)
             outcome.publish(self.folder, report, self.options, run)
-            if short := others.shortfall():
+            if short := self.others.shortfall():
                 outcome.say(short)
+            self.others.tell(report)
         except Exception as error:  # training's status must come through whatever we got wrong
             outcome.say(f"no report ({error!r}); the records are in {self.folder.path}")
             if os.environ.get("DDPDOCTOR_DEBUG"):
@@ -205,7 +207,7 @@ def _watched(
             say=outcome.say,
             gathering=gathering,
             all_ranks=all_ranks,
-            others=session.others() if session.info.nodes > 1 or gathering is None else None,
+            others=session.others if session.info.nodes > 1 or gathering is None else None,
         )
         try:
             status = watch.run(command, environ, new_session=new_session)

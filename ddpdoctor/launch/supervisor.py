@@ -219,6 +219,8 @@ class Supervisor:
         if by == "doctor" and not self._ask(self._monitor.rank_pids, {-1}):
             self._unheard -= TORCHRUNS_S  # who has no rank has nothing to save
         self._ask(lambda: self._monitor.stopped(by, reason), None)
+        if self._others and by == "doctor":
+            self._others.hand_on()
         self._send(number)
         if self._all_ranks and by == "doctor":
             for pid in self._ranks():

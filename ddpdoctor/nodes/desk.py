@@ -56,6 +56,8 @@ class Standing(msgspec.Struct):
         beat_s: every node is heard of at least that often.
         status: torchrun's, once it has ended; -1 before. complete: all records are here.
         by_rank: a rank of this node meets the others, and no longer does once it has ended.
+        lead: the host of the store in which it does. began: when it began to, on the monotonic
+            clock.
     """
 
     role: str = ALONE
@@ -68,6 +70,14 @@ class Standing(msgspec.Struct):
     status: int = -1
     complete: bool = False
     by_rank: bool = False
+    lead: str = ""
+    began: float = 0.0
+
+    @property
+    def meets(self) -> bool:
+        """Whether a rank of this node has begun to meet the others, and not all are there."""
+        there = self.role == LEADS and len(self.heard) >= self.nodes - 1
+        return self.by_rank and self.role != FOLLOWS and not there
 
 
 class Desk:

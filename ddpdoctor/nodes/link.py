@@ -84,7 +84,7 @@ class Link:
         places: which number the folder of each node has, by `Parcel.origin`; of all attempts.
         origin: see `Parcel`; version: of ddpdoctor.
         by_rank: a rank does this: at its end it hands over the last records, and waits for no
-            verdict, which comes after it.
+            verdict, which comes after it. lead: the host of its store.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Link:
         host: str,
         version: str,
         by_rank: bool = False,
+        lead: str = "",
     ) -> None:
         self._kept = store
         self._store: Store | None = None
@@ -114,6 +115,8 @@ class Link:
             why="they have not been heard of yet",
             beat_s=max(HEARTBEAT_S, 2 * self.send_s),
             by_rank=by_rank,
+            lead=lead,
+            began=time.monotonic(),
         )
         self._ended = threading.Event()
         self._closed_at = math.inf

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
+from .last_words import Address
+
 M = TypeVar("M", bound=msgspec.Struct)
 
 MOST_BYTES = 8 << 20
@@ -68,11 +70,13 @@ class Orders(msgspec.Struct, frozen=True):
         notices: lines for their users, all so far.
         stop: why the run is stopped; empty where it is not.
         report: at the end, the report as `findings.json` has it.
+        address: where to ask for the report if the store ends before there is one.
     """
 
     notices: tuple[str, ...] = ()
     stop: str = ""
     report: bytes = b""
+    address: Address = Address()
 
 
 def packed(message: msgspec.Struct, version: str = "0") -> bytes:

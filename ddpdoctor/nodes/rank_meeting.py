@@ -14,11 +14,12 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from .._version import __version__
+from ..storage.run_folder import RunFolder
 from .desk import Desk, Standing
 from .link import STORE_S, Link, Store
 
@@ -27,18 +28,20 @@ GATHER_S = 10.0
 
 
 class RankMeeting:
-    """`start` begins a thread, which gives the node a number and starts its `Link`; `close` hands
-    over the last records.
+    """`start` begins a thread, which ends at once where this is not the first rank of its node or
+    where there is no other node; else it gives the node a number and starts its `Link`. `close`
+    hands over the last records.
 
     Args:
-        here: the ranks of this node; world: how many there are on all nodes.
+        rank: this one; world: how many there are on all nodes.
+        come_s: records of other ranks of this node may still begin for so long.
     """
 
     def __init__(
-        self, store: Store, folder: Path, *, here: Sequence[int], world: int, attempt: int
+        self, store: Store, folder: Path, *, rank: int, world: int, attempt: int, come_s: float
     ) -> None:
         self._store, self._folder = store, folder
-        self._here, self._world, self._attempt = here, world, attempt
+        self._rank, self._world, self._attempt, self._come_s = rank, world, attempt, come_s
         self._link: Link | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpdoctor nodes", daemon=True)
@@ -53,11 +56,16 @@ class RankMeeting:
             self._link.close(None)
 
     def _run(self) -> None:
+        here = self._ranks_here()
+        if self._rank != min(here, default=-1) or len(here) >= self._world:
+            return
+        desk, began = Desk(self._folder), time.monotonic()
+        desk.write_standing(Standing(nodes=2, by_rank=True, began=began))
         try:
-            node, nodes = self._number()
+            node, nodes = self._number(here)
         except Exception as error:  # of the store: its types differ between versions of torch
             why = " ".join(str(error).split())[:200] or type(error).__name__
-            Desk(self._folder).write_standing(Standing(nodes=2, why=why, by_rank=True))
+            desk.write_standing(Standing(nodes=2, why=why, by_rank=True))
             return
         self._link = Link(
             self._store,
@@ -70,18 +78,36 @@ class RankMeeting:
             host=platform.node(),
             version=__version__,
             by_rank=True,
+            lead=_host(self._store),
         )
         self._link.start()
 
-    def _number(self) -> tuple[int, int]:
+    def _ranks_here(self) -> set[int]:
+        """The ranks of this node."""
+        deadline = time.monotonic() + self._come_s
+        while True:
+            files = RunFolder(self._folder).rank_files(self._attempt)
+            here = {rank for rank, _ in files}
+            waits = len(here) < self._world and time.monotonic() < deadline
+            if not waits or self._closed.wait(0.1):
+                return here
+
+    def _number(self, here: set[int]) -> tuple[int, int]:
         """This node's number, and how many nodes there are."""
         store = self._store.clone()
         with contextlib.suppress(AttributeError):
             store.set_timeout(timedelta(seconds=STORE_S))
         prefix = f"ddpdoctor/{self._attempt}/"
-        node = 0 if 0 in self._here else store.add(f"{prefix}nodes", 1)
-        came = store.add(f"{prefix}ranks", len(self._here))
+        node = 0 if 0 in here else store.add(f"{prefix}nodes", 1)
+        came = store.add(f"{prefix}ranks", len(here))
         deadline = time.monotonic() + GATHER_S
         while came < self._world and time.monotonic() < deadline and not self._closed.wait(0.1):
             came = store.add(f"{prefix}ranks", 0)
         return node, store.add(f"{prefix}nodes", 0) + 1
+
+
+def _host(store: Any) -> str:
+    """The host of a store, empty where it has none."""
+    while inner := getattr(store, "underlying_store", None):
+        store = inner
+    return str(getattr(store, "host", ""))

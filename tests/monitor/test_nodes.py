@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ddpdoctor.config import Options
 from ddpdoctor.events import (
     MonitorStarted,
     NodeSilent,
@@ -23,8 +24,10 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.launch import other_nodes
 from ddpdoctor.launch.other_nodes import OtherNodes
+from ddpdoctor.launch.outcome import examine
 from ddpdoctor.nodes import link as linking
 from ddpdoctor.nodes.desk import ALONE, FOLLOWS, LEADS, SHARES, Desk, Heard, Standing
+from ddpdoctor.nodes.last_words import LastWords, ask
 from ddpdoctor.nodes.link import Link
 from ddpdoctor.nodes.messages import (
     MOST_BYTES,
@@ -384,11 +387,15 @@ def test_a_node_with_another_number_after_a_restart_keeps_its_place(
 def test_ranks_meet_the_others_where_the_launcher_does_not(quick: None, tmp_path: Path) -> None:
     store = MemoryStore()
     made = [
-        RankMeeting(store, tmp_path / name, here=here, world=4, attempt=0)
-        for name, here in (("first", (0, 1)), ("second", (2, 3)))
+        RankMeeting(store, tmp_path / name, rank=rank, world=4, attempt=0, come_s=1.0)
+        for name, rank in (("first", 0), ("second", 2), ("second", 3))
     ]
+    for rank in (0, 1, 3):  # rank 2 begins its record later
+        name = "first" if rank < 2 else "second"
+        write(tmp_path / name / f"rank-{rank}.jsonl", started(rank, 5.0, 100.0))
     for meeting in made:
         meeting.start()
+    write(tmp_path / "second" / "rank-2.jsonl", started(2, 5.0, 100.0))
     here, there = Desk(tmp_path / "first"), Desk(tmp_path / "second")
     until(lambda: there.standing() and there.standing().role == FOLLOWS)
     left = RankExiting(at=6.0, how="return", status=0)
@@ -415,10 +422,50 @@ def test_a_first_node_that_meets_by_a_rank_hands_on_the_verdict_before_it_stops(
 ) -> None:
     heard = {1: Heard("h1", time.monotonic())}
     standing_of(place.desk, role=LEADS, heard=heard, by_rank=True)
-    assert place.others.look([], "a reason") == ([], None)
-    assert place.desk.orders() == Orders(stop="a reason", report=b"{}")
-    monkeypatch.setattr(place.others, "_stop_at", time.monotonic() - 1)
-    assert place.others.look([], None) == ([], "a reason")
+    monkeypatch.setattr(other_nodes, "HANDED_ON_S", 0.3)
+    began = time.monotonic()
+    assert place.others.look([], "a reason") == ([], "a reason")
+    orders = place.desk.orders()
+    assert orders is not None and (orders.stop, orders.report) == ("a reason", b"{}")
+    place.others.hand_on()
+    assert time.monotonic() - began >= 0.3
+
+
+def test_nothing_is_concluded_before_the_ranks_have_met(place: SimpleNamespace) -> None:
+    standing_of(place.desk, by_rank=True, began=time.monotonic())
+    assert place.others.look(["a line"], "a reason") == ([], None)
+    standing_of(place.desk, by_rank=True, began=time.monotonic() - other_nodes.MEET_S)
+    assert place.others.look([], "a reason") == (["a line"], "a reason")
+
+
+def test_the_verdict_comes_after_the_end_of_the_store(
+    place: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = examine(RunFolder(tmp_path), Options(), None)
+    standing_of(place.desk, role=LEADS, by_rank=True, heard={1: Heard("h1", 0.0, over=True)})
+    place.others.look([], None)
+    told = place.desk.orders()
+    second = RunFolder(tmp_path / "second")
+    other = OtherNodes(second, place.monitor, lambda status, by: report)
+    desk = Desk(second.path)
+    standing_of(desk, role=FOLLOWS, node=1, by_rank=True, lead="127.0.0.1")
+    desk.write_orders(told)
+    asking = threading.Thread(target=other.verdict)
+    asking.start()
+    place.others.tell(report)
+    asking.join(10)
+    assert other.verdict() == report and other.shortfall() == ""
+    late = OtherNodes(second, place.monitor, lambda status, by: report)
+    assert late.verdict() is None and "could not be asked" in late.shortfall()
+
+
+def test_the_verdict_is_told_to_those_who_know_the_token() -> None:
+    words = LastWords()
+    with pytest.raises(OSError):
+        ask(msgspec.structs.replace(words.address, host="127.0.0.1", token="0" * 32), 1.0)
+    words.say(b"x", nodes=0, most_s=0.0)
+    assert ask(msgspec.structs.replace(words.address, host="127.0.0.1"), 5.0) == b"x"
+    words.close()
 
 
 def standing_of(desk: Desk, **given: Any) -> None:

@@ -29,7 +29,7 @@ ABSENT = None
 
 OWN_VARIABLES = re.compile(
     r"(environment|changed)\..*"
-    r"(RANK|PROCID|LOCALID|NODEID|TASK|HOSTNAME|NODENAME|VISIBLE_DEVICES|GTIDS|IPADDR|ERROR_FILE)"
+    r"(RANK|PROCID|LOCALID|NODEID|TASK|HOSTNAME|NODENAME|VISIBLE_DEVICES|GTIDS|IPADDR|ERROR_FILE|TEMP_FILE)"
 )
 """Environment variables that launchers set for each process, or each node, by itself."""
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ....nodes.rank_meeting import RankMeeting
-from ....storage.run_folder import RunFolder
 from ...collectives.process_groups import ProcessGroups
 from ...recording import hooks
 from ...recording.recorder import Recorder
@@ -26,20 +25,19 @@ class OtherNodes(Watcher):
 
     @on(ProcessGroups.formed)
     def _formed(self, recorder: Recorder, group: Any) -> None:
-        """All ranks have come, so the files of all ranks of this node are there."""
-        if self.meeting is not None or not recorder.options.get("meets"):
+        come_s = recorder.options.get("ranks_come_s")
+        if self.meeting is not None or come_s is None:
             return
         restart = _RESTART.fullmatch(recorder.directory.name)
         folder: Path = recorder.directory.parent if restart else recorder.directory
         attempt = int(restart[1]) if restart else 0
-        here = sorted({rank for rank, _ in RunFolder(folder).rank_files(attempt)})
-        mine, world = group.rank(), group.size()
-        if not here or mine != here[0] or len(here) >= world:
-            return
         from torch.distributed.distributed_c10d import _get_default_store
 
         store: Any = _get_default_store()
-        self.meeting = RankMeeting(store, folder, here=here, world=world, attempt=attempt)
+        rank, world = group.rank(), group.size()
+        self.meeting = RankMeeting(
+            store, folder, rank=rank, world=world, attempt=attempt, come_s=come_s
+        )
         self.meeting.start()
 
     @on(hooks.left)
