@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import ClassVar, TypeVar
 
 from ddpdoctor.analysis.data import data_calls
@@ -10,7 +10,7 @@ from ddpdoctor.analysis.data.division import divided_loaders
 from ddpdoctor.analysis.data.epoch_audit import pads, partitioned
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
 from ddpdoctor.analysis.models.wrap_options import reduced
-from ddpdoctor.events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep, TotalDivided
+from ddpdoctor.events import ComparedValue, FileWritten, MetricUsed, SaveDecided, SchedulerStep, TotalDivided
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
@@ -20,6 +20,7 @@ STOPPED = "decides-when-to-stop"
 DIVIDED = "divided-by-all"
 SCHEDULED = "decides-the-schedule"
 ONE_RANK = "reduced-to-one-rank"
+NEVER = "never-reduced"
 
 ROUNDING = 1e-6
 """Relative difference up to which values count as equal."""
@@ -29,7 +30,12 @@ SHARED_BY = 1.5
 its share."""
 
 FEWEST = 2
-"""Evaluations in which the values must differ: once may be an accident of the first one."""
+"""Evaluations in which the values must differ, or one that is not the first: that may be an
+accident."""
+
+TO_FEW_RANKS = data_calls.EXCHANGES - {"all_reduce"}
+"""Collectives after which one rank may know the whole result and the others not. After an
+`all_reduce` the result is equal on all ranks."""
 
 REDUCE = (
     "sum what it is made of over the ranks first, on every rank: `dist.all_reduce(totals)` with "
@@ -54,8 +60,12 @@ class MetricNotReduced(Check):
     is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint` and
     `EarlyStopping`, `EarlyStoppingCallback` of Transformers). One is reported if it changes with
     evaluations only, over a loader that is divided between ranks, and differs between ranks at
-    least twice, while the rank that saves took part in no reduction or gathering of values after
-    the same optimizer step.
+    least twice, while the rank that saves took part in no gathering of values after the same
+    optimizer step. An `all_reduce` is no excuse where the number changes on every rank and differs
+    all the same: the result of the call was not used for it.
+    Where nothing is seen to be decided, and no rank reduces or gathers any value in an evaluation
+    that is divided between ranks, or after it, that is a note: what is printed of it is the result
+    of one rank's share.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.
@@ -76,7 +86,9 @@ class MetricNotReduced(Check):
     - Evaluations of all the data on each rank, or on one rank only.
     - Numbers that also change with training, such as a training loss, and those that are compared
       with a limit and not with the best one so far.
-    - Metrics that are only printed, but for sums that are divided by the samples of all ranks.
+    - Evaluations after which every rank writes a file of its own, to be put together later.
+    - Metrics that are only printed, where any values are exchanged in the evaluation or after it,
+      but for sums that are divided by the samples of all ranks.
     """
 
     code = "DDP512"
@@ -87,6 +99,7 @@ class MetricNotReduced(Check):
         SAVED: "a file is saved or not by a metric that differs between ranks",
         DIVIDED: "a sum over one rank's share is divided by the number of samples of all ranks",
         STOPPED: "training ends or goes on by a metric that differs between ranks",
+        NEVER: "an evaluation is divided between ranks, and no values are exchanged for it",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
     }
@@ -99,20 +112,18 @@ class MetricNotReduced(Check):
             return None
         if not _evaluations(run):
             return "no evaluation was seen to be divided between ranks"
-        if not any((run.any(SaveDecided), run.any(MetricUsed), _metrics(run, SchedulerStep))):
-            return "no metric was seen to decide about a file or a schedule"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        yield from self._divided(run)
+        found = list(self._divided(run))
         evaluations = _evaluations(run)
         if evaluations:
-            told = list(self._schedules(run, evaluations[0]))
-            yield from told
-            places = {finding.location for finding in told}
+            found += self._schedules(run, evaluations[0])
+            places = {finding.location for finding in found}
             decided = self._decisions(run, evaluations[0])
-            yield from (f for f in decided if f.location not in places)
-            yield from self._saves(run, evaluations)
+            found += [f for f in decided if f.location not in places]
+            found += self._saves(run, evaluations)
+        yield from found or self._never_reduced(run, evaluations)
 
     def _divided(self, run: Run) -> Iterator[Finding]:
         """Sums over a rank's share that are divided by the length of the whole data set, where no
@@ -158,6 +169,35 @@ class MetricNotReduced(Check):
                         },
                         at=reader.rank.wall(event.at),
                     )
+
+    def _never_reduced(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
+        """Evaluations whose results no rank exchanges with another one."""
+        if all(run.everyone[n].first(FileWritten) for e in evaluations for n in e.readers):
+            return
+        for loader in evaluations:
+            reader = loader.first
+            if _reduces(loader) or reader.loop_at is None:
+                continue
+            read = {
+                n: max((e.samples for e in r.epochs), default=0) for n, r in loader.readers.items()
+            }
+            number, samples = next(iter(read.items()))
+            yield self.finding(
+                rule=NEVER,
+                severity=Severity.NOTE,
+                ranks=tuple(loader.readers),
+                subjects=(reader.seen.dataset,),
+                location=reader.loop_at,
+                label="evaluates one rank's share",
+                summary=f"the ranks share this evaluation, and exchange no values in it or after "
+                f"it: its result on {ranks_text([number])} is that of {samples} of "
+                f"{sum(read.values())} samples",
+                cause="each rank has the result of the samples that its sampler gave it",
+                fix=REDUCE,
+                fix_kind=FixKind.TEMPLATE,
+                evidence={"samples_read_by_rank": read},
+                at=reader.rank.wall(reader.epochs[0].began.at),
+            )
 
     def _schedules(self, run: Run, loader: Loader) -> Iterator[Finding]:
         for line, by_rank in _metrics(run, SchedulerStep).items():
@@ -383,7 +423,9 @@ def _unreduced(
         rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
         rows = [row for row in rows if None not in row.values()]
         unequal = [row for row in rows if _differ(row)]
-        if len(unequal) < FEWEST or _reduced(rank, steps):
+        varies = all(len({*table.values()}) >= FEWEST for table in tables.values())
+        ops = TO_FEW_RANKS if varies else data_calls.EXCHANGES
+        if not unequal or unequal == rows[:1] or _exchanged(rank, steps, ops):
             continue
         return loader, unequal[0], len(unequal), len(rows)
     return None
@@ -395,10 +437,10 @@ def _at(table: Mapping[int, float], step: int) -> float | None:
     return table[max(known)] if known else None
 
 
-def _reduced(rank: Rank, steps: list[int]) -> bool:
-    """Whether the rank took part in a reduction or gathering of its own after one of these steps
-    and before the next."""
-    return any(data_calls.values_exchanged(rank, step) for step in steps)
+def _exchanged(rank: Rank, steps: list[int], ops: Set[str]) -> bool:
+    """Whether the rank took part in one of these collectives of the program's own after one of
+    these steps and before the next."""
+    return any(data_calls.values_exchanged(rank, step, ops) for step in steps)
 
 
 def _differ(values: Mapping[int, float | None]) -> bool:

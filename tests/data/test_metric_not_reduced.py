@@ -118,7 +118,37 @@ def test_shares_of_a_sampler_of_ones_own():
     ],
 )
 def test_metrics_that_are_no_fault(run):
-    assert judged(run_of(**run)) == []
+    assert [f for f in judged(run_of(**run)) if f.rule != "never-reduced"] == []
+
+
+def test_a_metric_that_differs_once_it_has_learned_something():
+    (finding,) = judged(run_of([[0.9, 0.8], [0.9, 0.7]]))
+    assert finding.evidence["evaluations_compared_in_which_they_differ"] == "1 of 2"
+
+
+def test_a_reduction_whose_result_is_not_used():
+    (finding,) = judged(run_of(more=exchange("all_reduce", 8)))
+    assert finding.rule == "decides-what-is-saved"
+    values = [OTHER_VALUES[0], [0.0]]  # what only rank 0 works out, from the reduced sums
+    assert judged(run_of(values, more=exchange("all_reduce", 8))) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "noted"),
+    [
+        ({"saving": False}, True),
+        ({"saving": False, "more": exchange("all_reduce", 8)}, False),
+        ({"saving": False, "more": exchange("barrier", 8)}, True),
+        ({"saving": False, "shared": False}, False),
+        ({"saving": False, "grad": True}, False),
+    ],
+)
+def test_an_evaluation_of_shares_that_nobody_puts_together(run, noted):
+    found = judged(run_of(**run))
+    assert [(f.rule, f.severity.value) for f in found] == [("never-reduced", "note")] * noted
+    if noted:
+        assert found[0].location.line == 25
+        assert found[0].evidence["samples_read_by_rank"] == {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize("op", ["barrier", "broadcast", "DDP forward"])
@@ -227,8 +257,7 @@ def test_schedules_that_are_no_fault(values):
 def test_what_it_needs():
     check = MetricNotReduced()
     assert check.unobserved(run_of(shared=False))
-    assert check.unobserved(run_of(saving=False))
-    assert check.unobserved(run_of()) is None
+    assert check.unobserved(run_of(saving=False)) is None
     assert any("metric-not-reduced" in effect.checks for effect in HyperparameterSkew.effects)
 
 

@@ -1,7 +1,8 @@
 """Which numbers does the program compare, when do they change, and do they decide what is saved?
 
-The numbers that running functions compare are read when an iteration over a loader begins. So it is
-known whether one changes with an evaluation or with training, and what it is on every rank.
+The numbers that running functions compare are read when an iteration over a loader begins, and when
+the process group is destroyed. So it is known whether one changes with an evaluation or with
+training, and what it is on every rank.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class ComparedValues(Watcher):
 
     def install(self) -> None:
         import torch
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
         import torch.serialization
         from torch.utils.data import dataloader
 
@@ -63,10 +66,14 @@ class ComparedValues(Watcher):
         self.around(base, "__init__", before=self._loader, after=self._begun)
         self.around(base, "_reset", before=self._loader_again, after=self._begun)
         self.around((torch.serialization, torch), "save", before=self._saving)
+        self.around((c10d, dist), "destroy_process_group", before=self._ends)
 
     def _loader(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self._read(recorder)
         return args[1] if len(args) > 1 else kwargs.get("loader")
+
+    def _ends(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self._read(recorder)
 
     def _loader_again(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         first = args[2] if len(args) > 2 else kwargs.get("first_iter", False)
