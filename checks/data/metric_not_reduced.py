@@ -10,7 +10,14 @@ from ddpdoctor.analysis.data.division import divided_loaders
 from ddpdoctor.analysis.data.epoch_audit import pads, partitioned
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
 from ddpdoctor.analysis.models.wrap_options import reduced
-from ddpdoctor.events import ComparedValue, FileWritten, MetricUsed, SaveDecided, SchedulerStep, TotalDivided
+from ddpdoctor.events import (
+    ComparedValue,
+    FileWritten,
+    MetricUsed,
+    SaveDecided,
+    SchedulerStep,
+    TotalDivided,
+)
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text

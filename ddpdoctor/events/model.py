@@ -66,6 +66,7 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
         adopted: it was wrapped before the probe started; `site` is that line, or else the line of
             its next call.
         forward: its class defines `forward`; otherwise only parts of it can be called.
+        memory: which memory its parameters share with other processes; empty if they do not.
     """
 
     model: int
@@ -82,6 +83,7 @@ class Wrapped(Event, frozen=True, tag="wrapped"):
     adopted: bool = False
     forward: bool = True
     by: str = ""
+    memory: str = ""
 
     @property
     def here(self) -> str:
@@ -280,6 +282,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
         name: the program's name for the module at that line, as in `Named`, or for a single
             parameter without a module.
         sharded: the module has other parameters, of which each rank holds a piece (FSDP).
+        memory: as of `Wrapped`.
     """
 
     optimizer: int
@@ -291,6 +294,7 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
     step_site: int = -1
     name: str = ""
     sharded: bool = False
+    memory: str = ""
 
     def describe(self) -> str:
         count = len(self.parameters)

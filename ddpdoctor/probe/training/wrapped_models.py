@@ -19,6 +19,7 @@ from ..recording.torch_compat import ignored_by_ddp
 from ..recording.watcher import Args, Error, Kwargs, Watcher
 from ..recording.weak_references import Reference, WeakIdentityMap
 from ..source.call_resolver import Found, setting_in_frames
+from ..tensors.shared_memory import shared_memory
 from . import lifecycle
 from .module_origins import ModuleOrigins
 from .tracked_model import Model
@@ -133,6 +134,7 @@ class WrappedModels(Watcher):
                 adopted=adopted,
                 forward=_has_forward(module),
                 by="" if adopted else recorder.sites.library_called(),
+                memory=shared_memory(p for _, p in named),
             )
         )
         return model

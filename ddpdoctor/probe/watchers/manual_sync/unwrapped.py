@@ -26,6 +26,7 @@ from ...source.call_resolver import assignment_in_frames
 from ...tensors.collective_payload import PassedGradients
 from ...tensors.digests import sums
 from ...tensors.pending_digests import Arrivals, Waiting
+from ...tensors.shared_memory import shared_memory
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.module_origins import ModuleOrigins
@@ -176,6 +177,7 @@ class UnwrappedModels(Watcher):
                 step_site=step.site,
                 name=one.name if one else "",
                 sharded=bool(roots) and any(map(_sharded, roots[0].parameters())),
+                memory=shared_memory(parameters),
             ),
             vital=True,
         )
