@@ -33,7 +33,7 @@ from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
-from ddpdoctor.run import Location, Rank, Run, listed, ranks_text, some, whom
+from ddpdoctor.run import Location, Rank, Run, counted, listed, ranks_text, some, whom
 
 SHARD_INPUTS = (
     "shard the data: `data[rank::world_size]`; if positions are drawn at random, seed with the "
@@ -180,10 +180,11 @@ class DataOverlap(LoaderCheck):
         ),
         "different-shuffles": Words(
             "the ranks shuffle in different orders and each takes its share of its own",
-            "the shares that {sampler} yields overlap, by another number of samples in each epoch "
-            "({counts}): the ranks seem to shuffle differently",
-            "shuffle equally on all ranks, by `seed + epoch` without the rank, and let each rank "
-            "take its own share of that order",
+            "the shares that {sampler} yields overlap, {apart}: each rank takes its share of an "
+            "order of its own, shuffled or listed differently",
+            "make the order the same on all ranks before it is divided, also that of a sampler "
+            "inside of this one: shuffle by `seed + epoch` without the rank, sort what was listed; "
+            "then each rank takes its share of it",
         ),
         "overlapping-streams": Words(
             "ranks deliver partly the same samples of a stream",
@@ -234,6 +235,7 @@ class DataOverlap(LoaderCheck):
         Effect(
             ("identical-augmentation",), of=("equal-random-generators",), when=(When.SAME_LINE,)
         ),
+        Effect(("uneven-batches",), of=("different-shuffles",), when=(When.SAME_LINE,)),
     )
 
     def unobserved(self, run: Run) -> str | None:
@@ -391,9 +393,17 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
         "files": _files(fault),
         "times": fault.audit.times_within if fault.audit else 0,
         "selections": on_each_rank(fault.selections.items()),
-        "counts": some(fault.shared_by_epoch, 6),
+        "apart": _apart(fault),
         **({"sampler": kind} if fault.readers[0].seen.iterable else {}),
     }
+
+
+def _apart(fault: LoaderFault) -> str:
+    """What tells that each rank has an order of its own."""
+    if counts := some(fault.shared_by_epoch, 6):
+        return f"by another number of samples in each epoch ({counts})"
+    never = fault.audit.never if fault.audit else 0
+    return f"and {counted(never, 'sample is', 'samples are')} in none"
 
 
 def _files(fault: LoaderFault) -> str:

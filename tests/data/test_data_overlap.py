@@ -255,6 +255,28 @@ def test_shares_of_orders_of_their_own_that_are_filled_up() -> None:
     assert finding.evidence["samples by rank"] == {0: 200, 1: 200}
 
 
+def distributed(*epochs: Sequence[int], rank: int, batches: int = 40) -> list[Event]:
+    """As `batched`, by a `DistributedSampler` over batches: its sizes are numbers of batches."""
+    events = batched(*epochs, replicas=2, sampler_rank=rank, distributed=True)
+    seen = msgspec.structs.replace(events[0], total_size=batches, sampler_length=batches // 2)
+    return [seen, *events[1:]]
+
+
+def test_batches_that_a_distributed_sampler_fills_up() -> None:
+    order = [*range(390), *range(380, 390), *range(390, 400)]
+    assert not examine(*(distributed(order[200 * r : 200 * r + 210], rank=r) for r in range(2)))
+    more = [*range(240)], [*range(160, 400)]
+    (finding,) = examine(*(distributed(m, rank=r) for r, m in enumerate(more)))
+    assert finding.rule == "overlapping-shares"
+
+
+def test_shares_of_lists_of_batches_that_differ() -> None:
+    mine, yours = (part(shuffled(seed, 0, 400), seed) for seed in range(2))
+    (finding,) = examine(distributed(mine, rank=0), distributed(yours, rank=1))
+    assert finding.rule == "different-shuffles"
+    assert "samples are in none" in finding.cause
+
+
 def test_samples_that_come_twice_on_purpose() -> None:
     drawn = [random.Random(seed).choices(range(400), k=200) for seed in range(2)]
     assert not examine(*map(batched, drawn))

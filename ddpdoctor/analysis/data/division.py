@@ -18,6 +18,9 @@ from .forward_inputs import sharded_inputs
 from .loaders import Loader, Reader, batch_size, loaders
 from .sharing_ranks import divisions
 
+UNEVEN_BATCHES = 4
+"""Where a batch sampler makes batches of several sizes, the largest one over the mean."""
+
 
 @dataclass(eq=False)
 class Division:
@@ -76,9 +79,11 @@ class Division:
 
     @cached_property
     def padding(self) -> int:
-        """How many samples torch's sampler adds to make the shares equally long; one per rank where
-        that is unknown."""
+        """How many samples the sampler adds to make the shares equally long; one per rank where that
+        is unknown."""
         seen = self.readers[0].seen
+        if 0 < 2 * seen.total_size <= seen.length:  # it divides batches
+            return (len(self.readers) - 1) * self.batch * UNEVEN_BATCHES
         return max(0, seen.total_size - seen.length) if seen.total_size > 0 else len(self.readers)
 
     @cached_property

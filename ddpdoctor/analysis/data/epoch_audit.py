@@ -11,6 +11,9 @@ from .loaders import Epoch, in_sample
 from .tally import Tally
 from .thresholds import FEWEST_REPEATS, REPEATS
 
+LIKELY = 2.0
+"""Times the square root of a number that is drawn: how far it is usually from the expected one."""
+
 NAMED = 20
 """Indices named in a finding."""
 
@@ -164,6 +167,16 @@ def by_chance(audit: Audit) -> bool:
         return True
     drawn = any(e.seen.replacement for e in audit.epochs.values())
     return (drawn or (audit.again_within > 0 and not own_orders([audit]))) and not audit.same_order
+
+
+def independent(audit: Audit) -> bool:
+    """Whether as many samples are in no rank's share as if each rank drew its share by itself."""
+    if not audit.complete or audit.again_within or not audit.length:
+        return False
+    expected = float(audit.length)
+    for epoch in audit.epochs.values():
+        expected *= 1 - epoch.samples / audit.length
+    return abs(audit.never - expected) < LIKELY * max(1.0, expected) ** 0.5
 
 
 def _deals_repeats(audit: Audit) -> bool:

@@ -23,7 +23,7 @@ from .datasets import (
     known_different,
 )
 from .division import Division, divided_loaders
-from .epoch_audit import Audit, by_chance, own_orders, pads, partitioned
+from .epoch_audit import Audit, by_chance, independent, own_orders, pads, partitioned
 from .fault import Doubt, Intended, LoaderFault
 from .forward_inputs import equal_batches, unequal_batches
 from .loaders import Reader, loaders
@@ -190,9 +190,9 @@ def _smaller_group(d: Division) -> LoaderFault | None:
 
 def _overlapping_shares(d: Division) -> LoaderFault:
     """Shares that overlap, in an order that is the same on all ranks unless the overlap changes
-    from epoch to epoch."""
+    from epoch to epoch, or is what independent draws give."""
     changing = d.shared_by_epoch
-    rule = "different-shuffles" if changing else "overlapping-shares"
+    rule = "different-shuffles" if changing or independent(d.worst) else "overlapping-shares"
     evidence = {"shared samples by epoch": changing} if changing else {}
     return _fault(
         d,
