@@ -58,8 +58,8 @@ QUESTIONS: dict[str, str] = {
         "Loaded StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
     ),
     "What did a loader deliver to a rank?": (
-        "LoaderSeen StepDraws EpochBegan IndicesRead EpochEnded ContentRead RowsRead RowsChosen"
-        " ForwardInput"
+        "LoaderSeen StepDraws Seeded EpochBegan IndicesRead EpochEnded ContentRead RowsRead"
+        " RowsChosen ForwardInput"
         " ComparedValue SaveDecided MetricUsed ReducedMetric TotalDivided"
         " SamplerRefused"
     ),
@@ -108,7 +108,7 @@ WHEN: dict[str, str] = {
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
-        " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided"
+        " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

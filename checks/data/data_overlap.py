@@ -24,12 +24,15 @@ from ddpdoctor.analysis.data.loader_check import (
     figures,
     no_loader,
     on_each_rank,
+    related,
+    seeded_here,
     since,
     steps_from,
     use,
     when,
 )
 from ddpdoctor.analysis.data.loader_faults import faults
+from ddpdoctor.analysis.data.rng_state import NAMES, seeded_alike
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
@@ -135,6 +138,13 @@ class DataOverlap(LoaderCheck):
             "{kind} draws from",
             "draws the same samples on these ranks",
         ),
+        "equal-stream-draws": Words(
+            "all ranks deliver the same samples of a stream, and draw equal random numbers for it",
+            "{generator} is in the same state on these ranks, and loading {kind} draws from it: "
+            "samples that are drawn at random are the same draws on each rank",
+            "{seed}; if the samples are not drawn but read, shard them: {shard}",
+            "draws the same samples on these ranks",
+        ),
         "restored-alike": Words(
             "all ranks continue a stream from the state of one rank's loader",
             "the loader was given the same state on these ranks: each goes on where the rank "
@@ -232,9 +242,7 @@ class DataOverlap(LoaderCheck):
     rules = when(words)
     effects = (
         Effect(("identical-augmentation",), of=(GENERATIONS,)),
-        Effect(
-            ("identical-augmentation",), of=("equal-random-generators",), when=(When.SAME_LINE,)
-        ),
+        Effect(("identical-augmentation",), of=("equal-random-generators", "equal-stream-draws")),
         Effect(("uneven-batches",), of=("different-shuffles",), when=(When.SAME_LINE,)),
     )
 
@@ -289,6 +297,10 @@ class DataOverlap(LoaderCheck):
             steps=steps_from(reader, reader.epoch(number)),
             location=_spot(fault),
             label=self.words[fault.rule].label or "ranks get the same samples",
+            related=(
+                *related(reader),
+                *seeded_here(fault.generators.seeding if fault.generators else None),
+            ),
             summary=f"{who} deliver {what} of {dataset(reader)} in {use(fault.loader)}"
             f"{since(reader, number)}{doubt(fault)}"
             + (", and make the same inputs of them" if fault.rule == GENERATIONS else ""),
@@ -301,6 +313,8 @@ class DataOverlap(LoaderCheck):
         parts = tuple(s.ranks for s in sets if s.toy == same.toy)
         rank, words = run.everyone[same.ranks[0]], self.words[same.rule]
         who = _sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)
+        ranks = [run.everyone[n] for n in same.ranks]
+        seeding = seeded_alike(ranks, NAMES, same.event.at) if same.drawn else None
         return self.finding(
             rule=same.rule,
             severity=Severity.NOTE
@@ -314,13 +328,14 @@ class DataOverlap(LoaderCheck):
             location=rank.location(same.event.site),
             steps=_steps(rank, same) if same.late else None,
             label="the same inputs on these ranks",
+            related=seeded_here(seeding),
             summary=f"{who} feed {same.kind} the same {_inputs(same)} at all "
             f"{len(same.forwards)} compared forwards"
             + (f" from forward {same.forwards[0]} on" if same.late else "")
             + (" (equal random numbers)" if same.drawn else "")
             + (" (they never change)" if same.constant else ""),
             cause=words.cause,
-            fix=words.fix,
+            fix=seeding.fix if seeding is not None else words.fix,
             evidence={
                 "forwards compared": some(same.forwards, 20),
                 **({"differed last at": same.differed} if same.late else {}),
@@ -335,6 +350,8 @@ class DataOverlap(LoaderCheck):
         rank = run.everyone[work.ranks[0]]
         sure = work.seen and not (work.drawn or work.constant)
         count = len(work.steps)
+        ranks = [run.everyone[n] for n in work.ranks]
+        seeding = seeded_alike(ranks, NAMES, work.event.at)
         return self.finding(
             rule="equal-gradients",
             severity=Severity.ERROR if sure else Severity.NOTE,
@@ -344,12 +361,16 @@ class DataOverlap(LoaderCheck):
             subjects=(work.kind,),
             location=rank.location(work.event.site),
             label="the same inputs on these ranks",
+            related=seeded_here(seeding),
             summary=f"the local gradients of {work.kind}, before any exchange, are bit-identical "
             f"on {whom(work.ranks, run.world_size)} in all {count} compared steps"
             + (" (from equal random inputs)" if work.drawn else "")
             + (" (from inputs that never change)" if work.constant else ""),
             cause=self.words["equal-gradients"].cause,
-            fix=self.words["equal-gradients"].fix,
+            fix=self.words["equal-gradients"].fix
+            if seeding is None
+            else f"if the samples are drawn at random, {seeding.fix}; otherwise shard the data: "
+            "`data[rank::world_size]`",
             evidence={
                 "steps compared": work.steps,
                 "first gradient values": [float(f"{v:.6g}") for v in work.event.local[:8]],

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.forward_inputs import equal_inputs, inputs
-from ddpdoctor.analysis.data.loader_check import LoaderCheck, no_loader
+from ddpdoctor.analysis.data.loader_check import LoaderCheck, no_loader, related, seeded_here
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
 from ddpdoctor.analysis.data.rng_state import (
     NAMES,
     EqualGenerators,
     equal_generators,
+    seeded_alike,
     worker_states,
 )
 from ddpdoctor.analysis.data.sharing_ranks import partners
@@ -22,6 +23,8 @@ from ddpdoctor.run import Run, listed, whom
 SHOWN_RANKS, SHOWN_WORKERS = 16, 8
 FEWEST_STEPS = 2
 """Steps in which the draws of all ranks must be equal."""
+
+AFTER_THE_MODEL = "call `torch.manual_seed(seed + rank)` after the model is built"
 
 STEP_DRAWS = "equal-step-draws"
 OF_DATASET = "equal-own-generators"
@@ -104,6 +107,7 @@ class IdenticalAugmentation(LoaderCheck):
         if any(True for given in inputs(run) for _ in equal_inputs(run, given)):
             return  # reported by data-overlap
         rank = run.ranks[next(iter(ranks))]
+        seeding = seeded_alike([run.ranks[n] for n in ranks], ("torch",), first.at)
         yield self.finding(
             rule=STEP_DRAWS,
             ranks=tuple(ranks),
@@ -111,13 +115,14 @@ class IdenticalAugmentation(LoaderCheck):
             subjects=("torch's random generator",),
             location=rank.location(first.site),
             label="this forward's step draws the same random numbers on these ranks",
+            related=seeded_here(seeding),
             summary=f"{whom(tuple(ranks), run.world_size)} draw the same random numbers in their "
             f"training steps: torch's generator is in the same state on all in {len(equal)} of "
             f"{len(steps)} steps looked at",
             cause="the ranks use the same seed, and a step draws from torch's generator after it "
             "has its batch (noise, timesteps, masks)",
-            fix="call `torch.manual_seed(seed + rank)` after the model is built; not where the "
-            "draw decides which layers run, which must be equal on all ranks",
+            fix=(seeding.fix if seeding else AFTER_THE_MODEL)
+            + "; not where the draw decides which layers run, which must be equal on all ranks",
             evidence={
                 "steps looked at": steps,
                 "random state before": {n: f"{s[equal[0]].before:08x}" for n, s in ranks.items()},
@@ -136,6 +141,7 @@ class IdenticalAugmentation(LoaderCheck):
             rule=_rule(drawn),
             ranks=tuple(r.rank.rank for r in readers),
             label="draws the same random numbers on these ranks",
+            related=(*related(reader), *seeded_here(drawn.seeding)),
             summary=f"{what} is the same on {whom([r.rank.rank for r in readers], run.world_size)} "
             f"while {'their workers' if names and drawn.workers else 'they'} load "
             f"{reader.seen.dataset}, so random augmentation is identical",

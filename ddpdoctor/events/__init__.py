@@ -50,6 +50,7 @@ from .data import (
     RowsRead,
     SamplerRefused,
     SaveDecided,
+    Seeded,
     ShardedOver,
     StepDraws,
     TotalDivided,

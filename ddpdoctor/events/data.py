@@ -244,6 +244,21 @@ class StepDraws(Event, frozen=True, tag="step-draws"):
     site: int
 
 
+class Seeded(Event, frozen=True, tag="seeded"):
+    """The program seeded a global random generator with a number; each line and number once.
+
+    Attributes:
+        generator: `torch`, `numpy` or `random`.
+        seed: in digits.
+        by: the module of a library that the program called for it, empty for none.
+    """
+
+    generator: str
+    seed: str
+    site: int
+    by: str = ""
+
+
 class EpochEnded(Event, frozen=True, tag="epoch-ended"):
     """An iteration over a loader ended or was left early.
 

@@ -6,15 +6,25 @@ import pytest
 from ddpdoctor.checks.data.identical_augmentation import IdenticalAugmentation
 from recordings import make_run, site
 
-from ddpdoctor.events import Event, StepDraws
+from ddpdoctor.events import Event, Seeded, StepDraws
 from ddpdoctor.report.findings import Finding, Severity
 
 FORWARD = site(1, "train.py", 12, "loss = model(actions)")
+SEED = site(2, "train.py", 5, "seed_everything(7)")
+AGAIN = site(3, "train.py", 11, "trainer.fit(model)")
 
 
-def judged(*states: tuple[int, int], dropout: bool = False) -> list[Finding]:
+def seeded(seed: int, line: int = 2, *, by: str = "", generator: str = "torch") -> Seeded:
+    return Seeded(at=0, generator=generator, seed=str(seed), site=line, by=by)
+
+
+def judged(
+    *states: tuple[int, int],
+    dropout: bool = False,
+    seeds: tuple[list[Seeded], list[Seeded]] = ([], []),
+) -> list[Finding]:
     """What is found where rank r drew from `states[step][r]` in each step."""
-    ranks: dict[int, list[Event]] = {0: [FORWARD], 1: [FORWARD]}
+    ranks: dict[int, list[Event]] = {r: [FORWARD, SEED, AGAIN, *seeds[r]] for r in (0, 1)}
     for n, state in enumerate(states):
         for rank, before in enumerate(state):
             ranks[rank].append(
@@ -46,3 +56,23 @@ def test_equal_noise_is_a_note() -> None:
 )
 def test_other_draws_are_not(states: list[tuple[int, int]], dropout: bool) -> None:
     assert judged(*states, dropout=dropout) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line", "fix"),
+    [
+        ([seeded(7)], [seeded(7)], 5, "add the rank to the seed at train.py:5"),
+        ([seeded(7), seeded(7, 3)], [seeded(7), seeded(7, 3)], 5, "add the rank"),
+        ([seeded(1), seeded(7, 3)], [seeded(1), seeded(7, 3)], 11, "train.py:11"),
+        ([seeded(7, by="lightning.fabric.utilities.seed")] * 2, [seeded(7)], 5, "seed_everything("),
+        ([seeded(7)], [seeded(8)], None, "after the model is built"),
+        ([seeded(7)], [], None, "after the model is built"),
+        ([seeded(7, generator="numpy")], [seeded(7)], None, "after the model is built"),
+    ],
+)
+def test_the_line_that_seeds_all_ranks_alike(
+    first: list[Seeded], second: list[Seeded], line: int | None, fix: str
+) -> None:
+    (finding,) = judged((5, 5), (7, 7), seeds=(first, second))
+    assert [r.location.line for r in finding.related] == [line] * (line is not None)
+    assert fix in finding.fix

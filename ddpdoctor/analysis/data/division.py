@@ -79,8 +79,8 @@ class Division:
 
     @cached_property
     def padding(self) -> int:
-        """How many samples the sampler adds to make the shares equally long; one per rank where that
-        is unknown."""
+        """How many samples the sampler adds to make the shares equally long; one per rank where
+        that is unknown."""
         seen = self.readers[0].seen
         if 0 < 2 * seen.total_size <= seen.length:  # it divides batches
             return (len(self.readers) - 1) * self.batch * UNEVEN_BATCHES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ def independent(audit: Audit) -> bool:
     expected = float(audit.length)
     for epoch in audit.epochs.values():
         expected *= 1 - epoch.samples / audit.length
-    return abs(audit.never - expected) < LIKELY * max(1.0, expected) ** 0.5
+    return abs(audit.never - expected) < LIKELY * math.sqrt(max(1.0, expected))
 
 
 def _deals_repeats(audit: Audit) -> bool:

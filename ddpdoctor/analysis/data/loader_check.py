@@ -21,6 +21,7 @@ from .epoch_audit import Audit
 from .fault import LoaderFault
 from .loader_faults import of_check
 from .loaders import Epoch, Loader, Reader
+from .rng_state import Seeding
 
 SHORTEST = (
     "stop all ranks after the shortest one (`n = torch.tensor(len(loader), device=device)`, "
@@ -121,6 +122,11 @@ class LoaderCheck(Check):
             ),
         }
         return self.of_reader(reader, **defaults | sentences | fields)
+
+
+def seeded_here(seeding: Seeding | None) -> tuple[Related, ...]:
+    """The line that seeds all ranks alike."""
+    return (Related("seeded alike on these ranks", seeding.line),) if seeding is not None else ()
 
 
 def doubt(fault: LoaderFault) -> str:

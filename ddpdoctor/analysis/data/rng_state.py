@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...events import WorkerRandom
+from ...events import Seeded, WorkerRandom
+from ...run import Location, Rank
 from .content import by_index, changed
 from .loaders import Reader
 
@@ -33,6 +35,42 @@ FIX_OF_DATASET = (
 )
 
 
+@dataclass(frozen=True)
+class Seeding:
+    """A call that seeds a global generator with the same number on every rank.
+
+    Attributes:
+        line: the user's.
+        by: the module of a library that was called for it, empty for none.
+    """
+
+    line: Location
+    seed: str
+    by: str
+
+    @property
+    def fix(self) -> str:
+        """How to seed each rank otherwise."""
+        if "lightning" in self.by:
+            return f"`seed_everything({self.seed} + rank, workers=True)` at {self.line}"
+        return f"add the rank to the seed at {self.line}"
+
+
+def seeded_alike(ranks: Sequence[Rank], generators: Sequence[str], before: float) -> Seeding | None:
+    """The first call with the number with which all ranks have seeded one of these generators last
+    before a time on the first rank's clock; None where they did not, or not alike."""
+    for generator in generators or NAMES[:1]:
+        calls = [[e for e in rank.of(Seeded) if e.generator == generator] for rank in ranks]
+        seeds = [e.seed for e in calls[0] if e.at <= before]
+        if not seeds or not all(any(e.seed == seeds[-1] for e in mine) for mine in calls):
+            continue
+        for event in calls[0]:
+            line = ranks[0].location(event.site)
+            if event.seed == seeds[-1] and line is not None:
+                return Seeding(line, event.seed, event.by)
+    return None
+
+
 class EqualGenerators(NamedTuple):
     """Random generators in the same state on all ranks while data is loaded.
 
@@ -41,12 +79,14 @@ class EqualGenerators(NamedTuple):
         workers: the worker processes draw, not the ranks.
         self_seeded: the workers do not get their seeds from the ranks, whose base seeds differ.
         of_dataset: the data set, or its transforms, keep these generators for themselves.
+        seeding: where the program gave them the same seed, None where that is not known.
     """
 
     names: tuple[str, ...]
     workers: bool
     self_seeded: bool
     of_dataset: bool = False
+    seeding: Seeding | None = None
 
     @property
     def fix(self) -> str:
@@ -56,6 +96,8 @@ class EqualGenerators(NamedTuple):
             return FIX_SELF_SEEDED
         if self.workers:
             return FIX_WORKERS
+        if self.seeding is not None:
+            return self.seeding.fix
         return f"call {' and '.join(SEEDS[n] for n in self.names)} after the model is built"
 
 
@@ -74,7 +116,11 @@ def equal_generators(readers: Sequence[Reader]) -> EqualGenerators | None:
     guessed = not (shared or in_workers) and same_seed and all(_changes(r) for r in readers)
     if not shared and not guessed:
         return None
-    return EqualGenerators(shared, in_workers or guessed, in_workers and not same_seed)
+    ranks = [r.rank for r in readers]
+    seeding = seeded_alike(ranks, shared, readers[0].epochs[0].began.at)
+    return EqualGenerators(
+        shared, in_workers or guessed, in_workers and not same_seed, seeding=seeding
+    )
 
 
 def worker_states(reader: Reader) -> dict[int, WorkerRandom]:

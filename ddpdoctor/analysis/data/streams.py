@@ -11,6 +11,7 @@ from ...run import Location
 from .content import Row, distinct, numbers_of, overlap, rows, same_pass
 from .fault import LoaderFault, PartlyShared
 from .loaders import Epoch, Loader, Reader
+from .rng_state import equal_generators
 from .thresholds import (
     MANY,
     MATERIAL,
@@ -149,6 +150,9 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
         rule = "restored-alike"
     if rule == "unsharded-stream" and _drawn(readers, number):
         rule = "equal-draws"
+    drawn = equal_generators(readers) if rule == "unsharded-stream" else None
+    if drawn is not None and drawn.names and not _comes_again(readers):
+        rule = "equal-stream-draws"
     if shuffles:
         rule = "different-shuffles"
     if partly is not None and common < WHOLE * of:
@@ -165,6 +169,7 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
         compared=found.best,
         shared_by_epoch=[common for common, _ in shuffles],
         workers_overlap=overlap,
+        generators=drawn,
         partly=partly,
         evidence={
             "samples compared": of,
@@ -224,6 +229,12 @@ def _files_shared(readers: list[Reader], number: int) -> tuple[int, int, Locatio
         if len(sets) == len(readers) and common and all(s < every for s in sets):
             return len(common), len(every), spot
     return 0, 0, None
+
+
+def _comes_again(readers: list[Reader]) -> bool:
+    """Whether samples of the first epoch come again in the second one: they are read, not drawn."""
+    epochs = [{row for _, row in rows(e)} for e in readers[0].epochs[:2]]
+    return len(epochs) > 1 and not epochs[0].isdisjoint(epochs[1])
 
 
 def _drawn(readers: list[Reader], number: int) -> bool:

@@ -188,6 +188,7 @@ COMPARED: dict[type[Event], Compared] = {
         "file read", "site", "path",
         advice="let every rank read the file, or broadcast what one rank read",
     ),
+    e.Seeded: _row("seed", "seed", "generator", usual=True),
     e.FileWritten: _row("file written", "site", "path", usual=True),
     e.FileLocked: _row("file lock", "site", "path", usual=True),
     e.FileRemoved: _row("file removed", "site", "path", usual=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ...events import (
     GroupDestroyed,
     GroupReady,
     RankExiting,
+    RankStarted,
     Wrapped,
 )
 from ...events.base import Part
@@ -233,6 +235,8 @@ def _lines(ranks: Iterable[Rank], now: Mapping[int, Event]) -> dict[int, Locatio
 def _value(rank: Rank, event: Event, field: str) -> Any:
     """The value of a field; of a field that holds a line, the line: its number is the rank's."""
     value = getattr(event, field)
+    if isinstance(event, RankStarted) and field == "argv" and value:
+        return (posixpath.normpath(posixpath.join(event.cwd, value[0])), *value[1:])
     return str(rank.location(value) or "") if field.endswith("site") else value
 
 
