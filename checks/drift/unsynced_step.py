@@ -241,6 +241,8 @@ class UnsyncedStep(Check):
         ),
         # Applied in the step, and seen before the next one.
         Effect(("parameter-drift",), when=(When.STEP_AFTER,)),
+        # An optimizer that steps in a forward does so before the step that ends it.
+        Effect(("parameter-drift",), of=(INSIDE_FORWARD,), when=(When.STEP_NOT_BEFORE,)),
     )
 
     def left_out(self, run: Run) -> str | None:

@@ -105,7 +105,7 @@ class DdpBypassed(Check):
             "bypasses the wrapper" if call >= 0 else "backward of a forward that bypasses DDP"
         )
         wrapper, title = seen.wrapper, seen.title
-        if not wrapped.forward and not last.discarded:
+        if not wrapped.forward:
             return self._without_forward(seen)
         return self.finding(
             rule=_rule(last),
@@ -146,7 +146,14 @@ class DdpBypassed(Check):
             subjects=(seen.title,),
             location=rank.location(wrapped.site),
             label=f"wraps {seen.title}, which defines no `forward`",
-            related=models.related(rank, (("calls parts of it", called), ("backward", first.site))),
+            related=models.related(
+                rank,
+                (
+                    *(((NAMED, first.named_site),) if last.discarded else ()),
+                    ("calls parts of it", called),
+                    ("backward", first.site),
+                ),
+            ),
             summary=f"{_applied(seen.title, last)}, {seen.where}",
             cause="DDP synchronises gradients only after its own forward, and the wrapped module "
             "has none: another model calls its parts, so each rank applied its own gradients",
