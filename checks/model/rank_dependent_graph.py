@@ -194,7 +194,10 @@ def _cause(wrapped: Wrapped, title: str, parts: list[models.Part], allowed: bool
     title = first.title if first.whole else _name(wrapped, first)
     text += f"the loss depends on {title} on some ranks only"
     if allowed:
-        return f"{text}. The options of DDP allow that"
+        return (
+            f"{text}. The options of DDP allow that; it divides the sum of the gradients by the "
+            "number of all ranks, so a part counts less, the fewer of them use it"
+        )
     return f"{text}. The ranks that use it then wait for a gradient that the others never send"
 
 
@@ -202,7 +205,10 @@ def _fix(
     parts: list[models.Part], idle: list[str], allowed: bool, wrapper: str, ddp: WrapOptions
 ) -> str:
     if allowed:
-        return "nothing, if this is intended"
+        return (
+            "nothing, if this is intended; if a rank draws at random what it uses, let all ranks "
+            "draw the same, from a generator of its own with one seed: `random.Random(seed)`"
+        )
     alone = len({part.module for part in parts}) == 1 and not idle
     also = f" (also {some(idle)}, which no rank used)" if idle else ""
     what, where = ("it", "it is") if alone else ("all of them", "they are")
