@@ -168,10 +168,12 @@ class DatasetMismatch(LoaderCheck):
         ),
         "own-entries": Words(
             "each rank holds other entries, such as random tensors",
-            "each rank makes the entries by itself, from random numbers or its own sources",
-            "if they are random, use the same seed on all ranks before the dataset is made "
-            "(`torch.manual_seed(seed)`, `np.random.seed(seed)`), or make it on one rank, save it "
-            "and load it on all",
+            "each rank makes the entries by itself, from random numbers, or takes its own share of "
+            "the data, of which the sampler then gives it a part only",
+            "if each rank already holds its share, do not divide it again: no distributed sampler, "
+            "and no `prepare` of this loader; if the entries are random, use the same seed on all "
+            "ranks before the dataset is made (`torch.manual_seed(seed)`), or make it on one rank, "
+            "save it and load it on all",
         ),
         "listing-order": Words(
             "each rank lists or makes the entries by itself",
