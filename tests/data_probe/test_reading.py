@@ -18,7 +18,7 @@ from ddpdoctor.probe.recording.index_sample import halvings, kept
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.tensors import limits, sample_digests
 from ddpdoctor.probe.tensors.fingerprints import Fingerprints
-from ddpdoctor.probe.tensors.sample_digests import begins, digest
+from ddpdoctor.probe.tensors.sample_digests import begins, digest, digests_of_rows
 from ddpdoctor.probe.watchers.data import iteration as reading_module
 from ddpdoctor.probe.watchers.data.dataset_entries import settings
 from ddpdoctor.probe.watchers.data.dataset_parts import payloads
@@ -403,3 +403,19 @@ def test_which_parts_of_a_batch_are_labels(recorder: Recorder) -> None:
     assert len(whole.numbers) == len(whole.columns)
     assert whole.numbers.rstrip("-") == "-n"
     assert lists.numbers == "-n-"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(40.0).reshape(10, 4),
+        torch.arange(40).reshape(10, 4) % 7,
+        torch.arange(40.0).reshape(4, 10).T,
+        torch.arange(80.0).reshape(20, 4)[::2],
+        torch.arange(10),
+        torch.arange(40).reshape(10, 4).numpy(),
+    ],
+)
+def test_digests_of_rows_are_those_of_each(values):
+    rows = range(0, 10, 3)
+    assert list(digests_of_rows(values, rows)) == [digest(values, n) for n in rows]

@@ -180,6 +180,19 @@ def digest(part: Any, row: int | None) -> tuple[int, int]:
     return 0, 0
 
 
+def digests_of_rows(values: Any, rows: range) -> Iterator[tuple[int, int]]:
+    """`digest` of each of these rows of a tensor or array."""
+    import torch
+
+    if type(values) in (torch.Tensor, torch.nn.Parameter) and rows:
+        address, size = _address_of(values, 0)
+        if size and _address_of(values, rows[-1])[1]:
+            width = values.element_size() if values.dtype in (torch.int64, torch.int32) else 0
+            yield from (_digest_memory(address + n * size, size, width) for n in rows)
+            return
+    yield from (digest(values, n) for n in rows)
+
+
 def holds_objects(part: Any) -> bool:
     """Whether a numpy array has dtype object: its bytes are addresses, which differ per process."""
     return bool(getattr(getattr(part, "dtype", None), "hasobject", False))

@@ -17,7 +17,7 @@ from typing import Any
 from ....events import Layer, Payload
 from ....events.pack import pack
 from ...recording.watcher import Watcher
-from ...tensors.sample_digests import digest, holds_objects
+from ...tensors.sample_digests import digest, digests_of_rows, holds_objects
 from .dataset_entries import at_index, kept
 
 PAYLOADS_AT_MOST = 12
@@ -222,7 +222,7 @@ def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iter
     if kind == "indices":
         digests = array("Q", [int(values[r]) & 0xFFFFFFFFFFFF for r in rows])
     elif tensor:
-        digests = array("Q", [_combined(*digest(values, r)) for r in rows])
+        digests = array("Q", [_combined(*found) for found in digests_of_rows(values, rows)])
     elif any(values[r] is None for r in rows):
         return  # a cache that is filled while samples are read; it differs between ranks
     else:
