@@ -147,7 +147,7 @@ class UnevenBatches(LoaderCheck):
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
         over = run.outcome() in ("hung", "failed", "killed")
-        if over and not any(r.epochs[-1].exhausted for r in readers):
+        if over and not any(_has_all(r.epochs[-1]) for r in readers):
             return  # something else ended the run while all ranks were within the loop
         numbers = range(max((len(r.epochs) for r in readers), default=0))
         if any(_stopped_together(readers, number) for number in numbers):
@@ -174,7 +174,7 @@ class UnevenBatches(LoaderCheck):
         most, least = max(counts.values()), min(counts.values())
         longest = tuple(r for r, n in counts.items() if n == most)
         shortest = tuple(r for r, n in counts.items() if n == least)
-        over = any(e.exhausted for e in epochs.values())
+        over = any(map(_has_all, epochs.values()))
         reported = {r: n if _known(epochs) else _reached(epochs[r], n) for r, n in counts.items()}
         whole = _unsharded(epochs)
         reader = next(r for r in readers if not whole or r.rank.rank in whole)
@@ -213,7 +213,8 @@ class UnevenBatches(LoaderCheck):
         made = reader.rank.first(Wrapped)
         framework = equal_batches(made.by, least) if made is not None else ""
         if rule in SHARES and framework and loader.trains:
-            fix = f"give every rank the same number of samples; or {framework}"
+            what = "dataset" if unequal and seen.distributed else "number of samples"
+            fix = f"give every rank the same {what}; or {framework}"
         if not loader.trains and rule in SHARES:
             fix = AFTERWARDS
         return self.of_reader(
@@ -238,6 +239,12 @@ class UnevenBatches(LoaderCheck):
             },
             at=reader.rank.wall(max(e.began.at for e in epochs.values())),
         )
+
+
+def _has_all(epoch: Epoch) -> bool:
+    """Whether the rank got as many batches as there are: one that counts them asks for no more, and
+    the iteration has no end on record where the rank is stopped after that."""
+    return epoch.exhausted or (epoch.ended is None and 0 < epoch.began.batches <= epoch.batches)
 
 
 def _stopped_together(readers: list[Reader], number: int) -> bool:

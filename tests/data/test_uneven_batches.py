@@ -53,6 +53,15 @@ def test_the_fix_in_the_words_of_the_framework_that_runs_the_loop() -> None:
     assert "Join" not in finding.fix
 
 
+def test_a_rank_that_counts_its_batches_and_asks_for_no_more() -> None:
+    """As Lightning does: it is evaluating when the run is stopped, and its loop has no end."""
+    short = [*part(24, ended=False), *steps(6), *loader(1, [[0]], trains=False, ended=False)]
+    (finding,) = examine([*part(36, ended=False), *steps(6)], short)
+    assert (finding.confidence, finding.ranks) == (Confidence.PROVEN, (1,))
+    within = [*part(24, ended=False), *steps(5)]
+    assert not examine([*part(36, ended=False), *steps(5)], within)
+
+
 def test_and_explained_after_it() -> None:
     (finding,) = examine(part(36, ended=False), part(24))
     assert finding.confidence is Confidence.PROVEN
