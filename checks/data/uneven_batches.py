@@ -147,7 +147,7 @@ class UnevenBatches(LoaderCheck):
 
     def _judge(self, run: Run, loader: Loader, readers: list[Reader]) -> Iterator[Finding]:
         over = run.outcome() in ("hung", "failed", "killed")
-        if over and not any(_has_all(r.epochs[-1]) for r in readers):
+        if over and not any(_has_all(r.rank, r.epochs[-1]) for r in readers):
             return  # something else ended the run while all ranks were within the loop
         numbers = range(max((len(r.epochs) for r in readers), default=0))
         if any(_stopped_together(readers, number) for number in numbers):
@@ -174,7 +174,7 @@ class UnevenBatches(LoaderCheck):
         most, least = max(counts.values()), min(counts.values())
         longest = tuple(r for r, n in counts.items() if n == most)
         shortest = tuple(r for r, n in counts.items() if n == least)
-        over = any(map(_has_all, epochs.values()))
+        over = any(_has_all(run.everyone[r], e) for r, e in epochs.items())
         reported = {r: n if _known(epochs) else _reached(epochs[r], n) for r, n in counts.items()}
         whole = _unsharded(epochs)
         reader = next(r for r in readers if not whole or r.rank.rank in whole)
@@ -241,10 +241,13 @@ class UnevenBatches(LoaderCheck):
         )
 
 
-def _has_all(epoch: Epoch) -> bool:
+def _has_all(rank: Rank, epoch: Epoch) -> bool:
     """Whether the rank got as many batches as there are: one that counts them asks for no more, and
-    the iteration has no end on record where the rank is stopped after that."""
-    return epoch.exhausted or (epoch.ended is None and 0 < epoch.began.batches <= epoch.batches)
+    the iteration has no end on record where the rank is stopped after that. Steps of several
+    optimizers do not tell of batches."""
+    if epoch.ended is not None or len(rank.of(OptimizerSeen)) > 1:
+        return epoch.exhausted
+    return 0 < epoch.began.batches <= epoch.batches
 
 
 def _stopped_together(readers: list[Reader], number: int) -> bool:

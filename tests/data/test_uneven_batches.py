@@ -58,8 +58,8 @@ def test_a_rank_that_counts_its_batches_and_asks_for_no_more() -> None:
     short = [*part(24, ended=False), *steps(6), *loader(1, [[0]], trains=False, ended=False)]
     (finding,) = examine([*part(36, ended=False), *steps(6)], short)
     assert (finding.confidence, finding.ranks) == (Confidence.PROVEN, (1,))
-    within = [*part(24, ended=False), *steps(5)]
-    assert not examine([*part(36, ended=False), *steps(5)], within)
+    within = [*part(24, ended=False), *steps(3)]
+    assert not examine([*part(36, ended=False), *steps(3)], within)
 
 
 def test_and_explained_after_it() -> None:
