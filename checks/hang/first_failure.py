@@ -24,7 +24,8 @@ from ddpdoctor.analysis.waiting.failures import (
     translate,
     unseen,
 )
-from ddpdoctor.analysis.waiting.missing_file import missing_file
+from ddpdoctor.analysis.waiting.missing_file import ADVICE, missing_file
+from ddpdoctor.analysis.waiting.missing_name import missing_name
 from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
@@ -46,6 +47,7 @@ NO_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 NOBODY = "; no rank was seen to fail on its own"
 LOST_PEERS = "lost-peers"
+NEVER_SET = "never-set"
 """Rule of a finding that is itself a consequence: no rank was seen to fail on its own."""
 
 
@@ -95,6 +97,7 @@ class FirstFailure(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "exception": "a rank raised an exception first",
         "worker-exception": "a DataLoader worker of a rank raised first",
+        NEVER_SET: "a rank uses a name that is set only under a condition that did not hold there",
         "rank-specific-path": "a rank did not find a file that another wrote under its own path",
         "exit-status": "a rank exited with a non-zero status first, without an exception",
         "other-moment": "a file is not there yet, or any more, as another rank writes or moves it",
@@ -150,6 +153,7 @@ class FirstFailure(Check):
         message = first.message
         what = first.kind_raised if first.exception else first.text
         missing = missing_file(run, first)
+        about = missing or missing_name(first)
         if first.worker:
             summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
@@ -166,7 +170,7 @@ class FirstFailure(Check):
             subjects=(what,),
             location=where,
             label=_label(first),
-            related=_received(first) + (missing.related if missing else ()),
+            related=_received(first) + (about.related if about else ()),
             summary=summary,
             cause=missing.cause if missing else _cause(run, first, ranks, others),
             fix=missing.fix
@@ -271,6 +275,8 @@ class FirstFailure(Check):
 def _rule(first: Failure) -> str:
     if first.worker:
         return "worker-exception"
+    if missing_name(first) is not None:
+        return NEVER_SET
     return "exception" if first.exception else "exit-status"
 
 
@@ -330,6 +336,8 @@ def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failur
             f"{ranks_text(ranks)} reached a `breakpoint()`, and the debugger was quit; it quits on "
             "its own without input, and ranks have no terminal of their own"
         )
+    if (name := missing_name(first)) is not None:
+        text = name.cause(ranks)
     if first.kind == "exit" and raised_exit(first.rank):
         text = f"{EXIT_RAISED}, ended it"
     if others:
@@ -362,6 +370,8 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -
             "make output splits match what the other ranks send: exchange the sizes first with "
             "`dist.all_to_all_single(output_sizes, input_sizes)`, one number for each rank"
         )
+    if (name := missing_name(first)) is not None:
+        return name.fix
     if "LOCAL_RANK" in message:
         return "launch with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
     if first.kind_raised == QUIT:
@@ -385,25 +395,12 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -
             f"{read}: look at the samples in the shard of {named}; `num_workers=0` reproduces it "
             "without a worker"
         )
-    if advice := _OF_FILES.get(first.kind_raised):
+    if advice := ADVICE.get(first.kind_raised):
         return f"{read}; {advice.format(named=named)}"
     return (
         f"{read}, then look for what differs on {named}: code that runs only there, its data "
         "shard, its paths, its environment"
     )
-
-
-_OF_FILES = {
-    "FileNotFoundError": (
-        "if another rank writes the file, call `dist.barrier()` between the write and the read; "
-        "otherwise look for what differs on {named}: its data shard, its paths"
-    ),
-    "FileExistsError": (
-        "where every rank makes this folder or file, one is first and the others fail: use "
-        "`os.makedirs(path, exist_ok=True)`, or make it on one rank and call `dist.barrier()`"
-    ),
-}
-"""What to do about files that one rank does not find, or finds already there."""
 
 
 def _port_fix(run: Run, first: Failure, ranks: tuple[int, ...]) -> str:

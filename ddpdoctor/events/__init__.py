@@ -134,6 +134,7 @@ from .process import (
     SignalSent,
     ThreadFailed,
     TorchLoaded,
+    Unset,
     Watched,
 )
 from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker

@@ -93,6 +93,20 @@ class Relayed(Part, frozen=True):
     frames: tuple[Frame, ...] = ()
 
 
+class Unset(Part, frozen=True):
+    """A variable or attribute that an exception says is missing, and that the program sets under a
+    condition only (part of `ExceptionRaised`).
+
+    Attributes:
+        site: the line that sets it.
+        under: the condition around that line.
+    """
+
+    name: str
+    site: int
+    under: Statement
+
+
 class ExceptionRaised(Event, frozen=True, tag="exception"):
     """An exception left the user's program (or a spawned rank's function).
 
@@ -105,6 +119,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         relayed: the exception of a DataLoader worker that torch raised again here.
         first: the exception that was being handled when this one was raised; the first of a chain.
         still_s: seconds since the rank's last progress; -1 if unknown.
+        unset: what it says is missing, if that is known to be set under a condition.
     """
 
     kind: str
@@ -115,6 +130,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     relayed: Relayed | None = None
     first: Relayed | None = None
     still_s: float = -1.0
+    unset: Unset | None = None
 
     def describe(self) -> str:
         told = self.relayed or self

@@ -21,7 +21,9 @@ from ddpdoctor.events import (
     ProcessStarted,
     RankExiting,
     Relayed,
+    Statement,
     Stopped,
+    Unset,
 )
 from ddpdoctor.probe.recording.code_locations import Sites
 from ddpdoctor.probe.watchers.process.worker_exceptions import relayed
@@ -516,3 +518,24 @@ def test_whose_port_is_in_use(before: list[Event], kind: str, fix: str) -> None:
     (finding,) = found(make_run({0: [*before, *failed], 1: []}, ended={0: 1, 1: None}))
     assert fix in finding.fix
     assert ("MASTER_PORT" in finding.fix) is (fix == "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("UnboundLocalError", "cannot access local variable 'best'"),
+        ("AttributeError", "'NoneType' object has no attribute 'write'"),
+    ],
+)
+def test_a_name_that_is_set_under_a_condition_only(kind: str, message: str) -> None:
+    only = Statement(line=3, text="if rank == 0:", kind="if", test="rank == 0")
+    *sites, error = raised(5.0, kind, message)
+    unset = Unset(name="best", site=2, under=only)
+    error = msgspec.structs.replace(error, unset=unset)
+    lines = [*sites, site(2, "train.py", 4, "best = 1")]
+    (finding,) = found(make_run({0: raised(6, "RuntimeError", CLOSED), 1: [*lines, error]}))
+    assert (finding.rule, finding.ranks) == ("never-set", (1,))
+    assert [r.location.line for r in finding.related] == [4]
+    assert "only under `if rank == 0:`, which did not hold on rank 1" in finding.cause
+    assert ("None here" in finding.cause) is (kind == "AttributeError")
+    assert "before or out of `if rank == 0:`" in finding.fix

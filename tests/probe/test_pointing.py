@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.probe.recording.code_locations import Sites
-from ddpdoctor.probe.source.raising_line import pointed_at
+from ddpdoctor.probe.source.exception_lines import pointed_at
 
 STOPPED = """
 import bdb

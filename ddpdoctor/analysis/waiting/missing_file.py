@@ -20,6 +20,18 @@ _NO_FOLDER = re.compile(r"Parent directory (?P<path>.+) does not exist")
 """What torch.save says."""
 _COUNT = re.compile(r"(?<!\d)\d{1,4}(?!\d)")
 
+ADVICE = {
+    "FileNotFoundError": (
+        "if another rank writes the file, call `dist.barrier()` between the write and the read; "
+        "otherwise look for what differs on {named}: its data shard, its paths"
+    ),
+    "FileExistsError": (
+        "where every rank makes this folder or file, one is first and the others fail: use "
+        "`os.makedirs(path, exist_ok=True)`, or make it on one rank and call `dist.barrier()`"
+    ),
+}
+"""What to do about files that one rank does not find, or finds already there."""
+
 
 @dataclass(frozen=True)
 class MissingFile:

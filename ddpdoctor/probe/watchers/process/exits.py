@@ -19,14 +19,14 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
-from ....events import ExceptionRaised, Frame, RankExiting, Relayed, ThreadFailed
+from ....events import ExceptionRaised, Frame, RankExiting, Relayed, ThreadFailed, Unset
 from ...collectives import call_hooks
 from ...recording import hooks, stack_file
-from ...recording.code_locations import USER
+from ...recording.code_locations import USER, classify
 from ...recording.frames import disguise
 from ...recording.patching import replace
 from ...recording.recorder import Recorder, current_recorder, guarded
-from ...source.raising_line import pointed_at
+from ...source.exception_lines import never_set, pointed_at
 from ...source.statements import enclosing
 from ...training import lifecycle, records
 from .caught_exceptions import raised_at
@@ -303,7 +303,15 @@ def _exception_event(
         relayed=relayed(text, recorder.sites, MESSAGE_LIMIT),
         first=_root_context(recorder, error),
         still_s=round(now - recorder.call_log.ring.progress_at, 3) if recorder.call_log else -1.0,
+        unset=_unset(recorder, error),
     )
+
+
+def _unset(recorder: Recorder, error: BaseException) -> Unset | None:
+    found = never_set(error)
+    if found is None or classify(found.file) != USER:
+        return None
+    return Unset(found.name, recorder.sites.place(found.file, found.line, ""), found.under)
 
 
 def _root_context(recorder: Recorder, error: BaseException) -> Relayed | None:
