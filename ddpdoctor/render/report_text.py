@@ -318,7 +318,7 @@ def gaps(report: Report, *, saved: bool = True) -> list[str]:
         skipped = _reasons("not examined", report.coverage.skipped, saved)
         skipped += _reasons("left out", report.coverage.partly, saved)
     unused = [f"matches nothing: {clean(text)}" for text in report.unused_suppressions]
-    return [*skipped, *(f"missing: {clean(line)}" for line in report.coverage.lost), *unused]
+    return [*skipped, *(f"missing: {clean(line, 600)}" for line in report.coverage.lost), *unused]
 
 
 def suppressed(report: Report) -> list[str]:

@@ -23,6 +23,7 @@ REACH = (
     "start Python without -I, -E and -S and pass PYTHONPATH and DDPDOCTOR_* on, or put "
     "@ddpdoctor.checkup on the training step"
 )
+REPORT_IT = "report this with the run folder"
 DECORATE = "put @ddpdoctor.checkup on the training step"
 
 
@@ -45,6 +46,8 @@ def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
             "nothing that it left behind was given, or could be read",
             "give its dump, its error file or its log as well",
         )
+    if run.probe_error:
+        return f"the doctor's probe could not be loaded there: {run.probe_error}", REPORT_IT
     if rank in run.unrecorded:
         return (
             "the probe was not loaded there (python -I, -E or -S, an environment without "
@@ -77,7 +80,7 @@ def _saw_nothing(rank: Rank) -> tuple[str, str] | None:
     broken = next((t for t in rank.of(ProbeTrouble) if t.part == "hooks" and t.lost), None)
     if broken is not None:
         reason = f"the doctor could not watch torch there ({broken.error})"
-        return reason, "report this with the run folder"
+        return reason, REPORT_IT
     torch = rank.first(TorchLoaded)
     if torch is not None and torch.late:
         return (
@@ -177,6 +180,8 @@ def why_nobody(run: Run) -> str:
             "the records are gone: the run folder, or what was in it, was deleted or moved while "
             "the run went on, or later"
         )
+    if run.probe_error:
+        return f"the doctor's probe could not be loaded: {run.probe_error}; {REPORT_IT}"
     if seen := {e.rank for node in run.nodes.values() for e in node.of(RankSample)}:
         return (
             f"{ranks_text(seen)} ran, and what each recorded (rank-*.jsonl) is gone: deleted or "

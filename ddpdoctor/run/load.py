@@ -91,6 +91,8 @@ class Recording:
             return self.refresh(attempt)
         run.folds = folding.folds
         run.folded = {n: self._like(folding, n, files[n], run) for n in folding.models}
+        if run.missing or not run.ranks:
+            run.probe_error = self.folder.probe_error()
         return run
 
     def _folding(
@@ -181,6 +183,7 @@ def load(folders: Sequence[RunFolder], attempt: int = 0, *, fold: bool = False) 
             nodes[number if number not in nodes else max(nodes) + 1] = node
     joined = Run(joined_info(runs), ranks, nodes, attempt)
     joined.others = tuple(p for run in runs for p in run.others)
+    joined.probe_error = next((run.probe_error for run in runs if run.probe_error), "")
     joined.folded = {n: r for run in runs for n, r in run.folded.items()}
     joined.folds = [fold for run in runs for fold in run.folds]
     return joined

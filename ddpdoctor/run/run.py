@@ -35,11 +35,13 @@ class Run:
         others: processes that were ranks of other groups of the same command.
         folded: ranks of a large run that did what some in `ranks` did, and are not among these; of
             their own they have what they read of the data. folds: which did as which.
+        probe_error: why some process could not load the probe, empty where none is known.
         now: the monotonic time of a look at a run that goes on; None for one that is over.
     """
 
     others: tuple[Rank, ...] = ()
     now: float | None = None
+    probe_error: str = ""
     folded: Mapping[int, Rank] = MappingProxyType({})
     folds: Sequence[Fold] = ()
 

@@ -12,6 +12,7 @@ that claim one rank do not share a file: the second writes `rank-<R>.pid-<P>.jso
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -32,6 +33,9 @@ LONGEST_LINE = 4 * 1024 * 1024
 
 _RANK_FILE = re.compile(r"rank-(\d+)(?:\.pid-(\d+))?\.jsonl")
 _NODE_FILE = re.compile(r"node-(\d+)\.jsonl")
+_PROBE_ERRORS = re.compile(r"probe-errors-(\d+)\.txt")
+_LAST_LINE = 2000
+"""Bytes at the end of a file in which its last line is looked for."""
 _RESTART_FOLDER = re.compile(r"restart-(\d+)")
 _NUMBER = re.compile(r"\d{1,7}")
 
@@ -147,6 +151,16 @@ class RunFolder:
 
     def node_files(self) -> list[tuple[int, Path]]:
         return [(int(m[1]), p) for m, p in _children(self.path, _NODE_FILE)]
+
+    def probe_error(self) -> str:
+        """The last line of the first traceback that a process left because it could not load the
+        probe; empty where none did."""
+        for _, path in _children(self.path, _PROBE_ERRORS):
+            with contextlib.suppress(OSError):
+                lines = path.read_bytes()[-_LAST_LINE:].decode(errors="replace").split("\n")
+                if said := next((line for line in reversed(lines) if line.strip()), ""):
+                    return printable(said.strip())
+        return ""
 
     def clock_ahead_s(self) -> float:
         """By how much this node's wall clock is ahead of the first node's, by what that has

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from recordings import make_run, torch_loaded
+from recordings import make_run, torch_loaded, write_folder
 from toys import ToyQuiet
 
 from ddpdoctor import render
 from ddpdoctor.events import Event, GroupReady, ProbeTrouble, RankExiting
+from ddpdoctor.report.coverage import why_nobody
 from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.run import load
+from ddpdoctor.storage.run_folder import RunFolder
 
 LEAVES = RankExiting(at=1, how="return")
 PAST_THE_HOOK = RankExiting(at=1, how="return", torch_imported=True)
@@ -57,3 +62,17 @@ def test_ranks_that_a_fake_group_pretends_to_have() -> None:
     (unobserved,) = report.coverage.unobserved
     assert unobserved.ranks == (1,)
     assert "there is no such process" in unobserved.reason
+
+
+def test_a_probe_that_could_not_be_loaded(tmp_path: Path) -> None:
+    said = "Traceback (most recent call last):\n  ...\nImportError: no \x1b[31mmsgspec\n"
+    for name, known in (("some", {0: [torch_loaded(), LEAVES]}), ("none", {})):
+        write_folder(tmp_path / name, known, world_size=2)
+        (tmp_path / name / "probe-errors-7.txt").write_text(said)
+    some = load([RunFolder(tmp_path / "some")])
+    (unobserved,) = diagnose(some, [ToyQuiet()]).coverage.unobserved
+    assert unobserved.ranks == (1,)
+    none = why_nobody(load([RunFolder(tmp_path / "none")]))
+    for text in (unobserved.reason, none):
+        assert "could not be loaded" in text and "ImportError: no" in text
+        assert "\x1b" not in text and "PYTHONPATH" not in text

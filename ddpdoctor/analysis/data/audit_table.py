@@ -131,7 +131,8 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str | None:
         return "in order"
     before = next((a for a in made if a.number == audit.number - 1), None)
     if before is None:
-        return "shuffled"
+        own = (e.seen.own_order or e.seen.batch_sampler for e in audit.epochs.values())
+        return "own" if any(own) else "shuffled"
     last = {r: e.ended for r, e in before.epochs.items() if e.ended is not None}
     same = [r for r, e in ends.items() if r in last and same_order(last[r], e, FEWEST_TO_ORDER)]
     if not same:
