@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpdoctor.analysis.replicas import uncompared
@@ -15,10 +16,12 @@ from ddpdoctor.analysis.replicas.replicas import (
     needs_copies,
     replicas,
 )
-from ddpdoctor.events import Loaded, ScalerStep
+from ddpdoctor.events import Loaded, ScalerStep, ShardScales
 from ddpdoctor.report.declarations import COPIES_DIFFER, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
-from ddpdoctor.run import Location, Run, equal_ranks, odd_ones, ranks_do, ranks_text
+from ddpdoctor.run import Location, Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
+
+UNEVEN = "uneven-backwards"
 
 Events = dict[int, list[ScalerStep]]
 """Records of one scaler, by rank."""
@@ -34,6 +37,7 @@ UNEQUAL_SCALERS = "unequal-scalers"
 NOT_AVERAGED = "skip-not-averaged"
 CHANGED_AFTER = "skip-changed-after-averaging"
 UNEQUAL_SKIPS = "unequal-skips"
+OWN_SHARDS = "skip-by-own-shards"
 
 CREATED_DIFFERENTLY = (
     "the scalers were created or loaded differently, or did not see the same steps"
@@ -49,7 +53,40 @@ CALL_BOTH = (
     "call `scaler.step(optimizer)` and `scaler.update()` on every rank after every backward, also "
     "for a batch that is to be skipped (no early `return` or `continue` on some ranks only)"
 )
+SHARDED_SCALER = (
+    "use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, which lets all ranks "
+    "agree on what to skip"
+)
 AGREE = "agree on what to skip: `dist.all_reduce(bad, op=dist.ReduceOp.MAX)`"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model that is sharded over ranks (`fully_shard`, FSDP)."""
+
+    rank: Rank
+    optimizer: int
+
+    @property
+    def last_step(self) -> int:
+        """Of the optimizer, -1 where it took none."""
+        return self.rank.steps_of(self.optimizer) - 1
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of a model, as one optimizer trains it, by global rank."""
+
+    members: dict[int, Shard]
+    left_out: str = ""
+
+
+Group = Replicas | Shards
+
+
+def _of_one_model(run: Run) -> str | None:
+    """Why no scalers are compared: ranks with copies or shards of one model step together."""
+    return None if _shards(run) else needs_copies(run)
 
 
 class GradScalerSkew(Check):
@@ -59,6 +96,9 @@ class GradScalerSkew(Check):
     `GradScaler`s whose scale differs between ranks at the same step; steps that some ranks skip for
     infinite gradients and others take; `scaler.step` calls that some ranks omit while those of the
     others skip, so that only the others' scale falls.
+
+    This also holds for the shards of one model (`fully_shard`, `FullyShardedDataParallel`), which
+    all ranks must step or skip together.
 
     ## How it knows
     Each rank records every `GradScaler.step` whose scale changed and every step it skipped. Calls
@@ -93,12 +133,17 @@ class GradScalerSkew(Check):
         UNEQUAL_SCALERS: "the scales differ from the first comparison on",
         NOT_AVERAGED: "some ranks skip a step whose gradients were not averaged",
         CHANGED_AFTER: "some ranks skip a step whose gradients were changed after DDP's average",
+        OWN_SHARDS: "some ranks skip a step of a sharded model: each judges by its own shards",
         UNEQUAL_SKIPS: "some ranks skip a step; whether its gradients were averaged is not known",
     }
-    requires = (seen(ScalerStep, otherwise="no enabled GradScaler was used"), needs_copies)
+    requires = (seen(ScalerStep, otherwise="no enabled GradScaler was used"), _of_one_model)
     effects = (
         # A rank that skips is one step behind from then on, and so is its schedule.
         Effect((*COPIES_DIFFER, "hyperparameter-skew"), when=(When.STEP_NOT_BEFORE,)),
+        # Skipped steps are none: their backwards count for the step that follows.
+        Effect(("unsynced-step",), rules=(UNEVEN,), when=(When.STEP_NOT_BEFORE,)),
+        # Shards are unscaled by scales of their own.
+        Effect(("clip-before-sync",), of=(OWN_SHARDS, UNEQUAL_UPDATES, UNEQUAL_SCALERS)),
     )
 
     def left_out(self, run: Run) -> str | None:
@@ -106,14 +151,15 @@ class GradScalerSkew(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         first: dict[tuple[int, ...], Finding] = {}
-        for group in replicas(run):
+        groups: list[Group] = [*replicas(run), *_shards(run)]
+        for group in groups:
             members = tuple(group.members)
             for finding in self._judge(group) if not group.left_out else ():
                 if members not in first or finding.at < first[members].at:
                     first[members] = finding
         yield from united(first.items())
 
-    def _judge(self, group: Replicas) -> Iterator[Finding]:
+    def _judge(self, group: Group) -> Iterator[Finding]:
         optimizer = {n: m.optimizer for n, m in group.members.items()}
         events = {
             n: [e for e in m.rank.of(ScalerStep) if e.optimizer in (optimizer[n], -1)]
@@ -129,7 +175,7 @@ class GradScalerSkew(Check):
                 yield found
                 return
 
-    def _missed_call(self, group: Replicas, missed: MissedScalerCalls) -> Finding:
+    def _missed_call(self, group: Group, missed: MissedScalerCalls) -> Finding:
         rank, call = group.members[missed.by].rank, missed.call
         return self.finding(
             rule=MISSED_CALL,
@@ -151,7 +197,7 @@ class GradScalerSkew(Check):
             at=rank.wall(call.at),
         )
 
-    def _compare(self, group: Replicas, events: Events) -> Finding | None:
+    def _compare(self, group: Group, events: Events) -> Finding | None:
         """The first call at which scales, or skips, differ."""
         reported = {n: {e.call: e for e in mine} for n, mine in events.items()}
         last: dict[int, ScalerStep] = {}
@@ -171,7 +217,7 @@ class GradScalerSkew(Check):
         return None
 
     def _unequal_scales(
-        self, group: Replicas, events: Events, call: int, scales: dict[int, float | None]
+        self, group: Group, events: Events, call: int, scales: dict[int, float | None]
     ) -> Finding:
         number, event = next((n, e) for n, m in events.items() for e in m if e.call == call)
         stepped = group.members[number].rank.location(event.site)
@@ -202,7 +248,7 @@ class GradScalerSkew(Check):
         )
 
     def _unequal_skips(
-        self, group: Replicas, events: Events, call: int, skips: dict[int, bool]
+        self, group: Group, events: Events, call: int, skips: dict[int, bool]
     ) -> Finding:
         number, event = next((n, e) for n, m in events.items() for e in m if e.call == call)
         skipping = tuple(n for n, skipped in skips.items() if skipped)
@@ -226,12 +272,23 @@ class GradScalerSkew(Check):
         )
 
 
+def _shards(run: Run) -> list[Shards]:
+    """Models whose parameters are sharded over ranks, as their optimizers train them."""
+    found: dict[tuple[tuple[int, ...], int], dict[int, Shard]] = {}
+    for number, rank in run.ranks.items():
+        for event in rank.of(ShardScales):
+            if number in event.ranks:
+                mine = found.setdefault((event.ranks, event.optimizer), {})
+                mine[number] = Shard(rank, event.optimizer)
+    return [Shards(members) for members in found.values() if len(members) > 1]
+
+
 def _scales(scales: Mapping[int, float | None]) -> str:
     """`16 on rank 0, 32 on rank 1`."""
     return ", ".join(f"{v:g} on rank {n}" for n, v in scales.items() if v is not None)
 
 
-def _set_by_program(group: Replicas, events: Events, call: int) -> Cause | None:
+def _set_by_program(group: Group, events: Events, call: int) -> Cause | None:
     """A line sets the scale right before the call, on some ranks or differently."""
     latest = {n: [e for e in mine if e.call <= call][-1:] for n, mine in events.items()}
     found = {n: e[0] for n, e in latest.items() if e and e[0].set_site >= 0}
@@ -251,7 +308,7 @@ def _set_by_program(group: Replicas, events: Events, call: int) -> Cause | None:
     )
 
 
-def _loaded(group: Replicas, events: Events, call: int) -> Cause | None:
+def _loaded(group: Group, events: Events, call: int) -> Cause | None:
     """Some ranks load a scaler's state before the call, the others do not."""
     loads: dict[int, list[int]] = {}
     for n, mine in events.items():
@@ -278,11 +335,13 @@ def _updated_differently(events: Events, call: int, stepped: Location | None) ->
     return Cause(rule, text, fix, "the scale differs between ranks", stepped)
 
 
-def _infinite_on_some(
-    group: Replicas, step: int, skipping: tuple[int, ...]
-) -> tuple[str, str, str]:
+def _infinite_on_some(group: Group, step: int, skipping: tuple[int, ...]) -> tuple[str, str, str]:
     """Why only these ranks skip, and what to do about it: the rule, the cause and the fix."""
     cause = "gradients are infinite on some ranks only: "
+    if isinstance(group, Shards):
+        cause += "each rank has its own shards of the averaged gradients, and looks for infinity "
+        cause += "in these only"
+        return OWN_SHARDS, cause, SHARDED_SCALER
     kinds = {k for m in group.members.values() for k in _GRADIENTS if step in by_step(m, k, 1)}
     if kinds == {"local"}:
         fix = "average them before the step: run backward outside `no_sync()`, through the wrapper"
@@ -309,7 +368,7 @@ def _scale(events: list[ScalerStep], call: int) -> float | None:
     return known[-1] if known else None
 
 
-def _differing(group: Replicas, events: Events, since: ScalerStep) -> Steps:
+def _differing(group: Group, events: Events, since: ScalerStep) -> Steps:
     """The steps from `since` on at which the scales differ, up to the last that all ranks took. A
     scale that grows sooner may be equal for a while in between."""
     later = {e.call: e.step for mine in events.values() for e in mine if e.call >= since.call}
@@ -326,7 +385,7 @@ def _differing(group: Replicas, events: Events, since: ScalerStep) -> Steps:
     return Steps(spans[0].start, spans[-1].stop - 1, sum(map(len, spans)))
 
 
-def _all_came(group: Replicas, events: Events, call: int) -> bool:
+def _all_came(group: Group, events: Events, call: int) -> bool:
     """Whether every rank got as far as this call, as its last steps and skips tell."""
     for number, member in group.members.items():
         before = events[number][0].step if events[number] else 0

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from ddpdoctor.checks.drift.grad_scaler_skew import GradScalerSkew
+from recordings import make_run, site, steps
 from replicas import LINE, OTHER, digests, run_of
 
-from ddpdoctor.events import Loaded, ScalerStep
+from ddpdoctor.events import Loaded, ScalerStep, ShardScales
 from ddpdoctor.probe.training.backwards import Backwards
 from ddpdoctor.probe.training.optimizers import Optimizers
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
@@ -39,6 +40,22 @@ def test_scales_that_were_alike_at_first():
     run = run_of({n: [scale(0, 8.0 + n)] for n in (0, 1)})
     (finding,) = GradScalerSkew().examine(run)
     assert finding.rule == "unequal-scalers"
+
+
+def test_shards_of_one_model_step_together():
+    def sharded(skips, *, over=((0, 1), (0, 1))):
+        def events(rank):
+            known = ShardScales(at=0, optimizer=0, step=1, ranks=over[rank], factors=(1.0,))
+            mine = [scale(0, 8.0), *([scale(2, 8.0, skipped=True)] if skips[rank] else [])]
+            return [site(LINE, "train.py", 33, "scaler.step()"), *mine, known, *steps(8)]
+
+        return list(GradScalerSkew().examine(make_run({n: events(n) for n in (0, 1)})))
+
+    (finding,) = sharded((False, True))
+    assert (finding.rule, finding.ranks) == ("skip-by-own-shards", (1,))
+    assert "ShardedGradScaler" in finding.fix
+    assert not sharded((True, True))
+    assert not sharded((False, True), over=((0,), (1,)))  # each rank has a model of its own
 
 
 def test_a_step_that_one_rank_skips():
