@@ -183,8 +183,8 @@ class OuterStateTaken(Event, frozen=True, tag="outer-state-taken"):
 
 
 class MeshModel(Event, frozen=True, tag="mesh-model"):
-    """An optimizer that is about to take its first step holds DTensors: parameters that are sharded
-    or replicated over a device mesh.
+    """An optimizer that is about to take its first step holds DTensors, or the tensors of
+    `FullyShardedDataParallel`: parameters that are sharded or replicated over a device mesh.
 
     Attributes:
         kind: class name of the model, empty if unknown; `site` the line that made it.
@@ -197,6 +197,8 @@ class MeshModel(Event, frozen=True, tag="mesh-model"):
             inputs (tensor parallelism): sharded, but not by `fully_shard`.
         parted: this rank sends to others, as the stages of a pipeline do.
         step_site: the line of the optimizer's step.
+        flat: they are those of `FullyShardedDataParallel`: several parameters in one tensor, which
+            has the name of the first.
     """
 
     optimizer: int
@@ -211,6 +213,7 @@ class MeshModel(Event, frozen=True, tag="mesh-model"):
     split: tuple[str, ...]
     parted: bool
     step_site: int
+    flat: bool = False
 
     RANKS = ("ranks",)
 

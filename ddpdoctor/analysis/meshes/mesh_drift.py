@@ -146,6 +146,11 @@ class Apart:
             )
         mesh = self._mesh()
         group = f"group={mesh}.get_group()"
+        if self.from_start and self.copies.any.flat:
+            return (
+                "make the model from the same seed on all ranks, or have it sent once: "
+                "`FullyShardedDataParallel(model, sync_module_states=True, ...)` (on a GPU)"
+            )
         if self.from_start:
             return (
                 "make the model from the same seed on these ranks, or send it once: `dist."

@@ -233,6 +233,25 @@ def has_context(index: int) -> bool:
         return False
 
 
+FULLY_SHARDED = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def replicated_over(
+    wrapper: Any, ranks: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of `FullyShardedDataParallel` with a process group of these ranks: the ranks that hold the
+    same part of its parameters as this one, and those that hold the parts of one copy."""
+    import torch.distributed as dist
+
+    this = (dist.get_rank(),)
+    if wrapper.sharding_strategy.name == "NO_SHARD":
+        return ranks, this
+    between = getattr(wrapper, "_inter_node_pg", None)
+    if between is None or not wrapper.sharding_strategy.name.lstrip("_").startswith("HYBRID"):
+        return this, ranks
+    return group_ranks(between), ranks
+
+
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of the members of a group."""
     import torch.distributed as dist

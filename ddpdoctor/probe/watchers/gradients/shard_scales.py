@@ -21,7 +21,7 @@ from ...recording.devices import HostCopy, hands_off, out_of_patience
 from ...recording.hooks import Subscriptions
 from ...recording.import_hooks import when_imported
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import group_ranks, placements, shard
+from ...recording.torch_compat import FULLY_SHARDED, group_ranks, placements, shard
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
 from ...source.inplace_writes import inplace_statements
@@ -34,8 +34,6 @@ from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
 from .edits_after_wrap import Line, user_lines
 from .limits import LEAST_VALUES, LOOKED_AT, SHARDS_LOOKED_AT, SPANS_AT_MOST, TRACED_AT_MOST
-
-FULLY_SHARDED = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 class _Shards:
