@@ -7,12 +7,19 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.data.division import Division
 from ddpdoctor.analysis.data.epoch_audit import Audit
-from ddpdoctor.analysis.data.loader_check import LoaderCheck, figures, related, spelled, use
+from ddpdoctor.analysis.data.loader_check import (
+    LoaderCheck,
+    by_accelerate,
+    figures,
+    related,
+    spelled,
+    use,
+)
 from ddpdoctor.analysis.data.loader_faults import sound_divisions
 from ddpdoctor.analysis.data.loaders import Loader, Reader, in_order, loaders
 from ddpdoctor.analysis.data.parts import selected
 from ddpdoctor.analysis.data.thresholds import SMALL_TAIL
-from ddpdoctor.events import LoaderSeen, ProgramSeen
+from ddpdoctor.events import LoaderSeen
 from ddpdoctor.report.findings import Finding, Severity
 from ddpdoctor.run import Run, plural, some
 
@@ -80,10 +87,6 @@ class SamplerDropsTail(LoaderCheck):
         """The finding that samples are divided twice, from an epoch that shows it."""
         reader = division.readers[0]
         seen, read = reader.seen, audit.distinct * audit.sampled
-        versions = (e.versions for e in reader.rank.of(ProgramSeen))
-        accelerate = seen.batch_sampler == "BatchSamplerShard" and any(
-            "accelerate" in v for v in versions
-        )
         return self.of_reader(
             reader,
             rule="divided-twice",
@@ -98,7 +101,7 @@ class SamplerDropsTail(LoaderCheck):
             f"{seen.batch_sampler} delivers one in {seen.replicas} of these",
             fix="make the loader without a sampler (`shuffle=True` to shuffle): "
             "`Accelerator.prepare` divides it"
-            if accelerate
+            if by_accelerate(reader)
             else f"divide once: remove {seen.sampler}, or the division in {seen.batch_sampler}",
             evidence={
                 **figures(audit),

@@ -8,6 +8,7 @@ from typing import ClassVar, cast
 from ddpdoctor.analysis.data.fault import LoaderFault
 from ddpdoctor.analysis.data.loader_check import (
     LoaderCheck,
+    by_accelerate,
     dataset,
     figures,
     no_loader,
@@ -170,7 +171,12 @@ class SamplerRankMismatch(LoaderCheck):
             if distributed
             else ("each of them shuffles in an order of its own")
         )
-        made = reader.sampler_at or reader.made_at
+        again = reader.seen.batch_sampler
+        if not again or any(len({given[n] for n in line}) > 1 for line in lines):
+            again = ""
+        if again:
+            apart = f"{again} divides the batches of their sampler over all ranks once more"
+        made = (None if again else reader.sampler_at) or reader.made_at
         shown = (one for one in related(reader, sampler=False) if one.location != made)
         return self.of_reader(
             reader,
@@ -183,7 +189,9 @@ class SamplerRankMismatch(LoaderCheck):
             f"split between them over {over}",
             cause=f"layers are split over {over}, so that its ranks compute parts of one result "
             f"and need equal inputs, but {apart}; gradients of what they hold alike differ",
-            fix=(
+            fix=_once(reader)
+            if again
+            else (
                 f"`DistributedSampler(dataset, num_replicas={named}.size(), "
                 f"rank={named}.get_local_rank())`, which divides the data over the other ranks only"
                 if rest
@@ -233,6 +241,15 @@ class SamplerRankMismatch(LoaderCheck):
             fix=_fix(reader, smaller=smaller),
             evidence={"(num_replicas, rank)": given, **figures(audit)},
         )
+
+
+def _once(reader: Reader) -> str:
+    """What to do about a batch sampler that divides what the sampler already divides."""
+    if by_accelerate(reader):
+        return (
+            "do not pass this loader to `Accelerator.prepare`: its sampler already divides the data"
+        )
+    return f"leave out {reader.seen.batch_sampler}: the sampler already divides the data"
 
 
 def _fix(reader: Reader, *, smaller: bool) -> str:

@@ -214,7 +214,6 @@ def _fix(
     what, where = ("it", "it is") if alone else ("all of them", "they are")
     return (
         f"use {what} on every rank{also}, with weight zero where {where} not needed: "
-        "`loss = loss + 0.0 * sum(p.sum() for p in "
-        f"{parts[0].code(f'{wrapper}.module') if alone else wrapper}.parameters())`; "
+        f"`loss = loss + 0.0 * sum(p.sum() for p in {wrapper}.parameters())`; "
         f"or {ddp.unused}"
     )

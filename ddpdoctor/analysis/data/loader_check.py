@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
-from ...events import LoaderSeen, OptimizerSeen, ProbeTrouble, Watched
+from ...events import LoaderSeen, OptimizerSeen, ProbeTrouble, ProgramSeen, Watched
 from ...report.findings import (
     Check,
     Confidence,
@@ -127,6 +127,14 @@ class LoaderCheck(Check):
 def seeded_here(seeding: Seeding | None) -> tuple[Related, ...]:
     """The line that seeds all ranks alike."""
     return (Related("seeded alike on these ranks", seeding.line),) if seeding is not None else ()
+
+
+def by_accelerate(reader: Reader) -> bool:
+    """Whether `Accelerator.prepare` has put a batch sampler of its own into the loader, which gives
+    each rank its part of the batches."""
+    versions = (e.versions for e in reader.rank.of(ProgramSeen))
+    ours = reader.seen.batch_sampler == "BatchSamplerShard"
+    return ours and any("accelerate" in v for v in versions)
 
 
 def doubt(fault: LoaderFault) -> str:
