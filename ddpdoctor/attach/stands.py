@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..events import STOPPED_STATES
 from ..events.operations import OPERATIONS
 from ..run import Location
 from .locks import same, waited_for
@@ -29,9 +30,6 @@ through many calls, and was seen in the same one twice, wakes in each of them. I
 
 READS = (".item()", ".cpu()", ".tolist()", ".synchronize()", ".numpy()", ".wait()")
 """In the text of a line: it waits for a device, or for an asynchronous collective."""
-
-STOPPED = ("T", "t")
-"""States of a process that a signal, or a debugger, has stopped."""
 
 _JOBS = ("collective", "backward", "init", "loader", "device")
 """What tells the thread that trains from others, the surest first."""
@@ -92,7 +90,7 @@ class Stand:
 
     @property
     def stopped(self) -> bool:
-        return self.rank.state in STOPPED
+        return self.rank.state in STOPPED_STATES
 
     @property
     def goes_on(self) -> bool:
@@ -131,7 +129,7 @@ class Stand:
     @property
     def state(self) -> str:
         """The state of its process as far as it matters: empty for any that runs or sleeps."""
-        return self.rank.state if self.rank.state in (*STOPPED, "Z", "D", "") else "S"
+        return self.rank.state if self.rank.state in (*STOPPED_STATES, "Z", "D", "") else "S"
 
 
 def stand_of(rank: RankLook) -> Stand:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..events import STOPPED_STATES
 from ..report.findings import Confidence, Finding, FixKind, Related, Severity
 from ..run import Location, counted, fold_ranks, listed, ranks_do, ranks_text, some
 from .locks import same
 from .own import is_own, short
 from .records import JobLook, Worker
-from .stands import BUSY, MESSAGES, STOPPED, WAKES, Awaited, Stand, stand_of
+from .stands import BUSY, MESSAGES, WAKES, Awaited, Stand, stand_of
 
 LOOK_LONGER = "look again for longer, with `ddpdoctor attach --seconds 30`"
 
@@ -327,7 +328,7 @@ def _loader(loading: Sequence[Stand], waiting: Sequence[Stand]) -> Finding:
 
 def _of_workers(workers: Sequence[Worker]) -> tuple[str, str]:
     """Why there is no batch, and what to do."""
-    stopped = [str(w.pid) for w in workers if w.state in STOPPED]
+    stopped = [str(w.pid) for w in workers if w.state in STOPPED_STATES]
     ended = [str(w.pid) for w in workers if w.state in ("Z", "")]
     if stopped:
         which = f"{'worker' if len(stopped) == 1 else 'workers'} {listed(stopped)}"

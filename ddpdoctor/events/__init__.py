@@ -105,6 +105,7 @@ from .model import (
     ZeroGradients,
 )
 from .node import (
+    STOPPED_STATES,
     ChildMemory,
     ExaminedInside,
     MemoryLimit,

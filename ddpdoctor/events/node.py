@@ -126,6 +126,10 @@ class ExaminedInside(Event, frozen=True, tag="examined-inside"):
     folder: str
 
 
+STOPPED_STATES = ("T", "t")
+"""Letters of `/proc/<pid>/stat` for a process that a signal, or a debugger, has stopped."""
+
+
 class ProcessState(Event, frozen=True, tag="process-state"):
     """A rank's process was found stopped or a zombie, or running again after that.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..events import (
     SCHEMA,
+    STOPPED_STATES,
     ChildMemory,
     Event,
     MemoryLimit,
@@ -312,7 +313,7 @@ class Monitor:
                 continue
             if stat.state == "Z":
                 watched.exit_code = stat.exit_code
-            odd = ("T", "t", "Z")
+            odd = (*STOPPED_STATES, "Z")
             if stat.state != watched.state and (stat.state in odd or watched.state in odd):
                 self._write(
                     ProcessState(

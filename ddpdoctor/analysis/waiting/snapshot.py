@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...events import (
+    STOPPED_STATES,
     Event,
     ExceptionRaised,
     MonitorStarted,
@@ -93,7 +94,7 @@ class RankSnapshot:
     @property
     def stopped(self) -> bool:
         """Whether a signal or a debugger has stopped the process."""
-        return self.stood is not None and self.stood.state in ("T", "t")
+        return self.stood is not None and self.stood.state in STOPPED_STATES
 
     @property
     def cpu(self) -> float | None:
