@@ -1,5 +1,6 @@
 """Which calls that seed a global random generator are recorded."""
 
+import pickle
 import random
 
 import numpy
@@ -53,3 +54,8 @@ def test_no_more_than_a_few(recorded):
     for seed in range(2 * RECORDED):
         torch.manual_seed(seed)
     assert len(recorded()) == RECORDED
+
+
+def test_the_functions_can_still_be_pickled(recorded):
+    for function in (random.seed, numpy.random.seed, torch.manual_seed):
+        assert pickle.loads(pickle.dumps(function)) is function

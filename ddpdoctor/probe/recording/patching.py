@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 from .frames import disguise, named, unframe
@@ -164,6 +164,10 @@ def around(
     if not _wrappers:
         _wrappers.append(wrapper)
     wrapper.__ddpdoctor__ = True  # type: ignore[attr-defined]
+    if isinstance(holders[0], ModuleType) and isinstance(original, (MethodType, BuiltinMethodType)):
+        wrapper.__qualname__ = (
+            name  # pickled by name, as `random.seed`, a method of a hidden object
+        )
     new = uncompiled(wrapper, within=False) if traced else wrapper
     for holder in holders:
         if vars(holder).get(name) is original:
