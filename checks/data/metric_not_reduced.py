@@ -14,6 +14,7 @@ from ddpdoctor.events import (
     ComparedValue,
     FileWritten,
     MetricUsed,
+    ResultDropped,
     SaveDecided,
     SchedulerStep,
     TotalDivided,
@@ -28,6 +29,7 @@ DIVIDED = "divided-by-all"
 SCHEDULED = "decides-the-schedule"
 ONE_RANK = "reduced-to-one-rank"
 NEVER = "never-reduced"
+UNUSED = "result-not-used"
 
 ROUNDING = 1e-6
 """Relative difference up to which values count as equal."""
@@ -58,7 +60,8 @@ class MetricNotReduced(Check):
     ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`),
     what `ReduceLROnPlateau.step` is given, or when a framework stops. Also a sum over one rank's
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
-    number of ranks.
+    number of ranks. And an `all_reduce` of a copy whose result nobody uses: what follows is this
+    rank's own.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
@@ -73,6 +76,9 @@ class MetricNotReduced(Check):
     Where nothing is seen to be decided, and no rank reduces or gathers any value in an evaluation
     that is divided between ranks, or after it, that is a note: what is printed of it is the result
     of one rank's share.
+    The source around each `all_reduce` tells whether it is made in a copy (`torch.tensor(x)`,
+    `x.clone()`, `x / n`) that is used for nothing else, or returned to a caller that drops it; it
+    is reported where this happens at least twice after the first optimizer step.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.
@@ -106,6 +112,7 @@ class MetricNotReduced(Check):
         SAVED: "a file is saved or not by a metric that differs between ranks",
         DIVIDED: "a sum over one rank's share is divided by the number of samples of all ranks",
         STOPPED: "training ends or goes on by a metric that differs between ranks",
+        UNUSED: "values are reduced in a copy, and the copy is not used",
         NEVER: "an evaluation is divided between ranks, and no values are exchanged for it",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
@@ -115,14 +122,14 @@ class MetricNotReduced(Check):
     def unobserved(self, run: Run) -> str | None:
         if (why := super().unobserved(run)) is not None:
             return why
-        if run.any(TotalDivided):
+        if run.any(TotalDivided) or run.any(ResultDropped):
             return None
         if not _evaluations(run):
             return "no evaluation was seen to be divided between ranks"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        found = list(self._divided(run))
+        found = [*self._divided(run), *self._dropped(run)]
         evaluations = _evaluations(run)
         if evaluations:
             found += self._schedules(run, evaluations[0])
@@ -176,6 +183,36 @@ class MetricNotReduced(Check):
                         },
                         at=reader.rank.wall(event.at),
                     )
+
+    def _dropped(self, run: Run) -> Iterator[Finding]:
+        """Reductions whose results nobody uses."""
+        lines: dict[Location, dict[int, ResultDropped]] = {}
+        for number, rank in run.ranks.items():
+            for event in rank.of(ResultDropped):
+                if (line := rank.location(event.dropped_site)) is not None:
+                    lines.setdefault(line, {})[number] = event
+        for line, events in lines.items():
+            rank, event = next((run.ranks[n], e) for n, e in events.items())
+            reduced = rank.location(event.site)
+            away = reduced is not None and reduced != line
+            yield self.finding(
+                rule=UNUSED,
+                ranks=tuple(events),
+                subjects=(event.name,),
+                location=line,
+                label="drops what it returns"
+                if away
+                else f"nothing uses `{event.name}` after this",
+                related=(Related("reduces the copy", reduced),) if away and reduced else (),
+                summary=f"the result of an all_reduce is not used: `{event.name}` is a copy, and "
+                "what it was copied from keeps this rank's own values",
+                cause="`all_reduce` changes the tensor that it is given, which is a copy here",
+                fix=f"use what it returns: `x = {line.source.strip()}`"
+                if away
+                else f"use `{event.name}` after the call, in place of what it was copied from",
+                fix_kind=FixKind.TEMPLATE,
+                at=rank.wall(event.at),
+            )
 
     def _never_reduced(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
         """Evaluations whose results no rank exchanges with another one."""
@@ -441,8 +478,7 @@ def _unreduced(
 
 def _at(table: Mapping[int, float], step: int) -> float | None:
     """The value at a step, of which only changes are on record; None before the first."""
-    known = [s for s in table if s <= step]
-    return table[max(known)] if known else None
+    return table[max(known)] if (known := [s for s in table if s <= step]) else None
 
 
 def _exchanged(rank: Rank, steps: list[int], ops: Set[str]) -> bool:

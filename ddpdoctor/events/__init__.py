@@ -29,6 +29,7 @@ from .calls import (
     MessageSize,
     ObjectsGathered,
     Place,
+    ResultDropped,
     SharedOutputs,
     Signature,
     Statement,

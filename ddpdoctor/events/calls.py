@@ -274,6 +274,22 @@ class GatheredWhole(Event, frozen=True, tag="gathered-whole"):
     by: str = ""
 
 
+class ResultDropped(Event, frozen=True, tag="result-dropped"):
+    """A copy of values is all-reduced in place, and nothing uses it afterwards. Recorded the second
+    time that a line does so.
+
+    Attributes:
+        name: of the variable; `site` the line of the collective.
+        dropped_site: the line that drops the result.
+        step: optimizer steps of this process before it.
+    """
+
+    name: str
+    site: int
+    dropped_site: int
+    step: int
+
+
 class SharedOutputs(Event, frozen=True, tag="shared-outputs"):
     """Tensors of the list that a collective writes to are one tensor, and the program reads the
     list afterwards. Recorded the first time that a line makes such a call.

@@ -1,6 +1,10 @@
 """DDP512 on literal events."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 from ddpdoctor.checks.data.metric_not_reduced import MetricNotReduced
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from readers import loader, prologue
@@ -12,6 +16,7 @@ from ddpdoctor.events import (
     ComparedValue,
     Logged,
     MetricUsed,
+    ResultDropped,
     SaveDecided,
     SchedulerStep,
     Signature,
@@ -19,6 +24,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.probe.source import comparisons
 from ddpdoctor.probe.source.call_resolver import Scope, resolve
+from ddpdoctor.probe.source.passthrough import dropped
 
 COMPARE, SAVE, VALIDATE, STEP = 11, 12, 13, 14
 LINES = [
@@ -337,3 +343,82 @@ def test_a_sum_that_is_divided_by_the_samples_of_all_ranks():
 )
 def test_sums_that_are_divided_rightly(read, more):
     assert totalled(read, **more) == []
+
+
+@pytest.mark.parametrize(("dropped_at", "fix"), [(SAVE, "`x = torch.save("), (COMPARE, "use `t`")])
+def test_a_result_that_nobody_uses(dropped_at, fix):
+    event = ResultDropped(at=0, name="t", site=COMPARE, dropped_site=dropped_at, step=4)
+    run = make_run({n: [*prologue(2), *LINES, event] for n in range(2)})
+    assert MetricNotReduced().unobserved(run) is None
+    (finding,) = judged(run)
+    assert (finding.rule, finding.ranks) == ("result-not-used", (0, 1))
+    assert finding.location.line == (32 if dropped_at == SAVE else 30)
+    assert [r.location.line for r in finding.related] == [30] * (dropped_at == SAVE)
+    assert fix in finding.fix
+
+
+PROGRAM = """
+def returned(value):
+    t = torch.tensor(value)
+    t /= 2
+    dist.all_reduce(t)
+    return t
+def cloned(loss):
+    logged = loss.clone()
+    dist.all_reduce(logged)
+    log(loss)
+def alias(loss):
+    logged = loss.detach()
+    dist.all_reduce(logged)
+def read(loss):
+    logged = loss.clone()
+    dist.all_reduce(logged)
+    log(logged.item())
+def kept(loss):
+    logged = loss.clone()
+    every.append(logged)
+    dist.all_reduce(logged)
+def constant(device):
+    t = torch.tensor([1.0], device=device)
+    dist.all_reduce(t)
+def handed(t):
+    dist.all_reduce(t)
+def passed_on(value):
+    return returned(value)
+def drops(value):
+    returned(value)
+def drops_later(value):
+    passed_on(value)
+def uses(value):
+    x = passed_on(value)
+"""
+
+
+@pytest.mark.parametrize(
+    ("called", "told"),
+    [
+        ("returned", None),
+        ("drops", ("t", "returned(value)")),
+        ("drops_later", ("t", "passed_on(value)")),
+        ("uses", None),
+        ("cloned", ("logged", "dist.all_reduce(logged)")),
+        ("alias", None),
+        ("read", None),
+        ("kept", None),
+        ("constant", None),
+        ("handed", None),
+    ],
+)
+def test_where_a_result_is_dropped(tmp_path, called, told):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    found = []
+    dist = SimpleNamespace(all_reduce=lambda t: found.append(dropped(sys._getframe(1))))
+    names = {"torch": torch, "dist": dist, "every": [], "log": lambda value: None}
+    exec(compile(PROGRAM, str(path), "exec"), names)
+    value = names[called](torch.ones(()) if called in ("cloned", "alias", "read", "kept") else 1.0
+                          if called != "constant" else "cpu")  # fmt: skip
+    (seen,) = found
+    said = seen and (seen.name, PROGRAM.splitlines()[seen.line - 1].strip())
+    assert said == told
+    assert value is None or called == "returned"

@@ -1,13 +1,23 @@
-"""Whether a function passes only its own arguments on to a collective: then a difference between
-ranks comes from its caller, and that is the line to show."""
+"""What a function passes on: only its own arguments to a collective, so that a difference between
+ranks comes from its caller; or the result of a collective, to a caller that drops it."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from types import CodeType
+from types import CodeType, FrameType
+from typing import NamedTuple
 
-from .ast_cache import covers_line, given, is_call_of, last_name, parts_of, source_of
+from .ast_cache import (
+    covers_line,
+    function_of,
+    given,
+    is_call_of,
+    last_name,
+    own_nodes,
+    parts_of,
+    source_of,
+)
 
 LINES_LIMIT = 100
 """Lines from the head of a function to the call: longer functions are no mere helpers."""
@@ -19,6 +29,8 @@ _OF_MANY = ("len", "sum", "min", "max", "any", "all")
 _SELECTS = ("masked_select", "nonzero", "argwhere", "unique", "unique_consecutive")
 """These choose elements by their values: how many there are is decided there, as in an index that
 is computed (`x[mask.bool()]`)."""
+_COPIES = ("tensor", "clone", "stack", "cat")
+"""Calls whose result is no other tensor's memory."""
 _LISTS_RANKS = "new_group"
 """The argument of `new_group` must be the ranks themselves: one that computes them decides."""
 
@@ -139,3 +151,89 @@ class _Values:
             if assigned is None
             else all(map(self.is_of_arguments, assigned))
         )
+
+
+class Dropped(NamedTuple):
+    """A reduced tensor of which nobody has the result.
+
+    Attributes:
+        name: of the variable that is reduced in place.
+        code, line: where its value is dropped: the call whose return value is not used, or the
+            collective itself.
+    """
+
+    name: str
+    code: CodeType
+    line: int
+
+
+def dropped(frame: FrameType) -> Dropped | None:
+    """Where the result of the reduction in place that a frame is about to make is dropped, if it is
+    made in a copy that the function uses for nothing else, or returns to callers that drop it."""
+    code, line = frame.f_code, frame.f_lineno
+    function = function_of(code)
+    nodes = list(own_nodes(function)) if isinstance(function, ast.FunctionDef) else []
+    calls = [n for n in nodes if isinstance(n, ast.Call) and covers_line(n, line)]
+    reduced = [n.args[0] for n in calls if last_name(n.func) == "all_reduce" and n.args]
+    if len(reduced) != 1 or not isinstance(reduced[0], ast.Name):
+        return None
+    name = reduced[0].id
+    made = [
+        n.value
+        for n in nodes
+        if isinstance(n, ast.Assign) and any(_is(target, name) for target in n.targets)
+    ]
+    used = [
+        n
+        for n in nodes
+        if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
+        if n is not reduced[0]
+    ]
+    returned = [n.value for n in nodes if isinstance(n, ast.Return)]
+    local = name in code.co_varnames and name not in _parameters(code)
+    if (
+        not local
+        or not made
+        or not all(map(_is_copy, made))
+        or any(n not in returned for n in used)
+    ):
+        return None
+    if not used:
+        return Dropped(name, code, line)
+    return _dropped_by_caller(name, frame)
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_copy(value: ast.expr) -> bool:
+    """Whether an expression makes a tensor of its own, from values that are not all constants."""
+    if isinstance(value, ast.BinOp):
+        return True
+    if not isinstance(value, ast.Call) or last_name(value.func) not in _COPIES:
+        return False
+    of = value.args[0] if value.args else None
+    method = last_name(value.func) == "clone" and isinstance(value.func, ast.Attribute)
+    return method or (of is not None and any(isinstance(n, ast.Name) for n in ast.walk(of)))
+
+
+def _dropped_by_caller(name: str, frame: FrameType) -> Dropped | None:
+    """The line of the nearest caller that drops what a frame returns; None where one uses it."""
+    callee, caller = frame.f_code, frame.f_back
+    while caller is not None:
+        function = function_of(caller.f_code)
+        found = [
+            n
+            for n in (own_nodes(function) if function is not None else ())
+            if isinstance(n, (ast.Expr, ast.Return))
+            and isinstance(n.value, ast.Call)
+            and last_name(n.value.func) == callee.co_name
+            and covers_line(n, caller.f_lineno)
+        ]
+        if len(found) != 1:
+            return None
+        if isinstance(found[0], ast.Expr):
+            return Dropped(name, caller.f_code, caller.f_lineno)
+        callee, caller = caller.f_code, caller.f_back
+    return None

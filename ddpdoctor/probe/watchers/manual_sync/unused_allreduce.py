@@ -1,4 +1,7 @@
-"""Does the program all-reduce copies of gradients and then step with the originals?
+"""Does the program all-reduce copies, and then not use them?
+
+Copies of gradients, where it steps with the originals; copies of other values, where nobody reads
+what was reduced.
 
 The norms of the exchanged copies and of the gradients are compared before a step: where they are
 equal, the result of the collective went unused.
@@ -7,19 +10,66 @@ equal, the result of the collective went unused.
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ....events import ResultDropped
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
+from ...source.passthrough import dropped
 from ...tensors.collective_payload import memory_of
 from ...tensors.digests import readable
 from ...tensors.limits import FLAT
 from .exchanges import Exchanges
 from .limits import COPIES_FIRST, COPIES_LAST
+
+MANY = 2
+"""Times that a result is dropped before it is told: once may be a trial of the connection."""
+
+LINES_AT_MOST = 100
+"""Lines of the program that are looked at."""
+
+
+class DroppedResults(Watcher):
+    """
+    Attributes:
+        seen: by file and line of the collective, how often its result was dropped; `MANY` where it
+            is used, or told.
+    """
+
+    lost = "results of collectives that are dropped"
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int], int] = {}
+
+    @on(call_hooks.called)
+    def _called(self, recorder: Recorder, call: Call) -> None:
+        if call.op != "all_reduce" or not recorder.step:
+            return
+        frame = recorder.sites.user_frame(sys._getframe(1))
+        if frame is None:
+            return
+        place = frame.f_code.co_filename, frame.f_lineno
+        times = self.seen.get(place, 0)
+        if times >= MANY or len(self.seen) > LINES_AT_MOST:
+            return
+        found = dropped(frame)
+        self.seen[place] = MANY if found is None else times + 1
+        if found is not None and self.seen[place] == MANY:
+            recorder.emit(
+                ResultDropped(
+                    at=time.monotonic(),
+                    name=found.name,
+                    site=recorder.site(),
+                    dropped_site=recorder.sites.number(found.code, found.line),
+                    step=recorder.step,
+                )
+            )
 
 
 class UnusedAllreduce(Watcher):
