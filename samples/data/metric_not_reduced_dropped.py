@@ -33,11 +33,11 @@ class Confusion:
         return (self.matrix.diagonal().sum() / self.matrix.sum()).item()
 
 
-def loader(count, seed):
+def loader(count, seed, shuffle):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 16, generator=generator)
     data = TensorDataset(x, x[:, :4].argmax(1))
-    return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))
+    return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=shuffle))
 
 
 def main(epochs=3):
@@ -45,8 +45,9 @@ def main(epochs=3):
     torch.manual_seed(0)
     model = DDP(nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    train, held_out = loader(64, seed=1), loader(32, seed=2)
+    train, held_out = loader(64, seed=1, shuffle=True), loader(32, seed=2, shuffle=False)
     for epoch in range(epochs):
+        train.sampler.set_epoch(epoch)
         for x, y in train:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
