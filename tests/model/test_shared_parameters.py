@@ -6,6 +6,7 @@ import pytest
 import torch
 from ddpdoctor.checks.model.shared_parameters import SharedParameters
 from recordings import HOST, make_run, started
+from torch.nn.parameter import UninitializedParameter
 from wraps import group, sites, wrap
 
 from ddpdoctor.events import StepDone, Unwrapped, UnwrappedState
@@ -69,4 +70,5 @@ def test_a_mapping_is_the_same_in_another_process():
     os.waitpid(child, 0)
     assert os.read(read, 100).decode() == here
     assert shared_memory([torch.ones(3).share_memory_()]) != here
-    assert shared_memory([torch.ones(2, device="meta"), torch.ones(2).to_sparse()]) == ""
+    others = [torch.ones(2, device="meta"), torch.ones(2).to_sparse(), UninitializedParameter()]
+    assert shared_memory(others) == ""

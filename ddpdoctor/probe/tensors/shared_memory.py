@@ -9,16 +9,16 @@ from typing import Any
 def shared_memory(tensors: Iterable[Any]) -> str:
     """The device and inode of the mapping that holds the first of some CPU tensors that is in
     shared memory; empty where none is. Equal in the processes of a node that share it."""
-    for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.layout is _strided() and tensor.is_shared():
-            return _mapping(tensor.data_ptr())
-    return ""
+    return next((_mapping(t.data_ptr()) for t in tensors if _shared(t)), "")
 
 
-def _strided() -> Any:
+def _shared(tensor: Any) -> bool:
     import torch
 
-    return torch.strided
+    try:
+        return tensor.is_cpu and tensor.layout is torch.strided and bool(tensor.is_shared())
+    except Exception:  # a class without memory: a lazy parameter, one of the user's
+        return False
 
 
 def _mapping(address: int) -> str:
