@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.divergence.faults import NEVER_CREATED
+from ddpdoctor.analysis.waiting.error_words import PORT_IN_USE, remedy, translate
 from ddpdoctor.analysis.waiting.failures import (
     EXIT_RAISED,
-    PORT_IN_USE,
     Failure,
     at_teardown,
     cut,
@@ -21,7 +21,6 @@ from ddpdoctor.analysis.waiting.failures import (
     raised_exit,
     spawn_failed,
     step_of,
-    translate,
     unseen,
 )
 from ddpdoctor.analysis.waiting.missing_file import ADVICE, missing_file
@@ -365,11 +364,8 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -
     message = first.message
     if PORT_IN_USE.search(message):
         return _port_fix(run, first, ranks)
-    if "inLengthPerRank" in message:
-        return (
-            "make output splits match what the other ranks send: exchange the sizes first with "
-            "`dist.all_to_all_single(output_sizes, input_sizes)`, one number for each rank"
-        )
+    if (known := remedy(message)) and first.exception:
+        return known
     if (name := missing_name(first)) is not None:
         return name.fix
     if "LOCAL_RANK" in message:

@@ -35,42 +35,8 @@ TIMED_OUT = re.compile(
     r"|The client socket has timed out|Timed out initializing process group",
     re.IGNORECASE,
 )
-PORT_IN_USE = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
 EXIT_RAISED = "a `SystemExit`, perhaps raised by a signal handler"
 _TORCHS = ("RuntimeError", "torch.distributed.", "torch._C._distributed", "ConnectionError")
-
-TRANSLATIONS = (
-    (r"Connection (?:closed|reset)|Broken pipe", "another rank's process ended, or destroyed its "
-     "process group: look at that rank; this one only lost the connection"),
-    (r"inconsistent 0 params", "another rank is dead or late, so nothing arrived from it: the "
-     "models need not differ"),
-    (r"Timed out waiting|Watchdog caught|wait timeout", "another rank did not arrive in time: see "
-     "where that rank is"),
-    (r"failed to pass monitoredBarrier", "the ranks named in the message did not reach the "
-     "barrier"),
-    (r"finished reduction in the prior iteration", "some parameters got no gradient in the step "
-     "before"),
-    (PORT_IN_USE.pattern, "another process on this machine has that port"),
-    (r"invalid device ordinal", "there are fewer GPUs than ranks on this node, or the global rank "
-     "was used as a device index"),
-    (r"Default process group has not been initialized", "a collective was called before "
-     "init_process_group"),
-    (r"device-side assert", "a kernel failed before this line: run with CUDA_LAUNCH_BLOCKING=1 to "
-     "see where"),
-    (r"DataLoader worker .* (?:exited|is killed)", "a DataLoader worker died: out of memory, out "
-     "of /dev/shm, or a crash in the code of the data set"),
-    (r"inLengthPerRank", "all_to_all split sizes disagree: the input split that the rank sends to "
-     "itself differs from its own output split"),
-    (r"Duplicate GPU detected", "two ranks use one GPU, which NCCL refuses: each has to call "
-     "torch.cuda.set_device(local_rank) first"),
-    (r"illegal memory access|misaligned address", "a kernel failed before this line: run with "
-     "CUDA_LAUNCH_BLOCKING=1 to see where"),
-    (r"ncclInvalidUsage", "NCCL was given what it cannot use, such as one GPU for two ranks: "
-     "NCCL_DEBUG=INFO says what"),
-    (r"ncclUnhandledCudaError", "a CUDA call inside NCCL failed: NCCL_DEBUG=INFO says which"),
-    (r"ncclRemoteError", "another rank's process ended: look at that rank"),
-    (r"out of memory|OutOfMemory", "the memory of this rank's device is full"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -420,11 +386,6 @@ def destroyed(rank: Rank, at: float = math.inf) -> GroupDestroyed | None:
     since = max(joined, default=0.0)
     ends = (e for e in rank.of(GroupDestroyed) if not e.name and since <= e.at <= at)
     return min(ends, key=lambda e: e.at, default=None)
-
-
-def translate(message: str) -> str:
-    """What a misleading message means; empty where it needs no explanation."""
-    return next((said for pattern, said in TRANSLATIONS if re.search(pattern, message)), "")
 
 
 def crash_line(run: Run, rank: Rank) -> Location | None:
