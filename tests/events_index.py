@@ -55,7 +55,7 @@ QUESTIONS: dict[str, str] = {
         " MeshModel MeshDigests"
     ),
     "What changed tensors besides the optimizer?": (
-        "Loaded StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
+        "Loaded NamesMissed StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
     ),
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws Seeded EpochBegan IndicesRead EpochEnded ContentRead RowsRead"
@@ -108,7 +108,7 @@ WHEN: dict[str, str] = {
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
-        " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded"
+        " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

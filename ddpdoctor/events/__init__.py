@@ -75,6 +75,7 @@ from .drift import (
     Loaded,
     MeshDigests,
     MeshModel,
+    NamesMissed,
     OuterDigests,
     OuterModule,
     OuterStateTaken,

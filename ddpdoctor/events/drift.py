@@ -274,6 +274,28 @@ class Loaded(Event, frozen=True, tag="loaded"):
         return f"loaded the {self.what}{whose} (step {self.step})"
 
 
+class NamesMissed(Event, frozen=True, tag="names-missed"):
+    """A state was loaded with `strict=False`, and names of it are those of the module but for the
+    prefix of a wrapper. Also recorded for the next loads into that module.
+
+    Attributes:
+        module: its number, in the order of such loads; `kind` its class.
+        missed: names of the module that the state has only with, or without, the `prefix`; `of`
+            parameters.
+        extra: the state has the prefix; otherwise the module has it.
+        step: optimizer steps of this process before it.
+    """
+
+    module: int
+    kind: str
+    missed: int
+    of: int
+    prefix: str
+    extra: bool
+    step: int
+    site: int
+
+
 class StateTaken(Event, frozen=True, tag="state-taken"):
     """`state_dict` of a wrapped model was called, as for a checkpoint; some calls are recorded.
 

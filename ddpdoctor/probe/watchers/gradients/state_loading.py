@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from ....events import Loaded, StateTaken
+from ....events import Loaded, NamesMissed, StateTaken
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...training import lifecycle
@@ -19,6 +19,67 @@ from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from .limits import EARLY_LOADS, LOADS_EMITTED
 from .replica_digests import ReplicaDigests
+
+PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What wrappers put before, or into, the names of a model."""
+
+
+class MissedNames(Watcher):
+    """
+    Attributes:
+        modules: those into which a state was loaded that has the names of a wrapper, by number.
+        emitted: events recorded.
+    """
+
+    lost = "states that are loaded by other names"
+
+    def __init__(self) -> None:
+        self.modules: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.emitted = 0
+
+    def install(self) -> None:
+        import torch.nn
+
+        self.around(torch.nn.Module, "load_state_dict", before=self._loads, after=self._loaded)
+
+    def _loads(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+        return args[0], recorder.site()
+
+    def _loaded(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        missing = getattr(result, "missing_keys", None)
+        if error is not None or missing is None or self.emitted >= LOADS_EMITTED:
+            return
+        module, site = token
+        found = _prefix(missing, result.unexpected_keys) if missing else None
+        if found is None and module not in self.modules:
+            return
+        prefix, extra, missed = found or ("", False, 0)
+        self.emitted += 1
+        recorder.emit(
+            NamesMissed(
+                at=time.monotonic(),
+                module=self.modules.setdefault(module, len(self.modules)),
+                kind=type(module).__name__,
+                missed=missed,
+                of=sum(1 for _ in module.named_parameters()),
+                prefix=prefix,
+                extra=extra,
+                step=recorder.step,
+                site=site,
+            )
+        )
+
+
+def _prefix(missing: list[str], unexpected: list[str]) -> tuple[str, bool, int] | None:
+    """The prefix that tells missing names from unexpected ones, whether these have it, and of how
+    many names; None where that explains fewer than half of the missing ones."""
+    for prefix in PREFIXES:
+        for extra, longer, shorter in ((True, unexpected, missing), (False, missing, unexpected)):
+            plain = {name.replace(prefix, "") for name in longer if prefix in name}
+            missed = len(plain.intersection(shorter))
+            if 2 * missed > len(missing):
+                return prefix, extra, missed
+    return None
 
 
 class StateLoading(Watcher):
