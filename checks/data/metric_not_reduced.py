@@ -60,8 +60,7 @@ class MetricNotReduced(Check):
     ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`),
     what `ReduceLROnPlateau.step` is given, or when a framework stops. Also a sum over one rank's
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
-    number of ranks. And an `all_reduce` of a copy whose result nobody uses: what follows is this
-    rank's own.
+    number of ranks. And an `all_reduce` of a copy whose result nobody uses.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
@@ -78,7 +77,7 @@ class MetricNotReduced(Check):
     of one rank's share.
     The source around each `all_reduce` tells whether it is made in a copy (`torch.tensor(x)`,
     `x.clone()`, `x / n`) that is used for nothing else, or returned to a caller that drops it; it
-    is reported where this happens at least twice after the first optimizer step.
+    is noted where this happens at least twice after the first optimizer step.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.
@@ -99,7 +98,7 @@ class MetricNotReduced(Check):
     - Evaluations of all the data on each rank, or on one rank only.
     - Numbers that also change with training, such as a training loss, and those that are compared
       with a limit and not with the best one so far.
-    - Evaluations after which every rank writes a file of its own, to be put together later.
+    - Evaluations after which every rank writes a file of its own.
     - Metrics that are only printed, where any values are exchanged in the evaluation or after it,
       but for sums that are divided by the samples of all ranks.
     """
@@ -194,9 +193,10 @@ class MetricNotReduced(Check):
         for line, events in lines.items():
             rank, event = next((run.ranks[n], e) for n, e in events.items())
             reduced = rank.location(event.site)
-            away = reduced is not None and reduced != line
+            away = reduced not in (None, line)
             yield self.finding(
                 rule=UNUSED,
+                severity=Severity.NOTE,
                 ranks=tuple(events),
                 subjects=(event.name,),
                 location=line,

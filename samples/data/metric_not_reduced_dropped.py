@@ -1,7 +1,7 @@
 """The confusion matrix is summed over the ranks in a copy, which is dropped.
 
 run: --nproc-per-node 2
-finds: DDP512 warning at `sum_over_ranks(self.matrix)`
+finds: DDP512 note at `sum_over_ranks(self.matrix)`
 """
 
 import torch

@@ -50,6 +50,17 @@ def test_each_generator_and_each_number_once(recorded):
     assert drawn == (torch.rand(1).item(), random.random(), numpy.random.rand())
 
 
+def test_torch_s_two_functions_once_there_is_a_compiler(recorded):
+    import torch._dynamo
+
+    assert torch._dynamo and torch.manual_seed is not torch.random.manual_seed
+    patching.restore()
+    Seeds.begin()
+    torch.manual_seed(8)
+    torch.random.manual_seed(9)
+    assert recorded() == [("torch", "8"), ("torch", "9")]
+
+
 def test_no_more_than_a_few(recorded):
     for seed in range(2 * RECORDED):
         torch.manual_seed(seed)
@@ -57,5 +68,5 @@ def test_no_more_than_a_few(recorded):
 
 
 def test_the_functions_can_still_be_pickled(recorded):
-    for function in (random.seed, numpy.random.seed, torch.manual_seed):
+    for function in (random.seed, numpy.random.seed, torch.random.manual_seed):
         assert pickle.loads(pickle.dumps(function)) is function

@@ -70,9 +70,16 @@ def unbranched(head: Statement, what: str) -> str:
             f"{what} on every rank: where `{head.text}` catches an error, do not leave at once; "
             "`all_reduce` an error flag first, and leave on all ranks or on none"
         )
+    if head.kind == "past" and not on_rank((head,)):
+        return (
+            f"leave at `{head.text}` on all ranks or on none: compute its condition from a value "
+            "equal on all of them (`all_reduce` it first, with `op=dist.ReduceOp.MAX`); or "
+            f"{what} on every rank: move it before that line, with every other collective that the "
+            "ranks which leave miss, also those of DDP's backward"
+        )
     out_of = f"before `{head.text}`" if head.kind == "past" else f"out of `{head.label}`"
     shared = ""
-    if head.kind in ("if", "elif", "past") and not on_rank((head,)):
+    if head.kind in ("if", "elif") and not on_rank((head,)):
         shared = (
             ", or compute its condition from a value equal on all ranks (`all_reduce` it first)"
         )

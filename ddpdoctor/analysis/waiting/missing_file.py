@@ -141,16 +141,15 @@ def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
         return None
     if first.rank.location(mine.site) != first.location:
         return None
-    return next(
-        (
-            RemovedTwice(rank, event)
-            for rank in run.ranks.values()
-            if rank is not first.rank and rank.node == first.rank.node
-            for event in rank.of(FileRemoved)
-            if event.path == mine.path and rank.wall(event.at) <= first.at
-        ),
-        None,
-    )
+    found = [
+        RemovedTwice(rank, event)
+        for rank in run.ranks.values()
+        if rank is not first.rank and rank.node == first.rank.node
+        for event in rank.of(FileRemoved)
+        if event.path == mine.path and rank.wall(event.at) <= first.at
+    ]
+    # Attempts are on record, and the others may have failed as well.
+    return min(found, key=lambda one: one.rank.exception is not None, default=None)
 
 
 def missing_file(run: Run, first: Failure) -> MissingFile | None:

@@ -29,7 +29,9 @@ class Seeds(Watcher):
     def install(self) -> None:
         import torch
 
-        self.around((torch.random, torch), "manual_seed", before=partial(self._seeds, "torch"))
+        one = torch.manual_seed is torch.random.manual_seed  # until torch._dynamo is imported
+        for owners in [(torch.random, torch)] if one else [(torch.random,), (torch,)]:
+            self.around(owners, "manual_seed", before=partial(self._seeds, "torch"))
         self.around(random, "seed", before=partial(self._seeds, "random"))
         if (numpy := sys.modules.get("numpy")) is not None:
             self.around(numpy.random, "seed", before=partial(self._seeds, "numpy"))
