@@ -42,6 +42,14 @@ def test_a_module_is_watched_once_it_is_imported() -> None:
     assert len(seen) == 2
 
 
+def test_several_may_wait_for_one_module() -> None:
+    seen = []
+    for number in range(3):
+        when_imported("written_in_rust", lambda module, number=number: seen.append(number), lost="")
+    importlib.import_module("written_in_rust")
+    assert seen == [0, 1, 2]
+
+
 def test_what_fails_in_us_or_in_the_module_is_as_it_was() -> None:
     when_imported("written_in_rust", lambda module: module.no_such_function, lost="")
     importlib.import_module("written_in_rust")

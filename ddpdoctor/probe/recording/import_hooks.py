@@ -166,10 +166,23 @@ def wait_for(name: str, work: Work, late: Work) -> Finder:
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(_place(), _finder)
-    if name not in _finder.awaited:
+    mine = Awaited(_with_errors_written(work), _with_errors_written(late))
+    if (others := _finder.awaited.get(name)) is None:
         on_restore(lambda: _forget(name))
-    _finder.awaited[name] = Awaited(_with_errors_written(work), _with_errors_written(late))
+        _finder.awaited[name] = mine
+    else:
+        _finder.awaited[name] = Awaited(
+            _both(others.work, mine.work), _both(others.late, mine.late)
+        )
     return _finder
+
+
+def _both(first: Work, second: Work) -> Work:
+    def work(module: Any) -> None:
+        first(module)
+        second(module)
+
+    return work
 
 
 def _place() -> int:
