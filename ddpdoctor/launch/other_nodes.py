@@ -144,8 +144,8 @@ class OtherNodes:
         standing = self._desk.standing()
         if self._last_words is None or standing is None:
             return
-        ask = sum(h.over or self._handed_on > 0 for h in standing.heard.values())
-        self._last_words.say(report.to_json(), ask, ASKED_S)
+        nodes = sum(h.over or self._handed_on > 0 for h in standing.heard.values())
+        self._last_words.say(report.to_json(), nodes, ASKED_S)
         self._last_words.close()
 
     def _gone(self, standing: Standing) -> list[str]:
@@ -194,7 +194,8 @@ class OtherNodes:
         if standing.by_rank and orders.address.port and not self._asked:
             self._asked = True
             address = msgspec.structs.replace(orders.address, host=standing.lead)
-            with contextlib.suppress(OSError):  # it is cut off, or has no name for the store
+            # It is cut off, or the store has no name; or the user does not want to wait for it.
+            with contextlib.suppress(OSError, KeyboardInterrupt):
                 self._verdict = ask(address, VERDICT_S)
         words = orders.report if standing.role == FOLLOWS else b""
         try:
