@@ -76,8 +76,9 @@ class Standing(msgspec.Struct):
     @property
     def meets(self) -> bool:
         """Whether a rank of this node has begun to meet the others, and not all are there."""
-        there = self.role == LEADS and len(self.heard) >= self.nodes - 1
-        return self.by_rank and self.role != FOLLOWS and not there
+        leads = self.role == LEADS and len(self.heard) >= self.nodes - 1
+        follows = self.role == FOLLOWS and self.at > 0
+        return self.by_rank and not (leads or follows)
 
 
 class Desk:

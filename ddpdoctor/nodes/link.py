@@ -302,8 +302,11 @@ class _Lead:
         self._told = orders
 
     def hand_over(self) -> None:
-        """Wait for the last records of the others: the store may end with this process."""
+        """Wait for the last records of the others, and until they know where to ask for the
+        verdict: the store may end with this process."""
         self._link.wait(self._all_over, LAST_OF_RANK_S, self.look)
+        others = len(self._link._standing.heard)
+        self._link.wait(lambda: self._link.add("read", 0) >= others, LAST_OF_RANK_S, self.look)
 
     def finish(self) -> None:
         """Wait for the records of the others, then for our verdict, then for their reading it."""
@@ -416,6 +419,8 @@ class _Follower:
         link.wait(desk.ranks_have_ended, LAST_OF_RANK_S / 2, lambda: self._post(beat=False))
         link.wait(lambda: not self._post(beat=False), LAST_OF_RANK_S)
         link.wait(self._post_over, LAST_OF_RANK_S)
+        link.wait(lambda: self._last.address.port > 0, LAST_OF_RANK_S, self._read_orders)
+        link.add("read", 1)
 
     def finish(self) -> None:
         """Send the rest, and wait for the verdict."""

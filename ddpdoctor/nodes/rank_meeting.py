@@ -23,8 +23,8 @@ from ..storage.run_folder import RunFolder
 from .desk import Desk, Standing
 from .link import STORE_S, Link, Store
 
-GATHER_S = 10.0
-"""How long it waits for all nodes to come, to know how many there are."""
+GATHER_S, AT_THE_END_S = 10.0, 2.0
+"""How long it waits for all nodes to come, to know how many there are; and where this one ends."""
 
 
 class RankMeeting:
@@ -101,7 +101,10 @@ class RankMeeting:
         node = 0 if 0 in here else store.add(f"{prefix}nodes", 1)
         came = store.add(f"{prefix}ranks", len(here))
         deadline = time.monotonic() + GATHER_S
-        while came < self._world and time.monotonic() < deadline and not self._closed.wait(0.1):
+        while came < self._world and time.monotonic() < deadline:
+            if self._closed.wait(0.1):  # it ends: the others may end as well, a little later
+                deadline = min(deadline, time.monotonic() + AT_THE_END_S)
+                time.sleep(0.1)
             came = store.add(f"{prefix}ranks", 0)
         return node, store.add(f"{prefix}nodes", 0) + 1
 

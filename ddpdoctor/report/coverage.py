@@ -63,7 +63,7 @@ def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
             "ranks are compared where a real backend is used",
         )
     started = (e for node in run.nodes.values() for e in node.of(ProcessStarted))
-    if run.info.nodes > 1 and not any(e.rank == rank for e in started):
+    if _ran_elsewhere(run) and not any(e.rank == rank for e in started):
         return (
             "no record, ran on another node",
             "type ddpdoctor report with the folders of all nodes",
@@ -73,6 +73,20 @@ def _left_no_record(run: Run, rank: int) -> tuple[str, str] | None:
         "an environment without PYTHONPATH)",
         f"read what the launcher printed, and {REACH}",
     )
+
+
+def _ran_elsewhere(run: Run) -> bool:
+    """Whether the run has other nodes: it was launched so, or each node on record has as many ranks
+    as its launcher started there."""
+    if run.info.nodes > 1:
+        return True
+    here: dict[str, set[int]] = {}
+    asked: dict[str, int] = {}
+    for number, rank in run.everyone.items():
+        local = rank.started.environment.get("LOCAL_WORLD_SIZE", "") if rank.started else ""
+        here.setdefault(rank.node, set()).add(number)
+        asked[rank.node] = int(local) if local.isdecimal() else 0
+    return bool(here) and all(0 < asked[node] <= len(ranks) for node, ranks in here.items())
 
 
 def _saw_nothing(rank: Rank) -> tuple[str, str] | None:

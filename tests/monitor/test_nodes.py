@@ -432,10 +432,12 @@ def test_a_first_node_that_meets_by_a_rank_hands_on_the_verdict_before_it_stops(
 
 
 def test_nothing_is_concluded_before_the_ranks_have_met(place: SimpleNamespace) -> None:
-    standing_of(place.desk, by_rank=True, began=time.monotonic())
-    assert place.others.look(["a line"], "a reason") == ([], None)
+    for role in (ALONE, FOLLOWS, LEADS):  # the first one not heard of yet, nor the others by it
+        standing_of(place.desk, role=role, by_rank=True, began=time.monotonic())
+        assert place.others.look([f"a line of {role}"], "a reason") == ([], None)
     standing_of(place.desk, by_rank=True, began=time.monotonic() - other_nodes.MEET_S)
-    assert place.others.look([], "a reason") == (["a line"], "a reason")
+    lines, reason = place.others.look([], "a reason")
+    assert reason == "a reason" and len(lines) == 3
 
 
 def test_the_verdict_comes_after_the_end_of_the_store(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recordings import make_run, torch_loaded, write_folder
+from recordings import make_run, started, torch_loaded, write_folder
 from toys import ToyQuiet
 
 from ddpdoctor import render
@@ -76,3 +76,12 @@ def test_a_probe_that_could_not_be_loaded(tmp_path: Path) -> None:
     for text in (unobserved.reason, none):
         assert "could not be loaded" in text and "ImportError: no" in text
         assert "\x1b" not in text and "PYTHONPATH" not in text
+
+
+@pytest.mark.parametrize(("local", "told"), [("1", "on another node"), ("2", "never started")])
+def test_ranks_of_another_node_of_a_launcher_that_is_not_ours(local: str, told: str) -> None:
+    """As many ranks as the launcher started here are on record: the others ran elsewhere."""
+    here = started(0, 2, environment={"LOCAL_WORLD_SIZE": local})
+    run = make_run({0: [here, torch_loaded(), LEAVES]}, world_size=2, ended={0: 0})
+    (unobserved,) = diagnose(run, [ToyQuiet()]).coverage.unobserved
+    assert unobserved.ranks == (1,) and told in unobserved.reason
