@@ -304,8 +304,11 @@ class _Lead:
     def hand_over(self) -> None:
         """Wait for the last records of the others, and until they know where to ask for the
         verdict: the store may end with this process."""
-        self._link.wait(self._all_over, LAST_OF_RANK_S, self.look)
-        others = len(self._link._standing.heard)
+        standing = self._link._standing
+        others = standing.nodes - 1
+        self._link.wait(
+            lambda: len(standing.heard) >= others and self._all_over(), LAST_OF_RANK_S, self.look
+        )
         self._link.wait(lambda: self._link.add("read", 0) >= others, LAST_OF_RANK_S, self.look)
 
     def finish(self) -> None:
@@ -413,6 +416,7 @@ class _Follower:
 
     def hand_over(self) -> None:
         """Send the rest, with what the other ranks of this node write at their end."""
+        self._link.wait(lambda: self._begun, LAST_OF_RANK_S, self.look)  # it may begin right now
         if self._shares or not self._begun:
             return
         desk, link = self._link._desk, self._link

@@ -414,6 +414,27 @@ def test_ranks_meet_the_others_where_the_launcher_does_not(quick: None, tmp_path
         assert kept == (tmp_path / "second" / name).read_bytes()
 
 
+def test_ranks_whose_examination_begins_right_before_the_end_meet_too(
+    quick: None, tmp_path: Path
+) -> None:
+    store = MemoryStore()
+    first, second = (
+        RankMeeting(store, tmp_path / name, rank=rank, world=2, attempt=0, come_s=1.0)
+        for rank, name in enumerate(("first", "second"))
+    )
+    for rank, name in enumerate(("first", "second")):
+        write(tmp_path / name / f"rank-{rank}.jsonl", started(rank, 5.0, 100.0))
+    ending = threading.Thread(target=first.close)
+    first.start()
+    ending.start()
+    time.sleep(0.5)
+    second.start()
+    second.close()
+    ending.join()
+    standing = Desk(tmp_path / "first").standing()
+    assert standing is not None and standing.nodes == 2 and standing.heard[1].over
+
+
 # What a supervisor makes of it.
 
 

@@ -13,7 +13,6 @@ class Message(NamedTuple):
     """
     Attributes:
         pattern: searched in the message.
-        meaning: empty where the message needs no explanation.
         fix: empty where it depends.
     """
 

@@ -14,7 +14,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import NamedTuple
 
 from ...events import Statement
-from ..recording.code_locations import USER, Sites
+from ..recording.code_locations import USER, Sites, classify
 from .ast_cache import Source, called_name, covers_line, own_nodes, parts_of, source_of
 from .statements import enclosing
 
@@ -108,7 +108,7 @@ def _none(frame: FrameType, line: int, name: str) -> Setting | None:
 
 def _variable(code: CodeType, name: str) -> Setting | None:
     """Of a local variable of a function, or of a variable of its file."""
-    source = source_of(code.co_filename)
+    source = _users_source(code.co_filename)
     if source is None or not name:
         return None
     local = name in code.co_varnames or name in code.co_cellvars
@@ -129,7 +129,7 @@ def _attribute(kind: type, name: str) -> Setting | None:
     """Of an attribute that a class sets on its objects."""
     for each in kind.__mro__:
         file = getattr(sys.modules.get(each.__module__), "__file__", None) or ""
-        source = source_of(file) if file else None
+        source = _users_source(file)
         lines = [
             node.lineno
             for made in (source.nodes if source is not None else ())
@@ -140,6 +140,11 @@ def _attribute(kind: type, name: str) -> Setting | None:
         if source is not None and (found := _setting(source, file, name, lines)) is not None:
             return found
     return None
+
+
+def _users_source(file: str) -> Source | None:
+    """Of a file of the program; libraries are large, and set what they set."""
+    return source_of(file) if file and classify(file) == USER else None
 
 
 def _sets(node: ast.Name | ast.Attribute, of: str, name: str) -> bool:

@@ -31,8 +31,8 @@ from .limits import COPIES_FIRST, COPIES_LAST
 MANY = 2
 """Times that a result is dropped before it is told: once may be a trial of the connection."""
 
-LINES_AT_MOST = 100
-"""Lines of the program that are looked at."""
+CALLS_AT_MOST = 1000
+"""Calls that are looked at, of all lines: to find the line of each costs time."""
 
 
 class DroppedResults(Watcher):
@@ -40,23 +40,26 @@ class DroppedResults(Watcher):
     Attributes:
         seen: by file and line of the collective, how often its result was dropped; `MANY` where it
             is used, or told.
+        calls: looked at so far.
     """
 
     lost = "results of collectives that are dropped"
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int], int] = {}
+        self.calls = 0
 
     @on(call_hooks.called)
     def _called(self, recorder: Recorder, call: Call) -> None:
-        if call.op != "all_reduce" or not recorder.step:
+        if call.op != "all_reduce" or not recorder.step or self.calls >= CALLS_AT_MOST:
             return
+        self.calls += 1
         frame = recorder.sites.user_frame(sys._getframe(1))
         if frame is None:
             return
         place = frame.f_code.co_filename, frame.f_lineno
         times = self.seen.get(place, 0)
-        if times >= MANY or len(self.seen) > LINES_AT_MOST:
+        if times >= MANY:
             return
         found = dropped(frame)
         self.seen[place] = MANY if found is None else times + 1

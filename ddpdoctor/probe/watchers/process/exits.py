@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from ....events import ExceptionRaised, Frame, RankExiting, Relayed, ThreadFailed, Unset
 from ...collectives import call_hooks
 from ...recording import hooks, stack_file
-from ...recording.code_locations import USER, classify
+from ...recording.code_locations import USER
 from ...recording.frames import disguise
 from ...recording.patching import replace
 from ...recording.recorder import Recorder, current_recorder, guarded
@@ -309,7 +309,7 @@ def _exception_event(
 
 def _unset(recorder: Recorder, error: BaseException) -> Unset | None:
     found = never_set(error)
-    if found is None or classify(found.file) != USER:
+    if found is None:
         return None
     return Unset(found.name, recorder.sites.place(found.file, found.line, ""), found.under)
 
