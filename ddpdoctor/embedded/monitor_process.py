@@ -36,6 +36,8 @@ FIRST_RANK_S = 60.0
 """How long it waits for the first record of the first rank."""
 LATE_RANK_S = 5.0
 """How long it waits for further ranks of the node after all known ones have ended."""
+ANNOUNCED_S = 3.0
+"""How long ranks that have said that they leave still hand over the records of other nodes."""
 RESTART_S = 60.0
 LAST_WORDS_S = 5.0
 
@@ -153,6 +155,8 @@ class Watcher:
         if self._all_done_since is None:
             self._all_done_since = now
         waited = now - self._all_done_since
+        if waited < ANNOUNCED_S and self.others.unannounced():
+            return False
         launcher_gone = not system.alive(self.orders.launcher)
         here = [w for w in self.monitor.watched.values() if w.attempt == run.attempt]
         if len(here) < self.orders.local_size and not launcher_gone and waited < LATE_RANK_S:

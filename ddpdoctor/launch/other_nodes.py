@@ -139,6 +139,12 @@ class OtherNodes:
         while time.monotonic() < self._handed_on:
             time.sleep(0.05)
 
+    def unannounced(self) -> bool:
+        """Whether other nodes do not know yet where to ask for the verdict of this first one."""
+        standing = self._desk.standing()
+        leads = standing is not None and standing.by_rank and standing.role == LEADS
+        return leads and self._last_words is None
+
     def tell(self, report: Report) -> None:
         """Give the final report to the nodes that ask for it."""
         standing = self._desk.standing()
