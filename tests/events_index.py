@@ -28,7 +28,7 @@ QUESTIONS: dict[str, str] = {
     "Which process groups are there?": "InitEntered GroupReady GroupDestroyed TrainsAlone",
     "Which collectives did a rank call, and with what?": (
         "Signature CallSite CallBlock CallRun MessageSize ObjectsGathered GatheredWhole FlightLog"
-        " SharedOutputs ResultDropped"
+        " SharedOutputs ResultDropped TotalReducedAgain"
     ),
     "Where did ranks stand when nothing moved?": "StallSeen StallOver RankStood FlightLog",
     "What was wrapped, and how?": (
@@ -77,7 +77,7 @@ QUESTIONS: dict[str, str] = {
 WHEN: dict[str, str] = {
     "once": (
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
-        " MeshModel MessageSize GatheredWhole SharedOutputs ResultDropped"
+        " MeshModel MessageSize GatheredWhole SharedOutputs ResultDropped TotalReducedAgain"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
         " ScheduleEnded OptionsRead"
     ),

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import ClassVar, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from ddpdoctor.analysis.data import data_calls
-from ddpdoctor.analysis.data.division import divided_loaders
-from ddpdoctor.analysis.data.epoch_audit import pads, partitioned
-from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
+from ddpdoctor.analysis.data.loaders import Loader, loaders
+from ddpdoctor.analysis.data.shared_evaluations import (
+    divided_evaluations,
+    exchanges_values,
+    first_unequal,
+    metrics_given,
+    read_apart,
+    unreduced,
+)
 from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.events import (
-    ComparedValue,
     FileWritten,
     MetricUsed,
     ResultDropped,
     SaveDecided,
     SchedulerStep,
     TotalDivided,
+    TotalReducedAgain,
 )
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
+from ddpdoctor.run import Location, Run, counted, ranks_do, ranks_text
 
 SAVED = "decides-what-is-saved"
 STOPPED = "decides-when-to-stop"
@@ -30,21 +36,11 @@ SCHEDULED = "decides-the-schedule"
 ONE_RANK = "reduced-to-one-rank"
 NEVER = "never-reduced"
 UNUSED = "result-not-used"
-
-ROUNDING = 1e-6
-"""Relative difference up to which values count as equal."""
+AGAIN = "total-reduced-again"
 
 SHARED_BY = 1.5
 """The length of a data set over the samples that a rank reads of it, from which on it reads only
 its share."""
-
-FEWEST = 2
-"""Evaluations in which the values must differ, or one that is not the first: that may be an
-accident."""
-
-TO_FEW_RANKS = data_calls.EXCHANGES - {"all_reduce"}
-"""Collectives after which one rank may know the whole result and the others not. After an
-`all_reduce` the result is equal on all ranks."""
 
 REDUCE = (
     "sum what it is made of over the ranks first, on every rank: `dist.all_reduce(totals)` with "
@@ -60,7 +56,9 @@ class MetricNotReduced(Check):
     ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`),
     what `ReduceLROnPlateau.step` is given, or when a framework stops. Also a sum over one rank's
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
-    number of ranks. And an `all_reduce` of a copy whose result nobody uses.
+    number of ranks. A running total that is summed over the ranks in every round of a loop, and
+    goes on from the sum, so that it grows by the number of ranks each time. And an `all_reduce` of
+    a copy whose result nobody uses.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
@@ -78,6 +76,9 @@ class MetricNotReduced(Check):
     The source around each `all_reduce` tells whether it is made in a copy (`torch.tensor(x)`,
     `x.clone()`, `x / n`) that is used for nothing else, or returned to a caller that drops it; it
     is noted where this happens at least twice after the first optimizer step.
+    Of the first calls of `all_reduce` that sum up to 64 numbers, the values before and after are
+    compared: a total is reported that is, four times in a row at one line and between the same
+    optimizer steps, at least the sum that the call before gave.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.
@@ -99,6 +100,7 @@ class MetricNotReduced(Check):
     - Numbers that also change with training, such as a training loss, and those that are compared
       with a limit and not with the best one so far.
     - Evaluations after which every rank writes a file of its own.
+    - Totals on an accelerator that are reduced again: to read them would stop its queue.
     - Metrics that are only printed, where any values are exchanged in the evaluation or after it,
       but for sums that are divided by the samples of all ranks.
     """
@@ -112,6 +114,7 @@ class MetricNotReduced(Check):
         DIVIDED: "a sum over one rank's share is divided by the number of samples of all ranks",
         STOPPED: "training ends or goes on by a metric that differs between ranks",
         UNUSED: "values are reduced in a copy, and the copy is not used",
+        AGAIN: "a running total is summed over the ranks again and again",
         NEVER: "an evaluation is divided between ranks, and no values are exchanged for it",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
@@ -121,15 +124,15 @@ class MetricNotReduced(Check):
     def unobserved(self, run: Run) -> str | None:
         if (why := super().unobserved(run)) is not None:
             return why
-        if run.any(TotalDivided) or run.any(ResultDropped):
+        if any(run.any(of) for of in (TotalDivided, ResultDropped, TotalReducedAgain)):
             return None
-        if not _evaluations(run):
+        if not divided_evaluations(run):
             return "no evaluation was seen to be divided between ranks"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        found = [*self._divided(run), *self._dropped(run)]
-        evaluations = _evaluations(run)
+        found = [*self._divided(run), *self._dropped(run), *self._reduced_again(run)]
+        evaluations = divided_evaluations(run)
         if evaluations:
             found += self._schedules(run, evaluations[0])
             places = {finding.location for finding in found}
@@ -142,7 +145,7 @@ class MetricNotReduced(Check):
         """Sums over a rank's share that are divided by the length of the whole data set, where no
         rank reduces any values after the loop."""
         reported: set[object] = set()
-        apart = _read_apart(run)
+        apart = read_apart(run)
         for loader in filter(apart, loaders(run)):
             for number, reader in loader.readers.items():
                 for event in reader.rank.of(TotalDivided):
@@ -152,7 +155,7 @@ class MetricNotReduced(Check):
                         continue
                     read = max((e.samples for e in reader.epochs if e.exhausted), default=0)
                     factor = event.length / read if read else 0.0
-                    if factor < SHARED_BY or _reduces(loader):
+                    if factor < SHARED_BY or exchanges_values(loader):
                         continue
                     reported.add(key)
                     yield self.finding(
@@ -214,6 +217,34 @@ class MetricNotReduced(Check):
                 at=rank.wall(event.at),
             )
 
+    def _reduced_again(self, run: Run) -> Iterator[Finding]:
+        """Running totals that go on from the sum over the ranks."""
+        lines: dict[Location, dict[int, TotalReducedAgain]] = {}
+        for number, rank in run.ranks.items():
+            for event in rank.of(TotalReducedAgain):
+                if (line := rank.location(event.site)) is not None:
+                    lines.setdefault(line, {})[number] = event
+        for line, events in lines.items():
+            number, event = next(iter(events.items()))
+            passed, summed = event.passed, event.summed
+            yield self.finding(
+                rule=AGAIN,
+                ranks=tuple(events),
+                location=line,
+                label="sums what the call before has summed already",
+                summary="a running total is summed over the ranks again and again, so that it "
+                f"grows {summed[-1] / passed[-1]:.2g} times in each call: on rank {number} one "
+                f"turns {passed[0]:.6g} into {summed[0]:.6g}, and the next {passed[1]:.6g} into "
+                f"{summed[1]:.6g}",
+                cause="each call gets the sum that the one before gave, with something added: what "
+                "all ranks counted so far is counted again by every rank",
+                fix="sum once, after the loop; or sum over the ranks only what this round adds, "
+                "and add that to the total",
+                fix_kind=FixKind.TEMPLATE,
+                evidence={"passed": list(passed), "sums": list(summed)},
+                at=run.ranks[number].wall(event.at),
+            )
+
     def _never_reduced(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
         """Evaluations whose results no rank exchanges with another one."""
         writes = all(run.everyone[n].first(FileWritten) for e in evaluations for n in e.readers)
@@ -221,7 +252,7 @@ class MetricNotReduced(Check):
             return
         for loader in evaluations:
             reader = loader.first
-            if _reduces(loader) or reader.loop_at is None:
+            if exchanges_values(loader) or reader.loop_at is None:
                 continue
             read = {
                 n: max((e.samples for e in r.epochs), default=0) for n, r in loader.readers.items()
@@ -245,8 +276,8 @@ class MetricNotReduced(Check):
             )
 
     def _schedules(self, run: Run, loader: Loader) -> Iterator[Finding]:
-        for line, by_rank in _metrics(run, SchedulerStep).items():
-            if (found := _unequal(by_rank, loader)) is None:
+        for line, by_rank in metrics_given(run, SchedulerStep).items():
+            if (found := first_unequal(by_rank, loader)) is None:
                 continue
             call, values, unequal = found
             event = next(iter(by_rank.values()))[call]
@@ -277,8 +308,8 @@ class MetricNotReduced(Check):
 
     def _decisions(self, run: Run, loader: Loader) -> Iterator[Finding]:
         """What a framework decides by a number that is logged by name."""
-        for line, by_rank in _metrics(run, MetricUsed).items():
-            if (found := _unequal(by_rank, loader)) is None:
+        for line, by_rank in metrics_given(run, MetricUsed).items():
+            if (found := first_unequal(by_rank, loader)) is None:
                 continue
             call, values, unequal = found
             number, calls = next(iter(by_rank.items()))
@@ -308,7 +339,7 @@ class MetricNotReduced(Check):
                 if place is None or key in reported:
                     continue
                 reported.add(key)
-                if (found := _unreduced(run, rank, event, evaluations)) is None:
+                if (found := unreduced(run, rank, event, evaluations)) is None:
                     continue
                 loader, values, unequal, of = found
                 yield self._finding(
@@ -368,128 +399,6 @@ class MetricNotReduced(Check):
             },
             at=when,
         )
-
-
-def _reduces(loader: Loader) -> bool:
-    """Whether some rank reduces or gathers values of its own in the loop or after it."""
-    return any(
-        data_calls.values_exchanged(reader.rank, step)
-        for reader in loader.readers.values()
-        for epoch in reader.epochs
-        for step in {epoch.began.step, epoch.began.step + epoch.steps}
-    )
-
-
-def _read_apart(run: Run) -> Callable[[Loader], bool]:
-    """Tells loaders of which several ranks each read a share: as their sampler says, or as the
-    samples show."""
-    shown = {
-        id(d.loader)
-        for d in divided_loaders(run)
-        if any(partitioned(a) or pads(a, d.batch) for a in d.audits)
-    }
-
-    def apart(loader: Loader) -> bool:
-        readers = loader.readers.values()
-        shares = {r.seen.sampler_rank for r in readers if r.seen.replicas > 1}
-        return len(readers) > 1 and (len(shares) == len(readers) or id(loader) in shown)
-
-    return apart
-
-
-def _evaluations(run: Run) -> list[Loader]:
-    """The loaders that are only evaluated, on several ranks, each of which takes its share."""
-    return [
-        loader
-        for loader in filter(_read_apart(run), loaders(run))
-        if not loader.trains and all(map(_evaluates, loader.readers.values()))
-    ]
-
-
-def _evaluates(reader: Reader) -> bool:
-    """Whether it is read under `no_grad`, or its batches go through a model without gradients."""
-    ends = (epoch.ended for epoch in reader.epochs)
-    return any(e.evaluated or not e.grad_enabled for e in ends if e is not None)
-
-
-Used = TypeVar("Used", SchedulerStep, MetricUsed)
-
-
-def _metrics(run: Run, of: type[Used]) -> dict[Location, dict[int, dict[int, Used]]]:
-    """What schedulers, or others that decide, are given: by the line of the call, or the line that
-    logs it, by rank and number of the call there."""
-    found: dict[Location, dict[int, dict[int, Used]]] = {}
-    for number, rank in run.ranks.items():
-        for event in rank.of(of):
-            by_name = event.logged if isinstance(event, MetricUsed) else None
-            line = rank.location(event.site if by_name is None else by_name.site)
-            if event.metric is not None and line is not None:
-                found.setdefault(line, {}).setdefault(number, {})[event.call] = event
-    return found
-
-
-def _unequal(
-    by_rank: Mapping[int, Mapping[int, Used]], loader: Loader
-) -> tuple[int, dict[int, float | None], str] | None:
-    """The first call in which the numbers of all ranks of a loader differ, these, and in how many
-    calls they do, in words; None where they differ in few."""
-    common = set.intersection(*(set(calls) for calls in by_rank.values()))
-    calls: dict[int, dict[int, float | None]] = {
-        c: {n: m[c].metric for n, m in by_rank.items()} for c in sorted(common)
-    }
-    unequal = {c: values for c, values in calls.items() if _differ(values)}
-    if set(by_rank) != set(loader.readers) or len(unequal) < FEWEST:
-        return None
-    call, values = next(iter(unequal.items()))
-    return call, values, f"{len(unequal)} of {len(calls)}"
-
-
-def _unreduced(
-    run: Run, rank: Rank, event: SaveDecided, evaluations: list[Loader]
-) -> tuple[Loader, dict[int, float | None], int, int] | None:
-    """The evaluation that the number comes from, its values on all ranks when they first differ,
-    how often they do, and of how many times; None if it is not known to differ by the share."""
-    place = rank.location(event.compared)
-    for loader in evaluations:
-        tables: dict[int, dict[int, float]] = {}
-        for number, reader in loader.readers.items():
-            mine = [
-                e
-                for e in reader.rank.of(ComparedValue)
-                if e.name == event.name and reader.rank.location(e.site) == place
-            ]
-            theirs = {ep.seen.loader for ep in reader.epochs}
-            if not mine or any(e.loader not in theirs for e in mine):
-                break
-            tables[number] = {e.step: e.value for e in mine}
-        if len(tables) < len(loader.readers) or rank.rank not in tables:
-            continue
-        steps = sorted({step for t in tables.values() for step in t})
-        rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
-        rows = [row for row in rows if None not in row.values()]
-        unequal = [row for row in rows if _differ(row)]
-        varies = all(len({*table.values()}) >= FEWEST for table in tables.values())
-        ops = TO_FEW_RANKS if varies else data_calls.EXCHANGES
-        if not unequal or unequal == rows[:1] or _exchanged(rank, steps, ops):
-            continue
-        return loader, unequal[0], len(unequal), len(rows)
-    return None
-
-
-def _at(table: Mapping[int, float], step: int) -> float | None:
-    """The value at a step, of which only changes are on record; None before the first."""
-    return table[max(known)] if (known := [s for s in table if s <= step]) else None
-
-
-def _exchanged(rank: Rank, steps: list[int], ops: Set[str]) -> bool:
-    """Whether the rank took part in one of these collectives of the program's own after one of
-    these steps and before the next."""
-    return any(data_calls.values_exchanged(rank, step, ops) for step in steps)
-
-
-def _differ(values: Mapping[int, float | None]) -> bool:
-    known = [v for v in values.values() if v is not None]
-    return max(known) - min(known) > ROUNDING * max(map(abs, known)) if known else False
 
 
 def _spelled(values: Mapping[int, float | None]) -> str:

@@ -33,6 +33,7 @@ from .calls import (
     SharedOutputs,
     Signature,
     Statement,
+    TotalReducedAgain,
     Way,
 )
 from .codec import decode, encode

@@ -290,6 +290,23 @@ class ResultDropped(Event, frozen=True, tag="result-dropped"):
     step: int
 
 
+class TotalReducedAgain(Event, frozen=True, tag="total-reduced-again"):
+    """A total is summed over the ranks, and what was added to the sum is summed again, some times
+    in a row. Recorded once for a line.
+
+    Attributes:
+        site: the line of the collective.
+        passed: the value before each of these calls, and `summed` after it; of several numbers
+            that are passed together, their sum.
+        step: optimizer steps of this process before the last one.
+    """
+
+    site: int
+    passed: tuple[float, ...]
+    summed: tuple[float, ...]
+    step: int
+
+
 class SharedOutputs(Event, frozen=True, tag="shared-outputs"):
     """Tensors of the list that a collective writes to are one tensor, and the program reads the
     list afterwards. Recorded the first time that a line makes such a call.

@@ -21,6 +21,7 @@ from ddpdoctor.events import (
     SchedulerStep,
     Signature,
     TotalDivided,
+    TotalReducedAgain,
 )
 from ddpdoctor.probe.source import comparisons
 from ddpdoctor.probe.source.call_resolver import Scope, resolve
@@ -355,6 +356,21 @@ def test_a_result_that_nobody_uses(dropped_at, fix):
     assert finding.location.line == (32 if dropped_at == SAVE else 30)
     assert [r.location.line for r in finding.related] == [30] * (dropped_at == SAVE)
     assert fix in finding.fix
+
+
+def test_a_total_that_is_summed_again():
+    event = TotalReducedAgain(
+        at=0, site=COMPARE, passed=(8.0, 24.0, 56.0, 120.0), summed=(16.0, 48.0, 112.0, 240.0),
+        step=4,
+    )  # fmt: skip
+    run = make_run({n: [*prologue(2), *LINES, event] for n in range(2)})
+    assert MetricNotReduced().unobserved(run) is None
+    (finding,) = judged(run)
+    assert (finding.rule, finding.ranks, finding.location.line) == (
+        "total-reduced-again", (0, 1), 30,
+    )  # fmt: skip
+    assert "grows 2 times" in finding.summary
+    assert "one turns 8 into 16, and the next 24 into 48" in finding.summary
 
 
 PROGRAM = """

@@ -1,0 +1,146 @@
+"""Evaluations that ranks share, and the numbers that are decided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import TypeVar
+
+from ...events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep
+from ...run import Location, Rank, Run
+from . import data_calls
+from .division import divided_loaders
+from .epoch_audit import pads, partitioned
+from .loaders import Loader, Reader, loaders
+
+ROUNDING = 1e-6
+"""Relative difference up to which values count as equal."""
+
+FEWEST = 2
+"""Evaluations in which the values must differ, or one that is not the first: that may be an
+accident."""
+
+TO_FEW_RANKS = data_calls.EXCHANGES - {"all_reduce"}
+"""Collectives after which one rank may know the whole result and the others not. After an
+`all_reduce` the result is equal on all ranks."""
+
+
+def exchanges_values(loader: Loader) -> bool:
+    """Whether some rank reduces or gathers values of its own in the loop or after it."""
+    return any(
+        data_calls.values_exchanged(reader.rank, step)
+        for reader in loader.readers.values()
+        for epoch in reader.epochs
+        for step in {epoch.began.step, epoch.began.step + epoch.steps}
+    )
+
+
+def read_apart(run: Run) -> Callable[[Loader], bool]:
+    """Tells loaders of which several ranks each read a share: as their sampler says, or as the
+    samples show."""
+    shown = {
+        id(d.loader)
+        for d in divided_loaders(run)
+        if any(partitioned(a) or pads(a, d.batch) for a in d.audits)
+    }
+
+    def apart(loader: Loader) -> bool:
+        readers = loader.readers.values()
+        shares = {r.seen.sampler_rank for r in readers if r.seen.replicas > 1}
+        return len(readers) > 1 and (len(shares) == len(readers) or id(loader) in shown)
+
+    return apart
+
+
+def divided_evaluations(run: Run) -> list[Loader]:
+    """The loaders that are only evaluated, on several ranks, each of which takes its share."""
+    return [
+        loader
+        for loader in filter(read_apart(run), loaders(run))
+        if not loader.trains and all(map(_evaluates, loader.readers.values()))
+    ]
+
+
+def _evaluates(reader: Reader) -> bool:
+    """Whether it is read under `no_grad`, or its batches go through a model without gradients."""
+    ends = (epoch.ended for epoch in reader.epochs)
+    return any(e.evaluated or not e.grad_enabled for e in ends if e is not None)
+
+
+Used = TypeVar("Used", SchedulerStep, MetricUsed)
+
+
+def metrics_given(run: Run, of: type[Used]) -> dict[Location, dict[int, dict[int, Used]]]:
+    """What schedulers, or others that decide, are given: by the line of the call, or the line that
+    logs it, by rank and number of the call there."""
+    found: dict[Location, dict[int, dict[int, Used]]] = {}
+    for number, rank in run.ranks.items():
+        for event in rank.of(of):
+            by_name = event.logged if isinstance(event, MetricUsed) else None
+            line = rank.location(event.site if by_name is None else by_name.site)
+            if event.metric is not None and line is not None:
+                found.setdefault(line, {}).setdefault(number, {})[event.call] = event
+    return found
+
+
+def first_unequal(
+    by_rank: Mapping[int, Mapping[int, Used]], loader: Loader
+) -> tuple[int, dict[int, float | None], str] | None:
+    """The first call in which the numbers of all ranks of a loader differ, these, and in how many
+    calls they do, in words; None where they differ in few."""
+    common = set.intersection(*(set(calls) for calls in by_rank.values()))
+    calls: dict[int, dict[int, float | None]] = {
+        c: {n: m[c].metric for n, m in by_rank.items()} for c in sorted(common)
+    }
+    unequal = {c: values for c, values in calls.items() if _differ(values)}
+    if set(by_rank) != set(loader.readers) or len(unequal) < FEWEST:
+        return None
+    call, values = next(iter(unequal.items()))
+    return call, values, f"{len(unequal)} of {len(calls)}"
+
+
+def unreduced(
+    run: Run, rank: Rank, event: SaveDecided, evaluations: list[Loader]
+) -> tuple[Loader, dict[int, float | None], int, int] | None:
+    """The evaluation that the number comes from, its values on all ranks when they first differ,
+    how often they do, and of how many times; None if it is not known to differ by the share."""
+    place = rank.location(event.compared)
+    for loader in evaluations:
+        tables: dict[int, dict[int, float]] = {}
+        for number, reader in loader.readers.items():
+            mine = [
+                e
+                for e in reader.rank.of(ComparedValue)
+                if e.name == event.name and reader.rank.location(e.site) == place
+            ]
+            theirs = {ep.seen.loader for ep in reader.epochs}
+            if not mine or any(e.loader not in theirs for e in mine):
+                break
+            tables[number] = {e.step: e.value for e in mine}
+        if len(tables) < len(loader.readers) or rank.rank not in tables:
+            continue
+        steps = sorted({step for t in tables.values() for step in t})
+        rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
+        rows = [row for row in rows if None not in row.values()]
+        unequal = [row for row in rows if _differ(row)]
+        varies = all(len({*table.values()}) >= FEWEST for table in tables.values())
+        ops = TO_FEW_RANKS if varies else data_calls.EXCHANGES
+        if not unequal or unequal == rows[:1] or _exchanged(rank, steps, ops):
+            continue
+        return loader, unequal[0], len(unequal), len(rows)
+    return None
+
+
+def _at(table: Mapping[int, float], step: int) -> float | None:
+    """The value at a step, of which only changes are on record; None before the first."""
+    return table[max(known)] if (known := [s for s in table if s <= step]) else None
+
+
+def _exchanged(rank: Rank, steps: list[int], ops: Set[str]) -> bool:
+    """Whether the rank took part in one of these collectives of the program's own after one of
+    these steps and before the next."""
+    return any(data_calls.values_exchanged(rank, step, ops) for step in steps)
+
+
+def _differ(values: Mapping[int, float | None]) -> bool:
+    known = [v for v in values.values() if v is not None]
+    return max(known) - min(known) > ROUNDING * max(map(abs, known)) if known else False

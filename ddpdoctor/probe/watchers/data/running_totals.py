@@ -1,0 +1,131 @@
+"""Does the program sum a running total over the ranks again and again?
+
+A total that goes on from its sum over the ranks is passed to the next call with what a round has
+added: each call gets at least what the one before gave. The numbers tell, whether the program
+reduces one tensor in place or makes a new one of a number each time.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+from ....events import TotalReducedAgain
+from ...collectives import call_hooks
+from ...collectives.call_hooks import Call
+from ...recording.recorder import Recorder
+from ...recording.watcher import Watcher, on
+
+CALLS_AT_MOST = 1000
+"""Calls whose numbers are read."""
+
+NUMBERS_AT_MOST = 64
+"""Numbers that a program reduces together as its totals."""
+
+APART = 16
+"""A loop reduces at most so many totals in each round."""
+
+TIMES = 4
+"""Calls in a row that each get at least the sum before."""
+
+GROWS = 1.2
+"""A sum over several ranks is so many times what one of them passes, at least."""
+
+
+class _Sum(NamedTuple):
+    """A call that has returned.
+
+    Attributes:
+        step: optimizer steps before it.
+        before, after: the numbers passed, and the sums.
+        chains: by the calls between them, the calls that each go on from the one before, up to this
+            one: what was passed, and the sum, of each.
+        site: the line, -1 where it goes on from none.
+    """
+
+    step: int
+    before: list[float]
+    after: list[float]
+    chains: dict[int, tuple[tuple[float, float], ...]]
+    site: int
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        return sum(self.before), sum(self.after)
+
+
+class RunningTotals(Watcher):
+    """
+    Attributes:
+        sums: the last calls.
+        calls: looked at so far.
+        waiting: the tensor of a call that has not returned, and its numbers before.
+        told: the lines on record.
+    """
+
+    lost = "totals that are summed over the ranks again"
+
+    def __init__(self) -> None:
+        self.sums: deque[_Sum] = deque(maxlen=APART)
+        self.calls = 0
+        self.waiting: tuple[weakref.ref[Any], list[float]] | None = None
+        self.told: set[int] = set()
+
+    @on(call_hooks.called)
+    def _called(self, recorder: Recorder, call: Call) -> None:
+        self.waiting = None
+        if call.op != "all_reduce" or self.calls >= CALLS_AT_MOST or len(call.tensors) != 1:
+            return
+        tensor = call.tensors[0]
+        if not tensor.is_cpu or tensor.numel() > NUMBERS_AT_MOST or call.reduces_by != "SUM":
+            return
+        if tensor.is_complex() or tensor.requires_grad:
+            return
+        self.calls += 1
+        self.waiting = weakref.ref(tensor), _numbers(tensor)
+
+    @on(call_hooks.waited)
+    def _waited(self, recorder: Recorder, _: float) -> None:
+        if self.waiting is None:
+            return
+        (reference, before), self.waiting = self.waiting, None
+        if (tensor := reference()) is None:
+            return
+        made = _Sum(recorder.step, before, _numbers(tensor), {}, -1)
+        nothing_added = any(last.after == before for last in self.sums)  # a trial, a benchmark
+        for apart, last in enumerate(reversed(() if nothing_added else self.sums), 1):
+            if last.step == made.step and _goes_on(last, made):
+                if made.site < 0:
+                    made = made._replace(site=recorder.site())
+                earlier = last.chains.get(apart, (last.totals,))
+                if last.site in (-1, made.site):
+                    made.chains[apart] = (*earlier, made.totals)[-TIMES:]
+        self.sums.append(made)
+        for chain in made.chains.values():
+            if len(chain) == TIMES and made.site not in self.told:
+                self.told.add(made.site)
+                recorder.emit(
+                    TotalReducedAgain(
+                        at=time.monotonic(),
+                        site=made.site,
+                        passed=tuple(passed for passed, _ in chain),
+                        summed=tuple(summed for _, summed in chain),
+                        step=made.step,
+                    )
+                )
+
+
+def _goes_on(last: _Sum, made: _Sum) -> bool:
+    """Whether a call got the sums of an earlier one with something added, and made more of it."""
+    return (
+        len(last.after) == len(made.before)
+        and all(0 <= b >= a for a, b in zip(last.after, made.before, strict=True))
+        and sum(made.before) > sum(last.after) > 0
+        and sum(made.after) > GROWS * sum(made.before)
+    )
+
+
+def _numbers(tensor: Any) -> list[float]:
+    return [float(x) for x in tensor.detach().reshape(-1).tolist()]
