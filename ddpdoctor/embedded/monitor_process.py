@@ -195,6 +195,7 @@ class Watcher:
             with outcome.reported("run.json"):
                 self.folder.write_info(unsaved)
                 unsaved = None
+        self.others.gather(run)
         report = self.others.verdict() or outcome.examine(self.folder, self.options, unsaved)
         outcome.publish(self.folder, report, self.options, run)
         self.others.tell(report)

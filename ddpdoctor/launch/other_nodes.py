@@ -4,19 +4,22 @@ all, the others say what it says."""
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from .._version import __version__
 from ..events import NodeSilent
 from ..monitor.monitor import Monitor
 from ..nodes.desk import ALONE, FOLLOWS, LEADS, Desk, Standing
-from ..nodes.last_words import Address, LastWords, ask
+from ..nodes.last_words import Address, Had, LastWords, ask
 from ..nodes.link import HEARTBEAT_S
-from ..nodes.messages import Orders
+from ..nodes.messages import MessageError, Orders, Parcel, packed, unpacked
+from ..nodes.mirror import Inbox, Outbox
 from ..report.findings import Report
-from ..run import silence_text, some
+from ..run import Run, silence_text, some
 from ..storage.run_folder import RunFolder
 
 FRESH_S = 5.0
@@ -29,9 +32,9 @@ HANDED_ON_S = 2.0
 """Where a rank meets the other nodes, the first one waits so long before it stops its ranks: the
 others must have read of it before the store ends with them."""
 
-VERDICT_S, ASKED_S = 15.0, 5.0
-"""How long a node waits for the verdict of the first one, after the store has ended; and how long
-the first one waits for the others to ask for it."""
+VERDICT_S, RECORDS_S, ASKED_S = 20.0, 10.0, 5.0
+"""After the store has ended: how long a node waits for the verdict of the first one; and how long
+that one waits for the others' last records, and then for them to take the verdict."""
 
 MEET_S = 10.0
 """Where a rank meets the other nodes, nothing is concluded for so long after it has begun."""
@@ -90,6 +93,10 @@ class OtherNodes:
         standing = self._desk.standing()
         if standing is None:
             return list(lines), reason
+        if standing.by_rank and standing.role == LEADS and self._last_words is None:
+            with contextlib.suppress(OSError):
+                self._last_words = LastWords(self)
+                self._order()
         if standing.meets and time.monotonic() - standing.began < MEET_S:
             self._kept += lines
             return [], None
@@ -121,18 +128,17 @@ class OtherNodes:
             self._waits = f"all ranks have ended: {worst}; torchrun waits for the other launchers"
         if self._waits and time.monotonic() - self._final_at > WAITS_S:
             lines, self._waits = [*lines, self._waits], ""
-        if standing.by_rank:  # the store ends with these ranks
-            if self._last_words is None:
-                with contextlib.suppress(OSError):
-                    self._last_words = LastWords()
-            if self._stop and not self._handed_on:
-                self._final = self._report(1, "doctor").to_json()
-                self._handed_on = time.monotonic() + HANDED_ON_S
+        if standing.by_rank and self._stop and not self._handed_on:  # the store ends with the ranks
+            self._final = self._report(1, "doctor").to_json()
+            self._handed_on = time.monotonic() + HANDED_ON_S
+        self._order()
+        return lines, reason
+
+    def _order(self) -> None:
         address = self._last_words.address if self._last_words else Address()
         orders = Orders(tuple(self._said), self._stop, self._final, address)
         if orders != self._desk.orders() and orders != Orders():
             self._desk.write_orders(orders)
-        return lines, reason
 
     def hand_on(self) -> None:
         """Wait until the other nodes have read why the run is stopped."""
@@ -145,14 +151,47 @@ class OtherNodes:
         leads = standing is not None and standing.by_rank and standing.role == LEADS
         return leads and self._last_words is None
 
+    def gather(self, run: Run) -> None:
+        """Wait for the last records of the nodes that ended with the store, or before it.
+
+        Args:
+            run: as it is known without them.
+        """
+        standing = self._desk.standing()
+        if self._last_words is None or standing is None:
+            return
+        others, heard = range(1, standing.nodes), standing.heard
+        silent = time.monotonic() - SILENT_S - _slack(standing)
+        awaited = {n for n in others if n in heard and not heard[n].over and heard[n].at > silent}
+        if run.missing:  # ranks that nothing was heard of may belong to nodes that ended early
+            awaited |= {n for n in others if n not in heard}
+        deadline = time.monotonic() + RECORDS_S
+        while not awaited <= self._last_words.brought and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def tell(self, report: Report) -> None:
         """Give the final report to the nodes that ask for it."""
         standing = self._desk.standing()
         if self._last_words is None or standing is None:
             return
-        nodes = sum(h.over or self._handed_on > 0 for h in standing.heard.values())
+        over = {n for n, h in standing.heard.items() if h.over or self._handed_on > 0}
+        nodes = len(over | self._last_words.brought)
         self._last_words.say(report.to_json(), nodes, ASKED_S)
         self._last_words.close()
+
+    def had(self, node: int) -> Had:
+        """What this first node has of another one's records; `keep` adds what that one brings."""
+        return Had(self._desk.mark_here(), self._inbox(node).sizes())
+
+    def keep(self, node: int, records: bytes) -> None:
+        with contextlib.suppress(MessageError):
+            self._inbox(node).take(unpacked(records, Parcel).pieces)
+
+    def _inbox(self, node: int) -> Inbox:
+        standing = self._desk.standing()
+        if standing is None or not 0 < node < standing.nodes:
+            raise ValueError(f"there is no node {node}")
+        return Inbox(self._desk.node_folder(node))
 
     def _gone(self, standing: Standing) -> list[str]:
         """A line for each node that is not heard of any more, and for each that is again."""
@@ -193,7 +232,8 @@ class OtherNodes:
         return lines, self._own[0] if alone and self._own else None
 
     def verdict(self) -> Report | None:
-        """The first node's report on all nodes, where this is another one and has it."""
+        """The first node's report on all nodes, where this is another one and has it; with the
+        command that was typed on this node, and its folder."""
         standing, orders = self._desk.standing(), self._desk.orders()
         if standing is None or orders is None or standing.role == LEADS:
             return None
@@ -202,12 +242,23 @@ class OtherNodes:
             address = msgspec.structs.replace(orders.address, host=standing.lead)
             # It is cut off, or the store has no name; or the user does not want to wait for it.
             with contextlib.suppress(OSError, KeyboardInterrupt):
-                self._verdict = ask(address, VERDICT_S)
+                self._verdict = ask(address, standing.node, self._last_records, VERDICT_S)
         words = orders.report if standing.role == FOLLOWS else b""
         try:
-            return msgspec.json.decode(self._verdict or words, type=Report)
+            report = msgspec.json.decode(self._verdict or words, type=Report)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
+        command = info.command if (info := self._folder.read_info()) else report.run.command
+        here = msgspec.structs.replace(report.run, command=command, folder=str(self._folder.path))
+        return msgspec.structs.replace(report, run=here)
+
+    def _last_records(self, had: Had) -> bytes:
+        """What the first node lacks of this one's records; nothing where both have one folder."""
+        if had.mark and self._desk.marked(had.mark):
+            return b""
+        pieces = tuple(Outbox(self._desk.folder, had.sizes).pieces())
+        parcel = Parcel("", __version__, platform.node(), time.time(), pieces, over=True)
+        return packed(parcel, __version__)
 
     def shortfall(self) -> str:
         """Why this node's report is not that of all nodes; empty where it is."""
@@ -217,17 +268,15 @@ class OtherNodes:
         if standing.role == LEADS:
             missing = [n for n in range(1, standing.nodes) if n not in standing.heard]
             other = {n: h.version for n, h in standing.heard.items() if h.version}
+            brought = self._last_words.brought if self._last_words else set()
             late = [
-                n
-                for n, h in standing.heard.items()
-                if not (h.over or n in other)
-                and not (standing.by_rank and time.monotonic() - h.at < SILENT_S)
+                n for n, h in standing.heard.items() if not (h.over or n in other or n in brought)
             ]
             lacking = [str(n) for n in sorted({*missing, *late})]
             lacking += [f"{n}, which has ddpdoctor {other[n]}" for n in sorted(other)]
             names = some(lacking, MOST_LACKING)
             return f"not all of the other nodes' records arrived (node {names})" if names else ""
-        if standing.by_rank and standing.role == FOLLOWS:
+        if standing.by_rank and self._asked:
             return (
                 "the node of rank 0 could not be asked for its verdict: this is what the ranks of "
                 "this node tell"

@@ -85,6 +85,7 @@ class Session:
             with outcome.reported("run.json"):
                 self.write_info()
                 unsaved = None
+            self.others.gather(run)
             report = self.others.verdict() or outcome.examine(self.folder, self.options, unsaved)
             outcome.publish(self.folder, report, self.options, run)
             if short := self.others.shortfall():

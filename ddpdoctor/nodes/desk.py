@@ -125,11 +125,15 @@ class Desk:
         """Leave a mark by which another node knows this folder."""
         self._write(self._token, token.encode())
 
-    def marked(self, token: str) -> bool:
+    def mark_here(self) -> str:
+        """The mark in this folder, empty for none."""
         try:
-            return self._token.read_bytes() == token.encode()
-        except OSError:
-            return False
+            return self._token.read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def marked(self, token: str) -> bool:
+        return self.mark_here() == token
 
     def node_folder(self, number: int) -> Path:
         return self.path / str(number)

@@ -1,8 +1,9 @@
-"""How the other nodes get the verdict of the first one where it comes after the end of the store in
-which they met: `init_process_group` has its store in rank 0, and that ends with it.
+"""How the first node gets the last records of the others, and they its verdict, after the end of
+the store in which they met: `init_process_group` has its store in rank 0, and that ends with it.
 
 The first node's monitor listens on a port of its own, which it announces while there is the store.
-A node that knows the token is sent the verdict as soon as there is one.
+A node that knows the token is told what the first one has of its records, brings the rest, and is
+sent the verdict as soon as there is one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -21,6 +24,7 @@ TOKEN_S = 5.0
 """So long it may take to connect, and to show the token."""
 
 MOST_BYTES = 64 << 20
+"""Of one message."""
 _LENGTH = 8
 
 
@@ -36,24 +40,51 @@ class Address(msgspec.Struct, frozen=True):
     token: str = ""
 
 
+class Had(msgspec.Struct, frozen=True):
+    """What the first node has of the records of another one.
+
+    Attributes:
+        mark: see `Desk.mark`: a node that has it in its own folder shares that, and brings nothing.
+        sizes: of the files that grow, by name.
+    """
+
+    mark: str = ""
+    sizes: dict[str, int] = {}
+
+
+class Keeper(Protocol):
+    """Keeps the records of the other nodes, for `LastWords`."""
+
+    def had(self, node: int) -> Had: ...
+    def keep(self, node: int, records: bytes) -> None: ...
+
+
 class LastWords:
     """Waits for the other nodes, each in a thread, until `close`.
+
+    Args:
+        keeper: gets what the others bring.
+
+    Attributes:
+        brought: the nodes that have brought their last records.
 
     Raises:
         OSError: there is no port to listen on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
         self._said = threading.Event()
         self._words = b""
         self._one = threading.Lock()
         self._served = 0
+        self.brought: set[int] = set()
         self._token = secrets.token_hex(16)
         owner = self
 
         class Asked(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):
                     owner._answer(self.request)
 
         self._server = socketserver.ThreadingTCPServer(("", 0), Asked, bind_and_activate=False)
@@ -72,7 +103,7 @@ class LastWords:
         ).start()
 
     def say(self, words: bytes, nodes: int, most_s: float) -> None:
-        """Send this to all who have asked, and wait so long until so many nodes have asked."""
+        """Send this to all who have asked, and wait so long until so many nodes have it."""
         self._words = words
         self._said.set()
         deadline = time.monotonic() + most_s
@@ -88,17 +119,26 @@ class LastWords:
         shown = _received(asked, len(self._token))
         if not hmac.compare_digest(shown, self._token.encode()):
             return
+        node = int(_message(asked))
+        _send(asked, msgspec.json.encode(self._keeper.had(node)))
+        records = _message(asked)
+        with self._one:
+            if records:
+                self._keeper.keep(node, records)
+            self.brought.add(node)
         self._said.wait()
-        asked.sendall(len(self._words).to_bytes(_LENGTH, "big") + self._words)
+        _send(asked, self._words)
         with self._one:
             self._served += 1
 
 
-def ask(address: Address, most_s: float) -> bytes:
-    """The verdict of the first node.
+def ask(address: Address, node: int, records: Callable[[Had], bytes], most_s: float) -> bytes:
+    """The verdict of the first node, to which this one brings its last records.
 
     Args:
-        most_s: how long it is waited for.
+        node: this one's number.
+        records: what to bring, given what the first node has; empty for nothing.
+        most_s: how long the verdict is waited for.
 
     Raises:
         OSError: it cannot be reached, or said nothing in time.
@@ -107,12 +147,31 @@ def ask(address: Address, most_s: float) -> bytes:
     limit = min(most_s, TOKEN_S)
     with socket.create_connection((address.host, address.port), limit) as asked:
         asked.sendall(address.token.encode())
+        _send(asked, str(node).encode())
+        try:
+            had = msgspec.json.decode(_message(asked), type=Had)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise OSError(str(error)) from error
+        _send(asked, records(had))
         asked.settimeout(max(0.1, deadline - time.monotonic()))
-        length = int.from_bytes(_received(asked, _LENGTH), "big")
-        if length > MOST_BYTES:
-            raise OSError(f"a verdict of {length >> 20} MiB")
+        length = _length(asked)
         asked.settimeout(TOKEN_S)
         return _received(asked, length)
+
+
+def _send(to: socket.socket, words: bytes) -> None:
+    to.sendall(len(words).to_bytes(_LENGTH, "big") + words)
+
+
+def _message(source: socket.socket) -> bytes:
+    return _received(source, _length(source))
+
+
+def _length(source: socket.socket) -> int:
+    length = int.from_bytes(_received(source, _LENGTH), "big")
+    if length > MOST_BYTES:
+        raise OSError(f"a message of {length >> 20} MiB")
+    return length
 
 
 def _received(source: socket.socket, count: int) -> bytes:

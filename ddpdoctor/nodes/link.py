@@ -120,7 +120,7 @@ class Link:
         )
         self._ended = threading.Event()
         self._closed_at = math.inf
-        self._status = -1
+        self._status, self._failed = -1, False
         self._written = 0.0
         self._thread = threading.Thread(target=self._run, name="ddpdoctor nodes", daemon=True)
 
@@ -132,8 +132,13 @@ class Link:
         self._status = status
         self._ended.set()
 
-    def close(self, status: int | None) -> None:
-        """torchrun ends, with that status; None where another attempt follows."""
+    def close(self, status: int | None, *, failed: bool = False) -> None:
+        """torchrun ends, with that status; None where another attempt follows.
+
+        Args:
+            failed: this rank has failed: the others may notice only once it has ended.
+        """
+        self._failed = failed
         if self._status < 0:
             self._status = -1 if status is None else status
         self._closed_at = time.monotonic()
@@ -165,7 +170,7 @@ class Link:
             if time.monotonic() - self._written >= HEARTBEAT_S / 2:
                 self._tell()
         if self._standing.by_rank:
-            role.hand_over()
+            role.hand_over(failed=self._failed)
             self._tell()
         elif self._status >= 0:
             role.look()
@@ -301,14 +306,17 @@ class _Lead:
         link.add("orders", 1)
         self._told = orders
 
-    def hand_over(self) -> None:
-        """Wait for the last records of the others, and until they know where to ask for the
-        verdict: the store may end with this process."""
+    def hand_over(self, *, failed: bool) -> None:
+        """Wait for the last records of the others, unless they go on until this rank has ended; and
+        until they know where to ask for the verdict: the store may end with this process."""
         standing = self._link._standing
         others = standing.nodes - 1
-        self._link.wait(
-            lambda: len(standing.heard) >= others and self._all_over(), LAST_OF_RANK_S, self.look
-        )
+        if not failed:
+            self._link.wait(
+                lambda: len(standing.heard) >= others and self._all_over(),
+                LAST_OF_RANK_S,
+                self.look,
+            )
         self._link.wait(lambda: self._link.add("read", 0) >= others, LAST_OF_RANK_S, self.look)
 
     def finish(self) -> None:
@@ -411,20 +419,24 @@ class _Follower:
             link._tell(role=ALONE, why=f"it has ddpdoctor {error.version or 'of another kind'}")
             return
         if orders is not None:
+            if orders.address.port and not self._last.address.port:
+                link.add("read", 1)
             self._last = orders
             link._desk.write_orders(orders)
 
-    def hand_over(self) -> None:
-        """Send the rest, with what the other ranks of this node write at their end."""
+    def hand_over(self, *, failed: bool) -> None:
+        """Send the rest, with what the other ranks of this node write at their end, unless they go
+        on until this one has ended."""
         self._link.wait(lambda: self._begun, LAST_OF_RANK_S, self.look)  # it may begin right now
         if self._shares or not self._begun:
             return
         desk, link = self._link._desk, self._link
-        link.wait(desk.ranks_have_ended, LAST_OF_RANK_S / 2, lambda: self._post(beat=False))
+        if not failed:
+            link.wait(desk.ranks_have_ended, LAST_OF_RANK_S / 2, lambda: self._post(beat=False))
         link.wait(lambda: not self._post(beat=False), LAST_OF_RANK_S)
-        link.wait(self._post_over, LAST_OF_RANK_S)
+        if not failed:
+            link.wait(self._post_over, LAST_OF_RANK_S)
         link.wait(lambda: self._last.address.port > 0, LAST_OF_RANK_S, self._read_orders)
-        link.add("read", 1)
 
     def finish(self) -> None:
         """Send the rest, and wait for the verdict."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..storage.flight_dumps import PREFIX
@@ -30,33 +30,28 @@ _NAME = re.compile(rf"(?:restart-\d{{1,4}}/)?(?:(?P<grows>{_GROWS})|(?P<ring>{_R
 
 
 class Outbox:
-    """What to send of a run folder."""
+    """What to send of a run folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        sent: how much of files that grow was sent before.
+    """
+
+    def __init__(self, folder: Path, sent: Mapping[str, int] | None = None) -> None:
         self._folder = folder
-        self._sent: dict[str, int] = {}
+        self._sent = dict(sent or {})
         self._copies: dict[str, bytes] = {}
 
     def pieces(self) -> list[Piece]:
         """What has changed since the last call, up to `AT_ONCE` bytes."""
         found: list[Piece] = []
         left = AT_ONCE
-        for name, path, match in self._files():
+        for name, path, match in _files(self._folder):
             for piece in self._changed(name, path, match, left):
                 found.append(piece)
                 left -= len(piece.data)
             if left <= 0:
                 break
         return found
-
-    def _files(self) -> Iterator[tuple[str, Path, re.Match[str]]]:
-        # Rings last: what they say is never older than the events.
-        names = [*_names(self._folder)]
-        for inside in [n for n in names if re.fullmatch(r"restart-\d{1,4}", n)]:
-            names += [f"{inside}/{n}" for n in _names(self._folder / inside)]
-        known = [(n, match) for n in names if (match := _NAME.fullmatch(n))]
-        for name, match in sorted(known, key=lambda k: (bool(k[1]["ring"]), k[0])):
-            yield name, self._folder / name, match
 
     def _changed(self, name: str, path: Path, match: re.Match[str], left: int) -> Iterator[Piece]:
         grows = bool(match["grows"])
@@ -99,6 +94,10 @@ class Inbox:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(self._folder / CLOCK, str(ahead_s).encode())
 
+    def sizes(self) -> dict[str, int]:
+        """How much is here of files that grow, by name."""
+        return {n: path.stat().st_size for n, path, match in _files(self._folder) if match["grows"]}
+
     def take(self, pieces: Iterable[Piece], *, late: bool = False) -> None:
         """Write what came; pieces of files that are none of ours are dropped.
 
@@ -128,6 +127,16 @@ class Inbox:
             os.pwrite(fd, piece.data, max(0, piece.offset))
         finally:
             os.close(fd)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path, re.Match[str]]]:
+    # Rings last: what they say is never older than the events.
+    names = [*_names(folder)]
+    for inside in [n for n in names if re.fullmatch(r"restart-\d{1,4}", n)]:
+        names += [f"{inside}/{n}" for n in _names(folder / inside)]
+    known = [(n, match) for n in names if (match := _NAME.fullmatch(n))]
+    for name, match in sorted(known, key=lambda k: (bool(k[1]["ring"]), k[0])):
+        yield name, folder / name, match
 
 
 def _names(folder: Path) -> list[str]:

@@ -49,11 +49,12 @@ class RankMeeting:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """`failed`: see `Link.close`."""
         self._closed.set()
         self._thread.join(STORE_S)
         if self._link is not None:
-            self._link.close(None)
+            self._link.close(None, failed=failed)
 
     def _run(self) -> None:
         here = self._ranks_here()

@@ -27,7 +27,7 @@ from ddpdoctor.launch.other_nodes import OtherNodes
 from ddpdoctor.launch.outcome import examine
 from ddpdoctor.nodes import link as linking
 from ddpdoctor.nodes.desk import ALONE, FOLLOWS, LEADS, SHARES, Desk, Heard, Standing
-from ddpdoctor.nodes.last_words import LastWords, ask
+from ddpdoctor.nodes.last_words import Had, LastWords, ask
 from ddpdoctor.nodes.link import Link
 from ddpdoctor.nodes.messages import (
     MOST_BYTES,
@@ -477,18 +477,101 @@ def test_the_verdict_comes_after_the_end_of_the_store(
     asking.start()
     place.others.tell(report)
     asking.join(10)
-    assert other.verdict() == report and other.shortfall() == ""
+    verdict = other.verdict()
+    assert verdict.findings == report.findings and verdict.run.folder == str(second.path)
+    assert other.shortfall() == ""
     late = OtherNodes(second, place.monitor, lambda status, by: report)
     assert late.verdict() is None and "could not be asked" in late.shortfall()
 
 
+class Kept:
+    """Keeps what nodes bring in memory."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, bytes] = {}
+
+    def had(self, node: int) -> Had:
+        return Had("mark", {"rank-2.jsonl": 7})
+
+    def keep(self, node: int, records: bytes) -> None:
+        self.records[node] = records
+
+
 def test_the_verdict_is_told_to_those_who_know_the_token() -> None:
-    words = LastWords()
+    words = LastWords(kept := Kept())
+    here = msgspec.structs.replace(words.address, host="127.0.0.1")
+    seen: list[Had] = []
+
+    def records(had: Had) -> bytes:
+        seen.append(had)
+        return b"the rest"
+
     with pytest.raises(OSError):
-        ask(msgspec.structs.replace(words.address, host="127.0.0.1", token="0" * 32), 1.0)
+        ask(msgspec.structs.replace(here, token="0" * 32), 1, records, 1.0)
+    assert (seen, kept.records) == ([], {})
     words.say(b"x", nodes=0, most_s=0.0)
-    assert ask(msgspec.structs.replace(words.address, host="127.0.0.1"), 5.0) == b"x"
+    assert ask(here, 1, records, 5.0) == b"x"
+    assert ask(here, 2, lambda had: b"", 5.0) == b"x"
     words.close()
+    assert seen == [Had("mark", {"rank-2.jsonl": 7})] and kept.records == {1: b"the rest"}
+    assert words.brought == {1, 2}
+
+
+def test_the_last_records_come_after_the_end_of_the_store(
+    place: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank fails, and the others notice once it has ended."""
+    report = examine(RunFolder(tmp_path), Options(), None)
+    standing_of(place.desk, role=LEADS, by_rank=True, heard={1: Heard("h1", time.monotonic())})
+    place.others.look([], None)
+    second = RunFolder(tmp_path / "second")
+    other = OtherNodes(second, place.monitor, lambda status, by: report)
+    desk = Desk(second.path)
+    standing_of(desk, role=ALONE, node=1, by_rank=True, lead="127.0.0.1")
+    desk.write_orders(place.desk.orders())
+    (second.path / "rank-1.jsonl").write_text("all that the rank wrote")
+    kept = Inbox(place.desk.node_folder(1))
+    kept.take([Piece("rank-1.jsonl", 0, b"all that")])
+    asking = threading.Thread(target=other.verdict)
+    asking.start()
+    place.others.gather(SimpleNamespace(missing=[]))
+    assert (place.desk.node_folder(1) / "rank-1.jsonl").read_text() == "all that the rank wrote"
+    assert place.others.shortfall() == ""
+    place.others.tell(report)
+    asking.join(10)
+    assert other.verdict() is not None
+
+
+def test_nodes_that_were_silent_before_are_not_waited_for(
+    place: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = Heard("h1", time.monotonic() - 2 * other_nodes.SILENT_S)
+    standing_of(place.desk, role=LEADS, by_rank=True, heard={1: silent})
+    place.others.look([], None)
+    began = time.monotonic()
+    place.others.gather(SimpleNamespace(missing=[]))
+    assert time.monotonic() - began < 1
+    assert "node 1" in place.others.shortfall()
+    monkeypatch.setattr(other_nodes, "RECORDS_S", 0.3)
+    standing_of(place.desk, role=LEADS, by_rank=True)
+    place.others.gather(SimpleNamespace(missing=[2]))  # it ended before it was heard of
+    assert 0.3 <= time.monotonic() - began < 3
+    place.others.tell(SimpleNamespace(to_json=lambda: b"{}"))
+
+
+@pytest.mark.parametrize("node", [0, 2, -1])
+def test_records_of_a_node_that_is_not_there_are_not_kept(
+    place: SimpleNamespace, node: int
+) -> None:
+    standing_of(place.desk, role=LEADS, by_rank=True)
+    with pytest.raises(ValueError, match="no node"):
+        place.others.keep(node, packed(Parcel("", "0", "h", 0.0), "0"))
+
+
+def test_a_node_that_shares_the_folder_brings_nothing(place: SimpleNamespace) -> None:
+    place.desk.mark("mark")
+    assert place.others._last_records(Had("mark")) == b""
+    assert place.others._last_records(Had("another")) != b""
 
 
 def standing_of(desk: Desk, **given: Any) -> None:

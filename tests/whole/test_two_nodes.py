@@ -141,10 +141,42 @@ for step in range(40):
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
     time.sleep(0.02)
+    if FAILS == step and dist.get_rank() == 0:
+        raise ValueError("a bad sample")
     if HANGS == step:
         dist.barrier() if dist.get_rank() == 3 else dist.broadcast(torch.ones(4), 0)
 dist.destroy_process_group()
 """
+
+
+def started_otherwise(
+    place: Path, *, inside: bool, hangs: int = -1, fails: int = -1
+) -> list[subprocess.Popen[str]]:
+    """Two nodes of two ranks each, under `exec` or examined inside the program, that hang or fail
+    after a step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    for name, text in (
+        ("start", STARTER),
+        ("inside", INSIDE),
+        ("train", f"HANGS, FAILS = {hangs}, {fails}{APART}"),
+    ):
+        (place / f"{name}.py").write_text(text)
+    exec_ = [*DOCTOR, "exec", "--out", "out", "--no-live", "--hang-after", "5", "--"]
+    started = []
+    for node in range(2):
+        (place / str(node)).mkdir()
+        script = [str(place / f"{name}.py") for name in ("inside",) * inside + ("train",)]
+        command = [sys.executable, str(place / "start.py"), str(node), *script]
+        started.append(
+            subprocess.Popen(
+                [*([] if inside else exec_), *command], cwd=place / str(node),
+                env={**inherited(), **address}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            )
+        )  # fmt: skip
+    return started
 
 
 @pytest.mark.exhaustive
@@ -153,28 +185,7 @@ dist.destroy_process_group()
 def test_ranks_that_another_launcher_starts(hangs_at: int, inside: bool, tmp_path: Path) -> None:
     """They meet in the store of `init_process_group`, under `exec` and inside the program."""
     hangs = hangs_at >= 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    for name, text in (
-        ("start", STARTER),
-        ("inside", INSIDE),
-        ("train", f"HANGS = {hangs_at}{APART}"),
-    ):
-        (tmp_path / f"{name}.py").write_text(text)
-    exec_ = [*DOCTOR, "exec", "--out", "out", "--no-live", "--hang-after", "5", "--"]
-    started = []
-    for node in range(2):
-        (tmp_path / str(node)).mkdir()
-        script = [str(tmp_path / f"{name}.py") for name in ("inside",) * inside + ("train",)]
-        command = [sys.executable, str(tmp_path / "start.py"), str(node), *script]
-        started.append(
-            subprocess.Popen(
-                [*([] if inside else exec_), *command], cwd=tmp_path / str(node),
-                env={**inherited(), **address}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            )
-        )  # fmt: skip
+    started = started_otherwise(tmp_path, inside=inside, hangs=hangs_at)
     ends = ended(started)
     deadline = time.monotonic() + LIMIT_S / 2
     while not all((tmp_path / str(n) / "out" / "findings.json").exists() for n in range(2)):
@@ -191,6 +202,26 @@ def test_ranks_that_another_launcher_starts(hangs_at: int, inside: bool, tmp_pat
     elif not hangs:
         assert [status for status, _ in ends] == [0, 0]
     assert (first["findings"], first["ranks"]) == (second["findings"], second["ranks"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fails_at", [0, 30])
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_first_rank_fails_and_takes_the_store_with_it(
+    fails_at: int, inside: bool, tmp_path: Path
+) -> None:
+    """The other node still brings its last records, and gets the verdict."""
+    ends = ended(started_otherwise(tmp_path, inside=inside, fails=fails_at))
+    deadline = time.monotonic() + LIMIT_S / 2
+    while not all((tmp_path / str(n) / "out" / "findings.json").exists() for n in range(2)):
+        assert time.monotonic() < deadline, ends
+        time.sleep(0.2)
+    first, second = (findings(tmp_path, node) for node in range(2))
+    (error,) = [f for f in first["findings"] if f["severity"] == "error" and f["code"] != "DDP405"]
+    assert (error["code"], error["ranks"]) == ("DDP606", [0]), ends
+    assert {rank["state"] for rank in first["ranks"]} == {"failed"}
+    assert (first["findings"], first["ranks"]) == (second["findings"], second["ranks"])
+    assert all(status == 1 for status, _ in ends)
 
 
 @pytest.mark.exhaustive

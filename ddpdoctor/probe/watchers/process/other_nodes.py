@@ -12,6 +12,7 @@ from ...collectives.process_groups import ProcessGroups
 from ...recording import hooks
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
+from . import exits
 
 _RESTART = re.compile(r"restart-(\d+)")
 
@@ -43,4 +44,4 @@ class OtherNodes(Watcher):
     @on(hooks.left)
     def _left(self, recorder: Recorder, _: None) -> None:
         if self.meeting is not None:
-            self.meeting.close()
+            self.meeting.close(failed=exits.failed())
