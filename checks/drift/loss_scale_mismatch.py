@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.models.gathered_losses import gathered_losses
 from ddpdoctor.analysis.models.wrap_options import counted
 from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
@@ -28,14 +29,11 @@ VALID = "valid-elements"
 MEANS = "unequal-means"
 REDUCED = "reduced-in-graph"
 GATHERED = "gathered-in-graph"
+OTHERS = "gradient-of-other-ranks-dropped"
 
 UNEQUAL, FEWEST = 1.1, 4
 """The largest weight of an element in a forward over the smallest from which on they are unequal,
 and how many forwards must be compared: some unequal ones average out."""
-
-SAME_GRADIENT, OFTEN = 0.02, 3
-"""How far, relative to their norm, the gradients of what was gathered differ between ranks that
-compute the same loss, and in how many forwards they must agree."""
 
 BY_CHANCE = 3.0
 """Standard deviations by which the counts of two ranks differ by chance."""
@@ -59,6 +57,9 @@ class LossScaleMismatch(Check):
     - A tensor that is gathered from all ranks, a loss that all ranks compute from it alike, and a
       backward that gives each rank its own part of the gradient (a warning), which is too small by
       the world size as well: an `autograd.Function`, or `gathered[rank] = tensor`.
+    - The same where each rank computes the loss of its own rows against those of all ranks (a
+      warning; a note for `gathered[rank] = tensor`): what the others' losses say of this rank's
+      tensor is dropped.
 
     ## How it knows
     Each rank reads the reduction from the autograd graph, and the batch size from the input of the
@@ -104,8 +105,7 @@ class LossScaleMismatch(Check):
       follow the count. A constant factor does not where the counts vary.
     - Tensors all-reduced for logging, detached, with `AVG` (DDP's mean is right then), or of one
       number; losses that are linear in the sum; losses that are multiplied by the world size.
-    - Functions whose backward sums over the ranks or scales; losses that each rank computes for its
-      own rows against those of all; sums over what was gathered.
+    - Functions whose backward sums over the ranks or scales; sums over what was gathered.
     """
 
     code = "DDP410"
@@ -118,6 +118,7 @@ class LossScaleMismatch(Check):
         MEANS: "the loss is a mean over all elements, of which the ranks have unequal numbers",
         REDUCED: "a tensor that the loss is computed from is all-reduced in place",
         GATHERED: "a loss of all ranks' tensors, whose gradient reaches this rank's part only",
+        OTHERS: "a loss of all ranks' tensors, of which each drops the gradient of the others",
     }
     requires = (
         needs_copies,
@@ -279,8 +280,8 @@ class LossScaleMismatch(Check):
     def _judge_gathered(self, group: Replicas) -> Iterator[Finding]:
         if group.left_out or not group.any.seen.averages or _edited(group):
             return
-        found = _gathered(group)
-        if not found:
+        same, apart = gathered_losses({n: m.of(GatheredInGraph) for n, m in group.members.items()})
+        if not (found := same or apart):
             return
         number, member = next(iter(group.members.items()))
         forwards = next(iter(found.values()))
@@ -294,9 +295,34 @@ class LossScaleMismatch(Check):
         first = own_step(member, event.step)
         last = max(first, member.last_step)
         scaled = _takes_out_factors(member)
+        if same:
+            severity = Severity.NOTE if scaled else Severity.WARNING
+            summary = (
+                f"all ranks compute the same loss from a gathered tensor ({shape} of each), and "
+                f"{own} gives each rank its own part of the gradient: what flows through it is "
+                f"{size} times too small"
+            )
+            cause = (
+                f"DDP adds up the parts of the {size} ranks and divides them by {size}; each would "
+                "have to be the sum over the losses of all ranks"
+            )
+            if scaled:
+                cause += f"; {scaled} takes out a factor that all gradients have in common"
+        else:
+            severity = Severity.WARNING if event.function else Severity.NOTE
+            share = 100 * event.dropped / event.norm
+            summary = (
+                f"each rank's loss depends on a tensor gathered from all ranks ({shape} of each), "
+                f"and {own} drops the gradient of the other ranks' parts: {share:.0f} % of it, by "
+                "its norm"
+            )
+            cause = (
+                "what the losses of the other ranks say of this rank's tensor never reaches it: "
+                "the gradients are not those of the mean loss over all ranks"
+            )
         yield self.finding(
-            rule=GATHERED,
-            severity=Severity.NOTE if scaled else Severity.WARNING,
+            rule=GATHERED if same else OTHERS,
+            severity=severity,
             ranks=tuple(group.members),
             steps=Steps(first, last, last - first + 1),
             subjects=(member.wrapped.kind,),
@@ -308,14 +334,8 @@ class LossScaleMismatch(Check):
                 *(Related("gathered here", place) for place in calls if place),
                 *((Related("its backward", backward),) if backward else ()),
             ),
-            summary=f"all ranks compute the same loss from a gathered tensor ({shape} of each), "
-            f"and {own} gives each rank its own part of the gradient: what flows through it is "
-            f"{size} times too small",
-            cause=f"DDP adds up the parts of the {size} ranks and divides them by {size}; each "
-            "would have to be the sum over the losses of all ranks"
-            + (
-                f"; {scaled} takes out a factor that all gradients have in common" if scaled else ""
-            ),
+            summary=summary,
+            cause=cause,
             fix="`from torch.distributed.nn.functional import all_gather`, and `torch.cat("
             "all_gather(tensor))`, whose backward sums over the ranks; or `dist.all_reduce` the "
             "gradient in the function's own backward before its part is taken",
@@ -331,37 +351,6 @@ def _takes_out_factors(member: Member) -> str:
     kinds = [e.kind for e in member.rank.of(OptimizerSeen) if member.model in e.models]
     known = [k for k in kinds if any(word in k.lower() for word in ADAPTIVE)]
     return known[0] if kinds and len(known) == len(kinds) else ""
-
-
-def _gathered(group: Replicas) -> dict[int, list[dict[int, GatheredInGraph]]]:
-    """By line on the first rank, the records of all ranks in forwards in which all compute the same
-    loss from what was gathered. Lines of which any forward differs are left out."""
-    tables: dict[int, dict[tuple[int, int], GatheredInGraph]] = {}
-    for number, member in group.members.items():
-        table = tables.setdefault(number, {})
-        for event in member.of(GatheredInGraph):
-            key = event.forward, sum(forward == event.forward for forward, _ in table)
-            table[key] = event
-    common = set.intersection(*map(set, tables.values())) if tables else set()
-    found: dict[int, list[dict[int, GatheredInGraph]]] = {}
-    apart: set[int] = set()
-    for key in sorted(common):
-        row = {number: table[key] for number, table in tables.items()}
-        site = next(iter(row.values())).site
-        found.setdefault(site, []).append(row)
-        if not _same_gradient([*row.values()]):
-            apart.add(site)
-    return {s: rows for s, rows in found.items() if len(rows) >= OFTEN and s not in apart}
-
-
-def _same_gradient(events: list[GatheredInGraph]) -> bool:
-    """Whether the gradients of all ranks' parts are equal, but for rounding."""
-    first = events[0]
-    allowed = SAME_GRADIENT * max(e.norm for e in events)
-    return all(
-        abs(e.norm - first.norm) <= allowed and math.dist(e.sketch, first.sketch) <= allowed
-        for e in events
-    )
 
 
 def _by_count(option: str) -> str:

@@ -157,7 +157,7 @@ class GatheredInGraph(Event, frozen=True, tag="gathered-in-graph"):
         function: the program's `autograd.Function` that gathers; empty where this rank's tensor was
             put into what was gathered.
         norm: of the gradient of all parts; `sketch` its projection, equal on ranks that compute
-            the same loss.
+            the same loss; `dropped` the norm of what is not given back, for the other ranks' parts.
         site: the line of the call; `backward_site` that of the backward, `gives_back` where the
             function returns the gradient, -1 if unknown.
     """
@@ -173,6 +173,7 @@ class GatheredInGraph(Event, frozen=True, tag="gathered-in-graph"):
     site: int
     backward_site: int
     gives_back: int = -1
+    dropped: float = 0.0
 
 
 class GradientReduced(Event, frozen=True, tag="gradient-reduced"):

@@ -322,10 +322,26 @@ def test_a_loss_of_gathered_tensors_whose_gradient_reaches_only_this_ranks_part(
         assert finding.steps == Steps(first=0, last=3, count=4)
 
 
+@pytest.mark.parametrize(
+    ("function", "severity"), [("Gather", Severity.WARNING), ("", Severity.NOTE)]
+)
+def test_losses_of_own_rows_against_all_that_drop_the_gradient_of_other_ranks(function, severity):
+    events = {
+        n: [gathered(f, (3.0 + n, 4.0), function, dropped=3.0) for f in range(4)] for n in range(2)
+    }
+    (finding,) = LossScaleMismatch().examine(run_of(events))
+    assert (finding.rule, finding.severity) == ("gradient-of-other-ranks-dropped", severity)
+    assert "60 % of it" in finding.summary
+    events[0][3] = events[1][3] = gathered(
+        3, dropped=3.0
+    )  # once they compute the same loss: that may be chance
+    assert not list(LossScaleMismatch().examine(run_of(events)))
+
+
 @pytest.mark.parametrize("ranks", [
     {0: [gathered(f) for f in range(2)], 1: [gathered(f) for f in range(2)]},  # too few
     {0: [gathered(f) for f in range(4)], 1: []},
-    {0: [gathered(f) for f in range(4)], 1: [gathered(f, (4.0, 3.0)) for f in range(4)]},  # local
+    {0: [gathered(f) for f in range(4)], 1: [gathered(f, (4.0, 3.0)) for f in range(4)]},  # no part
     {n: [*(gathered(f) for f in range(4)), edited(0, 2.0)] for n in range(2)},
 ])  # fmt: skip
 def test_gathered_tensors_whose_gradient_may_be_right(ranks):

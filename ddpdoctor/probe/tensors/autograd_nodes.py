@@ -78,7 +78,7 @@ def is_of_a_device(node: Any) -> bool:
 
 
 def _number(node: Any) -> Any:
-    """The single number that a node multiplies or divides by, as a tensor without dimensions; None
+    """The single number that a node multiplies or divides by, as a tensor of one element; None
     if there is none, or it is a plain number, which functions of torch use internally."""
     if not node.name().startswith(("DivBackward", "MulBackward")):
         return None
@@ -88,4 +88,4 @@ def _number(node: Any) -> Any:
         return None
     if other is None or isinstance(other, (int, float)):
         return None
-    return None if other.dim() or other.requires_grad else other
+    return None if other.numel() != 1 or other.requires_grad else other

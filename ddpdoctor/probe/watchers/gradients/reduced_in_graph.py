@@ -150,6 +150,7 @@ class _Measured(NamedTuple):
     shape: tuple[int, ...]
     norm: float
     sketch: tuple[float, ...]
+    dropped: float
 
 
 class GatheredInGraphs(Watcher):
@@ -246,6 +247,7 @@ class GatheredInGraphs(Watcher):
                 return
             whole = torch.stack(parts)
             norm = float(whole.float().norm())
+            dropped = float(torch.stack([*parts[:rank], *parts[rank + 1 :]]).float().norm())
             self.sketcher = self.sketcher or Sketcher()
             bins = self.sketcher.bins(whole)
         if bins is None or not norm or not isfinite(norm):
@@ -253,7 +255,7 @@ class GatheredInGraphs(Watcher):
         sketch = tuple(float(f"{value:.6g}") for value in bins.tolist())
         function = name.removesuffix("Backward") if gathered is not None else ""
         shape = tuple(parts[0].shape)
-        self.measured.append(_Measured(model, gathered, function, shape, norm, sketch))
+        self.measured.append(_Measured(model, gathered, function, shape, norm, sketch, dropped))
 
     @on(lifecycle.backward_ends, fast_path=False)
     def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
@@ -279,6 +281,7 @@ class GatheredInGraphs(Watcher):
                     function=one.function,
                     norm=float(f"{one.norm:.6g}"),
                     sketch=one.sketch,
+                    dropped=float(f"{one.dropped:.6g}"),
                     site=site,
                     backward_site=backward.site,
                     gives_back=_gives_back(recorder, gathered.node),
