@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.fault import Difference, LoaderFault
@@ -20,9 +20,10 @@ from ddpdoctor.analysis.data.loader_check import (
     related,
     when,
 )
+from ddpdoctor.analysis.data.loaders import Reader
 from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.report.declarations import Effect, When
-from ddpdoctor.report.findings import Evidence, Finding, Severity, Steps
+from ddpdoctor.report.findings import Evidence, Finding, Related, Severity, Steps
 from ddpdoctor.run import Location, Run, equal_ranks, ranks_do, ranks_text, whom
 
 KINDS = {
@@ -32,6 +33,13 @@ KINDS = {
     "tensor": "tensors",
 }
 """`Payload.kind` in words."""
+
+ORDERS = {
+    "shuffle": "{at} shuffles them, on each rank with its own random state",
+    "listing": "{at} lists them in the order of the file system, which may differ between nodes",
+    "set": "{at} takes them from a set, whose order differs between processes",
+}
+"""What gives the same entries another order in each process."""
 
 
 class DatasetMismatch(LoaderCheck):
@@ -48,6 +56,8 @@ class DatasetMismatch(LoaderCheck):
     ## How it knows
     When a loader is first iterated (the first eight that a line makes, then ever fewer), each rank
     digests what its dataset selects samples by: `Subset.indices`, lists of ids or paths, tensors.
+    Where the same entries have another order, the source is searched for the line that shuffles or
+    lists them, and it is named if there is only one.
     Of lists longer than 8192 entries it is half of them or more, evenly spaced. The digests are
     compared between ranks whose sampler shards the data, or that are seen to read disjoint indices.
     Splits are compared between ranks that train on `Subset`s of one dataset: these must have three
@@ -247,6 +257,10 @@ class DatasetMismatch(LoaderCheck):
             **fault.facts,
         }
         facts |= {"cause": why.cause.format_map(facts), "fix": why.fix}
+        order = _orders(reader) if difference.reordered else None
+        own: dict[str, Any] = {}
+        if order is not None:
+            own["cause"] = ORDERS[order[0]].format(at=order[1])
         summary = self.words[fault.rule].summary.format_map(facts)
         return self.of_fault(
             fault,
@@ -257,12 +271,24 @@ class DatasetMismatch(LoaderCheck):
             label="selects other samples on each rank"
             if difference.split
             else "shards a dataset that differs between ranks",
-            related=related(reader, sampler=difference.split is not None),
+            related=(
+                *((Related("orders them", order[1]),) if order is not None else ()),
+                *related(reader, sampler=difference.split is not None),
+            ),
             summary=(summary or _summary(run, fault, difference, audit, datasets(sets)))
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + doubt(fault),
             evidence=_evidence(fault, difference, audit),
+            **own,
         )
+
+
+def _orders(reader: Reader) -> tuple[str, Location] | None:
+    """How the program gives the entries an order of each process, and on which line; None where not
+    exactly one line may do that."""
+    causes = [cause for cause in reader.seen.per_process if cause.how in ORDERS]
+    line = reader.rank.location(causes[0].site) if len(causes) == 1 else None
+    return (causes[0].how, line) if line is not None else None
 
 
 def _summary(run: Run, fault: LoaderFault, difference: Difference, audit: Audit, names: str) -> str:

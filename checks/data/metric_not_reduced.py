@@ -9,7 +9,7 @@ from ddpdoctor.analysis.data import data_calls
 from ddpdoctor.analysis.data.loaders import Loader, loaders
 from ddpdoctor.analysis.data.shared_evaluations import (
     divided_evaluations,
-    exchanges_values,
+    exchanged,
     first_unequal,
     metrics_given,
     read_apart,
@@ -27,7 +27,7 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Location, Run, counted, ranks_do, ranks_text
+from ddpdoctor.run import Location, Run, counted, listed, ranks_do, ranks_text
 
 SAVED = "decides-what-is-saved"
 STOPPED = "decides-when-to-stop"
@@ -41,6 +41,9 @@ AGAIN = "total-reduced-again"
 SHARED_BY = 1.5
 """The length of a data set over the samples that a rank reads of it, from which on it reads only
 its share."""
+
+SHOWN = 4
+"""Evaluations that are named."""
 
 REDUCE = (
     "sum what it is made of over the ranks first, on every rank: `dist.all_reduce(totals)` with "
@@ -72,7 +75,7 @@ class MetricNotReduced(Check):
     all the same: the result of the call was not used for it.
     Where nothing is seen to be decided, and no rank reduces or gathers any value in an evaluation
     that is divided between ranks, or after it, that is a note: what is printed of it is the result
-    of one rank's share.
+    of one rank's share. So is one that is reduced at some times only.
     The source around each `all_reduce` tells whether it is made in a copy (`torch.tensor(x)`,
     `x.clone()`, `x / n`) that is used for nothing else, or returned to a caller that drops it; it
     is noted where this happens at least twice after the first optimizer step.
@@ -155,7 +158,7 @@ class MetricNotReduced(Check):
                         continue
                     read = max((e.samples for e in reader.epochs if e.exhausted), default=0)
                     factor = event.length / read if read else 0.0
-                    if factor < SHARED_BY or exchanges_values(loader):
+                    if factor < SHARED_BY or any(exchanged(loader)):
                         continue
                     reported.add(key)
                     yield self.finding(
@@ -252,12 +255,21 @@ class MetricNotReduced(Check):
             return
         for loader in evaluations:
             reader = loader.first
-            if exchanges_values(loader) or reader.loop_at is None:
+            known = exchanged(loader)
+            alone = [reader.epochs[n] for n, with_others in enumerate(known) if not with_others]
+            if any(known):  # a trial before training may stop early
+                alone = [epoch for epoch in alone if epoch.exhausted]
+            if not alone or reader.loop_at is None:
                 continue
             read = {
                 n: max((e.samples for e in r.epochs), default=0) for n, r in loader.readers.items()
             }
             number, samples = next(iter(read.items()))
+            times, after = "", ""
+            if any(known):
+                times = f"{len(alone)} of {len(known)} times "
+                steps = listed([str(epoch.began.step) for epoch in alone[:SHOWN]])
+                after = f", as after step {steps}"
             yield self.finding(
                 rule=NEVER,
                 severity=Severity.NOTE,
@@ -265,14 +277,14 @@ class MetricNotReduced(Check):
                 subjects=(reader.seen.dataset,),
                 location=reader.loop_at,
                 label="evaluates one rank's share",
-                summary=f"the ranks share this evaluation, and exchange no values in it or after "
-                f"it: its result on {ranks_text([number])} is that of {samples} of "
+                summary=f"the ranks share this evaluation, and {times}exchange no values in it or "
+                f"after it{after}: its result on {ranks_text([number])} is that of {samples} of "
                 f"{sum(read.values())} samples",
                 cause="each rank has the result of the samples that its sampler gave it",
                 fix=REDUCE,
                 fix_kind=FixKind.TEMPLATE,
                 evidence={"samples_read_by_rank": read},
-                at=reader.rank.wall(reader.epochs[0].began.at),
+                at=reader.rank.wall(alone[0].began.at),
             )
 
     def _schedules(self, run: Run, loader: Loader) -> Iterator[Finding]:

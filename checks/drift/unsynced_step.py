@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -50,14 +51,17 @@ class Reason:
     label: str
 
 
+ONE_CONDITION = (
+    "enter `no_sync()` only where no `optimizer.step()` follows: compute that condition once, and "
+    "use it for both"
+)
 REASONS = {
     "no_sync": Reason(
         "no-sync",
         "the last backward before the step runs under `no_sync()`, or with DDP's flag off",
         "synchronisation was switched off for the last backward before the step, so each rank kept "
         "its own gradients",
-        "synchronise the last micro-batch before the step: enter `no_sync()` only while "
-        "`(i + 1) % accumulation != 0`",
+        f"synchronise the last micro-batch before the step: {ONE_CONDITION}",
         "gradient sync is off for the last micro-batch before the step",
     ),
     "forward only": Reason(
@@ -125,8 +129,7 @@ LEFT_OVER = Reason(
     "the last, incomplete group of micro-batches is not synchronised",
     "the left-over group of {left} is never synchronised: the other groups have {full}, and only a "
     "full group ends with a backward outside `no_sync()`",
-    "synchronise on the last batch of the epoch as well: enter `no_sync()` unless "
-    "`(i + 1) % accumulation == 0 or i + 1 == len(loader)`",
+    f"synchronise on the last batch of the epoch as well: {ONE_CONDITION}",
     "off for all micro-batches of this step",
 )
 TAKE_OUT = (
@@ -139,10 +142,7 @@ FLAG_FIXES = {
     "no_sync": f"set `{FLAG} = True` before the forward of the last micro-batch before the step",
     "forward only": f"set `{FLAG}` before the forward: DDP reads it when the forward ends",
 }
-ANOTHER = (
-    "another backward synchronises, not the one before the step: use one condition for both, so "
-    "that `no_sync()` is off exactly in the micro-batch after which `optimizer.step()` runs"
-)
+ANOTHER = f"another backward synchronises, not the one before the step: {ONE_CONDITION}"
 ENOUGH = 0.5
 """Elements communicated per element of the gradients from which on they may be the gradients."""
 
@@ -391,8 +391,11 @@ class UnsyncedStep(Check):
 def _full_group(member: Member, spans: list[Span]) -> int:
     """How many micro-batches a synchronised step has, where the steps that are not synchronised
     stand alone and have fewer: the rest of an epoch. 0 where it is not so."""
-    full = [s.pattern for s in patterns(member) if not s.pattern.reason and s.pattern.synced]
-    size = min((p.synced + p.unsynced for p in full), default=0)
+    full = [s for s in patterns(member) if not s.pattern.reason and s.pattern.synced]
+    often: Counter[int] = Counter()
+    for span in full:
+        often[span.pattern.synced + span.pattern.unsynced] += span.count
+    size = max(often, key=lambda n: (often[n], n), default=0)
     left_over = all(
         s.pattern.reason == "no_sync"
         and not s.pattern.synced

@@ -50,7 +50,7 @@ class Layer(Part, frozen=True):
 
 class PerProcess(Part, frozen=True):
     """A line of the program that may give other results in each process: `how` is `hash` (of a
-    text, say) or `set` (its order)."""
+    text, say), `set` (its order), `shuffle` (or another draw), or `listing` (of files)."""
 
     how: str
     site: int

@@ -350,6 +350,28 @@ def test_classes_that_each_rank_numbers_by_itself() -> None:
     assert not examine(labelled(0, by_class), labelled(1, by_class))
 
 
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([("hash", 1), ("shuffle", 4)], "train.py:21 shuffles them"),
+        ([("listing", 4)], "train.py:21 lists them in the order of the file system"),
+        ([("set", 1), ("shuffle", 4)], "each rank lists or makes the entries by itself"),
+    ],
+)
+def test_the_line_that_orders_them(lines: list[tuple[str, int]], cause: str) -> None:
+    causes = tuple(PerProcess(how, line) for how, line in lines)
+    share = {"distributed": True, "replicas": 2, "total_size": 100, "per_process": causes}
+    ranks = (
+        loader(0, [EVERYTHING[rank::2]], sampler_rank=rank,
+               payloads=(payload("text", 1 + rank, 5),), **share)  # type: ignore[arg-type]
+        for rank in range(2)
+    )  # fmt: skip
+    (finding,) = examine(*ranks)
+    assert (finding.rule, finding.cause.startswith(cause)) == ("listing-order", True)
+    told = [r.location.line for r in finding.related if r.label == "orders them"]
+    assert told == [21] * ("train.py" in cause)
+
+
 @pytest.mark.parametrize(("how", "rule"), [("hash", "hashed-labels"), ("set", "labels-from-a-set")])
 def test_the_line_that_numbers_them(how: str, rule: str) -> None:
     lines = (PerProcess(how, 4),)

@@ -54,6 +54,11 @@ def exchange(op, step):
     ]
 
 
+def every_time(op):
+    first, *others = (exchange(op, step) for step in (0, 4, 8))
+    return [*first, *(run for _, _, run in others)]
+
+
 def run_of(values=OTHER_VALUES, *, more=(), after=HELD_OUT, shared=True, saving=True, grad=False):
     """Two ranks that evaluate after each epoch of 4 steps.
 
@@ -67,7 +72,8 @@ def run_of(values=OTHER_VALUES, *, more=(), after=HELD_OUT, shared=True, saving=
         share = {"replicas": 2, "sampler_rank": rank, "distributed": True} if shared else {}
         train = loader(TRAIN, [[rank, 2 + rank]] * 3, replicas=2, sampler_rank=rank)
         held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, loop_site=VALIDATE,
-                          ends={"grad_enabled": grad}, **share)  # fmt: skip
+                          ends={"grad_enabled": grad}, began={"step": [0, 4, 8]},
+                          **share)  # fmt: skip
         mine = [value(4 * n + 4, v, after=after) for n, v in enumerate(values[rank])]
         decided = [saved(4, values[0][0])] if rank == 0 and saving else []
         return [*prologue(2), *LINES, *train, *held_out, *mine, *decided,
@@ -149,7 +155,7 @@ def test_a_reduction_whose_result_is_not_used():
     ("run", "told"),
     [
         ({"saving": False}, True),
-        ({"saving": False, "more": exchange("all_reduce", 0)}, False),
+        ({"saving": False, "more": every_time("all_reduce")}, False),
         ({"saving": False, "more": exchange("barrier", 0)}, True),
         ({"saving": False, "shared": False}, False),
         ({"saving": False, "grad": True}, False),
@@ -161,6 +167,15 @@ def test_an_evaluation_of_shares_that_nobody_puts_together(run, told):
     if told:
         assert found[0].location.line == 25
         assert found[0].evidence["samples_read_by_rank"] == {0: 2, 1: 2}
+
+
+def test_an_evaluation_that_is_put_together_at_some_times_only():
+    """As one that is run before training, or after it, by another line."""
+    (found,) = noted(run_of(saving=False, more=exchange("all_reduce", 0)))
+    assert (found.rule, found.severity.value) == ("never-reduced", "note")
+    assert "2 of 3 times exchange no values in it or after it, as after step 4 and 8" in (
+        found.summary
+    )
 
 
 @pytest.mark.parametrize("op", ["barrier", "broadcast", "DDP forward"])

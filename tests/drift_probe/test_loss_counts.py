@@ -31,6 +31,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def test_terms_divided_by_the_count(loss: Loss, divided: bool) -> None:
     counts = [_Count(torch.tensor([COUNT]), 0, 1, None, "")]
     x = torch.ones(4, requires_grad=True)
-    root: Any = loss(x, torch.tensor(COUNT)).grad_fn
-    assert (_divisor(root, counts, 2) is not None) is divided
-    assert _divisor(root, counts, 1) is None
+    for count in (torch.tensor(COUNT), torch.tensor([COUNT])):
+        root: Any = loss(x, count).grad_fn
+        assert (_divisor(root, counts, 2) is not None) is divided
+        assert _divisor(root, counts, 1) is None

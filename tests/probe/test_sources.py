@@ -3,6 +3,7 @@
 import ast
 import inspect
 import linecache
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed  # noqa: F401  # what is called is looked up there
+import torch.distributed  # what is called is looked up there
 
 from ddpdoctor.probe.recording.code_locations import Sites
 from ddpdoctor.probe.source import (
@@ -183,6 +184,12 @@ class Named:
     def bucket(self, name: str) -> int:
         return hash(name) % 8  # a hash
 
+    def listed(self, folder: Path) -> list[Path]:
+        random.shuffle(self.kinds)  # a shuffle
+        order = torch.randperm(3, generator=torch.Generator().manual_seed(0))
+        sorted(folder.glob("*"))
+        return list(folder.iterdir())[: len(order)]  # a listing
+
     def __hash__(self) -> int:
         return hash(1)
 
@@ -192,5 +199,8 @@ def test_lines_that_give_other_results_in_each_process() -> None:
     found = process_order.places(Named, [])
     assert {p.file for p in found} == {__file__}
     told = [(p.how, lines[p.line - 1].partition("  # a ")[2]) for p in found]
-    assert told == [("set", "set"), ("set", "set"), ("hash", "hash")]
+    assert told == [
+        ("set", "set"), ("set", "set"), ("hash", "hash"), ("shuffle", "shuffle"),
+        ("listing", "listing"),
+    ]  # fmt: skip
     assert not process_order.places(dict, [])

@@ -53,7 +53,7 @@ def renumbered(run: Run) -> Iterator[Renumbered]:
         if found is not None:
             differ, compared, values, same = found
             causes = division.readers[0].seen.per_process
-            cause = next(iter(causes), None)
+            cause = next((c for c in causes if c.how in ("hash", "set")), None)
             yield Renumbered(division, compared, differ, values, same, cause)
 
 

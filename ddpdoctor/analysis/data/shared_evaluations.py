@@ -24,14 +24,19 @@ TO_FEW_RANKS = data_calls.EXCHANGES - {"all_reduce"}
 `all_reduce` the result is equal on all ranks."""
 
 
-def exchanges_values(loader: Loader) -> bool:
-    """Whether some rank reduces or gathers values of its own in the loop or after it."""
-    return any(
-        data_calls.values_exchanged(reader.rank, step)
-        for reader in loader.readers.values()
-        for epoch in reader.epochs
-        for step in {epoch.began.step, epoch.began.step + epoch.steps}
-    )
+def exchanged(loader: Loader) -> list[bool]:
+    """For each evaluation, whether some rank reduces or gathers values of its own in it or after
+    it, before the next optimizer step."""
+    count = min(len(reader.epochs) for reader in loader.readers.values())
+    return [
+        any(
+            data_calls.values_exchanged(reader.rank, step)
+            for reader in loader.readers.values()
+            for epoch in (reader.epochs[n],)
+            for step in {epoch.began.step, epoch.began.step + epoch.steps}
+        )
+        for n in range(count)
+    ]
 
 
 def read_apart(run: Run) -> Callable[[Loader], bool]:

@@ -1,5 +1,5 @@
 """Where the source computes something that differs between processes although the data is the same:
-`hash()` of a text, and the order in which a set is iterated."""
+`hash()` of a text, the order of a set, a list that is shuffled, files as their folder has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ..recording.code_locations import classify
-from .ast_cache import Source, source_of
+from .ast_cache import Source, last_name, source_of
 
 KEEP_ORDER = frozenset(("dict", "enumerate", "list", "tuple", "zip"))
 """Functions whose result has the order of their argument."""
@@ -18,12 +18,19 @@ KEEP_ORDER = frozenset(("dict", "enumerate", "list", "tuple", "zip"))
 ORDERLESS = frozenset(("all", "any", "frozenset", "len", "max", "min", "set", "sorted", "sum"))
 """Functions whose result does not depend on the order of their argument."""
 
+SHUFFLES = frozenset(("permutation", "randperm", "sample", "shuffle"))
+"""Functions that draw an order; with a `generator`, or a `seed`, the program chooses it."""
+
+LISTS = frozenset(("glob", "iglob", "iterdir", "listdir", "rglob", "scandir", "walk"))
+"""Functions that list files in the order of the file system."""
+
 MOST = 4
-"""Lines that are told."""
+"""Lines of each kind that are told."""
 
 
 class Place(NamedTuple):
-    """A line on which something differs between processes; `how` is `hash` or `set`."""
+    """A line on which something differs between processes; `how` is `hash`, `set`, `shuffle` or
+    `listing`."""
 
     how: str
     file: str
@@ -43,7 +50,8 @@ def places(kind: type, files: Iterable[str]) -> list[Place]:
     for file in files:
         # A hash in a function that the class does not name may serve anything else.
         found.update((p, None) for p in _of_file(file) if p.how != "hash" or _used(p, names))
-    return list(found)[:MOST]
+    kinds = dict.fromkeys(place.how for place in found)
+    return [p for how in kinds for p in [p for p in found if p.how == how][:MOST]]
 
 
 def _used(place: Place, names: set[str]) -> bool:
@@ -93,6 +101,8 @@ def _found(source: Source) -> list[tuple[str, int]]:
         elif _keeps_order_of_set(node, sets) and not _order_is_lost(source, node):
             at: Any = node.iter if isinstance(node, ast.comprehension) else node
             found.append((loop, at.lineno, "set"))
+        elif isinstance(node, ast.Call) and (how := _draws_or_lists(source, node)):
+            found.append((True, node.lineno, how))
     # A loop over a set seldom numbers its elements.
     return [(how, line) for _, line, how in sorted(found)]
 
@@ -101,6 +111,15 @@ def _called(node: ast.AST) -> str:
     """The name of the function that a node calls by a plain name."""
     called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     return node.func.id if called else ""  # type: ignore[attr-defined]
+
+
+def _draws_or_lists(source: Source, node: ast.Call) -> str:
+    """`shuffle` or `listing`, empty for other calls, and where the order is set afterwards."""
+    name = last_name(node.func)
+    if name in LISTS:
+        return "" if _order_is_lost(source, node) else "listing"
+    seeded = any(k.arg in ("generator", "seed", "random_state") for k in node.keywords)
+    return "shuffle" if name in SHUFFLES and not seeded else ""
 
 
 def _within_hash(source: Source, node: ast.AST | None) -> bool:
