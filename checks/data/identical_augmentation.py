@@ -170,6 +170,11 @@ def _cause(drawn: EqualGenerators) -> str:
             "the workers are seeded with the same numbers on every rank, and loading draws from "
             "their generators"
         )
+    if drawn.own_generator:
+        return (
+            "the workers get the same seeds on every rank, from a generator of the loader's own, "
+            "and loading draws from theirs"
+        )
     return "the ranks use the same seed, and loading draws from their generators"
 
 

@@ -93,8 +93,9 @@ class MetricNotReduced(Check):
     ## How to fix it
     Reduce the sums, not the averages, before the value is used, on every rank:
     `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`. `dist.reduce` is not
-    enough where all ranks use the value: only one of them gets the sum. In Lightning:
-    `self.log("val_loss", ..., sync_dist=True)`.
+    enough where all ranks use the value: only one of them gets the sum. In Lightning, a mean over
+    samples that is logged in a step: `self.log("val_loss", ..., sync_dist=True)`; a metric that is
+    no such mean (IoU, F1, perplexity): a torchmetrics `Metric`, whose `compute()` sums over ranks.
 
     ## When it stays quiet
     - Metrics that are equal on all ranks: reduced, gathered, or sent from one rank.
@@ -313,7 +314,7 @@ class MetricNotReduced(Check):
                 else "each rank passes a value of its own, and its schedule follows that",
                 fix="reduce with `dist.all_reduce`, which gives the result to every rank"
                 if to_one
-                else (reduced(logged.by, logged.name) if logged is not None else "") or REDUCE,
+                else (logged and reduced(logged.by, logged.name, logs)) or REDUCE,
                 unequal=unequal,
                 when=rank.wall(event.at),
             )  # fmt: skip
@@ -336,7 +337,7 @@ class MetricNotReduced(Check):
                 why=f"`{logged.name}` comes from each rank's share of the data, and is not reduced "
                 + ("before: training ends, on this rank or on all, by a part of the data" if stops
                    else "where it is logged"),
-                fix=reduced(logged.by, logged.name) or REDUCE,
+                fix=reduced(logged.by, logged.name, line) or REDUCE,
                 unequal=unequal,
                 when=run.everyone[number].wall(event.at),
                 saves=None if stops else run.everyone[number].location(event.site),

@@ -102,7 +102,7 @@ class HyperparameterSkew(Check):
 
     ## How to fix it
     Step schedulers on every rank, with values that are equal everywhere: all-reduce the validation
-    loss before `scheduler.step(loss)`; in Lightning, `self.log("val_loss", ..., sync_dist=True)`.
+    loss before `scheduler.step(loss)`; in Lightning, `self.log(..., sync_dist=True)`.
 
     ## When it stays quiet
     - Values that are equal up to float32 rounding (one rank's value may have been broadcast).
@@ -439,17 +439,17 @@ def _scheduler_decides(skew: Skew) -> Cause | None:
         label = "decides from each rank's local metric"
         if (logged := call.logged) is None:
             return Cause(LOCAL_METRIC, text, SAME_METRIC, label, spot)
+        logs = skew.group.members[skew.stepping[0]].rank.location(logged.site)
         return Cause(
             LOCAL_METRIC,
             text=f"{text}: `{logged.name}`, which is not reduced where it is logged",
-            fix=reduced(logged.by, logged.name),
+            fix=reduced(logged.by, logged.name, logs),
             label=f"logs each rank's own `{logged.name}`",
-            location=skew.group.members[skew.stepping[0]].rank.location(logged.site) or spot,
+            location=logs or spot,
             related=(Related(f"{call.kind} {label}", spot),) if spot else (),
         )
     text = f"the ranks step {call.kind} at different times, or created it differently"
-    label = "steps on every rank, but not equally"
-    return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, label, spot)
+    return Cause(UNEQUAL_SCHEDULES, text, SAME_SCHEDULE, "steps, but not equally", spot)
 
 
 def _unequal_at_start(skew: Skew) -> Cause | None:

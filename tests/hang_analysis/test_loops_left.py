@@ -23,6 +23,7 @@ from ddpdoctor.events import (
     Site,
     Statement,
     Way,
+    Wrapped,
 )
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
@@ -180,12 +181,27 @@ NESTED = ((8, "for x, y in loader:"), (6, "for epoch in range(9):"))
 
 
 def left_early(
-    *, epochs: int, exhausted: bool, batches: int = -1, read: int = 1, steps: int = 1
+    *,
+    epochs: int,
+    exhausted: bool,
+    batches: int = -1,
+    read: int = 1,
+    steps: int = 1,
+    stream: bool = False,
 ) -> list[Event]:
     """The epochs of a loader (which says to have `batches`), all but the last over."""
     events: list[Event] = [
         site(50, "train.py", 8, "for x, y in loader:"),
-        LoaderSeen(at=START, loader=0, site=50, loop_site=50, dataset="D", length=8, sampler="S"),
+        LoaderSeen(
+            at=START,
+            loader=0,
+            site=50,
+            loop_site=50,
+            dataset="D",
+            length=8,
+            sampler="S",
+            iterable=stream,
+        ),
     ]
     for number in range(epochs):
         began = EpochBegan(
@@ -245,6 +261,31 @@ def test_how_a_loop_over_a_loader_was_left(
     assert finding.rule == ("skipped-round" if steps < read else "loop-exit")
 
 
+@pytest.mark.parametrize(
+    ("stream", "wrapper", "backwards", "advice", "joins"),
+    [
+        (False, "DistributedDataParallel", 5, "`drop_last=True`", True),
+        (True, "DistributedDataParallel", 5, "`all_reduce` (`ReduceOp.MIN`)", True),
+        (True, "fully_shard", 5, "`all_reduce` (`ReduceOp.MIN`)", False),
+        (True, "DistributedDataParallel", 0, "`all_reduce` (`ReduceOp.MIN`)", False),
+    ],
+)
+def test_what_to_do_about_fewer_batches(
+    tmp_path: Path, stream: bool, wrapper: str, backwards: int, advice: str, joins: bool
+) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call(line=9, inside=NESTED)
+    made[0].call(line=9, inside=NESTED, state=State.BEGUN, at=START + 5)
+    made[1].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    wrapped = Wrapped(at=START, model=0, wrapper=wrapper, kind="Net", group=0, site=50)
+    ended = left_early(epochs=1, exhausted=True, read=5, steps=backwards, stream=stream)
+    more = {0: left_early(epochs=1, exhausted=False, stream=stream), 1: [wrapped, *ended]}
+    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert "fewer batches (5)" in finding.cause
+    assert advice in finding.fix and ("Join" in finding.fix) is joins
+
+
 @pytest.mark.parametrize(("read", "inner"), [(6, True), (5, False)])
 def test_a_loop_inside_of_one_over_equally_many_batches(
     tmp_path: Path, read: int, inner: bool
@@ -301,7 +342,8 @@ def test_a_loop_over_a_generator_that_reads_a_loader(
         return [site(50, "train.py", 3, "for x in loader:"), *events[1:]]
 
     evaluation = [
-        LoaderSeen(at=START, loader=1, site=51, loop_site=50, dataset="D", length=8, sampler="S"),
+        LoaderSeen(at=START, loader=1, site=51, loop_site=50, dataset="D", length=8, sampler="S",
+                   iterable=stream),
         EpochBegan(at=START + at, loader=loader, epoch=1, step=5, site=50, batches=6),
         EpochEnded(
             at=START + 3, loader=loader, epoch=1, batches=6, samples=6, backwards=steps,

@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...events import Seeded, WorkerRandom
-from ...run import Location, Rank
+from ...run import Location, Rank, listed
 from .content import by_index, changed
 from .loaders import Reader
 
 NAMES = ("torch", "numpy", "random")
 """The generators, in the order of `EpochBegan.random`."""
 
-SEEDS = {
-    "torch": "`torch.manual_seed(seed + rank)`",
-    "numpy": "`np.random.seed(seed + rank)`",
-    "random": "`random.seed(seed + rank)`",
-}
+SEEDS = {"torch": "torch.manual_seed", "numpy": "np.random.seed", "random": "random.seed"}
 FIX_SELF_SEEDED = (
     "seed the workers from `torch.initial_seed() % 2**32`, which differs between ranks and "
     "workers, or add the rank to the seed that `worker_init_fn` or the dataset sets"
@@ -27,6 +23,11 @@ FIX_WORKERS = (
     "call `torch.manual_seed(seed + rank)` after the model is built; if the loader has its own "
     "`generator=`, add the rank to that seed; a `worker_init_fn` must seed from "
     "`torch.initial_seed()`, not from the worker's number alone"
+)
+FIX_GENERATOR = (
+    "the loader has a generator of its own (`generator=`, or one that a library keeps equal on all "
+    "ranks), so add the rank in the workers: a `worker_init_fn` that calls {calls} with "
+    "`(torch.initial_seed() + 1000 * rank) % 2**32`"
 )
 FIX_OF_DATASET = (
     "add the rank to the seed of this generator; in a worker, also its number "
@@ -79,6 +80,8 @@ class EqualGenerators(NamedTuple):
         workers: the worker processes draw, not the ranks.
         self_seeded: the workers do not get their seeds from the ranks, whose base seeds differ.
         of_dataset: the data set, or its transforms, keep these generators for themselves.
+        own_generator: the workers get their seeds from a generator of the loader's, not from the
+            ranks' own.
         seeding: where the program gave them the same seed, None where that is not known.
     """
 
@@ -86,6 +89,7 @@ class EqualGenerators(NamedTuple):
     workers: bool
     self_seeded: bool
     of_dataset: bool = False
+    own_generator: bool = False
     seeding: Seeding | None = None
 
     @property
@@ -94,11 +98,15 @@ class EqualGenerators(NamedTuple):
             return FIX_OF_DATASET
         if self.self_seeded:
             return FIX_SELF_SEEDED
+        if self.own_generator:
+            calls = listed([f"`{SEEDS[name]}`" for name in self.names or NAMES])
+            return FIX_GENERATOR.format(calls=calls)
         if self.workers:
             return FIX_WORKERS
         if self.seeding is not None:
             return self.seeding.fix
-        return f"call {' and '.join(SEEDS[n] for n in self.names)} after the model is built"
+        calls = " and ".join(f"`{SEEDS[name]}(seed + rank)`" for name in self.names)
+        return f"call {calls} after the model is built"
 
 
 def equal_generators(readers: Sequence[Reader]) -> EqualGenerators | None:
@@ -116,10 +124,14 @@ def equal_generators(readers: Sequence[Reader]) -> EqualGenerators | None:
     guessed = not (shared or in_workers) and same_seed and all(_changes(r) for r in readers)
     if not shared and not guessed:
         return None
-    ranks = [r.rank for r in readers]
-    seeding = seeded_alike(ranks, shared, readers[0].epochs[0].began.at)
+    workers, self_seeded = in_workers or guessed, in_workers and not same_seed
+    began = [r.epochs[0].began for r in readers]
+    own_generator = workers and same_seed and len({b.random[0] for b in began}) > 1
+    # Workers get their seeds from torch's generator.
+    asked = ("torch",) if workers and not self_seeded else shared
+    seeding = None if own_generator else seeded_alike([r.rank for r in readers], asked, began[0].at)
     return EqualGenerators(
-        shared, in_workers or guessed, in_workers and not same_seed, seeding=seeding
+        shared, workers, self_seeded, own_generator=own_generator, seeding=seeding
     )
 
 

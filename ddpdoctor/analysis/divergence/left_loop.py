@@ -37,13 +37,43 @@ class LoopExitKind(enum.Enum):
 
 
 @dataclass(frozen=True)
+class ShortLoader:
+    """The loader of those who left a loop because it had fewer batches.
+
+    Attributes:
+        batches: that it had.
+        stream: it iterates over a stream, which has no length.
+        joins: it trains a model in DDP, which can wait for ranks with more batches.
+    """
+
+    batches: int
+    stream: bool
+    joins: bool
+
+    @property
+    def fix(self) -> str:
+        even = (
+            "leave the loop together: before each round `all_reduce` (`ReduceOp.MIN`) whether this "
+            "rank still has a batch, and end it on all ranks where one has none"
+            if self.stream
+            else "give every rank the same number of batches (`DistributedSampler`, "
+            "`drop_last=True`)"
+        )
+        join = (
+            ", or train inside `with Join([model]):`, which covers none of your own collectives "
+            "and does not copy the optimizer's state"
+        )
+        return even + join * self.joins
+
+
+@dataclass(frozen=True)
 class LeftLoop:
     """A loop that some ranks left, or skipped a round of, while others are in it.
 
     Attributes:
         ranks: who left it.
         steps: `3 of its 6`, where they skipped some: for how many of their batches they took a
-            step; skips: who skipped batches in all iterations.
+            step; skips: who skipped batches in all iterations; short: where `DRY`, its loader.
         ways: the statements that skip the rest of a round, or catch what ends it; their `source` is
             the condition or handler that each is under.
         exits: the statements that end the loop.
@@ -61,6 +91,7 @@ class LeftLoop:
     known: bool = True
     turn: str = ""
     skips: SkippedBatches | None = None
+    short: ShortLoader | None = None
     together: str = TOGETHER
 
     def among(self, ranks: Collection[Rank]) -> LeftLoop:
@@ -109,7 +140,8 @@ class LeftLoop:
             return f"{who} had fewer iterations of `{self.loop.source}` ({self.loop})"
         if self.how is LoopExitKind.RAISED:
             return f"an exception ended the loop at {self.loop} on {who}; {ways} caught it"
-        dry = "; its loader had fewer batches" if self.how is LoopExitKind.DRY else ""
+        had = f" ({self.short.batches})" if self.short else ""
+        dry = f"; its loader had fewer batches{had}" if self.how is LoopExitKind.DRY else ""
         exits = _either(self.exits)
         ended = f": {exits} ends it" if exits else ""
         or_skipped = f", or skipped a round{short}" if self._or_skipped else ""
@@ -148,12 +180,8 @@ class LeftLoop:
     @property
     def fix(self) -> str:
         """What to change."""
-        if self.how is LoopExitKind.DRY:
-            return (
-                "give every rank the same number of batches (`DistributedSampler`, "
-                "`drop_last=True`), or train inside `with Join([model]):`, which covers none of "
-                "your own collectives and does not copy the optimizer's state"
-            )
+        if self.short is not None:
+            return self.short.fix
         if self.how is LoopExitKind.FEWER:
             return (
                 "give that loop the same number of iterations on every rank: divide the work "

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from math import inf
 
-from ...events import CALLERS, CallSite, ExceptionPassed
+from ...events import CALLERS, CallSite, ExceptionPassed, LoaderSeen, Wrapped
 from ...report.findings import Condition, Finding
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
@@ -40,7 +40,7 @@ from ..control_flow.loop_rounds import (
 from ..control_flow.skipped_batches import skips
 from .align import CallDivergence
 from .entered_branches import by_their_rank
-from .left_loop import SKIPPED_BY, LeftLoop, LoopExitKind
+from .left_loop import SKIPPED_BY, LeftLoop, LoopExitKind, ShortLoader
 from .skipped_round import skipped_round
 from .suspects import Suspect
 
@@ -226,6 +226,9 @@ def _reported_loop(
         elif how is LoopExitKind.SKIPPED:
             known = skips([*left, *map(until_call, stay)], head)
             return LeftLoop(numbers, head, how, steps_taken(left[0]), ways, skips=known)
+        elif how is LoopExitKind.DRY:
+            loader = _short_loader(left[0], None if hidden else head)
+            return LeftLoop(numbers, head, how, ways=ways, short=loader)
         elif how is not LoopExitKind.UNKNOWN:
             return LeftLoop(numbers, head, how, ways=ways)
         elif candidate is None or (
@@ -238,6 +241,18 @@ def _reported_loop(
     if candidate and candidate.ways and short and same:
         return replace(candidate, loop=short, how=LoopExitKind.SKIPPED)
     return candidate
+
+
+def _short_loader(left: Leaver, loop: Location | None) -> ShortLoader | None:
+    """The loader whose batches ended a loop on a rank."""
+    rank, _ = left
+    last = next((i for i in reversed(iterations_of(left, loop)) if i.ended), None)
+    if last is None or last.ended is None:
+        return None
+    made = [e for e in rank.of(LoaderSeen) if e.loader == last.began.loader]
+    wrapped = any(w.wrapper == "DistributedDataParallel" and not w.by for w in rank.of(Wrapped))
+    joins = last.ended.backwards > 0 and wrapped
+    return ShortLoader(last.ended.batches, any(e.iterable for e in made), joins)
 
 
 def _with_exits(left: LeftLoop, leaver: Rank, last: CallSite | None, stay: CallRecord) -> LeftLoop:

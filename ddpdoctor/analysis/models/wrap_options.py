@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...events import Wrapped
+from ...run import Location
 
 UNUSED, NO_UNUSED = "find_unused_parameters=True", "find_unused_parameters=False"
 STATIC, NO_STATIC = "static_graph=True", "static_graph=False"
@@ -16,6 +17,9 @@ EACH_ONCE = "each once"
 CALLED = "called"
 EQUAL_BATCHES = "equal batches"
 COUNTED = "counted"
+
+AT_THE_END = "_epoch_end"
+"""How Lightning's hooks end in which a metric of a whole epoch is computed."""
 
 _LIGHTNING = {
     UNUSED: 'Trainer(strategy="ddp_find_unused_parameters_true")',
@@ -70,11 +74,20 @@ def framework_of(by: str) -> Mapping[str, str]:
     return _BY_FRAMEWORK[name] if (name := next(names, "")) else {}
 
 
-def reduced(by: str, name: str) -> str:
-    """The code, in backquotes, that has a framework reduce a number which is logged by name; empty
-    where that is not known."""
+def reduced(by: str, name: str, logs: Location | None) -> str:
+    """What has a framework reduce a number that a line logs by name; empty where that is not
+    known. A number that is logged at the end of an epoch may be no mean over samples."""
     words = framework_of(by).get(REDUCED)
-    return f"`{words.format(name=name)}`" if words else ""
+    if not words:
+        return ""
+    option = f"`{words.format(name=name)}`"
+    if logs is None or not logs.function.endswith(AT_THE_END):
+        return option
+    return (
+        f"sum what `{name}` is computed from over the ranks first (`self.all_gather`, or a "
+        f"torchmetrics `Metric`, whose `compute()` does that); where it is a mean over samples, "
+        f"{option} is enough"
+    )
 
 
 def equal_batches(by: str, least: int) -> str:
