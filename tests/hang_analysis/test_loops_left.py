@@ -342,8 +342,7 @@ def test_a_loop_over_a_generator_that_reads_a_loader(
         return [site(50, "train.py", 3, "for x in loader:"), *events[1:]]
 
     evaluation = [
-        LoaderSeen(at=START, loader=1, site=51, loop_site=50, dataset="D", length=8, sampler="S",
-                   iterable=stream),
+        LoaderSeen(at=START, loader=1, site=51, loop_site=50, dataset="D", length=8, sampler="S"),
         EpochBegan(at=START + at, loader=loader, epoch=1, step=5, site=50, batches=6),
         EpochEnded(
             at=START + 3, loader=loader, epoch=1, batches=6, samples=6, backwards=steps,
