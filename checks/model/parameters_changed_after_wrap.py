@@ -129,8 +129,7 @@ class ParametersChangedAfterWrap(Check):
             summary=f"{some(names)} of {title} {plural(len(names), 'was', 'were')} {change.done} "
             f"after the wrap {seen.where}",
             cause=f"DDP registers the parameters of {title} when it is wrapped; it {change.effect}",
-            fix="change the model before the wrap, or wrap it again after the change: "
-            f"`{wrapper} = DistributedDataParallel({wrapper}.module)`",
+            fix=_fix(kind, wrapper, wrapped.by),
             evidence={
                 "change": kind,
                 "parameters": len(names),
@@ -141,6 +140,22 @@ class ParametersChangedAfterWrap(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _fix(kind: str, wrapper: str, by: str) -> str:
+    """What to do; by: the module of a framework that wrapped the model, which cannot be told to do
+    so again."""
+    still = (
+        "let the parameters require gradients when the model is wrapped, and give them a learning "
+        "rate of 0 until they are to be trained"
+    )
+    again = (
+        "change the model before the wrap, or wrap it again after the change: "
+        f"`{wrapper} = DistributedDataParallel({wrapper}.module)`"
+    )
+    if kind != "unfrozen":
+        return "change the model before it is wrapped" if by else again
+    return still if by else f"{again}; or {still}"
 
 
 def _assigned(rank: Rank, event: ParametersChanged) -> int:

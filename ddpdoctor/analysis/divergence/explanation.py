@@ -198,7 +198,9 @@ def branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
     op = call.signature.op
     if op.startswith("DDP"):
         return unwrapped(head, call)
-    here = blamed.divergence.location(call)
+    here, spot = blamed.divergence.location(call), call.rank.location(place.site)
+    if None not in (here, spot) and here != spot:  # the branch is in a function that calls this one
+        return unbranched(head, f"make the call at {spot}, which leads to {op},")
     if here is None or op in here.source:
         return unbranched(head, f"call {op}")
     name = _used(call, here)
