@@ -25,6 +25,12 @@ SWITCHES = frozenset(s.name for s in SETTINGS if not s.metavar)
 
 HELP = ("-h", "--help")
 
+OF_OTHERS = dict.fromkeys(
+    ("-n", "-np", "--np", "--num-processes", "--num-gpus", "--gpus", "--devices"),
+    "--nproc-per-node",
+)
+"""What other launchers call an option of torchrun's."""
+
 
 class UsageError(Exception):
     """The command line is wrong; the message is one line that says what to type instead."""
@@ -112,9 +118,13 @@ def _known(name: str, launcher: Mapping[str, bool], has_value: bool) -> str:
         return near[0]
     if len(near) > 1:
         raise UsageError(f"{name} may be {' or '.join(sorted(near))}; type one in full")
-    if has_value and launcher:  # newer than the table: it cannot hide where the script begins
+    theirs = OF_OTHERS.get(name.replace("_", "-"), "")
+    if (
+        has_value and launcher and theirs not in launcher
+    ):  # newer than the table: it cannot hide where the script begins
         return plain
-    close = _closest(plain, [*(s.flag for s in SETTINGS), *launcher])
+    close = theirs if theirs in launcher else ""
+    close = close or _closest(plain, [*(s.flag for s in SETTINGS), *launcher])
     hint = f"did you mean {close}?" if close else "options of the script come after the script"
     raise UsageError(f"unknown option {name}; {hint}")
 

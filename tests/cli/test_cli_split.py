@@ -80,6 +80,8 @@ def test_a_torchrun_option_is_a_value_where_one_is_expected() -> None:
     [
         ("--budgte 3 t.py", "did you mean --budget?"),
         ("--nprocs 3 t.py", "did you mean --nproc-per-node?"),
+        ("-n 3 t.py", "did you mean --nproc-per-node?"),
+        ("--num_processes=3 t.py", "did you mean --nproc-per-node?"),
         ("--zzz t.py", "options of the script come after the script"),
         ("--out", "--out needs a value"),
         ("--nnodes", "--nnodes needs a value"),
