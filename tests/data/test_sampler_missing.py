@@ -132,7 +132,7 @@ def test_an_epoch_that_was_left_early_counts_what_it_read() -> None:
         loader(0, [EVERYTHING[:12]], content=1, exhausted=False),
     )
     assert finding.severity is Severity.ERROR
-    assert "left early" in str(finding.evidence["samples read"])
+    assert "stopped early" in str(finding.evidence["samples read"])
 
 
 def test_a_rank_that_was_killed_keeps_what_it_had_read() -> None:

@@ -20,7 +20,7 @@ def test_the_table_tells_what_was_read_even_when_all_is_well() -> None:
     assert not found(DataOverlap(), run)
     (table,) = DataOverlap().tables(run)
     assert table.rows == (
-        ("train.py:11 (training)", "0-2", "0-1", "100", "100", "0", "0", "in order"),
+        ("train.py:11 (training)", "0-2", "0-1", "100", "100", "0", "0", "sequential"),
     )
 
 
@@ -58,12 +58,12 @@ def test_loaders_that_one_line_makes_are_numbered() -> None:
     ]
 
 
-@pytest.mark.parametrize(("same", "told"), [(True, "as before"), (False, "new")])
+@pytest.mark.parametrize(("same", "told"), [(True, "unchanged"), (False, "changed")])
 def test_the_order_of_an_epoch_that_was_left(same: bool, told: str) -> None:
     orders = [shuffled(1, 0), shuffled(1, 0 if same else 1)[:12]]
     ranks = [loader(0, orders, content=1, ends={"exhausted": [True, False]}) for _ in range(2)]
     (table,) = DataOverlap().tables(run_of(*ranks))
-    assert [row[-1] for row in table.rows] == ["shuffled", f"{told}, left early"]
+    assert [row[-1] for row in table.rows] == ["shuffled", f"{told}, stopped early"]
 
 
 def test_all_was_read_though_the_loop_never_found_the_end() -> None:
@@ -133,7 +133,7 @@ def test_the_table_counts_no_rank_of_which_nothing_is_on_record() -> None:
     """Rank 1 was stopped in its first epoch."""
     ranks = [loader(0, [list(range(12))]), loader(0, [[]], ended=False)]
     (table,) = DataOverlap().tables(run_of(*ranks))
-    assert table.rows[0][3:] == ("100, 12 read", "-", "-", "-", "left early")
+    assert table.rows[0][3:] == ("100, 12 read", "-", "-", "-", "stopped early")
 
 
 def test_the_table_counts_what_a_single_rank_read_by_the_epoch() -> None:
@@ -147,16 +147,16 @@ def test_the_table_counts_what_a_single_rank_read_by_the_epoch() -> None:
 def test_the_table_says_of_epochs_that_were_left_in_what_order_and_not_what_nobody_read() -> None:
     ranks = [shard(48, r, r, exhausted=False) for r in range(2)]
     (table,) = DataOverlap().tables(run_of(*ranks))
-    assert table.rows[0][6:] == ("-", "in order, left early")
+    assert table.rows[0][6:] == ("-", "sequential, stopped early")
     ranks = [loader(0, [[0, 1, 2]], length=48, exhausted=False) for _ in range(2)]
     (table,) = DataOverlap().tables(run_of(*ranks))
-    assert table.rows[0][6:] == ("-", "in order, left early")
+    assert table.rows[0][6:] == ("-", "sequential, stopped early")
 
 
 @pytest.mark.parametrize(
     ("epochs", "told"),
     [
-        (([0, 2, 4, 6], [1, 3, 5, 0]), "in order"),
+        (([0, 2, 4, 6], [1, 3, 5, 0]), "sequential"),
         (([0, 2, 4, 6], [1, 3, 5, 4]), "shuffled"),  # no padding of what is in order
         (([0, 2, 4, 6], [1, 5, 3, 0]), "shuffled"),
         (([0, 2, 4], [1, 3, 0]), "shuffled"),  # nothing is padded

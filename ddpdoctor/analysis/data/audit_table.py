@@ -18,7 +18,7 @@ from .loaders import Loader, in_order, loaders, same_order
 from .streams import examined_epochs, repeated_order
 from .thresholds import FEWEST_TO_ORDER
 
-COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "more", "never", "order")
+COLUMNS = ("loader", "epoch", "ranks", "samples", "once", "repeated", "unread", "order")
 NOTHING = "-"
 LOADERS = 8
 """Most loaders in the table; loaders with equal rows count once."""
@@ -113,8 +113,8 @@ def _indexless(audit: Audit) -> bool:
 
 
 def _order_column(order: str | None, *, left: bool) -> str:
-    """`shuffled`, `left early`, `in order, left early`."""
-    return ", ".join(part for part in (order, "left early" if left else None) if part) or NOTHING
+    """`shuffled`, `stopped early`, `sequential, stopped early`."""
+    return ", ".join(part for part in (order, "stopped early" if left else None) if part) or NOTHING
 
 
 def _name(loader: Loader) -> str:
@@ -128,16 +128,16 @@ def _order(audit: Audit, made: tuple[Audit, ...]) -> str | None:
         return None
     padded = 0 < sum(e.samples for e in ends.values()) - audit.length < len(ends)
     if all(in_order(e) or (padded and _but_the_last(e, len(ends))) for e in ends.values()):
-        return "in order"
+        return "sequential"
     before = next((a for a in made if a.number == audit.number - 1), None)
     if before is None:
         own = (e.seen.own_order or e.seen.batch_sampler for e in audit.epochs.values())
-        return "own" if any(own) else "shuffled"
+        return "custom" if any(own) else "shuffled"
     last = {r: e.ended for r, e in before.epochs.items() if e.ended is not None}
     same = [r for r, e in ends.items() if r in last and same_order(last[r], e, FEWEST_TO_ORDER)]
     if not same:
-        return "new"
-    return "as before" if len(same) == len(ends) else f"as before on {fold_ranks(same)}"
+        return "changed"
+    return "unchanged" if len(same) == len(ends) else f"unchanged on {fold_ranks(same)}"
 
 
 def _but_the_last(ended: EpochEnded, ranks: int) -> bool:
@@ -182,4 +182,4 @@ def _order_of_stream(loader: Loader) -> str | None:
         for old, new in pairwise(examined_epochs(reader))
         if (same := repeated_order(old, new)) is not None
     ]
-    return ("as before" if any(pairs) else "new") if pairs else None
+    return ("unchanged" if any(pairs) else "changed") if pairs else None

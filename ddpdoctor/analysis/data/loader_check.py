@@ -183,7 +183,7 @@ def datasets(readers: Iterable[Reader]) -> str:
 
 def figures(audit: Audit) -> Evidence:
     """What the ranks read in one epoch, as evidence."""
-    never = f"{audit.never} never" if audit.complete else "the epoch was left early"
+    never = f"{audit.never} never" if audit.complete else "the epoch was stopped early"
     compared = (
         "every index compared" if audit.sampled == 1 else f"1 index in {audit.sampled} compared"
     )
