@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
@@ -35,8 +34,9 @@ UNEQUAL, FEWEST = 1.1, 4
 """The largest weight of an element in a forward over the smallest from which on they are unequal,
 and how many forwards must be compared: some unequal ones average out."""
 
-BY_CHANCE = 3.0
-"""Standard deviations by which the counts of two ranks differ by chance."""
+BY_CHANCE = 4.0
+"""How many times as large the variance of the ranks' counts is, relative to their mean, as that of
+elements that each count or not at random, from which on it is no chance."""
 
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "lion", "adafactor")
@@ -70,8 +70,8 @@ class LossScaleMismatch(Check):
     same forward are compared between ranks. A difference proves the fault. How many elements count
     is read from the node of `cross_entropy` or `nll_loss`, or from the count that a sum is divided
     by, or the size of what a mask selects, on the CPU. In most of at least four forwards an element
-    must count more than 1.1 times as much on one rank as on another, and the counts must differ by
-    more than three standard deviations of random masks. In the first backwards after an
+    must count more than 1.1 times as much on one rank as on another, and the variance of the counts
+    between ranks must be four times that of random masks. In the first backwards after an
     `all_reduce` (`SUM`, with gradients enabled, in DDP's group) of a tensor that has a `grad_fn`,
     the graph between the loss and that tensor is searched, and the graph below it for parameters of
     the model: that a gradient flows there proves the fault. torch itself warns of it once ("an
@@ -182,6 +182,8 @@ class LossScaleMismatch(Check):
         known = _counted(group)
         unequal = {f: row for f, row in known.items() if _unequal(row)}
         if len(known) < FEWEST or 2 * len(unequal) <= len(known) or _edited(group):
+            return
+        if _dispersion([[e.valid for e in row.values()] for row in known.values()]) < BY_CHANCE:
             return
         spreads = {f: _spread(map(_by_element, row.values())) for f, row in unequal.items()}
         worst = max(spreads, key=lambda f: spreads[f])
@@ -411,13 +413,14 @@ def _spreads(row: dict[int, LossMeans]) -> list[float]:
 
 
 def _unequal(row: dict[int, BatchSeen]) -> bool:
-    """Whether elements count differently on two ranks, by more than masks that are drawn with one
-    probability would differ."""
-    counts = [e.valid for e in row.values()]
-    by_chance = BY_CHANCE * math.sqrt(max(counts) + min(counts))
-    return (
-        _spread(map(_by_element, row.values())) > UNEQUAL and max(counts) - min(counts) > by_chance
-    )
+    """Whether elements count differently on two ranks."""
+    return _spread(map(_by_element, row.values())) > UNEQUAL
+
+
+def _dispersion(counts: list[list[int]]) -> float:
+    """The variance of the ranks' counts in a forward over their mean, on the average of all: 1 or
+    less where each element counts or not with one probability."""
+    return statistics.fmean(statistics.variance(row) / statistics.fmean(row) for row in counts)
 
 
 def _by_element(event: BatchSeen) -> float:
