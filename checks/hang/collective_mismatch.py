@@ -9,6 +9,7 @@ from ddpdoctor.analysis.divergence import group_cycles
 from ddpdoctor.analysis.divergence.explanations import rules
 from ddpdoctor.analysis.divergence.faults import STOPPED_RANKS, Fault, faults
 from ddpdoctor.analysis.divergence.loop_exits import SHIFTED_SCHEDULE
+from ddpdoctor.analysis.divergence.unanswered import ModelOrder
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import across_groups, cycle
 from ddpdoctor.events import CallSite
@@ -29,7 +30,8 @@ class CollectiveMismatch(Check):
     nothing hangs: the same calls in a different order in every round, or one line in a loop over
     names (dictionary keys, a set, parameters, numbers that a framework reduces) that come in a
     different order, or of which a rank lacks one.
-    Also one of several wrapped models that takes no part in a backward on some ranks.
+    Also one of several wrapped models that takes no part in a backward on some ranks, or whose turn
+    comes in a different order.
     Also ranks that wait for each other in collectives of different groups, and ranks that have been
     in different steps since one in which they ran different numbers of backwards that communicate.
 
@@ -80,6 +82,16 @@ class CollectiveMismatch(Check):
             ),
         ),
         Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
+        Effect(
+            ("collective-mismatch", "loss-scale-mismatch"),
+            when=(
+                Condition(
+                    "if ranks go through their models in another order",
+                    lambda mine, _: mine.rule == ModelOrder.rule,
+                ),
+                When.SINCE,
+            ),
+        ),
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -495,6 +496,34 @@ def test_backwards_of_two_models_that_pair(tmp_path: Path) -> None:
     (finding,) = backwards(tmp_path)
     assert finding.rule == "reordered"
     assert finding.evidence["call_number"] == 6
+
+
+def in_turn(tmp_path: Path, orders: Sequence[Sequence[int]], steps: int = 3) -> list[Finding]:
+    """One line in a loop over models makes the backwards of all of them."""
+    made = tapes(len(orders))
+    for rank, tape in made.items():
+        for step in range(steps):
+            for model in orders[rank]:
+                tape.call("DDP backward", 21, text="loss.backward()", step=step, model=model,
+                          inside=[(20, "for loss in losses:")])  # fmt: skip
+    more: dict[int, list[Event]] = {
+        rank: [
+            Wrapped(at=START, model=n, kind="Net", wrapper="DistributedDataParallel", group=0,
+                    site=-1) for n in range(2)
+        ] for rank in made
+    }  # fmt: skip
+    return found(run_of(tmp_path, made, more=more, now=START + 9))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_models_in_another_order_at_one_line(tmp_path: Path, steps: int) -> None:
+    (finding,) = in_turn(tmp_path / "other", [(0, 1), (0, 1), (1, 0)], steps)
+    assert (finding.rule, finding.ranks) == ("model-order", (2,))
+    assert "rank 2 is in the backward of model 1 (Net) and ranks 0-1 are" in finding.summary
+    assert [r.location.line for r in finding.related] == [20]
+    assert not in_turn(tmp_path / "same", [(1, 0), (1, 0), (1, 0)], steps)
+    (aborted,) = in_turn(tmp_path / "first", [(0,), (1,)], 1)  # gloo aborts in the first one
+    assert aborted.rule == "model-order"
 
 
 def test_backwards_that_may_be_of_one_model(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from itertools import takewhile
 from ...events import CallBlock, CallRun, CallSite, GroupReady, Signature, Wrapped
 from ...run import OF_DEVICES, Call, Location, Rank, Run, State
 from ...run.steps import reported_by_total
+from .models_of_calls import models_of, sites_of_several
 from .shared_helpers import callers, helpers
 
 NEW_GROUPS = -2
@@ -117,7 +118,7 @@ class CallRecord:
     def models(self) -> dict[int, Wrapped]:
         """The wrapped models that make the call, by their numbers in the order of wraps in their
         group, which is the same on every rank; empty where that is not known."""
-        return _models(self.rank, self.signature)
+        return models_of(self.rank, self.signature)
 
     @property
     def place(self) -> str:
@@ -202,6 +203,7 @@ class CallLogs:
             for r in run.ranks.values()
             for s in r.of(Signature)
         )
+        self._of_several = sites_of_several(run)
         self._joins = any(site.shadows for r in run.ranks.values() for site in r.of(CallSite))
         for rank in run.ranks.values():
             self._read(rank)
@@ -334,7 +336,8 @@ class CallLogs:
             where = next((s for s in rank.of(CallSite) if s.id == site), None)
             meant = meant or Signature(at=0, id=UNKNOWN, op="unknown call")
             text = lines(rank, where)
-            models = _models(rank, meant) if meant.models and self._tells_models else {}
+            several = meant.models or (rank.rank, meant.op, site) in self._of_several
+            models = models_of(rank, meant) if several and self._tells_models else {}
             known[signature, site] = CallRecord(
                 rank,
                 -1,
@@ -458,16 +461,6 @@ def _what(signature: Signature, key: GroupKey | None, models: tuple[int, ...]) -
         signature.ranks,
         models,
     )
-
-
-def _models(rank: Rank, signature: Signature) -> dict[int, Wrapped]:
-    numbers = signature.models or (signature.model,)
-    wrapped = [w for w in rank.of(Wrapped) if w.wrapper == "DistributedDataParallel"]
-    group = next((w.group for w in wrapped if w.model == numbers[0]), None)
-    wrapped = [w for w in wrapped if w.group == group]
-    if any(w.adopted or w.options.get("init_sync") is False for w in wrapped):
-        return {}
-    return {at: w for at, w in enumerate(wrapped) if w.model in numbers}
 
 
 def lines(rank: Rank, site: CallSite | None) -> Text:

@@ -54,7 +54,7 @@ from .recorded_difference import (
 )
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
-from .unanswered import KeyOrder, LackingName, ModelLeftOut, Unanswered
+from .unanswered import KeyOrder, LackingName, ModelLeftOut, ModelOrder, Unanswered
 from .within_library import WithinLibrary
 
 NEW_GROUP_ON_ALL = (
@@ -447,6 +447,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     OppositeBranches(),
     Branch(),
     KeyOrder(),
+    ModelOrder(),
     Order("reordered", "ranks make the same calls in a different order", in_another_order),
     FlagOnSomeRanks(),
     ReducedMetrics(),

@@ -9,6 +9,7 @@ from ...run import Location, Rank, ranks_do, ranks_text, title_of
 from ...run.phrases import listed
 from ..calls.call_logs import BACKWARD, CallLogs, CallRecord
 from ..control_flow.branches import head_of, where
+from ..control_flow.jumps import loops_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
 from .explanation import CallExplanation, sides_text
@@ -92,6 +93,46 @@ class KeyOrder(CallExplanation):
             "differently in every process)",
             fix="call the collectives in the same order on every rank: sort the keys looped over, "
             "or loop over a list (`list(model.parameters())`) instead of a `set`",
+        )
+
+
+class ModelOrder(CallExplanation):
+    """Proven by the models for which one line makes the calls."""
+
+    rule = "model-order"
+    text = "ranks go through several wrapped models in a different order"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        calls = suspect.divergence.calls
+        if len({(made.signature.op, made.text) for made in calls.values()}) > 1:
+            return None
+        if any(made.model is None for made in calls.values()):
+            return None
+        by_model: dict[int, list[int]] = {}
+        for rank, made in calls.items():
+            by_model.setdefault(made.model or 0, []).append(rank)
+        if len(by_model) < 2:
+            return None
+        op = suspect.call.signature.op.removeprefix("DDP ")
+        sides = sorted(by_model.items(), key=lambda item: item[1][0] not in suspect.ranks)
+        kinds = {n: calls[ranks[0]].models[n].kind for n, ranks in sides}
+        who = " and ".join(
+            f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in the {op} of model {n} "
+            f"({kinds[n]})"
+            for n, ranks in sides
+        )
+        loops = loops_around(suspect.call.rank, suspect.call.site)
+        heads = [head for _, head, _, _ in loops][:1]
+        return self.blame(
+            suspect,
+            label="another model's turn than on the other ranks",
+            summary=f"ranks go through their wrapped models in a different order: at call "
+            f"{suspect.divergence.index} of {suspect.divergence.key}, {who}",
+            cause="every wrapped model makes collectives of its own, which are matched by their "
+            "order in the group: the gradients of different models are mixed",
+            fix="go through the models in one order on every rank: loop over a fixed list of "
+            "them, or over `sorted(...)` names, not over what a rank's own data gives",
+            related=tuple(Related("the loop over the models", head) for head in heads),
         )
 
 
