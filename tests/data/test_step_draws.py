@@ -61,10 +61,10 @@ def test_other_draws_are_not(states: list[tuple[int, int]], dropout: bool) -> No
 @pytest.mark.parametrize(
     ("first", "second", "line", "fix"),
     [
-        ([seeded(7)], [seeded(7)], 5, "add the rank to the seed at train.py:5"),
-        ([seeded(7), seeded(7, 3)], [seeded(7), seeded(7, 3)], 5, "add the rank"),
+        ([seeded(7)], [seeded(7)], 5, "`torch.manual_seed(7 + rank)` right before training"),
+        ([seeded(7), seeded(7, 3)], [seeded(7), seeded(7, 3)], 5, "`torch.manual_seed(7 + rank)`"),
         ([seeded(1), seeded(7, 3)], [seeded(1), seeded(7, 3)], 11, "train.py:11"),
-        ([seeded(7, by="lightning.fabric.utilities.seed")] * 2, [seeded(7)], 5, "seed_everything("),
+        ([seeded(7, by="lightning.fabric.utilities.seed")] * 2, [seeded(7)], 5, "`on_train_start`"),
         ([seeded(7)], [seeded(8)], None, "after the model is built"),
         ([seeded(7)], [], None, "after the model is built"),
         ([seeded(7, generator="numpy")], [seeded(7)], None, "after the model is built"),

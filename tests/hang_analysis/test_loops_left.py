@@ -286,6 +286,22 @@ def test_what_to_do_about_fewer_batches(
     assert advice in finding.fix and ("Join" in finding.fix) is joins
 
 
+@pytest.mark.parametrize("looked", [True, False])
+def test_a_loop_over_a_loader_that_has_nothing_for_a_rank(tmp_path: Path, looked: bool) -> None:
+    """It never made a call in the loop, but the loader was asked."""
+    made = tapes()
+    for tape in made.values():
+        tape.call("barrier", 4)
+    made[0].call("DDP forward", 9, inside=NESTED, state=State.BEGUN, at=START + 5)
+    made[1].call(line=14, state=State.BEGUN, at=START + 5)
+    nothing = left_early(epochs=1, exhausted=True, read=0, steps=0, stream=True)
+    more = {0: left_early(epochs=1, exhausted=False, stream=True), 1: nothing if looked else []}
+    (finding,) = found(run_of(tmp_path, made, more=more, now=START + 7))
+    assert (finding.rule == "loop-exit") is looked
+    if looked:
+        assert "fewer batches (0)" in finding.cause and "every rank gets some" in finding.fix
+
+
 @pytest.mark.parametrize(("read", "inner"), [(6, True), (5, False)])
 def test_a_loop_inside_of_one_over_equally_many_batches(
     tmp_path: Path, read: int, inner: bool

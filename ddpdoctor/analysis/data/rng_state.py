@@ -31,8 +31,7 @@ FIX_GENERATOR = (
 )
 FIX_OF_DATASET = (
     "add the rank to the seed of this generator; in a worker, also its number "
-    "(`get_worker_info().id`), or seed it from `torch.initial_seed()` after "
-    "`torch.manual_seed(seed + rank)` in the main process"
+    "(`get_worker_info().id`)"
 )
 
 
@@ -42,19 +41,28 @@ class Seeding:
 
     Attributes:
         line: the user's.
-        by: the module of a library that was called for it, empty for none.
+        generator: its name; by: the module of a library that was called for it, empty for none.
     """
 
     line: Location
     seed: str
+    generator: str
     by: str
 
     @property
     def fix(self) -> str:
-        """How to seed each rank otherwise."""
+        """How to seed each rank otherwise, once all that has to be equal was made from this seed:
+        weights, splits, the order that a sampler shares out."""
+        call = SEEDS[self.generator]
         if "lightning" in self.by:
-            return f"`seed_everything({self.seed} + rank, workers=True)` at {self.line}"
-        return f"add the rank to the seed at {self.line}"
+            return (
+                f"`{call}({self.seed} + self.global_rank)` in the module's `on_train_start`; leave "
+                f"{self.line} as it is, since Lightning's sampler takes its seed from there"
+            )
+        return (
+            f"call `{call}({self.seed} + rank)` right before training begins: {self.line} seeds "
+            "all ranks alike"
+        )
 
 
 def seeded_alike(ranks: Sequence[Rank], generators: Sequence[str], before: float) -> Seeding | None:
@@ -68,7 +76,7 @@ def seeded_alike(ranks: Sequence[Rank], generators: Sequence[str], before: float
         for event in calls[0]:
             line = ranks[0].location(event.site)
             if event.seed == seeds[-1] and line is not None:
-                return Seeding(line, event.seed, event.by)
+                return Seeding(line, event.seed, generator, event.by)
     return None
 
 

@@ -52,6 +52,11 @@ class ShortLoader:
 
     @property
     def fix(self) -> str:
+        if not self.batches:
+            return (
+                "divide the data so that every rank gets some, the same number of batches where "
+                "possible: shards, at least one for each worker of each rank"
+            )
         even = (
             "leave the loop together: before each round `all_reduce` (`ReduceOp.MIN`) whether this "
             "rank still has a batch, and end it on all ranks where one has none"

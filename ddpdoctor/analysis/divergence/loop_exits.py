@@ -80,7 +80,12 @@ def left_loop(suspect: Suspect) -> LeftLoop | None:
             or _began(divergence, rest, stay, heads[key])
             or all(left_at_once(divergence.calls[r], staying[0], key) for r in rest)
         )
-        if may_be and all(has_left(divergence.calls[r], staying[0], key) for r in rest):
+        gone = (
+            has_left(divergence.calls[r], staying[0], key)
+            or _dry(divergence.calls[r], staying[0], heads[key])
+            for r in rest
+        )
+        if may_be and all(gone):
             loops.setdefault(tuple(rest), []).append((heads[key], staying))
     found = (
         _reported_loop([until_call(divergence.calls[r]) for r in rest], all_)
@@ -119,6 +124,11 @@ def _ended_by_itself(
     items = left.loop.source.startswith(("for ", "async for "))
     own = items and not same_rounds(left.loop, leaver, stay.rank)
     return replace(left, how=LoopExitKind.FEWER) if known and own else left
+
+
+def _dry(made: CallRecord, still: CallRecord, loop: Location) -> bool:
+    """Whether the loader of a loop has given a rank all that it has for it, if anything at all."""
+    return _how(until_call(made), until_call(still), loop, False) is LoopExitKind.DRY
 
 
 def _began(divergence: CallDivergence, left: list[int], stay: list[int], loop: Location) -> bool:
