@@ -37,6 +37,7 @@ ONE_RANK = "reduced-to-one-rank"
 NEVER = "never-reduced"
 UNUSED = "result-not-used"
 AGAIN = "total-reduced-again"
+TWICE = "reduced-twice"
 
 SHARED_BY = 1.5
 """The length of a data set over the samples that a rank reads of it, from which on it reads only
@@ -60,8 +61,8 @@ class MetricNotReduced(Check):
     what `ReduceLROnPlateau.step` is given, or when a framework stops. Also a sum over one rank's
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
     number of ranks. A running total that is summed over the ranks in every round of a loop, and
-    goes on from the sum, so that it grows by the number of ranks each time. And an `all_reduce` of
-    a copy whose result nobody uses.
+    goes on from the sum, so that it grows by the number of ranks each time; a tensor that two
+    lines sum. And an `all_reduce` of a copy whose result nobody uses.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
@@ -81,7 +82,8 @@ class MetricNotReduced(Check):
     is noted where this happens at least twice after the first optimizer step.
     Of the first calls of `all_reduce` that sum up to 64 numbers, the values before and after are
     compared: a total is reported that is, four times in a row at one line and between the same
-    optimizer steps, at least the sum that the call before gave.
+    optimizer steps, at least the sum that the call before gave; and a tensor that another line
+    has summed before, in the same step and with the same numbers.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.
@@ -119,6 +121,7 @@ class MetricNotReduced(Check):
         STOPPED: "training ends or goes on by a metric that differs between ranks",
         UNUSED: "values are reduced in a copy, and the copy is not used",
         AGAIN: "a running total is summed over the ranks again and again",
+        TWICE: "two lines sum the same tensor over the ranks",
         NEVER: "an evaluation is divided between ranks, and no values are exchanged for it",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
@@ -231,19 +234,38 @@ class MetricNotReduced(Check):
         for line, events in lines.items():
             number, event = next(iter(events.items()))
             passed, summed = event.passed, event.summed
+            first = run.ranks[number].location(event.first_site)
+            times = f"{summed[-1] / passed[-1]:.2g} times"
+            if first is not None:
+                summary = (
+                    f"what {first} has summed over the ranks is summed once more, and so {times} "
+                    f"too large: {summed[0]:.6g} becomes {summed[1]:.6g} on rank {number}"
+                )
+                cause = "both lines reduce the same tensor, which nothing changes in between"
+                fix = "reduce each tensor once: is another one meant on this line?"
+            else:
+                summary = (
+                    "a running total is summed over the ranks again and again, so that it grows "
+                    f"{times} in each call: on rank {number} one turns {passed[0]:.6g} into "
+                    f"{summed[0]:.6g}, and the next {passed[1]:.6g} into {summed[1]:.6g}"
+                )
+                cause = (
+                    "each call gets the sum that the one before gave, with something added: what "
+                    "all ranks counted so far is counted again by every rank"
+                )
+                fix = (
+                    "sum once, after the loop; or sum over the ranks only what this round adds, "
+                    "and add that to the total"
+                )
             yield self.finding(
-                rule=AGAIN,
+                rule=AGAIN if first is None else TWICE,
                 ranks=tuple(events),
                 location=line,
                 label="sums what the call before has summed already",
-                summary="a running total is summed over the ranks again and again, so that it "
-                f"grows {summed[-1] / passed[-1]:.2g} times in each call: on rank {number} one "
-                f"turns {passed[0]:.6g} into {summed[0]:.6g}, and the next {passed[1]:.6g} into "
-                f"{summed[1]:.6g}",
-                cause="each call gets the sum that the one before gave, with something added: what "
-                "all ranks counted so far is counted again by every rank",
-                fix="sum once, after the loop; or sum over the ranks only what this round adds, "
-                "and add that to the total",
+                related=(Related("summed here first", first),) if first is not None else (),
+                summary=summary,
+                cause=cause,
+                fix=fix,
                 fix_kind=FixKind.TEMPLATE,
                 evidence={"passed": list(passed), "sums": list(summed)},
                 at=run.ranks[number].wall(event.at),

@@ -291,11 +291,12 @@ class ResultDropped(Event, frozen=True, tag="result-dropped"):
 
 
 class TotalReducedAgain(Event, frozen=True, tag="total-reduced-again"):
-    """A total is summed over the ranks, and what was added to the sum is summed again, some times
-    in a row. Recorded once for a line.
+    """A total is summed over the ranks, and the sum is summed again: with something added, some
+    times in a row at one line, or as it is, at another line. Recorded once for a line.
 
     Attributes:
-        site: the line of the collective.
+        site: the line of the collective; first_site: the one that summed it before, -1 where that
+            is the same line.
         passed: the value before each of these calls, and `summed` after it; of several numbers
             that are passed together, their sum.
         step: optimizer steps of this process before the last one.
@@ -305,6 +306,7 @@ class TotalReducedAgain(Event, frozen=True, tag="total-reduced-again"):
     passed: tuple[float, ...]
     summed: tuple[float, ...]
     step: int
+    first_site: int = -1
 
 
 class SharedOutputs(Event, frozen=True, tag="shared-outputs"):

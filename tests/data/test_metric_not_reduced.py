@@ -385,6 +385,19 @@ def test_a_total_that_is_summed_again():
         "total-reduced-again", (0, 1), 30,
     )  # fmt: skip
     assert "grows 2 times" in finding.summary
+    event = TotalReducedAgain(
+        at=0, site=COMPARE, passed=(8.0, 16.0), summed=(16.0, 32.0), step=4, first_site=SAVE
+    )
+    (finding,) = judged(make_run({n: [*prologue(2), *LINES, event] for n in range(2)}))
+    assert (finding.rule, finding.location.line) == ("reduced-twice", 30)
+    assert finding.summary.startswith("what train.py:32 has summed") and "2 times" in (
+        finding.summary
+    )
+    event = TotalReducedAgain(
+        at=0, site=COMPARE, passed=(8.0, 24.0, 56.0, 120.0), summed=(16.0, 48.0, 112.0, 240.0),
+        step=4,
+    )  # fmt: skip
+    (finding,) = judged(make_run({n: [*prologue(2), *LINES, event] for n in range(2)}))
     assert "one turns 8 into 16, and the next 24 into 48" in finding.summary
 
 

@@ -80,6 +80,30 @@ def test_what_is_not_a_total_that_goes_on(rounds, more):
     assert calls(rounds, **more) == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "groups", "step", "told"),
+    [
+        ((1, 2), (0, 0), 3, True),
+        ((1, 1), (0, 0), 3, False),  # a trial of the connection
+        ((1, 2), (0, 1), 3, False),  # within each node, then of all
+        ((1, 2), (0, 0), 0, False),  # before training
+    ],
+)
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_tensor_that_two_lines_reduce(lines, groups, step, told, changed):
+    watcher, recorder = RunningTotals(), FakeRecorder()
+    recorder.step, tensor = step, torch.tensor([0.75])
+    for line, group in zip(lines, groups, strict=True):
+        recorder.line = line
+        watcher._called(recorder, Call("all_reduce", group, False, (tensor,), dist.ReduceOp.SUM))
+        tensor *= RANKS
+        watcher._waited(recorder, 0.0)
+        tensor /= RANKS if changed else 1
+    assert [(e.first_site, e.site) for e in recorder.events] == [(1, 2)] * (told and not changed)
+    if recorder.events:
+        assert recorder.events[0].summed == (1.5, 3.0)
+
+
 def test_only_so_many_calls_are_read():
     assert calls([[1.0]] * CALLS_AT_MOST + list(again(6, 8.0))) == []
 

@@ -1,8 +1,9 @@
-"""Does the program sum a running total over the ranks again and again?
+"""Does the program sum over the ranks what it has summed already?
 
 A total that goes on from its sum over the ranks is passed to the next call with what a round has
 added: each call gets at least what the one before gave. The numbers tell, whether the program
-reduces one tensor in place or makes a new one of a number each time.
+reduces one tensor in place or makes a new one of a number each time. Or two lines reduce one tensor
+that nobody changes in between.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class _Sum(NamedTuple):
     """A call that has returned.
 
     Attributes:
-        step: optimizer steps before it.
+        of: the tensor; group: of ranks; step: optimizer steps before it.
         before, after: the numbers passed, and the sums.
         chains: by the calls between them, the calls that each go on from the one before, up to this
             one: what was passed, and the sum, of each.
-        site: the line, -1 where it goes on from none.
+        site: the line.
     """
 
+    of: weakref.ref[Any]
+    group: int
     step: int
     before: list[float]
     after: list[float]
@@ -55,13 +58,18 @@ class _Sum(NamedTuple):
     def totals(self) -> tuple[float, float]:
         return sum(self.before), sum(self.after)
 
+    @property
+    def grows(self) -> bool:
+        """Whether it made more of positive numbers, as a sum over several ranks does."""
+        return min(self.before) >= 0 and sum(self.after) > GROWS * sum(self.before)
+
 
 class RunningTotals(Watcher):
     """
     Attributes:
         sums: the last calls.
         calls: looked at so far.
-        waiting: the tensor of a call that has not returned, and its numbers before.
+        waiting: the tensor of a call that has not returned, its group, and its numbers before.
         told: the lines on record.
     """
 
@@ -70,7 +78,7 @@ class RunningTotals(Watcher):
     def __init__(self) -> None:
         self.sums: deque[_Sum] = deque(maxlen=APART)
         self.calls = 0
-        self.waiting: tuple[weakref.ref[Any], list[float]] | None = None
+        self.waiting: tuple[weakref.ref[Any], int, list[float]] | None = None
         self.told: set[int] = set()
 
     @on(call_hooks.called)
@@ -84,46 +92,61 @@ class RunningTotals(Watcher):
         if tensor.is_complex() or tensor.requires_grad:
             return
         self.calls += 1
-        self.waiting = weakref.ref(tensor), _numbers(tensor)
+        self.waiting = weakref.ref(tensor), call.group, _numbers(tensor)
 
     @on(call_hooks.waited)
     def _waited(self, recorder: Recorder, _: float) -> None:
         if self.waiting is None:
             return
-        (reference, before), self.waiting = self.waiting, None
+        (reference, group, before), self.waiting = self.waiting, None
         if (tensor := reference()) is None:
             return
-        made = _Sum(recorder.step, before, _numbers(tensor), {}, -1)
-        nothing_added = any(last.after == before for last in self.sums)  # a trial, a benchmark
-        for apart, last in enumerate(reversed(() if nothing_added else self.sums), 1):
-            if last.step == made.step and _goes_on(last, made):
-                if made.site < 0:
-                    made = made._replace(site=recorder.site())
+        made = _Sum(reference, group, recorder.step, before, _numbers(tensor), {}, recorder.site())
+        # Sums within nodes, and then of all nodes, are of several groups.
+        earlier_sums = [last for last in self.sums if last.group == group]
+        same = next((last for last in earlier_sums if last.after == before), None)
+        for apart, last in enumerate(reversed([] if same else earlier_sums), 1):
+            if last.step == made.step and last.site == made.site and _goes_on(last, made):
                 earlier = last.chains.get(apart, (last.totals,))
-                if last.site in (-1, made.site):
-                    made.chains[apart] = (*earlier, made.totals)[-TIMES:]
+                made.chains[apart] = (*earlier, made.totals)[-TIMES:]
         self.sums.append(made)
         for chain in made.chains.values():
-            if len(chain) == TIMES and made.site not in self.told:
-                self.told.add(made.site)
-                recorder.emit(
-                    TotalReducedAgain(
-                        at=time.monotonic(),
-                        site=made.site,
-                        passed=tuple(passed for passed, _ in chain),
-                        summed=tuple(summed for _, summed in chain),
-                        step=made.step,
-                    )
-                )
+            if len(chain) == TIMES:
+                self._emit(recorder, made, chain)
+        # One line may do so in a loop, as a trial of the connection, or before training begins.
+        twice = same is not None and same.of() is tensor and same.site != made.site
+        if twice and same is not None and 0 < same.step == made.step and made.grows:
+            self._emit(recorder, made, (same.totals, made.totals), same.site)
+
+    def _emit(
+        self,
+        recorder: Recorder,
+        made: _Sum,
+        chain: tuple[tuple[float, float], ...],
+        first_site: int = -1,
+    ) -> None:
+        if made.site in self.told:
+            return
+        self.told.add(made.site)
+        recorder.emit(
+            TotalReducedAgain(
+                at=time.monotonic(),
+                site=made.site,
+                passed=tuple(passed for passed, _ in chain),
+                summed=tuple(summed for _, summed in chain),
+                step=made.step,
+                first_site=first_site,
+            )
+        )
 
 
 def _goes_on(last: _Sum, made: _Sum) -> bool:
     """Whether a call got the sums of an earlier one with something added, and made more of it."""
     return (
         len(last.after) == len(made.before)
-        and all(0 <= b >= a for a, b in zip(last.after, made.before, strict=True))
+        and all(b >= a for a, b in zip(last.after, made.before, strict=True))
         and sum(made.before) > sum(last.after) > 0
-        and sum(made.after) > GROWS * sum(made.before)
+        and made.grows
     )
 
 
