@@ -8,6 +8,7 @@ from typing import TypeVar
 from ...events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep
 from ...run import Location, Rank, Run
 from . import data_calls
+from .datasets import own_datasets
 from .division import divided_loaders
 from .epoch_audit import pads, partitioned
 from .loaders import Loader, Reader, loaders
@@ -41,7 +42,7 @@ def exchanged(loader: Loader) -> list[bool]:
 
 def read_apart(run: Run) -> Callable[[Loader], bool]:
     """Tells loaders of which several ranks each read a share: as their sampler says, or as the
-    samples show."""
+    samples show, which may be a data set of each rank's own."""
     shown = {
         id(d.loader)
         for d in divided_loaders(run)
@@ -51,7 +52,8 @@ def read_apart(run: Run) -> Callable[[Loader], bool]:
     def apart(loader: Loader) -> bool:
         readers = loader.readers.values()
         shares = {r.seen.sampler_rank for r in readers if r.seen.replicas > 1}
-        return len(readers) > 1 and (len(shares) == len(readers) or id(loader) in shown)
+        divided = len(shares) == len(readers) or id(loader) in shown
+        return len(readers) > 1 and (divided or own_datasets([*readers]))
 
     return apart
 

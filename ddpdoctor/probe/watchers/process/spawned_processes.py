@@ -70,8 +70,9 @@ def _watch_ends(module: Any) -> None:
     def join(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
-        except exited as error:
-            _emit_end(self.processes, error)
+        except BaseException as error:
+            if isinstance(error, exited):
+                _emit_end(self.processes, error)
             unframe(error)
             raise
 
