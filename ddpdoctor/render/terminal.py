@@ -183,16 +183,23 @@ def _row(parts: list[str], width: int) -> list[str]:
 
 
 def _source(finding: Finding, width: int) -> Iterator[Text]:
-    """The lines of the user's code, the first one underlined with what is wrong there."""
-    places: list[tuple[Location, str, str]] = []
-    if finding.location:
-        places.append((finding.location, finding.label, "^"))
-    places += [(r.location, r.label, "-") for r in finding.related]
+    """The lines of the user's code, each once, the first one underlined with what is wrong
+    there."""
+    here = [(finding.location, finding.label)] if finding.location else []
+    labels: dict[tuple[str, int], list[str]] = {}
+    places: dict[tuple[str, int], Location] = {}
+    for place, label in (*here, *((r.location, r.label) for r in finding.related)):
+        key = place.file, place.line
+        places.setdefault(key, place)
+        if label and label not in labels.setdefault(key, []):
+            labels[key].append(label)
     if not places:
         return
-    gutter = max(len(str(p.line)) for p, _, _ in places)
-    file = places[0][0].file if finding.location else ""
-    for place, label, mark in places:
+    gutter = max(len(str(line)) for _, line in places)
+    file = finding.location.file if finding.location else ""
+    first = (finding.location.file, finding.location.line) if finding.location else None
+    for key, place in places.items():
+        label, mark = "; ".join(labels.get(key, ())), "^" if key == first else "-"
         if place.file != file:
             yield Text.assemble((f"{'':>{gutter}} ::: ", "bold blue"), clean(str(place)))
             file = place.file

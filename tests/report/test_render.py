@@ -20,8 +20,8 @@ from ddpdoctor import render
 from ddpdoctor.events import StepDone
 from ddpdoctor.render import page, report_text, safe_text
 from ddpdoctor.report.diagnose import diagnose
-from ddpdoctor.report.findings import Finding, Overhead, Report, Table
-from ddpdoctor.run import Run
+from ddpdoctor.report.findings import Finding, Overhead, Related, Report, Table
+from ddpdoctor.run import Location, Run
 
 
 def report_of(*checks: object, ranks: int = 2, count: int = 100, **more: object) -> Report:
@@ -91,6 +91,16 @@ def test_evidence_that_the_first_line_says_is_left_to_the_page() -> None:
     assert "evidence: differs: op" in render.findings_text([finding], 80, whole=True)
     alone = msgspec.structs.replace(finding, evidence={"differs": ["indices"]})
     assert "evidence: differs: indices" in render.findings_text([alone], 80)
+
+
+def test_a_line_with_several_labels_is_shown_once() -> None:
+    (finding,) = report_of(ToyStep()).findings
+    line = Location(file="train.py", line=9, source="trainer.fit(model)")
+    related = tuple(Related(label, line) for label in ("made here", "iterated here", "made here"))
+    finding = msgspec.structs.replace(finding, location=line, label="wrong", related=related)
+    text = render.findings_text([finding], 80)
+    assert text.count("trainer.fit(model)") == 1
+    assert "wrong; made here; iterated here" in text
 
 
 MACHINES = ("Python 3.11.7, torch 2.13.0+cpu, Linux-6.18", "vm: 2 cores, 24 GB", "NCCL_DEBUG=INFO")
