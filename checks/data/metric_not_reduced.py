@@ -13,6 +13,7 @@ from ddpdoctor.analysis.data.shared_evaluations import (
     first_unequal,
     metrics_given,
     read_apart,
+    unread_shares,
     unreduced,
 )
 from ddpdoctor.analysis.models.wrap_options import reduced
@@ -38,6 +39,7 @@ NEVER = "never-reduced"
 UNUSED = "result-not-used"
 AGAIN = "total-reduced-again"
 TWICE = "reduced-twice"
+ONE_SHARE = "one-share-only"
 
 SHARED_BY = 1.5
 """The length of a data set over the samples that a rank reads of it, from which on it reads only
@@ -62,7 +64,8 @@ class MetricNotReduced(Check):
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
     number of ranks. A running total that is summed over the ranks in every round of a loop, and
     goes on from the sum, so that it grows by the number of ranks each time; a tensor that two
-    lines sum. And an `all_reduce` of a copy whose result nobody uses.
+    lines sum. An evaluation on one rank, through a sampler that gives it a share only. And an
+    `all_reduce` of a copy whose result nobody uses.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
@@ -121,6 +124,7 @@ class MetricNotReduced(Check):
         STOPPED: "training ends or goes on by a metric that differs between ranks",
         UNUSED: "values are reduced in a copy, and the copy is not used",
         AGAIN: "a running total is summed over the ranks again and again",
+        ONE_SHARE: "one rank evaluates alone, through a sampler that gives it a share",
         TWICE: "two lines sum the same tensor over the ranks",
         NEVER: "an evaluation is divided between ranks, and no values are exchanged for it",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
@@ -133,12 +137,13 @@ class MetricNotReduced(Check):
             return why
         if any(run.any(of) for of in (TotalDivided, ResultDropped, TotalReducedAgain)):
             return None
-        if not divided_evaluations(run):
+        if not divided_evaluations(run) and not unread_shares(run):
             return "no evaluation was seen to be divided between ranks"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
         found = [*self._divided(run), *self._dropped(run), *self._reduced_again(run)]
+        found += self._one_share(run)
         evaluations = divided_evaluations(run)
         if evaluations:
             found += self._schedules(run, evaluations[0])
@@ -222,6 +227,30 @@ class MetricNotReduced(Check):
                 else f"use `{event.name}` after the call, in place of what it was copied from",
                 fix_kind=FixKind.TEMPLATE,
                 at=rank.wall(event.at),
+            )
+
+    def _one_share(self, run: Run) -> Iterator[Finding]:
+        """Evaluations of which some ranks read their shares, and the others never theirs."""
+        for loader, unread in unread_shares(run):
+            reader, ranks = loader.first, tuple(loader.readers)
+            read = max((e.samples for e in reader.epochs), default=0)
+            yield self.finding(
+                rule=ONE_SHARE,
+                ranks=ranks,
+                subjects=(reader.seen.dataset,),
+                location=reader.sampler_at or reader.made_at,
+                label="gives each rank a share",
+                related=(Related("evaluated here", reader.loop_at),) if reader.loop_at else (),
+                summary=f"only {ranks_text(ranks)} {'evaluates' if len(ranks) == 1 else 'evaluate'}"
+                f", and its sampler gives a rank {read} of {reader.seen.length} samples: the share "
+                f"of {ranks_text(unread)} is never read",
+                cause=f"`{reader.seen.sampler}` divides the data among {reader.seen.replicas} "
+                "ranks, and not all of them iterate over it",
+                fix="use no distributed sampler where one rank evaluates alone; or evaluate on "
+                "every rank, and `all_reduce` the sums and counts",
+                fix_kind=FixKind.TEMPLATE,
+                evidence={"samples_read_by_rank": dict.fromkeys(ranks, read)},
+                at=reader.rank.wall(reader.epochs[0].began.at),
             )
 
     def _reduced_again(self, run: Run) -> Iterator[Finding]:

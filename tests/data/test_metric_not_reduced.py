@@ -16,6 +16,7 @@ from ddpdoctor.events import (
     ComparedValue,
     Logged,
     MetricUsed,
+    RankExiting,
     ResultDropped,
     SaveDecided,
     SchedulerStep,
@@ -399,6 +400,34 @@ def test_a_total_that_is_summed_again():
     )  # fmt: skip
     (finding,) = judged(make_run({n: [*prologue(2), *LINES, event] for n in range(2)}))
     assert "one turns 8 into 16, and the next 24 into 48" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("told", "second", "more"),
+    [
+        (True, False, {}),
+        (False, True, {}),  # both ranks read their shares
+        (False, False, {"replicas": 1, "sampler_rank": 0}),
+        (False, False, {"replicas": 8}),  # a part of it is read on purpose
+        (False, False, {"exhausted": False}),  # a look at the first batches
+        (False, False, {"trains": True}),
+    ],
+)
+def test_an_evaluation_on_one_rank_that_is_given_a_share(told, second, more):
+    def events(rank):
+        given = {"trains": False, "replicas": 2, "sampler_rank": rank, **more}
+        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, loop_site=VALIDATE, length=4,
+                          distributed=True, began={"step": [0, 4, 8]}, **given)  # fmt: skip
+        train = loader(TRAIN, [[rank, 2 + rank]] * 3, replicas=2, sampler_rank=rank)
+        return [*prologue(2), *LINES, *train, *(held_out if second or rank == 0 else ()),
+                RankExiting(at=9, how="return", status=0)]  # fmt: skip
+
+    found = [
+        f for f in noted(make_run({n: events(n) for n in range(2)})) if f.rule == "one-share-only"
+    ]
+    assert bool(found) is told
+    if told:
+        assert found[0].ranks == (0,) and "2 of 4 samples: the share of rank 1" in found[0].summary
 
 
 PROGRAM = """

@@ -67,6 +67,23 @@ def divided_evaluations(run: Run) -> list[Loader]:
     ]
 
 
+def unread_shares(run: Run) -> list[tuple[Loader, list[int]]]:
+    """Loaders that are read to the end without training, with the ranks whose shares, by its
+    sampler, no rank ever reads. Gradients may be on: forces are gradients of an energy."""
+    if run.outcome() != "completed":
+        return []
+    found = []
+    for loader in loaders(run):
+        readers = loader.readers.values()
+        shares = {r.seen.sampler_rank for r in readers}
+        unread = sorted({*range(run.world_size)} - shares)
+        divided = all(r.seen.replicas == run.world_size for r in readers)
+        whole = any(e.exhausted for r in readers for e in r.epochs)
+        if divided and unread and whole and not loader.trains:
+            found.append((loader, unread))
+    return found
+
+
 def _evaluates(reader: Reader) -> bool:
     """Whether it is read under `no_grad`, or its batches go through a model without gradients."""
     ends = (epoch.ended for epoch in reader.epochs)
