@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.calls.call_logs import BACKWARD
 from ddpdoctor.analysis.divergence import group_cycles
 from ddpdoctor.analysis.divergence.explanations import rules
 from ddpdoctor.analysis.divergence.faults import STOPPED_RANKS, Fault, faults
@@ -75,7 +76,7 @@ class CollectiveMismatch(Check):
             when=(
                 Condition(
                     "if gradients of DDP were mixed up",
-                    lambda mine, _: "DDP backward" in mine.subjects,
+                    lambda mine, _: BACKWARD in mine.subjects,
                 ),
                 STOPPED_RANKS,
                 When.SINCE,
@@ -83,7 +84,7 @@ class CollectiveMismatch(Check):
         ),
         Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
         Effect(
-            ("collective-mismatch", "loss-scale-mismatch"),
+            ("loss-scale-mismatch",),
             when=(
                 Condition(
                     "if ranks go through their models in another order",
@@ -95,7 +96,7 @@ class CollectiveMismatch(Check):
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        for fault in faults(run, self.name):
+        for fault in _of_models_once(faults(run, self.name)):
             still = fault.standstill
             fields = fault.fields(still)
             fields["cause"] = f"{fields['cause']}; {_effect(fault, deadlocked=still.deadlocked)}"
@@ -104,6 +105,23 @@ class CollectiveMismatch(Check):
         ring = [now.by_rank[r] for r in cycle(now)]
         if ring and across_groups(ring):
             yield self.finding(**group_cycles.report(now, ring))
+
+
+def _of_models_once(found: list[Fault]) -> list[Fault]:
+    """Without models in another order in the forwards of a group, where they are so in its
+    backwards, too: it is the gradients that are mixed."""
+    mixed = {
+        fault.first.key
+        for fault in found
+        if fault.why.rule == ModelOrder.rule and BACKWARD in fault.why.subjects
+    }
+    return [
+        fault
+        for fault in found
+        if fault.why.rule != ModelOrder.rule
+        or BACKWARD in fault.why.subjects
+        or fault.first.key not in mixed
+    ]
 
 
 def _effect(fault: Fault, *, deadlocked: bool) -> str:
