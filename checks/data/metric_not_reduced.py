@@ -13,6 +13,7 @@ from ddpdoctor.analysis.data.shared_evaluations import (
     first_unequal,
     metrics_given,
     read_apart,
+    seen_to_evaluate,
     unread_shares,
     unreduced,
 )
@@ -305,7 +306,7 @@ class MetricNotReduced(Check):
         writes = all(run.everyone[n].first(FileWritten) for e in evaluations for n in e.readers)
         if writes or run.outcome() != "completed":  # the last calls may not be on record
             return
-        for loader in evaluations:
+        for loader in filter(seen_to_evaluate, evaluations):
             reader = loader.first
             known = exchanged(loader)
             alone = [reader.epochs[n] for n, with_others in enumerate(known) if not with_others]

@@ -99,6 +99,12 @@ def test_a_file_is_saved_by_the_metric_of_one_rank():
     assert [r.location.line for r in finding.related] == [25, 32]
 
 
+def test_an_evaluation_with_gradients_on():
+    """As of forces, which are gradients; what is decided by it tells what it is."""
+    (finding,) = judged(run_of(grad=True))
+    assert finding.rule == "decides-what-is-saved"
+
+
 def test_a_metric_that_stays_the_same_on_one_rank():
     (finding,) = judged(run_of([[0.9, 0.8, 0.85], [0.7]]))
     assert finding.evidence["evaluations_compared_in_which_they_differ"] == "3 of 3"
@@ -129,7 +135,6 @@ def test_shares_of_a_sampler_of_ones_own():
         {"after": TRAIN},  # a training loss
         {"shared": False},  # each rank evaluates all
         {"saving": False},
-        {"grad": True},  # no evaluation
         {"values": [[0.9, 0.8], [0.7, 0.8]]},  # differed once
         {"values": [[0.9, 0.8], []]},  # known to one rank
         {"more": exchange("reduce", 4)},  # rank 0 has the sum

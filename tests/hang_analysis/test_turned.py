@@ -192,6 +192,27 @@ def test_names_that_no_rank_lacks(tmp_path: Path, theirs: str, after: int, withi
     assert not rules or within
 
 
+@pytest.mark.parametrize("by_framework", [True, False])
+def test_other_names_that_a_framework_reduces(tmp_path: Path, by_framework: bool) -> None:
+    """As many on each rank, so that nothing hangs: the values are mixed."""
+    made = tapes()
+    for rank, tape in made.items():
+        for step in range(3):
+            for name in ("loss", "night" if rank else "day"):
+                tape.call("all_reduce", LOSS, "trainer.fit(model)", step=step,
+                          key=f"name = {name!r}", through="fit" * by_framework)  # fmt: skip
+                last = tape.events[-1]
+                assert isinstance(last, CallSite)
+                spot = Site(at=START, id=77, file=f"{CWD}/model.py", line=20, function="f")
+                tape.events[-1:] = [spot, structs.replace(last, set_at=Place(site=77))]
+            tape.call("barrier", COUNT, "barrier()", step=step)
+    told = found(run_of(tmp_path, made, more=TRAINED))
+    assert [(f.rule, f.ranks) for f in told] == [("lacking-name", (1,))] * by_framework
+    if told:
+        assert told[0].location is not None and told[0].location.line == 20
+        assert "no all_reduce for `day`" in told[0].summary
+
+
 def test_names_that_say_nothing(tmp_path: Path) -> None:
     """Each rank has its own task in every step, or names of its own; barriers carry nothing."""
     for number, (mine, yours, op) in enumerate(

@@ -59,12 +59,14 @@ def read_apart(run: Run) -> Callable[[Loader], bool]:
 
 
 def divided_evaluations(run: Run) -> list[Loader]:
-    """The loaders that are only evaluated, on several ranks, each of which takes its share."""
-    return [
-        loader
-        for loader in filter(read_apart(run), loaders(run))
-        if not loader.trains and all(map(_evaluates, loader.readers.values()))
-    ]
+    """The loaders that are read without training, on several ranks, each of which takes its share:
+    the number that a program decides by tells that it evaluates."""
+    return [loader for loader in filter(read_apart(run), loaders(run)) if not loader.trains]
+
+
+def seen_to_evaluate(loader: Loader) -> bool:
+    """Whether no gradients are computed where it is read."""
+    return all(map(_evaluates, loader.readers.values()))
 
 
 def unread_shares(run: Run) -> list[tuple[Loader, list[int]]]:

@@ -77,16 +77,25 @@ def lacking(
             continue
         # Where a rank was stopped in the loop, more names may have followed.
         stopped = known.at(logs[side[0]], index + len(ours)) is None
-        if {*theirs} - {*ours} and not stopped:
+        own = bool({*theirs} - {*ours}) and not stopped
+        if own and not all(_by_library(made[s[0]]) for s in (side, rest)):
             continue  # each has names of its own
         later = bool(theirs) and next(iter(theirs)) in ours
-        if later or (not theirs and _is_past(known, logs, index, made[side[0]], made[rest[0]])):
+        own = own and next(iter(theirs)) not in ours
+        past = not theirs and _is_past(known, logs, index, made[side[0]], made[rest[0]])
+        if later or own or past:
             before = tuple(m for r in made if (m := known.at(logs[r], index - 1)) is not None)
             return CallDivergence(
                 key, index, made, (), True, True, tuple(side), tuple(rest), made[side[0]],
                 before=before, lacking=names,
             )  # fmt: skip
     return None
+
+
+def _by_library(made: CallRecord) -> bool:
+    """Whether a framework makes a call for a number that the program gave it by name: it keeps the
+    result under that name."""
+    return made.site is not None and bool(made.site.through) and made.site.set_at is not None
 
 
 def _names(known: CallLogs, log: GroupCalls, index: int, loop: CallRecord) -> dict[str, CallRecord]:

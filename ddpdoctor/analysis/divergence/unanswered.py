@@ -56,10 +56,23 @@ class LackingName(CallExplanation):
         what, op = listed([f"`{name}`" for name in names]), made.signature.op
         own = ranks_text(divergence.rest)
         sets, related = _setter(made, names[0])
+        summary = f"{ranks_do(divergence.rest, 'make')} no {op} for {what}: {sides_text(blamed)}"
+        if made.site is not None and made.site.through and related:
+            return self.blame(
+                blamed,
+                location=related[0].location,
+                label=f"gives {what} to be reduced, but not on {own}",
+                summary=summary,
+                cause="the framework reduces what it is given name by name, and keeps each result "
+                f"under its name; {own} never gave it {what}",
+                fix=f"give the same names on every rank: {what} with a value and a weight of 0 "
+                "where there is nothing to tell; or sum values and counts in tensors of one shape",
+                related=related[1:],
+            )
         return self.blame(
             blamed,
             label=f"no call for {what} on {own}",
-            summary=f"{ranks_do(divergence.rest, 'make')} no {op} for {what}: {sides_text(blamed)}",
+            summary=summary,
             cause=f"this loop over names makes no call for {what} on {own}{sets}",
             fix=f"loop over the same names on every rank: give {what} a value on all of them (0 "
             "where there is nothing to tell), or `all_gather_object` the names first and loop over "
