@@ -29,7 +29,8 @@ from ddpdoctor.run import Phase, Rank, Run, equal_ranks, odd_ones, ranks_text
 PLAIN = ("RandomSampler", "SequentialSampler")
 """torch's own samplers that read the whole dataset."""
 
-JOIN = "use `with Join([model]):` (it covers no other collectives and no optimizer state)"
+JOIN = ", or use `with Join([model]):` (it covers no other collectives)"
+"""Where the optimizer keeps no state, in which the ranks with more batches would go ahead."""
 
 FIRST = (
     "stop all ranks when the first one has no more batches (`all_reduce` with `ReduceOp.MIN`, "
@@ -77,10 +78,10 @@ class UnevenBatches(LoaderCheck):
     ## How to fix it
     Give every rank the same number of samples (`DistributedSampler` pads or drops) and the same
     `batch_size`. If each rank reads its own shard, stop all ranks after the shortest one
-    (`all_reduce` of `len(loader)` with `ReduceOp.MIN`), or train inside `with Join([model]):`.
-    `Join` covers only DDP's collectives, and does not copy the optimizer's state from the rank with
-    more batches to the others. In evaluation, `all_reduce` once after the loop. In Lightning, set
-    `Trainer(limit_train_batches=N)` with no more batches than every rank has.
+    (`all_reduce` of `len(loader)` with `ReduceOp.MIN`). With plain SGD `with Join([model]):` does,
+    too: it covers only DDP's collectives, and does not copy the optimizer's state (of Adam, say)
+    from the rank with more batches to the others. In evaluation, `all_reduce` once after the loop.
+    In Lightning, set `Trainer(limit_train_batches=N)` with no more batches than every rank has.
 
     ## When it stays quiet
     - The ranks have the same number of batches.
@@ -117,7 +118,7 @@ class UnevenBatches(LoaderCheck):
             "a custom batch sampler makes another number of batches on each rank",
             "{batch_sampler} makes more batches on some ranks than on others",
             "let {batch_sampler} make the same number of batches on every rank, from what all "
-            f"ranks know, {FIRST}, or {JOIN}",
+            f"ranks know, {FIRST}{{join}}",
         ),
         "dataset-length": Words(
             "the datasets have different lengths",
@@ -127,7 +128,7 @@ class UnevenBatches(LoaderCheck):
         "unequal-shares": Words(
             "the sampler, or an iterable dataset, yields more on some ranks",
             "{source} yields more samples on some ranks than on others",
-            f"give every rank the same number of samples{{instead}}, or {JOIN}",
+            "give every rank the same number of samples{instead}{join}",
         ),
     }
     rules = when(words)
@@ -204,7 +205,8 @@ class UnevenBatches(LoaderCheck):
             "caught": caught,
             "batch_sampler": seen.batch_sampler,
             "lengths": on_each_rank(lengths.items()),
-            "cut": _same_length(seen),
+            "join": JOIN if _keeps_no_state(reader.rank) else "",
+            "cut": _same_length(seen, JOIN if _keeps_no_state(reader.rank) else ""),
             "instead": f", {FIRST}"
             if seen.iterable
             else f" (`DistributedSampler`), stop all ranks after {least} batches",
@@ -323,21 +325,26 @@ def _caught(ranks: list[Rank]) -> str | None:
     return f"the loader of rank {rank.rank} raised {event.text}{at}, which the program caught"
 
 
+def _keeps_no_state(rank: Rank) -> bool:
+    """Whether its optimizers have nothing beside the parameters, which `Join` makes equal."""
+    return all(e.kind == "SGD" for e in rank.of(OptimizerSeen))
+
+
 def _communicates(loader: Loader) -> bool:
     """Whether some iteration over the loader issues a collective for every batch."""
     ended = [e.ended for r in loader.readers.values() for e in r.epochs if e.ended]
     return any(e.collectives >= e.batches > 0 for e in ended)
 
 
-def _same_length(seen: LoaderSeen) -> str:
+def _same_length(seen: LoaderSeen, join: str) -> str:
     """What to do about datasets of different lengths."""
     if seen.distributed:
         return (
             f"give {seen.sampler} the same dataset on every rank; if each rank reads its own "
-            f"shard, remove {seen.sampler} and {SHORTEST}, or {JOIN}"
+            f"shard, remove {seen.sampler} and {SHORTEST}{join}"
         )
     return (
-        f"either {SHORTEST}, or cut the shards to one length, or {JOIN}. A `DistributedSampler` "
+        f"either {SHORTEST}, or cut the shards to one length{join}. A `DistributedSampler` "
         "does not help: it would shard each rank's shard again"
     )
 

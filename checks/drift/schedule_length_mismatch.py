@@ -44,6 +44,8 @@ class Unit(NamedTuple):
     fix: str
 
 
+PREPARED = " (Accelerate does so with a scheduler that it has prepared)"
+
 METRIC = Unit(
     PATIENCE,
     "metric",
@@ -220,7 +222,7 @@ class ScheduleLengthMismatch(Check):
             optimizers=(event.optimizer,),
             location=rank.location(event.site) or stepped,
             label=f"{ends} after {counted(event.planned, 'step')}",
-            related=(Related(f"called {counted(event.calls, 'time')}", stepped),)
+            related=(Related(f"steps it {counted(event.calls, 'time')} in all", stepped),)
             if stepped
             else (),
             summary=f"{event.kind} is planned for {counted(event.planned, 'step')} and takes "
@@ -321,8 +323,15 @@ def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | No
             TOO_OFTEN,
             run.world_size,
             "the plan counts optimizer steps, but the scheduler steps once for each of the "
-            f"{run.world_size} ranks in every one; {after}",
-            f"plan for {event.calls} steps, or step the scheduler once per optimizer step",
+            f"{run.world_size} ranks in every one"
+            + (PREPARED if "accelerate" in event.by else "")
+            + f"; {after}",
+            f"plan for {event.calls} steps, or "
+            + (
+                "keep the scheduler out of `accelerator.prepare`"
+                if "accelerate" in event.by
+                else "step the scheduler once per optimizer step"
+            ),
         )
     return None
 

@@ -147,7 +147,8 @@ class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
             number of rounds.
         lengths: what `len(loader)` returned to the program before the scheduler was made, for any
             loader.
-        site: the line that made it; `step_site` the line that steps it.
+        site: the line that made it; `step_site` the line that steps it; `by` the module of a
+            library that this line called, empty for none.
     """
 
     kind: str
@@ -161,6 +162,7 @@ class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
     rate: float = -1.0
     may_stop: bool = False
     lengths: tuple[int, ...] = ()
+    by: str = ""
 
     def describe(self) -> str:
         return f"{self.kind}: planned for {self.planned} steps, took {self.calls}"

@@ -45,6 +45,10 @@ def test_the_fix_in_the_words_of_the_framework_that_runs_the_loop() -> None:
     parts = [part(36, ended=False, length=36), part(24, length=24)]
     (finding,) = examine(*parts)
     assert "Join" in finding.fix
+    for kind in ("SGD", "AdamW"):  # whose state would differ
+        held = OptimizerSeen(at=0, optimizer=0, kind=kind, site=-1)
+        (finding,) = examine(*([held, *p] for p in parts))
+        assert ("Join" in finding.fix) is (kind == "SGD")
     made = Wrapped(at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
                    site=-1, by="lightning.pytorch.trainer.trainer")  # fmt: skip
     ranks = {r: [*prologue(2, wrapped=False), made, *p] for r, p in enumerate(parts)}

@@ -105,6 +105,9 @@ def test_stepped_after_each_backward(micro):
 def test_stepped_once_for_each_rank():
     (finding,) = judged(schedule(30, 60, steps=30))
     assert (finding.rule, "for each of the 2 ranks" in finding.cause) == ("stepped-too-often", True)
+    assert "Accelerate" not in finding.cause and "once per optimizer step" in finding.fix
+    (finding,) = judged(schedule(30, 60, steps=30, by="accelerate.scheduler"))
+    assert "Accelerate" in finding.cause and "`accelerator.prepare`" in finding.fix
 
 
 def test_a_scheduler_that_steps_for_each_rank_and_a_plan_for_as_many():

@@ -64,10 +64,7 @@ class ShortLoader:
             else "give every rank the same number of batches (`DistributedSampler`, "
             "`drop_last=True`)"
         )
-        join = (
-            ", or train inside `with Join([model]):`, which covers none of your own collectives "
-            "and does not copy the optimizer's state"
-        )
+        join = ", or train inside `with Join([model]):`, which covers none of your own collectives"
         return even + join * self.joins
 
 

@@ -7,7 +7,14 @@ from dataclasses import replace
 from itertools import takewhile
 from math import inf
 
-from ...events import CALLERS, CallSite, ExceptionPassed, LoaderSeen, Wrapped
+from ...events import (
+    CALLERS,
+    CallSite,
+    ExceptionPassed,
+    LoaderSeen,
+    OptimizerSeen,
+    Wrapped,
+)
 from ...report.findings import Condition, Finding
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
@@ -261,7 +268,8 @@ def _short_loader(left: Leaver, loop: Location | None) -> ShortLoader | None:
         return None
     made = [e for e in rank.of(LoaderSeen) if e.loader == last.began.loader]
     wrapped = any(w.wrapper == "DistributedDataParallel" and not w.by for w in rank.of(Wrapped))
-    joins = last.ended.backwards > 0 and wrapped
+    plain = all(e.kind == "SGD" for e in rank.of(OptimizerSeen))  # the others keep state
+    joins = last.ended.backwards > 0 and wrapped and plain
     return ShortLoader(last.ended.batches, any(e.iterable for e in made), joins)
 
 

@@ -90,13 +90,15 @@ class Schedule:
 
     Attributes:
         made: the line that made it; `lengths` as in `ScheduleEnded`.
-        calls: of `step` by the program; `counted` the scheduler's own count.
+        calls: of `step` by the program; `counted` the scheduler's own count; `by` as in
+            `ScheduleEnded`.
     """
 
     def __init__(self, kind: str, made: int, lengths: tuple[int, ...]) -> None:
         self.kind, self.made, self.lengths = kind, made, lengths
         self.calls = self.counted = self.planned = 0
         self.step_site = self.optimizer = -1
+        self.by = ""
         self.steps = 0
         self.rate = -1.0
         self.may_stop = False
@@ -169,7 +171,7 @@ class ScheduleLengths(Watcher):
             (PLANS[k.__name__] for k in type(scheduler).__mro__ if k.__name__ in PLANS), None
         )
         schedule.planned = plan(scheduler) if plan is not None else 0
-        schedule.step_site = recorder.site()
+        schedule.step_site, schedule.by = recorder.site(), recorder.sites.library_called()
         if schedule.planned > 0:
             schedule.may_stop = _may_stop(recorder)
             self.schedules.append(schedule)
@@ -191,6 +193,7 @@ class ScheduleLengths(Watcher):
                     lengths=schedule.lengths,
                     site=schedule.made,
                     step_site=schedule.step_site,
+                    by=schedule.by,
                 )
             )
         self.schedules.clear()
