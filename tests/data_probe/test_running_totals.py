@@ -110,7 +110,8 @@ def test_only_so_many_calls_are_read():
 
 def test_what_cannot_be_read():
     watcher, recorder = RunningTotals(), FakeRecorder()
-    for tensor in (torch.ones(65), torch.ones(1, device="meta"), torch.ones(1).cfloat()):
+    for tensor in (torch.ones(65), torch.ones(0), torch.ones(1, device="meta"),
+                   torch.ones(1).cfloat()):  # fmt: skip
         watcher._called(recorder, Call("all_reduce", 0, False, (tensor,), dist.ReduceOp.SUM))
         assert watcher.waiting is None
     watcher._called(recorder, Call("all_reduce", 0, False, (torch.ones(1),), dist.ReduceOp.SUM))

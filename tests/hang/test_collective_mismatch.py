@@ -498,8 +498,11 @@ def test_backwards_of_two_models_that_pair(tmp_path: Path) -> None:
     assert finding.evidence["call_number"] == 6
 
 
-def in_turn(tmp_path: Path, orders: Sequence[Sequence[int]], steps: int = 3) -> list[Finding]:
-    """One line in a loop over models makes the backwards of all of them."""
+def in_turn(
+    tmp_path: Path, orders: Sequence[Sequence[int]], steps: int = 3, late: int = -1
+) -> list[Finding]:
+    """One line in a loop over models makes the backwards of all of them. The wraps of rank `late`
+    were not seen."""
     made = tapes(len(orders))
     for rank, tape in made.items():
         for step in range(steps):
@@ -509,7 +512,7 @@ def in_turn(tmp_path: Path, orders: Sequence[Sequence[int]], steps: int = 3) -> 
     more: dict[int, list[Event]] = {
         rank: [
             Wrapped(at=START, model=n, kind="Net", wrapper="DistributedDataParallel", group=0,
-                    site=-1) for n in range(2)
+                    site=-1, adopted=rank == late) for n in range(2)
         ] for rank in made
     }  # fmt: skip
     return found(run_of(tmp_path, made, more=more, now=START + 9))
@@ -522,6 +525,7 @@ def test_models_in_another_order_at_one_line(tmp_path: Path, steps: int) -> None
     assert "rank 2 is in the backward of model 1 (Net) and ranks 0-1 are" in finding.summary
     assert [r.location.line for r in finding.related] == [20]
     assert not in_turn(tmp_path / "same", [(1, 0), (1, 0), (1, 0)], steps)
+    assert not in_turn(tmp_path / "late", [(0, 1), (0, 1), (1, 0)], steps, late=2)
     (aborted,) = in_turn(tmp_path / "first", [(0,), (1,)], 1)  # gloo aborts in the first one
     assert aborted.rule == "model-order"
 

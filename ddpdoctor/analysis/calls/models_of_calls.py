@@ -11,10 +11,13 @@ Line = tuple[str, tuple[Location | None, ...]]
 
 def sites_of_several(run: Run) -> set[tuple[int, str, int]]:
     """The calls of DDP on lines that make them for several models, one after the other: by rank,
-    operation and number of the site."""
+    operation and number of the site. Lines of which the model is unknown on some rank are left
+    out."""
     made: dict[Line, set[tuple[int, ...]]] = {}
     sites: dict[Line, set[tuple[int, str, int]]] = {}
     for rank in run.ranks.values():
+        if len(rank.of(Wrapped)) < 2:
+            continue
         of_models = {s.id: s for s in rank.of(Signature) if s.model >= 0}
         where = {s.id: s for s in rank.of(CallSite)}
         codes = {(c.signature, c.site) for c in (rank.ring.calls if rank.ring else ())}
@@ -26,7 +29,8 @@ def sites_of_several(run: Run) -> set[tuple[int, str, int]]:
             line = signature.op, tuple(map(rank.location, (p.site for p in where[site].places)))
             made.setdefault(line, set()).add(tuple(models_of(rank, signature)))
             sites.setdefault(line, set()).add((rank.rank, signature.op, site))
-    return {site for line, models in made.items() if len(models) > 1 for site in sites[line]}
+    several = (line for line, models in made.items() if len(models) > 1 and () not in models)
+    return {site for line in several for site in sites[line]}
 
 
 def models_of(rank: Rank, signature: Signature) -> dict[int, Wrapped]:

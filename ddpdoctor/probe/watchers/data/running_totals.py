@@ -18,6 +18,7 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
+from ...tensors.digests import readable
 
 CALLS_AT_MOST = 1000
 """Calls whose numbers are read."""
@@ -61,7 +62,8 @@ class _Sum(NamedTuple):
     @property
     def grows(self) -> bool:
         """Whether it made more of positive numbers, as a sum over several ranks does."""
-        return min(self.before) >= 0 and sum(self.after) > GROWS * sum(self.before)
+        positive = all(number >= 0 for number in self.before)
+        return positive and sum(self.after) > GROWS * sum(self.before)
 
 
 class RunningTotals(Watcher):
@@ -87,9 +89,9 @@ class RunningTotals(Watcher):
         if call.op != "all_reduce" or self.calls >= CALLS_AT_MOST or len(call.tensors) != 1:
             return
         tensor = call.tensors[0]
-        if not tensor.is_cpu or tensor.numel() > NUMBERS_AT_MOST or call.reduces_by != "SUM":
+        if not readable(tensor) or not 0 < tensor.numel() <= NUMBERS_AT_MOST:
             return
-        if tensor.is_complex() or tensor.requires_grad:
+        if call.reduces_by != "SUM" or tensor.is_complex() or tensor.requires_grad:
             return
         self.calls += 1
         self.waiting = weakref.ref(tensor), call.group, _numbers(tensor)
