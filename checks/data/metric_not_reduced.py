@@ -84,10 +84,10 @@ class MetricNotReduced(Check):
     The source around each `all_reduce` tells whether it is made in a copy (`torch.tensor(x)`,
     `x.clone()`, `x / n`) that is used for nothing else, or returned to a caller that drops it; it
     is noted where this happens at least twice after the first optimizer step.
-    Of the first calls of `all_reduce` that sum up to 64 numbers, the values before and after are
-    compared: a total is reported that is, four times in a row at one line and between the same
-    optimizer steps, at least the sum that the call before gave; and a tensor that another line
-    has summed before, in the same step and with the same numbers.
+    Of the first calls of `all_reduce` after the first optimizer step that sum up to 64 numbers, the
+    values before and after are compared: a total is reported that is, four times in a row at one
+    line and between the same optimizer steps, at least the sum that the call before gave; and a
+    tensor that another line has summed before, in the same step and with the same numbers.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.

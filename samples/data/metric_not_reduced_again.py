@@ -1,7 +1,7 @@
 """Running totals of an evaluation are summed over the ranks after each batch, again and again.
 
 run: --nproc-per-node 2
-finds: DDP512 at `dist.all_reduce(totals)`
+finds: DDP512 warning at `dist.all_reduce(totals)`
 """
 
 import torch

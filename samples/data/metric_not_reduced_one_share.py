@@ -1,7 +1,7 @@
 """Rank 0 evaluates alone, through a sampler that gives each rank a share.
 
 run: --nproc-per-node 2
-finds: DDP512 at `sampler = DistributedSampler(held_out, shuffle=False)`
+finds: DDP512 warning at `sampler = DistributedSampler(held_out, shuffle=False)`
 """
 
 import torch

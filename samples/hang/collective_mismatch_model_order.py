@@ -1,7 +1,7 @@
 """Two wrapped models take turns in the order of each rank's own data.
 
 run: --nproc-per-node 2
-finds: DDP601 at `loss.backward()`
+finds: DDP601 error at `loss.backward()`
 """
 
 import torch

@@ -86,7 +86,10 @@ class RunningTotals(Watcher):
     @on(call_hooks.called)
     def _called(self, recorder: Recorder, call: Call) -> None:
         self.waiting = None
-        if call.op != "all_reduce" or self.calls >= CALLS_AT_MOST or len(call.tensors) != 1:
+        # Before training begins it may be a trial of the connection.
+        if call.op != "all_reduce" or not recorder.step or self.calls >= CALLS_AT_MOST:
+            return
+        if len(call.tensors) != 1:
             return
         tensor = call.tensors[0]
         if not readable(tensor) or not 0 < tensor.numel() <= NUMBERS_AT_MOST:
@@ -115,9 +118,9 @@ class RunningTotals(Watcher):
         for chain in made.chains.values():
             if len(chain) == TIMES:
                 self._emit(recorder, made, chain)
-        # One line may do so in a loop, as a trial of the connection, or before training begins.
+        # One line may do so in a loop, as a benchmark does.
         twice = same is not None and same.of() is tensor and same.site != made.site
-        if twice and same is not None and 0 < same.step == made.step and made.grows:
+        if twice and same is not None and same.step == made.step and made.grows:
             self._emit(recorder, made, (same.totals, made.totals), same.site)
 
     def _emit(
