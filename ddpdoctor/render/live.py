@@ -22,6 +22,7 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
+from ..events import RankExiting
 from ..report.diagnose import last_thing
 from ..report.findings import Finding, Severity
 from ..run import Rank, Run, counted, fold_ranks, progress, ranks_text
@@ -123,6 +124,8 @@ def state(run: Run) -> list[str]:
         return []
     if all(r.state != "lost" and not r.alive for r in run.ranks.values()):
         return [f"step {reported_steps(last)}", "all ranks have ended"]
+    if all(r.first(RankExiting) is not None for r in run.ranks.values()):
+        return [f"step {reported_steps(last)}", "all ranks are about to exit"]
     now = progress.clock(last)
     facts = [f"step {reported_steps(last)}"]
     if (fast := progress.speed(last, now)) is not None:
@@ -144,7 +147,8 @@ def _speed(fast: progress.Speed) -> str:
     if not fast.before or abs(per / fast.before - 1) < CHANGED:
         return said
     if per and fast.before >= TIMES * per:
-        return f"{said} (a step takes {fast.before / per:.2g} times as long as before)"
+        times = fast.before / per
+        return f"{said} (a step takes {times:.{0 if times >= 10 else 1}f} times as long as before)"
     how = "slower" if per < fast.before else "faster"
     return f"{said} ({100 * abs(per / fast.before - 1):.0f} % {how} than before)"
 
