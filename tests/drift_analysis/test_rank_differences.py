@@ -290,3 +290,16 @@ def test_a_difference_as_text() -> None:
     assert first.text == "options groups[0].lr is 0.1 on rank 0, 0.2 on rank 1"
     (first,) = found([ON_SOME["clipping"]], [])
     assert first.text == "clipping on rank 0 only (train.py:10)"
+
+
+def test_nodes_that_hold_the_same_script_in_folders_of_their_own() -> None:
+    def run(*digests: str) -> list[str]:
+        ranks: dict[int, list[Event]] = {
+            n: [started(n, 2, argv=(f"{home}/train.py", "--lr=1"), cwd=home, script_digest=digest)]
+            for n, (home, digest) in enumerate(zip(("/home/a", "/srv/b"), digests, strict=True))
+        }  # fmt: skip
+        return [d.field.partition("[")[0] for d in differences(make_run(ranks))]
+
+    assert run("abc", "abc") == []
+    assert run("abc", "abd") == ["script_digest"]
+    assert run("", "") == ["argv", "cwd"]  # it may be another script
