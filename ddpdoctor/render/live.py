@@ -22,7 +22,6 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from ..events import RankExiting
 from ..report.diagnose import last_thing
 from ..report.findings import Finding, Severity
 from ..run import Rank, Run, counted, fold_ranks, progress, ranks_text
@@ -124,8 +123,6 @@ def state(run: Run) -> list[str]:
         return []
     if all(r.state != "lost" and not r.alive for r in run.ranks.values()):
         return [f"step {reported_steps(last)}", "all ranks have ended"]
-    if all(r.first(RankExiting) is not None for r in run.ranks.values()):
-        return [f"step {reported_steps(last)}", "all ranks are about to exit"]
     now = progress.clock(last)
     facts = [f"step {reported_steps(last)}"]
     if (fast := progress.speed(last, now)) is not None:

@@ -18,7 +18,6 @@ from ddpdoctor.events import (
     Event,
     OptimizerSeen,
     Pace,
-    RankExiting,
     RankSample,
     StepDone,
 )
@@ -154,19 +153,6 @@ def test_a_speed_that_fell_is_told() -> None:
     assert said is not None and 5 < float(said[1]) < 11
     stands = progress.speed(rank, now + 271)
     assert stands is not None and stands.per_second < 0.2
-
-
-def test_no_pace_of_ranks_that_have_said_that_they_leave() -> None:
-    """A hang at exit, after all steps, is no slow step."""
-    taken = [StepDone(at=START + n, optimizer=0, step=n, site=-1, wall_s=1) for n in range(9)]
-    ranks = {n: [started(n, 2, wall=time.time() - 90), *taken] for n in range(2)}
-    leaving = RankExiting(at=START + 10, how="return", status=0)
-    one = make_run({**ranks, 0: [*ranks[0], leaving]}, ended=None)
-    assert "exit" not in render.now(one, "a", 100)
-    every = make_run({n: [*events, leaving] for n, events in ranks.items()}, ended=None)
-    said = render.now(every, "a", 100)
-    assert "step 8, all ranks are about to exit" in said or "have ended" in said
-    assert "steps/s" not in said
 
 
 def test_no_epoch_where_batches_and_steps_are_not_known_to_go_together() -> None:
