@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
+from ddpdoctor.analysis.control_flow.loop_rounds import keeps_no_state
 from ddpdoctor.analysis.data.loader_check import (
     SHORTEST,
     LoaderCheck,
@@ -205,8 +206,8 @@ class UnevenBatches(LoaderCheck):
             "caught": caught,
             "batch_sampler": seen.batch_sampler,
             "lengths": on_each_rank(lengths.items()),
-            "join": JOIN if _keeps_no_state(reader.rank) else "",
-            "cut": _same_length(seen, JOIN if _keeps_no_state(reader.rank) else ""),
+            "join": (join := JOIN if keeps_no_state(reader.rank) else ""),
+            "cut": _same_length(seen, join),
             "instead": f", {FIRST}"
             if seen.iterable
             else f" (`DistributedSampler`), stop all ranks after {least} batches",
@@ -323,11 +324,6 @@ def _caught(ranks: list[Rank]) -> str | None:
     spot = rank.location(event.site)
     at = f" ({spot})" if spot else ""
     return f"the loader of rank {rank.rank} raised {event.text}{at}, which the program caught"
-
-
-def _keeps_no_state(rank: Rank) -> bool:
-    """Whether its optimizers have nothing beside the parameters, which `Join` makes equal."""
-    return all(e.kind == "SGD" for e in rank.of(OptimizerSeen))
 
 
 def _communicates(loader: Loader) -> bool:

@@ -17,6 +17,7 @@ from ddpdoctor.events import (
     Event,
     ExceptionPassed,
     ExceptionRaised,
+    Hyperparameters,
     OptimizerSeen,
     StepDone,
     Wrapped,
@@ -49,6 +50,9 @@ def test_the_fix_in_the_words_of_the_framework_that_runs_the_loop() -> None:
         held = OptimizerSeen(at=0, optimizer=0, kind=kind, site=-1)
         (finding,) = examine(*([held, *p] for p in parts))
         assert ("Join" in finding.fix) is (kind == "SGD")
+    momentum = Hyperparameters(at=0, optimizer=0, step=0, groups=({"momentum": 0.9},))
+    (finding,) = examine(*([momentum, *p] for p in parts))
+    assert "Join" not in finding.fix
     made = Wrapped(at=0, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
                    site=-1, by="lightning.pytorch.trainer.trainer")  # fmt: skip
     ranks = {r: [*prologue(2, wrapped=False), made, *p] for r, p in enumerate(parts)}

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ...events import EpochBegan, EpochEnded, IndicesRead, LoaderSeen
+from ...events import (
+    EpochBegan,
+    EpochEnded,
+    Hyperparameters,
+    IndicesRead,
+    LoaderSeen,
+    OptimizerSeen,
+)
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
 
@@ -63,6 +70,13 @@ def iterations_of(leaver: Leaver, loop: Location | None) -> list[Iteration]:
             key = made.get(event.loader, ("", event.loader))
             found.append(Iteration(key, event, ends.get((event.loader, event.epoch))))
     return found
+
+
+def keeps_no_state(rank: Rank) -> bool:
+    """Whether its optimizers keep nothing beside the parameters, as SGD does without momentum:
+    `Join` makes only the parameters equal."""
+    moves = any(g.get("momentum") for e in rank.of(Hyperparameters) for g in e.groups)
+    return not moves and all(e.kind == "SGD" for e in rank.of(OptimizerSeen))
 
 
 def skipped_in(leaver: Leaver, iterations: list[Iteration]) -> int:

@@ -7,14 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from math import inf
 
-from ...events import (
-    CALLERS,
-    CallSite,
-    ExceptionPassed,
-    LoaderSeen,
-    OptimizerSeen,
-    Wrapped,
-)
+from ...events import CALLERS, CallSite, ExceptionPassed, LoaderSeen, Wrapped
 from ...report.findings import Condition, Finding
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
@@ -40,6 +33,7 @@ from ..control_flow.loop_rounds import (
     Leaver,
     is_last,
     iterations_of,
+    keeps_no_state,
     skipped_in,
     steps_taken,
     until_call,
@@ -268,8 +262,7 @@ def _short_loader(left: Leaver, loop: Location | None) -> ShortLoader | None:
         return None
     made = [e for e in rank.of(LoaderSeen) if e.loader == last.began.loader]
     wrapped = any(w.wrapper == "DistributedDataParallel" and not w.by for w in rank.of(Wrapped))
-    plain = all(e.kind == "SGD" for e in rank.of(OptimizerSeen))  # the others keep state
-    joins = last.ended.backwards > 0 and wrapped and plain
+    joins = last.ended.backwards > 0 and wrapped and keeps_no_state(rank)
     return ShortLoader(last.ended.batches, any(e.iterable for e in made), joins)
 
 
