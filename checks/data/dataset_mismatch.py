@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.fault import Difference, LoaderFault
@@ -258,9 +258,7 @@ class DatasetMismatch(LoaderCheck):
         }
         facts |= {"cause": why.cause.format_map(facts), "fix": why.fix}
         order = _orders(reader) if difference.reordered else None
-        own: dict[str, Any] = {}
-        if order is not None:
-            own["cause"] = ORDERS[order[0]].format(at=order[1])
+        cause = ORDERS[order[0]].format(at=order[1]) if order is not None else ""
         summary = self.words[fault.rule].summary.format_map(facts)
         return self.of_fault(
             fault,
@@ -279,7 +277,7 @@ class DatasetMismatch(LoaderCheck):
             + (f", from step {reader.turn.step} on" if reader.turn.before else "")
             + doubt(fault),
             evidence=_evidence(fault, difference, audit),
-            **own,
+            **({"cause": cause} if cause else {}),  # type: ignore[arg-type]
         )
 
 

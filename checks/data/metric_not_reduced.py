@@ -234,23 +234,25 @@ class MetricNotReduced(Check):
         """Evaluations of which some ranks read their shares, and the others never theirs."""
         for loader, unread in unread_shares(run):
             reader, ranks = loader.first, tuple(loader.readers)
-            read = max((e.samples for e in reader.epochs), default=0)
+            read = {
+                n: max((e.samples for e in r.epochs), default=0) for n, r in loader.readers.items()
+            }
             yield self.finding(
                 rule=ONE_SHARE,
                 ranks=ranks,
                 subjects=(reader.seen.dataset,),
-                location=reader.sampler_at or reader.made_at,
+                location=reader.sampler_at,
                 label="gives each rank a share",
                 related=(Related("evaluated here", reader.loop_at),) if reader.loop_at else (),
                 summary=f"only {ranks_text(ranks)} {'evaluates' if len(ranks) == 1 else 'evaluate'}"
-                f", and its sampler gives a rank {read} of {reader.seen.length} samples: the share "
-                f"of {ranks_text(unread)} is never read",
+                f", and its sampler gives a rank {read[ranks[0]]} of {reader.seen.length} samples: "
+                f"the share of {ranks_text(unread)} is never read",
                 cause=f"`{reader.seen.sampler}` divides the data among {reader.seen.replicas} "
                 "ranks, and not all of them iterate over it",
                 fix="use no distributed sampler where one rank evaluates alone; or evaluate on "
                 "every rank, and `all_reduce` the sums and counts",
                 fix_kind=FixKind.TEMPLATE,
-                evidence={"samples_read_by_rank": dict.fromkeys(ranks, read)},
+                evidence={"samples_read_by_rank": read},
                 at=reader.rank.wall(reader.epochs[0].began.at),
             )
 
@@ -309,7 +311,7 @@ class MetricNotReduced(Check):
         for loader in filter(seen_to_evaluate, evaluations):
             reader = loader.first
             known = exchanged(loader)
-            alone = [reader.epochs[n] for n, with_others in enumerate(known) if not with_others]
+            alone = [e for e, together in zip(reader.epochs, known, strict=False) if not together]
             if any(known):  # a trial before training may stop early
                 alone = [epoch for epoch in alone if epoch.exhausted]
             if not alone or reader.loop_at is None:

@@ -45,6 +45,8 @@ class Unit(NamedTuple):
 
 
 PREPARED = " (Accelerate does so with a scheduler that it has prepared)"
+KEEP_OUT = "keep the scheduler out of `accelerator.prepare`"
+ONCE = "step the scheduler once per optimizer step"
 
 METRIC = Unit(
     PATIENCE,
@@ -319,19 +321,14 @@ def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | No
             "call `scheduler.step()` once after each `optimizer.step()`",
         )
     if _close(event.calls / event.planned, run.world_size):
+        prepared = event.by.startswith("accelerate")
         return Mismatch(
             TOO_OFTEN,
             run.world_size,
             "the plan counts optimizer steps, but the scheduler steps once for each of the "
             f"{run.world_size} ranks in every one"
-            + (PREPARED if "accelerate" in event.by else "")
-            + f"; {after}",
-            f"plan for {event.calls} steps, or "
-            + (
-                "keep the scheduler out of `accelerator.prepare`"
-                if "accelerate" in event.by
-                else "step the scheduler once per optimizer step"
-            ),
+            f"{PREPARED * prepared}; {after}",
+            f"plan for {event.calls} steps, or {KEEP_OUT if prepared else ONCE}",
         )
     return None
 

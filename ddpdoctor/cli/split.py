@@ -119,11 +119,9 @@ def _known(name: str, launcher: Mapping[str, bool], has_value: bool) -> str:
     if len(near) > 1:
         raise UsageError(f"{name} may be {' or '.join(sorted(near))}; type one in full")
     theirs = OF_OTHERS.get(name.replace("_", "-"), "")
-    if (
-        has_value and launcher and theirs not in launcher
-    ):  # newer than the table: it cannot hide where the script begins
-        return plain
     close = theirs if theirs in launcher else ""
+    if has_value and launcher and not close:
+        return plain  # newer than the table: it cannot hide where the script begins
     close = close or _closest(plain, [*(s.flag for s in SETTINGS), *launcher])
     hint = f"did you mean {close}?" if close else "options of the script come after the script"
     raise UsageError(f"unknown option {name}; {hint}")

@@ -105,7 +105,10 @@ def test_a_tensor_that_two_lines_reduce(lines, groups, step, told, changed):
 
 
 def test_only_so_many_calls_are_read():
-    assert calls([[1.0]] * CALLS_AT_MOST + list(again(6, 8.0))) == []
+    many = [[1.0]] * (CALLS_AT_MOST + 2)
+    assert calls(many + list(again(6, 8.0))) == []
+    one_each = calls(many + list(again(6, 8.0)), steps=lambda i: min(i, len(many)) + 1)
+    assert len(one_each) == 1  # of a training loop, before an evaluation
 
 
 def test_what_cannot_be_read():

@@ -28,12 +28,12 @@ TO_FEW_RANKS = data_calls.EXCHANGES - {"all_reduce"}
 def exchanged(loader: Loader) -> list[bool]:
     """For each evaluation, whether some rank reduces or gathers values of its own in it or after
     it, before the next optimizer step."""
-    count = min(len(reader.epochs) for reader in loader.readers.values())
+    count = max(len(reader.epochs) for reader in loader.readers.values())
     return [
         any(
             data_calls.values_exchanged(reader.rank, step)
             for reader in loader.readers.values()
-            for epoch in (reader.epochs[n],)
+            for epoch in reader.epochs[n : n + 1]
             for step in {epoch.began.step, epoch.began.step + epoch.steps}
         )
         for n in range(count)

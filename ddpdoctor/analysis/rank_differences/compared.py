@@ -78,7 +78,7 @@ SAME_MICRO_BATCH = (
 
 COMPARED: dict[type[Event], Compared] = {
     # The program and the machine.
-    e.RankStarted: _row("start", "argv cwd python script_digest environment world_size spawned"),
+    e.RankStarted: _row("start", "argv python script_digest environment world_size spawned"),
     e.TorchLoaded: _row("torch", "torch cuda nccl threads interop_threads gpus late"),
     e.ProgramSeen: _row("program", "files versions"),
     e.ThreadsSeen: _row("compute threads", "compute asked", recorded=CHANGES),

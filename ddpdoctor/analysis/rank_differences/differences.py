@@ -235,12 +235,9 @@ def _lines(ranks: Iterable[Rank], now: Mapping[int, Event]) -> dict[int, Locatio
 def _value(rank: Rank, event: Event, field: str) -> Any:
     """The value of a field; of a field that holds a line, the line: its number is the rank's."""
     value = getattr(event, field)
-    if isinstance(event, RankStarted) and field in ("argv", "cwd") and value:
-        # Nodes may have folders of their own: a script is known by its content then.
-        if event.script_digest:
-            return (posixpath.basename(value[0]), *value[1:]) if field == "argv" else ""
-        if field == "argv":
-            return (posixpath.normpath(posixpath.join(event.cwd, value[0])), *value[1:])
+    if isinstance(event, RankStarted) and field == "argv" and value:
+        # Nodes may have folders of their own: `script_digest` tells other scripts apart.
+        return (posixpath.basename(value[0]), *value[1:])
     return str(rank.location(value) or "") if field.endswith("site") else value
 
 

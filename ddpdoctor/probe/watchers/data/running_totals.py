@@ -21,7 +21,7 @@ from ...recording.watcher import Watcher, on
 from ...tensors.digests import readable
 
 CALLS_AT_MOST = 1000
-"""Calls whose numbers are read."""
+"""Calls whose numbers are read, but for the first one of each step."""
 
 NUMBERS_AT_MOST = 64
 """Numbers that a program reduces together as its totals."""
@@ -96,7 +96,8 @@ class RunningTotals(Watcher):
             return
         if call.reduces_by != "SUM" or tensor.is_complex() or tensor.requires_grad:
             return
-        self.calls += 1
+        # One call in each step is no loop: it does not use up what later evaluations need.
+        self.calls += bool(self.sums) and self.sums[-1].step == recorder.step
         self.waiting = weakref.ref(tensor), call.group, _numbers(tensor)
 
     @on(call_hooks.waited)
