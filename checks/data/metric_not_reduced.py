@@ -9,6 +9,7 @@ from ddpdoctor.analysis.data import data_calls
 from ddpdoctor.analysis.data.loaders import Loader, loaders
 from ddpdoctor.analysis.data.shared_evaluations import (
     divided_evaluations,
+    evaluation_of,
     exchanged,
     first_unequal,
     metrics_given,
@@ -70,10 +71,13 @@ class MetricNotReduced(Check):
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
-    compare by `<` and the like, and records those that changed. When a file is saved it records the
-    number that the `if` around it compares with the best one so far, and what `ReduceLROnPlateau`
-    is given, and by what numbers a framework decides (Lightning's `ModelCheckpoint` and
-    `EarlyStopping`, `EarlyStoppingCallback` of Transformers). One is reported if it changes with
+    compare by `<` and the like, and records those that changed. When a file is saved or copied, the
+    source of the running functions is searched for a comparison that decides about it, of a number
+    that comes from a loop over a loader: through assignments, arguments and returned values. What
+    `ReduceLROnPlateau` is given is recorded, too, and by what numbers a framework decides
+    (Lightning's `ModelCheckpoint` and `EarlyStopping`, `EarlyStoppingCallback` of Transformers).
+    One that decides about a file is reported if no rank exchanges any values in the evaluation that
+    it comes from, or after it. Another one is reported if it changes with
     evaluations only, over a loader that is divided between ranks, and differs between ranks at
     least twice, while the rank that saves took part in no gathering of values after the same
     optimizer step. An `all_reduce` is no excuse where the number changes on every rank and differs
@@ -107,8 +111,7 @@ class MetricNotReduced(Check):
     - Metrics that are equal on all ranks: reduced, gathered, or sent from one rank.
     - Metrics that are reduced to the rank that uses them.
     - Evaluations of all the data on each rank, or on one rank only.
-    - Numbers that also change with training, such as a training loss, and those that are compared
-      with a limit and not with the best one so far.
+    - Numbers that also change with training, such as a training loss.
     - Evaluations after which every rank writes a file of its own.
     - Totals on an accelerator that are reduced again: to read them would stop its queue.
     - Metrics that are only printed, where any values are exchanged in the evaluation or after it,
@@ -191,10 +194,7 @@ class MetricNotReduced(Check):
                         fix_kind=FixKind.TEMPLATE,
                         evidence={
                             "samples_of_the_data_set": event.length,
-                            "samples_read_by_rank": {
-                                n: max((e.samples for e in r.epochs), default=0)
-                                for n, r in loader.readers.items()
-                            },
+                            "samples_read_by_rank": loader.samples_read,
                         },
                         at=reader.rank.wall(event.at),
                     )
@@ -234,9 +234,7 @@ class MetricNotReduced(Check):
         """Evaluations of which some ranks read their shares, and the others never theirs."""
         for loader, unread in unread_shares(run):
             reader, ranks = loader.first, tuple(loader.readers)
-            read = {
-                n: max((e.samples for e in r.epochs), default=0) for n, r in loader.readers.items()
-            }
+            read = loader.samples_read
             yield self.finding(
                 rule=ONE_SHARE,
                 ranks=ranks,
@@ -305,8 +303,8 @@ class MetricNotReduced(Check):
 
     def _never_reduced(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
         """Evaluations whose results no rank exchanges with another one."""
-        writes = all(run.everyone[n].first(FileWritten) for e in evaluations for n in e.readers)
-        if writes or run.outcome() != "completed":  # the last calls may not be on record
+        if _all_write(run, evaluations) or run.outcome() != "completed":
+            # The ranks' files may be put together; of a run that failed the last calls may be lost.
             return
         for loader in filter(seen_to_evaluate, evaluations):
             reader = loader.first
@@ -316,9 +314,7 @@ class MetricNotReduced(Check):
                 alone = [epoch for epoch in alone if epoch.exhausted]
             if not alone or reader.loop_at is None:
                 continue
-            read = {
-                n: max((e.samples for e in r.epochs), default=0) for n, r in loader.readers.items()
-            }
+            read = loader.samples_read
             number, samples = next(iter(read.items()))
             times, after = "", ""
             if any(known):
@@ -405,18 +401,33 @@ class MetricNotReduced(Check):
                 key = place, event.name
                 if place is None or key in reported:
                     continue
-                reported.add(key)
-                if (found := unreduced(run, rank, event, evaluations)) is None:
+                mine, unequal = f"{ranks_text([rank.rank])}'s own `{event.name}`", ""
+                use = f"{ranks_do([rank.rank], 'save')} a file by `{event.name}`"
+                values: Mapping[int, float | None] = {}
+                if (found := unreduced(rank, event, evaluations)) is not None:
+                    loader, values, count, of = found
+                    unequal = f"{count} of {of}"
+                    use += ", which differs between ranks"
+                elif not _all_write(run, evaluations) and (
+                    shared := evaluation_of(rank, event, evaluations)
+                ):
+                    loader = shared
+                    read = loader.samples_read
+                    use += (
+                        f", the result of {read[rank.rank]} of {sum(read.values())} samples: no "
+                        "rank exchanges values in this evaluation or after it"
+                    )
+                    values = {rank.rank: event.value} if event.value is not None else {}
+                else:
                     continue
-                loader, values, unequal, of = found
+                reported.add(key)
                 yield self._finding(
                     SAVED, run, loader, (rank.rank,), place, values, event.name,
-                    label=f"compares {ranks_text([rank.rank])}'s own `{event.name}`",
-                    use=f"{ranks_do([rank.rank], 'save')} a file by `{event.name}`, which differs "
-                    "between ranks",
+                    label=f"compares {mine}",
+                    use=use,
                     why=f"`{event.name}` comes from each rank's share of the data, and "
                     f"{ranks_text([rank.rank])} decides by its own, not reduced over the ranks",
-                    unequal=f"{unequal} of {of}",
+                    unequal=unequal,
                     when=rank.wall(event.at),
                     saves=rank.location(event.site),
                 )  # fmt: skip
@@ -456,16 +467,21 @@ class MetricNotReduced(Check):
                 )
                 if spot is not None
             ),
-            summary=f"{use}: {_spelled(values)}",
+            summary=f"{use}: {_spelled(values)}" if values else use,
             cause=why,
             fix=fix,
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "values": {f"rank {n}": value for n, value in values.items()},
-                "evaluations_compared_in_which_they_differ": unequal,
+                **({"evaluations_compared_in_which_they_differ": unequal} if unequal else {}),
             },
             at=when,
         )
+
+
+def _all_write(run: Run, evaluations: list[Loader]) -> bool:
+    """Whether every rank that evaluates writes files."""
+    return all(run.everyone[n].first(FileWritten) for e in evaluations for n in e.readers)
 
 
 def _spelled(values: Mapping[int, float | None]) -> str:

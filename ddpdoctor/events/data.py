@@ -396,17 +396,20 @@ class TotalDivided(Event, frozen=True, tag="total-divided"):
 
 
 class SaveDecided(Event, frozen=True, tag="save-decided"):
-    """A file is saved under an `if` that compares a number.
+    """A file is saved or copied under a condition that compares a result of a loop over a loader.
 
     Attributes:
-        name, value: of the number, as it is then; `compared` is the line that compares it.
+        name, value: of the result, None where it could not be read; `compared` is the line that
+            compares it.
+        loader: its number.
         site: the line that saves.
     """
 
     name: str
-    value: float
+    value: float | None
     step: int
     compared: int
+    loader: int
     site: int
 
 

@@ -24,7 +24,6 @@ from ddpdoctor.events import (
     TotalDivided,
     TotalReducedAgain,
 )
-from ddpdoctor.probe.source import comparisons
 from ddpdoctor.probe.source.call_resolver import Scope, resolve
 from ddpdoctor.probe.source.passthrough import dropped
 
@@ -44,7 +43,9 @@ def value(step, number, *, after=HELD_OUT):
 
 
 def saved(step, number):
-    return SaveDecided(at=0, name="loss", value=number, step=step, compared=COMPARE, site=SAVE)
+    return SaveDecided(
+        at=0, name="loss", value=number, step=step, compared=COMPARE, loader=HELD_OUT, site=SAVE
+    )
 
 
 def exchange(op, step):
@@ -136,13 +137,21 @@ def test_shares_of_a_sampler_of_ones_own():
         {"shared": False},  # each rank evaluates all
         {"saving": False},
         {"values": [[0.9, 0.8], [0.7, 0.8]]},  # differed once
-        {"values": [[0.9, 0.8], []]},  # known to one rank
+        {"values": [[0.9, 0.8], []], "more": exchange("all_gather", 4)},  # known to one rank
         {"more": exchange("reduce", 4)},  # rank 0 has the sum
         {"more": exchange("all_gather_object", 8)},
     ],
 )
 def test_metrics_that_are_no_fault(run):
     assert judged(run_of(**run)) == []
+
+
+def test_a_metric_whose_other_values_are_not_on_record():
+    """It comes from the evaluation by the source, and no rank exchanges any value."""
+    (finding,) = judged(run_of([[0.9, 0.8], []]))
+    assert (finding.rule, finding.location.line) == ("decides-what-is-saved", 30)
+    assert "2 of 4 samples" in finding.summary
+    assert judged(run_of([[0.9, 0.8], []], more=exchange("all_reduce", 4))) == []
 
 
 def test_a_metric_that_differs_once_it_has_learned_something():
@@ -292,34 +301,6 @@ def test_what_it_needs():
     assert check.unobserved(run_of(shared=False))
     assert check.unobserved(run_of(saving=False)) is None
     assert any("metric-not-reduced" in effect.checks for effect in HyperparameterSkew.effects)
-
-
-SOURCES = {
-    "plain": "if acc > best:\n    best = acc\n    save()",
-    "guarded": "if rank == 0 and acc.item() > self.best:\n    self.best = acc.item()\n    save()",
-    "named": "better = acc < best\nbest = min(best, acc)\nif better:\n    save()",
-    "first": "if best is None or acc >= best:\n    save()\n    best = float(acc)",
-    "nested": "if acc > best:\n    best = acc\n    if rank == 0:\n        save()",
-    "walrus": "if (acc := evaluate()) > best:\n    best = acc\n    save()",
-    "a limit": "if acc > 600:\n    save()",
-    "another limit": "if acc > best:\n    save()",
-    "the next time": "if acc > best:\n    save()\n    best = acc + 600",
-    "elsewhere": "if acc > best:\n    best = acc\nsave()",
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_what_decides_about_a_line(tmp_path, name):
-    file = tmp_path / "loop.py"
-    lines = SOURCES[name].splitlines()
-    file.write_text("def run():\n" + "".join(f"    {line}\n" for line in lines))
-    (code,) = [
-        c for c in compile(file.read_text(), file, "exec").co_consts if hasattr(c, "co_name")
-    ]
-    line = next(n for n, text in enumerate(lines, 2) if "save" in text)
-    found = [getattr(node, "id", "") for node in comparisons.deciding(code, line)]
-    known = ("plain", "guarded", "named", "first", "nested", "walrus")
-    assert found == (["acc"] if name in known else [])
 
 
 def test_values_are_read_without_running_code():

@@ -251,6 +251,11 @@ class Loader:
         return self.trains or evaluated or any(e.exhausted or e.batches > 1 for e in epochs)
 
     @property
+    def samples_read(self) -> dict[int, int]:
+        """By rank, how many samples it read in its longest iteration."""
+        return {n: max((e.samples for e in r.epochs), default=0) for n, r in self.readers.items()}
+
+    @property
     def label(self) -> str:
         place = self.first.made_at
         return str(place) if place else f"loader {self.first.seen.loader}"

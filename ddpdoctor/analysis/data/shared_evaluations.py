@@ -124,36 +124,62 @@ def first_unequal(
     return call, values, f"{len(unequal)} of {len(calls)}"
 
 
-def unreduced(
-    run: Run, rank: Rank, event: SaveDecided, evaluations: list[Loader]
-) -> tuple[Loader, dict[int, float | None], int, int] | None:
-    """The evaluation that the number comes from, its values on all ranks when they first differ,
-    how often they do, and of how many times; None if it is not known to differ by the share."""
-    place = rank.location(event.compared)
+def evaluation_of(rank: Rank, event: SaveDecided, evaluations: list[Loader]) -> Loader | None:
+    """The evaluation that the number comes from by the program's source, if no rank exchanges
+    values in it or after it. None where the number changed with another loader, too, or where its
+    values on all ranks are on record: they tell more."""
     for loader in evaluations:
-        tables: dict[int, dict[int, float]] = {}
-        for number, reader in loader.readers.items():
-            mine = [
-                e
-                for e in reader.rank.of(ComparedValue)
-                if e.name == event.name and reader.rank.location(e.site) == place
-            ]
-            theirs = {ep.seen.loader for ep in reader.epochs}
-            if not mine or any(e.loader not in theirs for e in mine):
-                break
-            tables[number] = {e.step: e.value for e in mine}
+        reader = loader.readers.get(rank.rank)
+        mine = reader is not None and any(e.seen.loader == event.loader for e in reader.epochs)
+        if mine and not any(exchanged(loader)):
+            tables = _tables(rank, event, loader)
+            return None if None in tables.values() or all(tables.values()) else loader
+    return None
+
+
+def unreduced(
+    rank: Rank, event: SaveDecided, evaluations: list[Loader]
+) -> tuple[Loader, dict[int, float | None], int, int] | None:
+    """The evaluation that the number comes from by when it changes, its values on all ranks when
+    they first differ, how often they do, and of how many times; None if it is not known to differ
+    by the share."""
+    for loader in evaluations:
+        tables = {n: t for n, t in _tables(rank, event, loader).items() if t}
         if len(tables) < len(loader.readers) or rank.rank not in tables:
             continue
-        steps = sorted({step for t in tables.values() for step in t})
-        rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
-        rows = [row for row in rows if None not in row.values()]
+        rows = _rows(tables)
         unequal = [row for row in rows if _differ(row)]
         varies = all(len({*table.values()}) >= FEWEST for table in tables.values())
         ops = TO_FEW_RANKS if varies else data_calls.EXCHANGES
+        steps = {step for t in tables.values() for step in t}
         if not unequal or unequal == rows[:1] or _exchanged(rank, steps, ops):
             continue
         return loader, unequal[0], len(unequal), len(rows)
     return None
+
+
+def _tables(rank: Rank, event: SaveDecided, loader: Loader) -> dict[int, dict[int, float] | None]:
+    """By rank of a loader and by step, the values of the number that a rank decides by, as far as
+    they are on record; None for a rank where it changes with another loader, too."""
+    place = rank.location(event.compared)
+    found: dict[int, dict[int, float] | None] = {}
+    for number, reader in loader.readers.items():
+        mine = [
+            e
+            for e in reader.rank.of(ComparedValue)
+            if e.name == event.name and reader.rank.location(e.site) == place
+        ]
+        theirs = {ep.seen.loader for ep in reader.epochs}
+        only = all(e.loader in theirs for e in mine)
+        found[number] = {e.step: e.value for e in mine} if only else None
+    return found
+
+
+def _rows(tables: Mapping[int, Mapping[int, float]]) -> list[dict[int, float | None]]:
+    """The values on all ranks, at each step at which one of them changed."""
+    steps = sorted({step for t in tables.values() for step in t})
+    rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
+    return [row for row in rows if None not in row.values()]
 
 
 def _at(table: Mapping[int, float], step: int) -> float | None:
@@ -161,7 +187,7 @@ def _at(table: Mapping[int, float], step: int) -> float | None:
     return table[max(known)] if (known := [s for s in table if s <= step]) else None
 
 
-def _exchanged(rank: Rank, steps: list[int], ops: Set[str]) -> bool:
+def _exchanged(rank: Rank, steps: Set[int], ops: Set[str]) -> bool:
     """Whether the rank took part in one of these collectives of the program's own after one of
     these steps and before the next."""
     return any(data_calls.values_exchanged(rank, step, ops) for step in steps)

@@ -8,8 +8,11 @@ training, and what it is on every rank.
 from __future__ import annotations
 
 import ast
+import itertools
+import shutil
 import sys
 import time
+from collections import Counter
 from math import isfinite
 from types import FrameType
 from typing import Any
@@ -17,10 +20,12 @@ from typing import Any
 from ....events import ComparedValue, SaveDecided, TotalDivided
 from ...recording.code_locations import USER
 from ...recording.frames import variables
+from ...recording.import_hooks import when_imported
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher
 from ...source import comparisons
-from ...source.call_resolver import Scope, resolve, searched
+from ...source.call_resolver import FRAMES, Scope, resolve, searched
+from ...source.dependence import Decision, Line, deciding
 from ...source.division import totals_divided
 from .loaders import Loaders
 from .samplers import length
@@ -34,6 +39,9 @@ ITERATIONS_LOOKED_AT = 200
 SAVES_AT_MOST = 8
 """Saves by one line at which they are read."""
 
+LOOPS_SEARCHED = 3
+"""Loaders, those iterated last, whose loops may give the number that decides about a save."""
+
 
 class ComparedValues(Watcher):
     """
@@ -41,8 +49,10 @@ class ComparedValues(Watcher):
         last: the loader that was iterated last, -1 for none; `iterations` over any so far.
         values: by function and expression, the value recorded last.
         recorded: values recorded so far.
-        deciding: by line through which a file is saved, how many more times the numbers that decide
-            about it are read, and the expressions for them.
+        loops: by number of a loader, the running functions when it was iterated last, with their
+            lines; the loader that was iterated last comes last.
+        saves: by line, how often a file was saved.
+        decisions: by the lines of a save and a loop, what decides.
     """
 
     lost = "which metrics decide what is saved"
@@ -53,7 +63,9 @@ class ComparedValues(Watcher):
         self.iterations = 0
         self.values: dict[tuple[str, int, str], float] = {}
         self.recorded = 0
-        self.deciding: dict[tuple[str, int, int], list[Any]] = {}
+        self.loops: dict[int, list[Line]] = {}
+        self.saves: Counter[Line] = Counter()
+        self.decisions: dict[tuple[Line, ...], Decision | None] = {}
 
     def install(self) -> None:
         import torch
@@ -66,6 +78,12 @@ class ComparedValues(Watcher):
         self.around(base, "__init__", before=self._loader, after=self._begun)
         self.around(base, "_reset", before=self._loader_again, after=self._begun)
         self.around((torch.serialization, torch), "save", before=self._saving)
+        self.around(shutil, "copyfile", before=self._saving)
+        when_imported(
+            "safetensors.torch",
+            lambda module: self.around(module, "save_file", before=self._saving),
+            lost=self.lost,
+        )
         self.around((c10d, dist), "destroy_process_group", before=self._ends)
 
     def _loader(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
@@ -84,6 +102,8 @@ class ComparedValues(Watcher):
             number = Loaders.current.loaders.get(loader)
             self.last = -1 if number is None else number
             self.iterations += 1
+            self.loops.pop(self.last, None)
+            self.loops[self.last] = _lines(_users(recorder))
 
     def _read(self, recorder: Recorder) -> None:
         """Record the compared numbers that changed since the last iteration began."""
@@ -115,35 +135,59 @@ class ComparedValues(Watcher):
                     )
 
     def _saving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
-        def decides(frame: FrameType) -> bool:
-            return recorder.sites.kind(frame.f_code) is USER and bool(self._left(frame)[1])
+        frames = _users(recorder)
+        if not frames or (found := self._decision(frames)) is None:
+            return
+        loader, (code, node, line) = found
+        scopes = (Scope(variables(f), f.f_globals) for f in frames if f.f_code is code)
+        value = resolve(node, next(scopes, Scope({}, {})))
+        if type(value) not in (int, bool):  # a number of epochs, of calls
+            recorder.emit(
+                SaveDecided(
+                    at=time.monotonic(),
+                    name=ast.unparse(node),
+                    value=_number(value),
+                    step=recorder.step,
+                    compared=recorder.sites.number(code, line),
+                    loader=loader,
+                    site=recorder.site(),
+                )
+            )
 
-        for frame, scope in searched(sys._getframe(1), decides):
-            known = self._left(frame)
-            if not known[0]:
-                continue
-            known[0] -= 1
-            for node in known[1]:
-                number = _number(resolve(node, scope))
-                if number is not None:
-                    recorder.emit(
-                        SaveDecided(
-                            at=time.monotonic(),
-                            name=ast.unparse(node),
-                            value=number,
-                            step=recorder.step,
-                            compared=recorder.sites.number(frame.f_code, node.lineno),
-                            site=recorder.site(),
-                        )
-                    )
+    def _decision(self, frames: list[FrameType]) -> tuple[int, Decision] | None:
+        """The loader, of those iterated last, whose loop gave a number that decides about a save,
+        and the comparison of that number."""
+        running = _lines(frames)
+        place = running[0]
+        self.saves[place] += 1
+        if self.saves[place] > SAVES_AT_MOST:
+            return None
+        for loader, loop in itertools.islice(reversed(self.loops.items()), LOOPS_SEARCHED):
+            key = *running, *loop
+            if key not in self.decisions:
+                self.decisions[key] = deciding(running, loop)
+            if (decision := self.decisions[key]) is not None:
+                return loader, decision
+        return None
 
-    def _left(self, frame: FrameType) -> list[Any]:
-        """What `deciding` holds for the line that a frame is on."""
-        place = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno
-        if place not in self.deciding:
-            nodes = comparisons.deciding(frame.f_code, frame.f_lineno)
-            self.deciding[place] = [SAVES_AT_MOST, nodes]
-        return self.deciding[place]
+
+def _users(recorder: Recorder) -> list[FrameType]:
+    """The frames of the user's code, innermost first, without those of comprehensions."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < FRAMES:
+        code = frame.f_code
+        if recorder.sites.kind(code) is USER and code.co_name not in _WITHIN:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+_WITHIN = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+
+
+def _lines(frames: list[FrameType]) -> list[Line]:
+    return [(frame.f_code, frame.f_lineno) for frame in frames]
 
 
 class DividedTotals(Watcher):

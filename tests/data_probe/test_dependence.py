@@ -1,0 +1,104 @@
+"""Which comparison of a result of an evaluation decides about a line, in programs that run."""
+
+import ast
+import linecache
+import sys
+import textwrap
+
+import pytest
+
+from ddpdoctor.probe.source.dependence import deciding
+
+EVALUATE = """
+def evaluate():
+    total = count = 0
+    for x in held_out:
+        total += x
+        count += 1
+    return total / count
+"""
+
+FOUND = {
+    "plain": ("loss", "loss = evaluate()\nif loss < best:\n    save()"),
+    "inline": ("loss", "loss = 0\nfor x in held_out:\n    loss += x\nif loss < best:\n    save()"),
+    "called in the test": ("evaluate()", "if evaluate() < best:\n    save()"),
+    "walrus": ("loss", "if (loss := evaluate()) < best:\n    save()"),
+    "negated": ("loss", "loss = -evaluate()\nscore = -loss\nif -loss < best:\n    save()"),
+    "named": ("loss", "loss = evaluate()\nbetter = loss < best\n"
+                      "if rank == 0 and better:\n    save()"),
+    "a flag": ("loss", "better = False\nloss = evaluate()\nif loss < best:\n    better = True\n"
+                       "if better:\n    save()"),
+    "entry": ("metrics['loss']", "metrics = {'loss': evaluate(), 'epoch': 1}\n"
+                                 "if metrics['loss'] < best:\n    save()"),
+    "history": ("losses[-1]", "losses = []\nlosses.append(evaluate())\n"
+                              "if losses[-1] == min(losses):\n    save()"),
+    "returns": ("loss", "loss = evaluate()\nif loss >= best:\n    return\nsave()"),
+    "a function": ("loss", "def better(x):\n    return x < 1e9\nloss = evaluate()\n"
+                           "if better(loss):\n    save()"),
+    "passed on": ("loss", "def keep(is_best):\n    if is_best:\n        save()\n"
+                          "loss = evaluate()\nkeep(loss < best)"),
+    "an object": ("self.loss", "class Trainer:\n    def validate(self):\n"
+                  "        self.loss = evaluate()\n    def keep(self):\n"
+                  "        if self.loss < best:\n            save()\n"
+                  "t = Trainer()\nt.validate()\nt.keep()"),
+    "comprehension": ("loss", "loss = sum([x for x in held_out])\nif loss < best:\n    save()"),
+    "else": ("loss", "loss = evaluate()\nif loss >= best:\n    pass\nelse:\n    save()"),
+}  # fmt: skip
+
+NONE = {
+    "always": "loss = evaluate()\nsave()",
+    "another number": "loss = evaluate()\nother = 3\nif other < best:\n    save()",
+    "the training loss": "mean = 0\nfor x in train:\n    mean += x\nloss = evaluate()\n"
+                         "if mean < best:\n    save()",
+    "another entry": "metrics = {'loss': evaluate(), 'epoch': 1}\n"
+                     "if metrics['epoch'] < best:\n    save()",
+    "by the epoch": "for epoch in range(3):\n    loss = evaluate()\n"
+                    "    if epoch > 1:\n        save()",
+    "how many": "losses = [evaluate()]\nif len(losses) > 0:\n    save()",
+    "finite": "loss = evaluate()\nif math.isfinite(loss):\n    save()",
+    "another branch": "loss = evaluate()\nif loss < -1:\n    pass\nsave()",
+}  # fmt: skip
+
+
+class Program:
+    def __init__(self, tmp_path, body):
+        self.file = str(tmp_path / "program.py")
+        text = EVALUATE + "def main():\n" + textwrap.indent(body, "    ") + "\nmain()\n"
+        with open(self.file, "w") as file:
+            file.write(text)
+        linecache.checkcache(self.file)
+        self.loop = self.saved = None
+        names = {"held_out": self, "train": [1.0, 2.0], "save": self.save, "best": 1e9, "rank": 0,
+                 "math": __import__("math")}  # fmt: skip
+        exec(compile(text, self.file, "exec"), names)
+
+    def stack(self):
+        frame, found = sys._getframe(2), []
+        while frame is not None:
+            if frame.f_code.co_filename == self.file and frame.f_code.co_name != "<listcomp>":
+                found.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return found
+
+    def __iter__(self):
+        self.loop = self.stack()
+        return iter([0.5, 0.25])
+
+    def save(self):
+        self.saved = self.stack()
+
+    def decided_by(self):
+        assert self.saved, "nothing was saved"
+        found = deciding(self.saved, self.loop)
+        return ast.unparse(found.value) if found is not None else None
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_result_that_decides(tmp_path, name):
+    value, body = FOUND[name]
+    assert Program(tmp_path, body).decided_by() == value
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_what_is_no_result(tmp_path, name):
+    assert Program(tmp_path, NONE[name]).decided_by() is None
