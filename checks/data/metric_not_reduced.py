@@ -210,22 +210,33 @@ class MetricNotReduced(Check):
             rank, event = next((run.ranks[n], e) for n, e in events.items())
             reduced = rank.location(event.site)
             away = reduced not in (None, line)
+            op = event.op
             yield self.finding(
                 rule=UNUSED,
-                severity=Severity.NOTE,
+                severity=Severity.WARNING if event.learns else Severity.NOTE,
                 ranks=tuple(events),
                 subjects=(event.name,),
                 location=line,
                 label="drops what it returns"
-                if away
+                if away or event.name == op
                 else f"nothing uses `{event.name}` after this",
-                related=(Related("reduces the copy", reduced),) if away and reduced else (),
-                summary=f"the result of an all_reduce is not used: `{event.name}` is a copy, and "
-                "what it was copied from keeps this rank's own values",
-                cause="`all_reduce` changes the tensor that it is given, which is a copy here",
-                fix=f"use what it returns: `x = {line.source.strip()}`"
-                if away
-                else f"use `{event.name}` after the call, in place of what it was copied from",
+                related=(Related("the collective", reduced),) if away and reduced else (),
+                summary=f"the result of an {op} is not used: "
+                + (
+                    f"`{event.name}` is a copy, and what it was copied from keeps this rank's own "
+                    "values"
+                    if event.copy
+                    else "the program goes on with this rank's own values"
+                )
+                + (", which the loss is computed from" if event.learns else ""),
+                cause="`all_reduce` changes the tensor that it is given, which is a copy here"
+                if event.copy
+                else f"nothing reads what `{event.name}` "
+                + ("returns" if event.name == op else "holds"),
+                fix=f"use what it returns: `x = {line.source.strip()}`, or `return` it"
+                if away or event.name == op
+                else f"use `{event.name}` after the call, in place of "
+                + ("what it was copied from" if event.copy else "what it was gathered from"),
                 fix_kind=FixKind.TEMPLATE,
                 at=rank.wall(event.at),
             )

@@ -275,19 +275,25 @@ class GatheredWhole(Event, frozen=True, tag="gathered-whole"):
 
 
 class ResultDropped(Event, frozen=True, tag="result-dropped"):
-    """A copy of values is all-reduced in place, and nothing uses it afterwards. Recorded the second
+    """Values are gathered, or reduced in a copy, and nothing uses the result. Recorded the second
     time that a line does so.
 
     Attributes:
-        name: of the variable; `site` the line of the collective.
+        name: of the variable, or of the function that returns the result; `site` the line of the
+            collective.
         dropped_site: the line that drops the result.
-        step: optimizer steps of this process before it.
+        op: the collective; `step`: optimizer steps of this process before it.
+        copy: they are reduced in a copy.
+        learns: they require gradients, so that the result was to be learned from.
     """
 
     name: str
     site: int
     dropped_site: int
     step: int
+    op: str = "all_reduce"
+    copy: bool = True
+    learns: bool = False
 
 
 class TotalReducedAgain(Event, frozen=True, tag="total-reduced-again"):

@@ -25,7 +25,7 @@ from ddpdoctor.events import (
     TotalReducedAgain,
 )
 from ddpdoctor.probe.source.call_resolver import Scope, resolve
-from ddpdoctor.probe.source.passthrough import dropped
+from ddpdoctor.probe.source.passthrough import dropped, returned_and_dropped
 
 COMPARE, SAVE, VALIDATE, STEP = 11, 12, 13, 14
 LINES = [
@@ -303,6 +303,91 @@ def test_what_it_needs():
     assert any("metric-not-reduced" in effect.checks for effect in HyperparameterSkew.effects)
 
 
+GATHERS = """
+import torch
+def listed(x):
+    every = [torch.zeros_like(x) for _ in range(2)]
+    dist.all_gather(every, x)
+    return x
+def objects(x):
+    every = [None] * 2
+    dist.all_gather_object(every, x)
+    keep(x)
+def read(x):
+    every = [torch.zeros_like(x) for _ in range(2)]
+    dist.all_gather(every, x)
+    return torch.cat(every)
+def in_a_function(x):
+    every = [None] * 2
+    dist.all_gather_object(every, x)
+    return lambda: every
+def views(x):
+    every = [out[n] for n in range(2)]
+    dist.all_gather(every, x)
+def plain(x):
+    lib.all_gather(x)
+    return (x,)
+def unread(x):
+    every = lib.all_gather(x)
+    return x
+def used(x):
+    return torch.cat(lib.all_gather(x))
+def kept(x):
+    every = lib.all_gather(x)
+    return every[0]
+def given_back(x):
+    return lib.all_gather(x)
+def drops(x):
+    given_back(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("called", "told"),
+    [
+        ("listed", ("every", "dist.all_gather(every, x)")),
+        ("objects", ("every", "dist.all_gather_object(every, x)")),
+        ("read", None),
+        ("in_a_function", None),
+        ("views", None),
+        ("plain", ("all_gather", "lib.all_gather(x)")),
+        ("unread", ("every", "every = lib.all_gather(x)")),
+        ("used", None),
+        ("kept", None),
+        ("drops", ("all_gather", "given_back(x)")),
+    ],
+)
+def test_where_gathered_values_are_dropped(tmp_path, called, told):
+    path = tmp_path / "program.py"
+    path.write_text(GATHERS)
+    found = []
+
+    def into(target, value):
+        found.append(dropped(sys._getframe(1)))
+
+    def returns(value):
+        found.append(returned_and_dropped(sys._getframe(1)))
+        return [value, value]
+
+    names = {
+        "dist": SimpleNamespace(all_gather=into, all_gather_object=into),
+        "lib": SimpleNamespace(all_gather=returns),
+        "out": torch.zeros(2, 1),
+        "keep": lambda value: None,
+    }
+    exec(compile(GATHERS, str(path), "exec"), names)
+    names[called](torch.ones(1))
+    (seen,) = found
+    assert (seen and (seen.name, GATHERS.splitlines()[seen.line - 1].strip())) == told
+
+
+def test_gathered_values_that_a_loss_should_be_computed_from():
+    event = ResultDropped(at=0, name="all_gather", site=SAVE, dropped_site=SAVE, step=4,
+                          op="all_gather", copy=False, learns=True)  # fmt: skip
+    (finding,) = judged(make_run({n: [*prologue(2), *LINES, event] for n in range(2)}))
+    assert (finding.rule, finding.severity.value) == ("result-not-used", "warning")
+
+
 def test_values_are_read_without_running_code():
     class Trainer:
         def __init__(self):
@@ -468,7 +553,7 @@ def uses(value):
         ("handed", None),
     ],
 )
-def test_where_a_result_is_dropped(tmp_path, called, told):
+def test_where_a_reduced_copy_is_dropped(tmp_path, called, told):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     found = []

@@ -31,6 +31,14 @@ _SELECTS = ("masked_select", "nonzero", "argwhere", "unique", "unique_consecutiv
 is computed (`x[mask.bool()]`)."""
 _COPIES = ("tensor", "clone", "stack", "cat")
 """Calls whose result is no other tensor's memory."""
+INTO = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
+"""Functions of `torch.distributed` that write their result into the first argument."""
+RETURNING = (
+    "all_gather", "all_gather_tensor", "all_gather_tensor_autograd", "all_reduce", "all_to_all",
+    "gather", "gather_for_metrics", "gather_object", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor",
+)  # fmt: skip
+"""Functions, of any library, that return what they gather or reduce."""
 _LISTS_RANKS = "new_group"
 """The argument of `new_group` must be the ranks themselves: one that computes them decides."""
 
@@ -154,52 +162,89 @@ class _Values:
 
 
 class Dropped(NamedTuple):
-    """A reduced tensor of which nobody has the result.
+    """What a collective gives, where nobody has it.
 
     Attributes:
-        name: of the variable that is reduced in place.
-        code, line: where its value is dropped: the call whose return value is not used, or the
+        name: of the variable that it is written to, or of the function that returns it.
+        code, line: where the value is dropped: the call whose return value is not used, or the
             collective itself.
+        copy: it is a reduced copy of something.
     """
 
     name: str
     code: CodeType
     line: int
+    copy: bool = False
 
 
 def dropped(frame: FrameType) -> Dropped | None:
-    """Where the result of the reduction in place that a frame is about to make is dropped, if it is
-    made in a copy that the function uses for nothing else, or returns to callers that drop it."""
-    code, line = frame.f_code, frame.f_lineno
-    function = function_of(code)
-    nodes = list(own_nodes(function)) if isinstance(function, ast.FunctionDef) else []
-    calls = [n for n in nodes if isinstance(n, ast.Call) and covers_line(n, line)]
-    reduced = [n.args[0] for n in calls if last_name(n.func) == "all_reduce" and n.args]
-    if len(reduced) != 1 or not isinstance(reduced[0], ast.Name):
+    """Where the result of the collective of `torch.distributed` that a frame is about to call is
+    dropped, if the function uses what it is written to, a copy or a list of its own, for nothing
+    else, or returns it to callers that drop it."""
+    code = frame.f_code
+    nodes, calls = _calls(frame)
+    written = [
+        (n.args[0], last_name(n.func)) for n in calls if last_name(n.func) in INTO and n.args
+    ]
+    if len(written) != 1 or not isinstance(result := written[0][0], ast.Name):
         return None
-    name = reduced[0].id
+    name, op = result.id, written[0][1]
+    if name not in code.co_varnames or name in _parameters(code):
+        return None
     made = [
         n.value
         for n in nodes
         if isinstance(n, ast.Assign) and any(_is(target, name) for target in n.targets)
     ]
+    reduces = op == "all_reduce"
+    if not made or not all(map(_is_copy if reduces else _is_new, made)):
+        return None
+    found = _unused(frame, nodes, name, result)
+    return found and found._replace(copy=reduces)
+
+
+def returned_and_dropped(frame: FrameType) -> Dropped | None:
+    """The same for a function of a library that returns what it gathers or reduces."""
+    nodes, calls = _calls(frame)
+    named = [n for n in calls if last_name(n.func) in RETURNING]
+    if len(named) != 1:
+        return None
+    (call,) = named
+    for node in nodes:
+        if isinstance(node, ast.Expr) and node.value is call:
+            return Dropped(last_name(call.func), frame.f_code, frame.f_lineno)
+        if isinstance(node, ast.Assign) and node.value is call and len(node.targets) == 1:
+            target = node.targets[0]
+            if isinstance(target, ast.Name) and target.id in frame.f_code.co_varnames:
+                return _unused(frame, nodes, target.id, None)
+    if any(isinstance(n, ast.Return) and n.value is call for n in nodes):
+        return _dropped_by_caller(last_name(call.func), frame)
+    return None
+
+
+def _calls(frame: FrameType) -> tuple[list[ast.AST], list[ast.Call]]:
+    """The nodes of the function of a frame, and the calls on its line."""
+    function = function_of(frame.f_code)
+    nodes = list(own_nodes(function)) if isinstance(function, ast.FunctionDef) else []
+    return nodes, [n for n in nodes if isinstance(n, ast.Call) and covers_line(n, frame.f_lineno)]
+
+
+def _unused(
+    frame: FrameType, nodes: list[ast.AST], name: str, but: ast.AST | None
+) -> Dropped | None:
+    """Where a variable of a function is dropped, which is read nowhere but at one node."""
     used = [
         n
         for n in nodes
         if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
-        if n is not reduced[0]
+        if n is not but
     ]
+    inner = (n for n in parts_of(frame.f_code) if isinstance(n, ast.Name) and n.id == name)
     returned = [n.value for n in nodes if isinstance(n, ast.Return)]
-    local = name in code.co_varnames and name not in _parameters(code)
-    if (
-        not local
-        or not made
-        or not all(map(_is_copy, made))
-        or any(n not in returned for n in used)
-    ):
+    if any(n not in returned for n in used) or any(n not in nodes for n in inner):
         return None
     if not used:
-        return Dropped(name, code, line)
+        return Dropped(name, frame.f_code, frame.f_lineno)
     return _dropped_by_caller(name, frame)
 
 
@@ -216,6 +261,19 @@ def _is_copy(value: ast.expr) -> bool:
     of = value.args[0] if value.args else None
     method = last_name(value.func) == "clone" and isinstance(value.func, ast.Attribute)
     return method or (of is not None and any(isinstance(n, ast.Name) for n in ast.walk(of)))
+
+
+def _is_new(value: ast.expr) -> bool:
+    """Whether an expression makes a list, or an empty tensor, to be written to."""
+    if isinstance(value, ast.BinOp):  # `[None] * n`
+        return any(isinstance(side, ast.List) for side in (value.left, value.right))
+    if isinstance(value, ast.Call):
+        return last_name(value.func).startswith(("empty", "zeros", "ones", "new_"))
+    if isinstance(value, ast.ListComp):
+        return _is_new(value.elt)
+    if isinstance(value, ast.List):
+        return all(map(_is_new, value.elts))
+    return isinstance(value, ast.Constant)
 
 
 def _dropped_by_caller(name: str, frame: FrameType) -> Dropped | None:

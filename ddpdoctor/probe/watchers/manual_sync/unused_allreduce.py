@@ -1,7 +1,7 @@
-"""Does the program all-reduce copies, and then not use them?
+"""Does the program reduce copies, or gather values, and then not use the results?
 
-Copies of gradients, where it steps with the originals; copies of other values, where nobody reads
-what was reduced.
+Copies of gradients, where it steps with the originals; other values, where nobody reads what was
+reduced or gathered.
 
 The norms of the exchanged copies and of the gradients are compared before a step: where they are
 equal, the result of the collective went unused.
@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 from ....events import ResultDropped
@@ -21,7 +22,7 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...source.passthrough import dropped
+from ...source.passthrough import dropped, returned_and_dropped
 from ...tensors.collective_payload import memory_of
 from ...tensors.digests import readable
 from ...tensors.limits import FLAT
@@ -30,6 +31,9 @@ from .limits import COPIES_FIRST, COPIES_LAST
 
 MANY = 2
 """Times that a result is dropped before it is told: once may be a trial of the connection."""
+
+_PLAIN = ("ddpdoctor.", "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d")
+"""Modules of the collectives that write into their arguments."""
 
 CALLS_AT_MOST = 1000
 """Calls that are looked at, of all lines: to find the line of each costs time."""
@@ -51,7 +55,9 @@ class DroppedResults(Watcher):
 
     @on(call_hooks.called)
     def _called(self, recorder: Recorder, call: Call) -> None:
-        if call.op != "all_reduce" or not recorder.step or self.calls >= CALLS_AT_MOST:
+        if not recorder.step or self.calls >= CALLS_AT_MOST or call.p2p:
+            return
+        if call.op in ("barrier", "broadcast"):
             return
         self.calls += 1
         frame = recorder.sites.user_frame(sys._getframe(1))
@@ -61,7 +67,8 @@ class DroppedResults(Watcher):
         times = self.seen.get(place, 0)
         if times >= MANY:
             return
-        found = dropped(frame)
+        returns = _through_library(frame)
+        found = returned_and_dropped(frame) if returns else dropped(frame)
         self.seen[place] = MANY if found is None else times + 1
         if found is not None and self.seen[place] == MANY:
             recorder.emit(
@@ -71,8 +78,23 @@ class DroppedResults(Watcher):
                     site=recorder.site(),
                     dropped_site=recorder.sites.number(found.code, found.line),
                     step=recorder.step,
+                    op=call.op,
+                    copy=found.copy,
+                    learns=any(t.requires_grad for t in call.tensors),
                 )
             )
+
+
+def _through_library(user: FrameType) -> bool:
+    """Whether a line of the user's calls the collective through functions of a library, also those
+    of torch that return what they compute."""
+    frame = sys._getframe(1)
+    while frame is not user and frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_PLAIN):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class UnusedAllreduce(Watcher):
