@@ -196,6 +196,15 @@ class DataOverlap(LoaderCheck):
             "inside of this one: shuffle by `seed + epoch` without the rank, sort what was listed; "
             "then each rank takes its share of it",
         ),
+        "undivided": Words(
+            "each rank reads most of the data: the sampler does not divide it",
+            "the ranks read {delivered} samples together, of {length} that there are: {sampler} "
+            "yields each of them samples of the whole data set, and of no share of it",
+            "bring the samples, or groups of them, into one order on all ranks (shuffled by `seed "
+            "+ epoch`, without the rank), cut it to a multiple of the ranks, and let each take "
+            "`order[rank::world_size]`",
+            "yields samples of the whole data set",
+        ),
         "overlapping-streams": Words(
             "ranks deliver partly the same samples of a stream",
             "the parts of {kind} that the ranks deliver overlap: each rank takes its part from an "
@@ -243,7 +252,7 @@ class DataOverlap(LoaderCheck):
     effects = (
         Effect(("identical-augmentation",), of=(GENERATIONS,)),
         Effect(("identical-augmentation",), of=("equal-random-generators", "equal-stream-draws")),
-        Effect(("uneven-batches",), of=("different-shuffles",), when=(When.SAME_LINE,)),
+        Effect(("uneven-batches",), of=("different-shuffles", "undivided"), when=(When.SAME_LINE,)),
     )
 
     def unobserved(self, run: Run) -> str | None:
@@ -415,6 +424,8 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
         "times": fault.audit.times_within if fault.audit else 0,
         "selections": on_each_rank(fault.selections.items()),
         "apart": _apart(fault),
+        "delivered": fault.audit.delivered if fault.audit is not None else 0,
+        "length": fault.audit.length if fault.audit is not None else 0,
         **({"sampler": kind} if fault.readers[0].seen.iterable else {}),
     }
 

@@ -422,6 +422,13 @@ def test_samples_that_are_dealt_out_several_times_on_purpose(
     assert bool(examine(*ranks)) is told
 
 
+def test_a_sampler_that_gives_each_rank_most_of_the_data() -> None:
+    shares = [[(7 * n) % 100 for n in range(75)], [(3 * n) % 100 for n in range(72)]]
+    ranks = [loader(0, [share], length=100, content=1, sampler="BySpeaker") for share in shares]
+    (finding,) = examine(*ranks)
+    assert (finding.rule, finding.severity.value) == ("undivided", "error")
+
+
 def restored(state: int, held: int) -> list[Event]:
     """A stream that was given a state, over a data set that held something else."""
     began = {"restored": state, "restored_over": held, "restored_site": 1}

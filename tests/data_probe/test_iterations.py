@@ -129,3 +129,17 @@ def test_the_state_that_an_iteration_continues_from(recorder: Recorder, tmp_path
     assert [bool(e.restored) for e in events] == [False, True, False, True, False]
     assert events[1].restored == events[3].restored
     assert events[1].restored_over != events[3].restored_over
+
+
+def test_a_sampler_that_yields_groups_of_samples(recorder: Recorder, tmp_path: Path) -> None:
+    class Groups(utils.Dataset):  # type: ignore[type-arg,name-defined]
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, indices: list[int]) -> Any:
+            return torch.tensor(indices)
+
+    list(utils.DataLoader(Groups(), batch_size=2, sampler=[[0, 5], [3, 1], [7, 2]]))
+    recorder.writer.close()
+    (end,) = [e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, EpochEnded)]
+    assert (end.samples, end.head) == (6, (0, 5, 3, 1, 7, 2))

@@ -188,11 +188,19 @@ def _smaller_group(d: Division) -> LoaderFault | None:
     return _fault(d, "sampler-rank-mismatch", "wrong-group", d.worst)
 
 
+UNDIVIDED = 2 / 3
+"""Where each rank reads as much of the data set, its sampler does not divide it."""
+
+
 def _overlapping_shares(d: Division) -> LoaderFault:
     """Shares that overlap, in an order that is the same on all ranks unless the overlap changes
-    from epoch to epoch, or is what independent draws give."""
+    from epoch to epoch, or is what independent draws give; or no shares, where each rank reads
+    most of the data."""
     changing = d.shared_by_epoch
     rule = "different-shuffles" if changing or independent(d.worst) else "overlapping-shares"
+    read = min(e.samples for e in d.worst.epochs.values())
+    if d.worst.complete and 0 < UNDIVIDED * d.worst.length <= read:
+        rule = "undivided"
     evidence = {"shared samples by epoch": changing} if changing else {}
     return _fault(
         d,

@@ -161,6 +161,8 @@ class Iteration:
             flat = list(itertools.chain.from_iterable(chunk))
         else:
             flat = [i for g in chunk for i in (g if isinstance(g, (list, tuple, range)) else [g])]
+        if any(type(index) is list for index in flat):  # one index stands for a group of samples
+            flat = [i for g in flat for i in (g if type(g) is list else [g])]
         self.samples += len(flat)
         try:
             self.values.fromlist(flat)
