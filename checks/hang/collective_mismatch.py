@@ -14,6 +14,7 @@ from ddpdoctor.analysis.divergence.unanswered import ModelOrder
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import across_groups, cycle
 from ddpdoctor.events import CallSite
+from ddpdoctor.events.operations import operation
 from ddpdoctor.report.declarations import STOPPED, Condition, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Run, State
@@ -127,8 +128,8 @@ def _of_models_once(found: list[Fault]) -> list[Fault]:
 def _effect(fault: Fault, *, deadlocked: bool) -> str:
     """What follows from it: where no rank goes on, some of the calls may have returned by then."""
     if not deadlocked:
-        later = "" if fault.first.width else " or the run hangs later"
-        return f"different calls are matched with each other, so their data gets mixed up{later}"
+        later = "" if fault.first.width else ", the run hangs later, or the backend aborts"
+        return f"different calls are matched with each other: their data gets mixed up{later}"
     ended = {
         m.signature.op: m.rank.rank
         for m in fault.first.calls.values()
@@ -137,7 +138,10 @@ def _effect(fault: Fault, *, deadlocked: bool) -> str:
     if not ended:
         return group_cycles.DEADLOCKED
     op, rank = min(ended.items())
+    what = "returned with the data of another call"
+    if not operation(op).carries:
+        what = "was answered by another one"
     return (
-        f"different calls were matched with each other ({op} on rank {rank} returned with the "
-        f"data of another call), and now {group_cycles.DEADLOCKED}"
+        f"different calls were matched with each other ({op} on rank {rank} {what}), and now "
+        f"{group_cycles.DEADLOCKED}"
     )

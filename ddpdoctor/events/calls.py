@@ -122,6 +122,7 @@ class Statement(Part, frozen=True):
             matches.
         of: for a later arm, the head of the statement that it belongs to; for a decorated one, that
             of the statement in the wrapper.
+        fed: for a branch, variables of the line to which the branch has given values before it.
     """
 
     line: int
@@ -134,6 +135,7 @@ class Statement(Part, frozen=True):
     kind: str = ""
     test: str = ""
     of: str = ""
+    fed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.kind:

@@ -329,3 +329,17 @@ def test_a_branch_whose_other_arm_makes_the_same_call_parts_nobody(
     (finding,) = found(run_of(tmp_path, made))
     assert finding.rule == "branch"
     assert (14 if matched else 7) in [r.location.line for r in finding.related]
+
+
+def test_what_must_move_along_with_a_call() -> None:
+    head = Statement(line=7, text="if rank == 0 and due:", kind="if", test="rank == 0 and due",
+                     fed=("metric",))  # fmt: skip
+    assert unbranched(head, "call all_gather") == (
+        "call all_gather on every rank, under `if due:` without `rank == 0`, together with the "
+        "other lines of the block that use `metric`"
+    )
+    head = Statement(line=7, text="if rank == 0:", kind="if", test="rank == 0", fed=("a", "b"))
+    assert unbranched(head, "call all_gather").endswith(
+        "move it out of `if rank == 0:`, together with the other lines of the block that use `a` "
+        "and `b`"
+    )

@@ -152,6 +152,29 @@ def main():
 """
 
 
+FED = """
+def validate(model, metric, loader):
+    if rank == 0:
+        model.eval()
+        with no_grad():
+            for x, y in loader:
+                metric.update(model(x), y)
+            value = metric.compute()
+        print(value)
+        dist.barrier()
+        loss = mean(losses)
+        dist.all_reduce(loss)
+"""
+
+
+def test_what_a_branch_gives_to_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FED)
+    heads = {n: statements.enclosing(str(path), n) for n in (8, 10, 12)}
+    fed = {n: [h.fed for h in found if h.kind == "if"] for n, found in heads.items()}
+    assert fed == {8: [("metric",)], 10: [()], 12: [("loss",)]}
+
+
 def test_how_a_round_of_a_loop_is_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(ROUNDS)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
-from ...run import Location, Rank, ranks_do
+from ...run import Location, Rank, listed, ranks_do
 from ..calls.call_logs import BACKWARD, CallRecord, lines
 from ..calls.rank_conditions import is_plain, on_rank, part_on_rank, unquoted
 
@@ -56,6 +56,8 @@ def unbranched(head: Statement, what: str) -> str:
         part, rest = found
         if head.kind == "past":
             return f"{what} on every rank: put it past `if {rest}:`, without `{part}`"
+        if head.fed:
+            return f"{what} on every rank, under `if {rest}:` without `{part}`{_with_uses(head)}"
         return (
             f"{what} on every rank: put this call alone under `if {rest}:`, and leave the rest of "
             f"the block under `{part}`"
@@ -83,7 +85,13 @@ def unbranched(head: Statement, what: str) -> str:
         shared = (
             ", or compute its condition from a value equal on all ranks (`all_reduce` it first)"
         )
-    return f"{what} on every rank: move it {out_of}{shared}"
+    return f"{what} on every rank: move it {out_of}{_with_uses(head)}{shared}"
+
+
+def _with_uses(head: Statement) -> str:
+    """What must move along with a call out of a branch that gives values to its variables."""
+    names = listed([f"`{name}`" for name in head.fed])
+    return f", together with the other lines of the block that use {names}" if names else ""
 
 
 def unwrapped(head: Statement, made: CallRecord) -> str:

@@ -19,6 +19,9 @@ AROUND_LIMIT, PAST_LIMIT = 8, 6
 """Jumps per loop, statements around a line, and `if`s passed before it that are recorded: a call
 site is one line of the record, and must stay short."""
 TEXT_LIMIT = 200
+FED_LIMIT = 2
+_NO_VALUE = ("eval", "train", "to", "print", "info", "warning", "debug", "log", "write")
+"""Methods that put nothing into their object that a later line would read."""
 FLAGS_LIMIT, FLAG_TESTS = 2, 4
 """Statements that set a flag, per function, and conditions around each."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -75,13 +78,14 @@ def enclosing(file: str, line: int) -> tuple[Statement, ...]:
         for test in _conditions(source, innermost, line)
     ]
     made = {c for c in _called(innermost) if c not in vars(builtins)}
-    past = 0
+    past, before, used = 0, list[ast.stmt](), _used(innermost)
     for level in reversed(levels):
+        before += level.block[:-1]
         left = list(itertools.islice(_early_leaves(source, level.block), PAST_LIMIT - past))
         past += len(left)
         found += left
         if level.node is not None and level.arm is not None:
-            found.append(_statement(source, level.node, level.arm, made))
+            found.append(_statement(source, level.node, level.arm, made, used & _changed(before)))
     return tuple(found[: AROUND_LIMIT + past])
 
 
@@ -154,8 +158,11 @@ _KINDS = {
 }  # fmt: skip
 
 
-def _statement(source: Source, node: ast.stmt, arm: Arm, made: set[str]) -> Statement:
-    """The record of a statement around a line that makes the calls `made`."""
+def _statement(
+    source: Source, node: ast.stmt, arm: Arm, made: set[str], fed: set[str]
+) -> Statement:
+    """The record of a statement around a line that makes the calls `made`, and to some of whose
+    variables it gives values."""
     arms = _arms(source, node)
     ways: list[Way] = []
     exits: list[Way] = []
@@ -180,7 +187,30 @@ def _statement(source: Source, node: ast.stmt, arm: Arm, made: set[str]) -> Stat
         kind=arm.kind,
         test=source.written(arm.test)[:TEXT_LIMIT] if arm.test is not None else "",
         of=_head(source, node.lineno, first.test) if later else "",
+        fed=tuple(sorted(fed)[:FED_LIMIT]) if arm.kind in _BRANCHES else (),
     )
+
+
+def _used(node: ast.stmt) -> set[str]:
+    """The variables that a statement reads, and the objects whose methods it calls."""
+    reads = (n for n in ast.walk(node) if isinstance(getattr(n, "ctx", None), ast.Load))
+    names = {dotted(n) for n in reads if isinstance(n, (ast.Name, ast.Attribute))} - {""}
+    return names | {name.rpartition(".")[0] for name in names} - {"", "self"}
+
+
+def _changed(block: list[ast.stmt]) -> set[str]:
+    """The variables to which statements give values, and the objects that they call, or methods of
+    which they call, for nothing but an effect."""
+    found: set[str] = set()
+    for node in (n for statement in block for n in ast.walk(statement)):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            found.add(dotted(node))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = dotted(node.value.func)
+            owner, _, method = function.rpartition(".")
+            if method not in _NO_VALUE:
+                found.add(owner or function)
+    return found - {""}
 
 
 def _early_leaves(source: Source, block: list[ast.stmt]) -> Iterator[Statement]:
