@@ -152,7 +152,7 @@ def main():
 """
 
 
-FED = """
+FED = """import torch.distributed as dist
 def validate(model, metric, loader):
     if rank == 0:
         model.eval()
@@ -170,7 +170,9 @@ def validate(model, metric, loader):
 def test_what_a_branch_gives_to_a_line(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(FED)
-    heads = {n: statements.enclosing(str(path), n) for n in (8, 10, 12)}
+    heads = {
+        n: statements.enclosing(str(path), n) for n in (8, 10, 12)
+    }  # `compute`, `barrier`, `all_reduce`
     fed = {n: [h.fed for h in found if h.kind == "if"] for n, found in heads.items()}
     assert fed == {8: [("metric",)], 10: [()], 12: [("loss",)]}
 

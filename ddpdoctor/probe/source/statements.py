@@ -78,7 +78,8 @@ def enclosing(file: str, line: int) -> tuple[Statement, ...]:
         for test in _conditions(source, innermost, line)
     ]
     made = {c for c in _called(innermost) if c not in vars(builtins)}
-    past, before, used = 0, list[ast.stmt](), _used(innermost)
+    past, before = 0, list[ast.stmt]()
+    used = _used(innermost) - source.once(_imported, source.tree)
     for level in reversed(levels):
         before += level.block[:-1]
         left = list(itertools.islice(_early_leaves(source, level.block), PAST_LIMIT - past))
@@ -196,6 +197,12 @@ def _used(node: ast.stmt) -> set[str]:
     reads = (n for n in ast.walk(node) if isinstance(getattr(n, "ctx", None), ast.Load))
     names = {dotted(n) for n in reads if isinstance(n, (ast.Name, ast.Attribute))} - {""}
     return names | {name.rpartition(".")[0] for name in names} - {"", "self"}
+
+
+def _imported(source: Source, tree: ast.AST) -> set[str]:
+    """The names that a file imports."""
+    imports = (n for n in source.nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
+    return {(a.asname or a.name).partition(".")[0] for n in imports for a in n.names}
 
 
 def _changed(block: list[ast.stmt]) -> set[str]:
