@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ddpdoctor.probe.bootstrap import activation
 from ddpdoctor.probe.recording import recorder
 from ddpdoctor.probe.training import light_steps, limits, steady_state
-from ddpdoctor.probe.watchers.gradients import loss_scaling
+from ddpdoctor.probe.watchers.losses import loss_scaling
 from ddpdoctor.probe.watchers.timing import idle_time
 from ddpdoctor.storage import call_ring, run_folder
 

@@ -39,7 +39,8 @@ QUESTIONS: dict[str, str] = {
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
-        " LossScaled LossMultiplied LossCounted LossMeans ReducedInGraph GatheredInGraph NonFinite"
+        " LossScaled LossMultiplied LossCounted LossMeans ReducedInGraph GatheredInGraph"
+        " GatheredWithoutGradient NonFinite"
         " LossValues"
     ),
     "Were gradients synchronised?": (
@@ -106,7 +107,7 @@ WHEN: dict[str, str] = {
         "ExceptionPassed FileWritten FileRead FileLocked FileRemoved Loaded StateTaken OuterModule"
         " OuterStateTaken Clipped SchedulerStep MetricUsed ReducedMetric"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
-        " GatheredInGraph GradientReduced SteppedInside KeptBack"
+        " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
     ),

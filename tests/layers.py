@@ -74,6 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "probe.watchers": (),
     "probe.watchers.manual_sync": WATCHED,
     "probe.watchers.gradients": (*WATCHED, "probe.watchers.manual_sync"),
+    "probe.watchers.losses": (*WATCHED, "probe.watchers.gradients"),
     "probe.watchers.graph": (*WATCHED, "probe.watchers.manual_sync"),
     "probe.watchers.data": WATCHED,
     "probe.watchers.process": (*WATCHED, "nodes"),

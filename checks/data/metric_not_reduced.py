@@ -201,12 +201,7 @@ class MetricNotReduced(Check):
 
     def _dropped(self, run: Run) -> Iterator[Finding]:
         """Reductions whose results nobody uses."""
-        lines: dict[Location, dict[int, ResultDropped]] = {}
-        for number, rank in run.ranks.items():
-            for event in rank.of(ResultDropped):
-                if (line := rank.location(event.dropped_site)) is not None:
-                    lines.setdefault(line, {})[number] = event
-        for line, events in lines.items():
+        for line, events in run.by_line(ResultDropped, "dropped_site").items():
             rank, event = next((run.ranks[n], e) for n, e in events.items())
             reduced = rank.location(event.site)
             away = reduced not in (None, line)
@@ -267,12 +262,7 @@ class MetricNotReduced(Check):
 
     def _reduced_again(self, run: Run) -> Iterator[Finding]:
         """Running totals that go on from the sum over the ranks."""
-        lines: dict[Location, dict[int, TotalReducedAgain]] = {}
-        for number, rank in run.ranks.items():
-            for event in rank.of(TotalReducedAgain):
-                if (line := rank.location(event.site)) is not None:
-                    lines.setdefault(line, {})[number] = event
-        for line, events in lines.items():
+        for line, events in run.by_line(TotalReducedAgain).items():
             number, event = next(iter(events.items()))
             passed, summed = event.passed, event.summed
             first = run.ranks[number].location(event.first_site)

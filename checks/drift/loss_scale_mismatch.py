@@ -7,6 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.models.gathered_losses import gathered_losses
+from ddpdoctor.analysis.models.loss_weights import (
+    UNEQUAL,
+    by_element,
+    dispersion,
+    spread,
+    spreads,
+    weighs_unequally,
+)
 from ddpdoctor.analysis.models.wrap_options import counted
 from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
@@ -16,6 +24,7 @@ from ddpdoctor.events import (
     BatchSeen,
     Edited,
     GatheredInGraph,
+    GatheredWithoutGradient,
     LossMeans,
     OptimizerSeen,
     ReducedInGraph,
@@ -28,16 +37,21 @@ VALID = "valid-elements"
 MEANS = "unequal-means"
 REDUCED = "reduced-in-graph"
 GATHERED = "gathered-in-graph"
+CUT = "gathered-without-gradient"
 OTHERS = "gradient-of-other-ranks-dropped"
 
-UNEQUAL, FEWEST = 1.1, 4
-"""The largest weight of an element in a forward over the smallest from which on they are unequal,
-and how many forwards must be compared: some unequal ones average out."""
+FEWEST = 4
+"""How many forwards must be compared: some in which elements weigh unequally average out."""
 
 BY_CHANCE = 4.0
 """How many times as large the variance of the ranks' counts is, relative to their mean, as that of
 elements that each count or not at random, from which on it is no chance."""
 
+
+DIFFERENTIABLE = (
+    "`from torch.distributed.nn.functional import all_gather`, and "
+    "`torch.cat(all_gather(tensor))`, whose backward sums over the ranks"
+)
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "lion", "adafactor")
 """Parts of the names of optimizers that divide each gradient by its own size."""
@@ -60,6 +74,8 @@ class LossScaleMismatch(Check):
     - The same where each rank computes the loss of its own rows against those of all ranks (a
       warning; a note for `gathered[rank] = tensor`): what the others' losses say of this rank's
       tensor is dropped.
+    - A tensor that is gathered for the loss and gets no gradient at all (a warning): what is
+      gathered has none, and the tensor itself has no other part in the loss.
 
     ## How it knows
     Each rank reads the reduction from the autograd graph, and the batch size from the input of the
@@ -118,6 +134,7 @@ class LossScaleMismatch(Check):
         MEANS: "the loss is a mean over all elements, of which the ranks have unequal numbers",
         REDUCED: "a tensor that the loss is computed from is all-reduced in place",
         GATHERED: "a loss of all ranks' tensors, whose gradient reaches this rank's part only",
+        CUT: "a tensor is gathered for the loss, and gets no gradient",
         OTHERS: "a loss of all ranks' tensors, of which each drops the gradient of the others",
     }
     requires = (
@@ -127,6 +144,7 @@ class LossScaleMismatch(Check):
             LossMeans,
             ReducedInGraph,
             GatheredInGraph,
+            GatheredWithoutGradient,
             otherwise="no loss was seen whose reduction is known",
         ),
     )
@@ -141,6 +159,7 @@ class LossScaleMismatch(Check):
                 yield from valid or self._judge_means(group)
                 yield from self._judge_reduced(group)
                 yield from self._judge_gathered(group)
+                yield from self._judge_cut(run, group)
 
     def _judge(self, group: Replicas) -> Iterator[Finding]:
         tables = {n: _sums(m) for n, m in group.members.items()}
@@ -180,14 +199,14 @@ class LossScaleMismatch(Check):
 
     def _judge_valid(self, group: Replicas) -> Iterator[Finding]:
         known = _counted(group)
-        unequal = {f: row for f, row in known.items() if _unequal(row)}
+        unequal = {f: row for f, row in known.items() if weighs_unequally(row)}
         if len(known) < FEWEST or 2 * len(unequal) <= len(known) or _edited(group):
             return
-        if _dispersion([[e.valid for e in row.values()] for row in known.values()]) < BY_CHANCE:
+        if dispersion([[e.valid for e in row.values()] for row in known.values()]) < BY_CHANCE:
             return
-        spreads = {f: _spread(map(_by_element, row.values())) for f, row in unequal.items()}
-        worst = max(spreads, key=lambda f: spreads[f])
-        middle = statistics.median(spreads.values())
+        factors = {f: spread(map(by_element, row.values())) for f, row in unequal.items()}
+        worst = max(factors, key=lambda f: factors[f])
+        middle = statistics.median(factors.values())
         event = next(iter(unequal[worst].values()))
         spelled = ", ".join(f"{e.valid} on rank {n}" for n, e in list(unequal[worst].items())[:4])
         yield self.finding(
@@ -203,7 +222,7 @@ class LossScaleMismatch(Check):
             f"(in the worst {spelled})",
             cause="DDP averages the ranks' means, whatever each is a mean of: an element of one "
             f"rank counts {middle:.2g} times as much as one of another (median; at most "
-            f"{spreads[worst]:.2g})",
+            f"{factors[worst]:.2g})",
             fix=_by_count(counted(group.any.wrapped.by)),
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -217,12 +236,12 @@ class LossScaleMismatch(Check):
 
     def _judge_means(self, group: Replicas) -> Iterator[Finding]:
         known = _means(group)
-        unequal = {f: row for f, row in known.items() if max(_spreads(row), default=0) > UNEQUAL}
+        unequal = {f: row for f, row in known.items() if max(spreads(row), default=0) > UNEQUAL}
         if len(known) < FEWEST or 2 * len(unequal) <= len(known) or _edited(group):
             return
-        worst = max(unequal, key=lambda f: max(_spreads(unequal[f])))
+        worst = max(unequal, key=lambda f: max(spreads(unequal[f])))
         event = next(iter(unequal[worst].values()))
-        term = _spreads(unequal[worst]).index(max(_spreads(unequal[worst])))
+        term = spreads(unequal[worst]).index(max(spreads(unequal[worst])))
         numbers = [(n, e.elements[term]) for n, e in unequal[worst].items()]
         spelled = ", ".join(f"{count} on rank {n}" for n, count in numbers[:4])
         yield self.finding(
@@ -338,13 +357,45 @@ class LossScaleMismatch(Check):
             ),
             summary=summary,
             cause=cause,
-            fix="`from torch.distributed.nn.functional import all_gather`, and `torch.cat("
-            "all_gather(tensor))`, whose backward sums over the ranks; or `dist.all_reduce` the "
-            "gradient in the function's own backward before its part is taken",
+            fix=f"{DIFFERENTIABLE}; or `dist.all_reduce` the gradient in the function's own "
+            "backward before its part is taken",
             fix_kind=FixKind.TEMPLATE,
             evidence={"shape": shape, "ranks": size, "forwards compared": len(forwards)},
             at=member.rank.wall(event.at),
         )
+
+    def _judge_cut(self, run: Run, group: Replicas) -> Iterator[Finding]:
+        if group.left_out:
+            return
+        model = group.any.model
+        for line, every in run.by_line(GatheredWithoutGradient).items():
+            events = {n: e for n, e in every.items() if n in group.members and e.model == model}
+            if not events:
+                continue
+            number, event = next(iter(events.items()))
+            member = group.members[number]
+            backward = member.rank.location(event.backward_site)
+            shape = " x ".join(map(str, event.shape)) or "one number"
+            first = max(0, own_step(member, event.step) - event.backwards + 1)
+            last = max(first, member.last_step)
+            yield self.finding(
+                rule=CUT,
+                severity=Severity.WARNING,
+                ranks=tuple(events),
+                steps=Steps(first, last, last - first + 1),
+                subjects=(member.wrapped.kind,),
+                location=line,
+                label="the gradient ends here",
+                related=(Related("its backward", backward),) if backward else (),
+                summary=f"the loss is computed from a tensor gathered from all ranks ({shape} of "
+                "each), which has no gradient: nothing that made this rank's part learns from it",
+                cause="the collective writes into tensors that autograd does not follow, and this "
+                "rank's own tensor has no other part in the loss",
+                fix=DIFFERENTIABLE,
+                fix_kind=FixKind.TEMPLATE,
+                evidence={"shape": shape, "ranks": event.size, "backwards seen": event.backwards},
+                at=member.rank.wall(event.at),
+            )
 
 
 def _takes_out_factors(member: Member) -> str:
@@ -374,63 +425,6 @@ def _steps(group: Replicas, unequal: Iterable[int], known: Iterable[int]) -> Ste
     steps = sorted({step[f] for f in unequal})
     since = sum(s >= steps[0] for s in {*step.values()})
     return Steps(steps[0], steps[-1], len(steps), since)
-
-
-def _counted(group: Replicas) -> dict[int, dict[int, BatchSeen]]:
-    """By forward that all ranks recorded with how many elements count, their records."""
-    tables = [
-        {e.forward: e for e in m.of(BatchSeen) if e.valid and e.weight}
-        for m in group.members.values()
-    ]
-    common = set.intersection(*map(set, tables)) if tables else set()
-    return {
-        f: {n: t[f] for n, t in zip(group.members, tables, strict=True)} for f in sorted(common)
-    }
-
-
-def _means(group: Replicas) -> dict[int, dict[int, LossMeans]]:
-    """By forward of which all ranks have the same terms of the loss on record, their records."""
-    tables = [series(m.rank, LossMeans, "forward", model=m.model) for m in group.members.values()]
-    found: dict[int, dict[int, LossMeans]] = {}
-    for forward in sorted({f for table in tables for f in table}):
-        row = {n: t.at(forward) for n, t in zip(group.members, tables, strict=True)}
-        known = {n: e for n, e in row.items() if e is not None}
-        if len(known) == len(row) and len({len(e.elements) for e in known.values()}) == 1:
-            found[forward] = known
-    return found
-
-
-def _spreads(row: dict[int, LossMeans]) -> list[float]:
-    """For each term of the loss, by which factor one of its elements counts more on a rank than on
-    another; 0 where that is unknown."""
-    events = [*row.values()]
-    return [
-        _spread(e.weights[n] / e.elements[n] for e in events)
-        if all(e.weights[n] for e in events)
-        else 0.0
-        for n in range(len(events[0].elements))
-    ]
-
-
-def _unequal(row: dict[int, BatchSeen]) -> bool:
-    """Whether elements count differently on two ranks."""
-    return _spread(map(_by_element, row.values())) > UNEQUAL
-
-
-def _dispersion(counts: list[list[int]]) -> float:
-    """The variance of the ranks' counts in a forward over their mean, on the average of all: 1 or
-    less where each element counts or not with one probability."""
-    return statistics.fmean(statistics.variance(row) / statistics.fmean(row) for row in counts)
-
-
-def _by_element(event: BatchSeen) -> float:
-    """By what a loss weighs each of its elements that count."""
-    return event.weight if event.reduction == "sum" else event.weight / event.valid
-
-
-def _spread(values: Iterable[float]) -> float:
-    known = list(values)
-    return max(known) / min(known)
 
 
 def _row(sizes: dict[int, int]) -> dict[str, int]:
@@ -467,3 +461,27 @@ def _sums(member: Member) -> Series[BatchSeen]:
     """The batches by forward; none where the loss is not always a sum."""
     sums = series(member.rank, BatchSeen, "forward", model=member.model)
     return sums if all(e.reduction == "sum" for e in member.of(BatchSeen)) else Series({})
+
+
+def _counted(group: Replicas) -> dict[int, dict[int, BatchSeen]]:
+    """By forward that all ranks recorded with how many elements count, their records."""
+    tables = [
+        {e.forward: e for e in m.of(BatchSeen) if e.valid and e.weight}
+        for m in group.members.values()
+    ]
+    common = set.intersection(*map(set, tables)) if tables else set()
+    return {
+        f: {n: t[f] for n, t in zip(group.members, tables, strict=True)} for f in sorted(common)
+    }
+
+
+def _means(group: Replicas) -> dict[int, dict[int, LossMeans]]:
+    """By forward of which all ranks have the same terms of the loss on record, their records."""
+    tables = [series(m.rank, LossMeans, "forward", model=m.model) for m in group.members.values()]
+    found: dict[int, dict[int, LossMeans]] = {}
+    for forward in sorted({f for table in tables for f in table}):
+        row = {n: t.at(forward) for n, t in zip(group.members, tables, strict=True)}
+        known = {n: e for n, e in row.items() if e is not None}
+        if len(known) == len(row) and len({len(e.elements) for e in known.values()}) == 1:
+            found[forward] = known
+    return found

@@ -148,6 +148,7 @@ from .sync import (
     Carried,
     EditedBeforeSync,
     GatheredInGraph,
+    GatheredWithoutGradient,
     GradientReduced,
     KeptBack,
     LossCounted,

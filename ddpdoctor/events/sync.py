@@ -145,6 +145,27 @@ class ReducedInGraph(Event, frozen=True, tag="reduced-in-graph"):
     backward_site: int
 
 
+class GatheredWithoutGradient(Event, frozen=True, tag="gathered-without-gradient"):
+    """A tensor that follows from the model's parameters is gathered from the ranks of its group, a
+    loss is computed from what was gathered, and no gradient of it reaches the tensor. Recorded
+    when that was so in the first backwards, once for a line.
+
+    Attributes:
+        step: optimizer steps of this process before it.
+        size: of the group; `shape` of this rank's tensor.
+        backwards: in which it was so.
+        site: the line of the call; `backward_site` that of the backward.
+    """
+
+    model: int
+    step: int
+    size: int
+    shape: tuple[int, ...]
+    backwards: int
+    site: int
+    backward_site: int
+
+
 class GatheredInGraph(Event, frozen=True, tag="gathered-in-graph"):
     """A tensor that follows from the model's parameters was gathered from the ranks of its group,
     a loss was computed from all parts, and the backward gave back exactly this rank's part of the

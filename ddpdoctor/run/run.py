@@ -21,6 +21,7 @@ from ..events import (
 )
 from ..storage.run_folder import LEFT_BEHIND, RunInfo
 from .align_numbers import numbered_alike
+from .location import Location
 from .phrases import Fold
 from .rank import E, Facts, Rank
 from .subgroup_ranks import under_the_launchers_numbers
@@ -116,6 +117,19 @@ class Run:
 
     def _each(self, kind: type[E]) -> Iterator[E]:
         return (e for rank in self.ranks.values() for e in rank.of(kind))
+
+    def by_line(self, kind: type[E], site: str = "site") -> dict[Location, dict[int, E]]:
+        """By a line that events name, the last of them on each rank.
+
+        Args:
+            site: the field with the number of the line.
+        """
+        found: dict[Location, dict[int, E]] = {}
+        for number, rank in self.ranks.items():
+            for event in rank.of(kind):
+                if (line := rank.location(getattr(event, site))) is not None:
+                    found.setdefault(line, {})[number] = event
+        return found
 
     def any(self, kind: type[Event]) -> bool:
         """Whether any rank recorded such an event."""

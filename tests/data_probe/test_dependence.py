@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from ddpdoctor.probe.source.dependence import deciding
+from ddpdoctor.probe.source.decisions import deciding
 
 EVALUATE = """
 def evaluate():

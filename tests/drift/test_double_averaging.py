@@ -20,10 +20,10 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.probe.recording.torch_compat import averages
 from ddpdoctor.probe.source.division import divided_by_world_size
-from ddpdoctor.probe.watchers.gradients import loss_scaling
-from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 from ddpdoctor.probe.watchers.gradients.second_reduction import SecondReduction
+from ddpdoctor.probe.watchers.losses import loss_scaling
+from ddpdoctor.probe.watchers.losses.loss_scaling import LossScaling
 from ddpdoctor.report.findings import Severity
 
 SCALED = LossScaled(

@@ -18,7 +18,7 @@ from ddpdoctor.events import (
     OptimizerSeen,
     ReducedInGraph,
 )
-from ddpdoctor.probe.watchers.gradients.loss_scaling import LossScaling, _means
+from ddpdoctor.probe.watchers.losses.loss_scaling import LossScaling, _means
 from ddpdoctor.report.findings import Severity, Steps
 
 

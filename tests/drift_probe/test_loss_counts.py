@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe.watchers.gradients.loss_counts import _Count, _divisor
+from ddpdoctor.probe.watchers.losses.loss_counts import _Count, _divisor
 
 COUNT = 23.0
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ddpdoctor.probe.source.division import multiplied_by_world_size
-from ddpdoctor.probe.watchers.gradients.multiplied_loss import multiplication
+from ddpdoctor.probe.watchers.losses.multiplied_loss import multiplication
 
 LABELS = torch.arange(16) % 3
 WORLD = 2

@@ -3,14 +3,11 @@
 import pytest
 import torch
 
+from ddpdoctor.probe.tensors.autograd_nodes import leads_to
 from ddpdoctor.probe.training.tracked_model import Model
-from ddpdoctor.probe.watchers.gradients.reduced_in_graph import (
-    _leads_to,
-    _parts,
-    _put_back,
-    _scaled_up,
-    _shapes,
-)
+from ddpdoctor.probe.watchers.losses.gathered_in_graph import _parts, _put_back, _scaled_up
+from ddpdoctor.probe.watchers.losses.loss_scaling import averaged
+from ddpdoctor.probe.watchers.losses.reduced_in_graph import _shapes
 
 
 class Given(torch.autograd.Function):
@@ -66,8 +63,8 @@ def test_a_product_with_another_number_than_the_world_size():
 def test_which_tensors_follow_from_the_parameters_of_a_model():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model = Model(0, net, list(net.parameters()), [0, 1, 2, 3])
-    assert _leads_to(net(torch.ones(4)).relu().grad_fn, model)
-    assert not _leads_to(torch.ones(4, requires_grad=True).exp().grad_fn, model)
+    assert leads_to(net(torch.ones(4)).relu().grad_fn, averaged(model))
+    assert not leads_to(torch.ones(4, requires_grad=True).exp().grad_fn, averaged(model))
 
 
 @pytest.mark.parametrize(("loss", "quiet"), [

@@ -10,7 +10,7 @@ from types import CodeType, FrameType, SimpleNamespace
 import pytest
 import torch.distributed  # what is called is looked up there
 
-from ddpdoctor.probe.source import key_setters, loop_keys
+from ddpdoctor.probe.source import loop_keys
 
 assert torch.distributed
 
@@ -176,5 +176,5 @@ def fill(out, x):
 def test_the_line_that_sets_an_entry(tmp_path: Path, name: str, line: int) -> None:
     path = tmp_path / "fill.py"
     path.write_text(SETTERS)
-    found = key_setters.setter(name, [str(path)])
+    found = loop_keys.setter(name, [str(path)])
     assert found == ((str(path), line, "fill") if line else None)

@@ -54,7 +54,7 @@ routine.FAST_PATH_AFTER = int(sys.argv[1])
 light = sys.modules["ddpdoctor.probe.training.light_steps"]
 lighten = sys.argv[2] == "light"
 sys.modules["ddpdoctor.probe.watchers.timing.idle_time"].SHORTEST_S = 1e9
-sys.modules["ddpdoctor.probe.watchers.gradients.loss_scaling"].LOSSES_ENOUGH = 2
+sys.modules["ddpdoctor.probe.watchers.losses.loss_scaling"].LOSSES_ENOUGH = 2
 light.LightSteps.after = lambda *of: 100 * (lighten and not light.watched())
 sys.modules["ddpdoctor.probe.training.lifecycle"].looked_at = lambda forward: forward % 16 == 0
 passed = 0

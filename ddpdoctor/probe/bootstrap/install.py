@@ -21,6 +21,7 @@ PACKAGES = (
     "watchers.timing",
     "watchers.process",
     "watchers.gradients",
+    "watchers.losses",
     "watchers.manual_sync",
     "watchers.graph",
 )

@@ -16,8 +16,7 @@ from ..recording.code_locations import LIBRARY, USER
 from ..recording.recorder import Recorder
 from ..recording.threads import Threads
 from ..source.decorators import decorated
-from ..source.key_setters import setter
-from ..source.loop_keys import LoopKey, keyed, no_name
+from ..source.loop_keys import LoopKey, keyed, no_name, setter
 from ..source.loop_rounds import rounds
 from ..source.passthrough import passes_through
 from ..source.statements import enclosing, flags_set

@@ -63,6 +63,9 @@ def _packages(folder: str) -> frozenset[str]:
     return frozenset(found)
 
 
+_WITHIN = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+
+
 class Sites:
     """Numbers lines of code (*sites*); emits a `Site` the first time a line is met.
 
@@ -138,6 +141,17 @@ class Sites:
                 library = frame
             frame = frame.f_back
         return library
+
+    def user_frames(self, frame: FrameType | None, most: int) -> list[FrameType]:
+        """The frames of the user's code at or above `frame`, innermost first, without those of
+        comprehensions, which have no definition of their own in the source."""
+        found: list[FrameType] = []
+        while frame is not None and len(found) < most:
+            code = frame.f_code
+            if self.kind(code) is USER and code.co_name not in _WITHIN:
+                found.append(frame)
+            frame = frame.f_back
+        return found
 
     def library_called(self) -> str:
         """The module of a library that the innermost line of the user's code has called, by name;

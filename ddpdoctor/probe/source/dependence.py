@@ -1,14 +1,14 @@
-"""Which comparison of a result of an evaluation decides whether a line of the program runs?
+"""Does a value come from a loop that ran before, or from a call?
 
-The source of the running functions is searched backwards: from the conditions around the line to
-what their names were assigned, to the arguments that callers gave and to what functions returned,
-until a value is met that the loop of the evaluation assigned. Nothing of the user's is executed.
+The source of the running functions is searched backwards: from an expression to what its names were
+assigned, to the arguments that callers gave and to what functions returned, until a value is met
+that the loop assigned, or the call gave. Nothing of the user's is executed.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import CodeType
 from typing import NamedTuple, TypeAlias
 
@@ -23,12 +23,12 @@ from .ast_cache import (
     own_nodes,
     source_of,
 )
-from .comparisons import CHOOSE, bare, ordered
+from .passthrough import INTO
 
 STEPS = 400
 """Expressions looked at in one search."""
 
-_NO_RESULT = (
+NO_RESULT = (
     "len", "isnan", "isfinite", "isinf", "isinstance", "hasattr", "get_rank", "range", "time",
     "monotonic", "perf_counter",
 )  # fmt: skip
@@ -40,23 +40,10 @@ Line: TypeAlias = tuple[CodeType, int]
 """A running function and the line that it executes. A list of them is a stack, innermost first."""
 
 
-class Decision(NamedTuple):
-    """A comparison that decides.
-
-    Attributes:
-        code: the function with it.
-        value: the operand that comes from the evaluation; `line` is that of the comparison.
-    """
-
-    code: CodeType
-    value: ast.expr
-    line: int
-
-
-class _Expression(NamedTuple):
+class Expression(NamedTuple):
     """An expression of the function at a depth of a stack."""
 
-    stack: _Stack
+    stack: Stack
     depth: int
     node: ast.expr
 
@@ -64,11 +51,8 @@ class _Expression(NamedTuple):
     def function(self) -> ast.AST | None:
         return self.stack.functions[self.depth]
 
-    def decided(self, value: ast.expr) -> Decision:
-        return Decision(self.stack.lines[self.depth][0], bare(value), value.lineno)
 
-
-class _Stack:
+class Stack:
     """The functions of a stack.
 
     Attributes:
@@ -92,142 +76,135 @@ class _Stack:
                 yield node.target, [node.iter]
             elif isinstance(node, ast.Call) and called_name(node) in _KNOWN:
                 yield node, given(node)
+            elif isinstance(node, ast.Call) and called_name(node) in INTO:
+                yield node, [node]
 
 
-def deciding(running: list[Line], evaluating: list[Line]) -> Decision | None:
-    """The comparison that decides whether the innermost line of a stack runs, by a value that comes
-    from a loop; the nearest one.
+class Loop:
+    """The values that the loop on the innermost line of a stack assigns."""
+
+    def __init__(self, stack: Stack) -> None:
+        function, (_, line) = stack.functions[0], stack.lines[0]
+        self.function = function
+        self.node: ast.For | ast.comprehension | None = None
+        for node in own_nodes(function) if function is not None else ():
+            if isinstance(node, (ast.For, ast.comprehension)) and spans(node.iter, line):
+                self.node = node
+
+    def assigned(self, of: Expression, node: ast.AST) -> bool:
+        """Whether a statement that gives a variable of a function this value is one of them."""
+        body = self.node.body if isinstance(self.node, ast.For) else ()
+        mine = of.function is self.function
+        return mine and any(n is node for s in body for n in ast.walk(s))
+
+    def within(self, of: Expression) -> bool:
+        """Whether an expression contains the loop."""
+        comprehension = isinstance(self.node, ast.comprehension)
+        return comprehension and any(n is self.node for n in ast.walk(of.node))
+
+
+class Call:
+    """What the call on the innermost line of a stack gives."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.function, (_, self.line) = stack.functions[0], stack.lines[0]
+
+    def assigned(self, of: Expression, node: ast.AST) -> bool:
+        return False
+
+    def within(self, of: Expression) -> bool:
+        """Whether an expression contains the call."""
+        if of.function is not self.function:
+            return False
+        calls = (n for n in ast.walk(of.node) if isinstance(n, ast.Call))
+        return any(spans(call, self.line) for call in calls)
+
+
+def in_loss(calling: list[Line], backward: Line | None, entered: Collection[CodeType]) -> bool:
+    """Whether a loss is computed from what a call gave.
 
     Args:
-        running: the stack; evaluating: the one in which the loop began.
+        calling: the stack of the call.
+        backward: the line of the program's that calls `backward`.
+        entered: functions of the program's that a library calls, and whose results it takes for
+            losses where the program itself does not call `backward`.
     """
-    return _Search(_Stack(running), _Stack(evaluating)).decision()
+    stack = Stack(calling)
+    search = Search(stack, Call(stack))
+    losses: list[Expression] = []
+    for depth, (code, _) in enumerate(calling):
+        nodes = list(own_nodes(f)) if (f := stack.functions[depth]) is not None else []
+        if backward is not None and backward[0] is code:
+            calls = (n for n in nodes if isinstance(n, ast.Call) and spans(n, backward[1]))
+            for call in calls:
+                owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+                losses += [Expression(stack, depth, e) for e in (*owner, *given(call))]
+    if not losses:
+        for depth, (code, _) in enumerate(calling):
+            function = stack.functions[depth]
+            if code in entered and function is not None:
+                losses += [Expression(stack, depth, e) for e in _results(function)]
+    return any(search.reach(loss, loss.node) is not None for loss in losses)
 
 
-class _Search:
+class Search:
     """
     Attributes:
-        loop: the loop of the evaluation, and in which of its functions; None if it is not found.
+        stack: that of the target: the values that are searched for.
         left: expressions that may still be looked at.
     """
 
-    def __init__(self, running: _Stack, evaluating: _Stack) -> None:
-        self.running = running
-        self.evaluating = evaluating
+    def __init__(self, stack: Stack, target: Loop | Call) -> None:
+        self.stack = stack
+        self.target = target
         self.left = STEPS
-        function, (_, line) = evaluating.functions[0], evaluating.lines[0]
-        self.loop = None
-        for node in own_nodes(function) if function is not None else ():
-            if isinstance(node, (ast.For, ast.comprehension)) and _spans(node.iter, line):
-                self.loop = node
 
-    def decision(self) -> Decision | None:
-        if self.loop is None:
-            return None
-        for depth, (_, line) in enumerate(self.running.lines):
-            function = self.running.functions[depth]
-            for test in _conditions(function, line) if function is not None else ():
-                if found := self._compared(_Expression(self.running, depth, test), set()):
-                    return found
-        return None
-
-    def _compared(self, of: _Expression, seen: set[ast.AST], truth: bool = True) -> Decision | None:
-        """The comparison that an expression depends on.
-
-        Args:
-            truth: it is only asked whether it is true, so that a call in it may compare:
-                `if tracker.is_better(value):`.
-        """
-        if of.node in seen or self.left <= 0:
-            return None
-        seen.add(of.node)
-        self.left -= 1
-        for sides in ordered(ast.walk(of.node)):
-            reached = {hops: s for s in reversed(sides) if (hops := self._reach(of, s)) is not None}
-            if reached:
-                return of.decided(reached[min(reached)])
-        asked = list(_asked(of.node)) if truth else []
-        for call in asked:
-            if isinstance(call, ast.Call) and called_name(call) not in (*_NO_RESULT, *CHOOSE):
-                for value in given(call):
-                    if self._reach(of, value) is not None:
-                        return of.decided(value)
-        for name in _names(of.node):
-            for node, definition in self._definitions(of._replace(node=name)):
-                if found := self._compared(definition, seen, name in asked):
-                    return found
-                for test in self._around(definition, node):
-                    if found := self._compared(test, seen):
-                        return found
-        return None
-
-    def _around(self, of: _Expression, node: ast.AST) -> Iterator[_Expression]:
-        """The conditions under which a node of the function at a depth runs."""
-        line: int = node.lineno  # type: ignore[attr-defined]
-        for test in _conditions(of.function, line) if of.function is not None else ():
-            yield of._replace(node=test)
-
-    def _reach(self, of: _Expression, node: ast.expr) -> int | None:
-        """Over how many assignments an expression gets its value from the loop; None if it does
+    def reach(self, of: Expression, node: ast.expr) -> int | None:
+        """Over how many assignments an expression gets its value from the target; None if it does
         not."""
-        if any(called_name(c) in _NO_RESULT for c in ast.walk(node) if isinstance(c, ast.Call)):
+        if any(called_name(c) in NO_RESULT for c in ast.walk(node) if isinstance(c, ast.Call)):
             return None
         layer, seen, hops = [of._replace(node=node)], set[tuple[int, str]](), 0
         while layer and self.left > 0:
-            following: list[_Expression] = []
+            following: list[Expression] = []
             for expression in layer:
                 self.left -= 1
                 following += self._returned(expression)
-                for name in _names(expression.node):
+                for name in names(expression.node):
                     function = expression.function
                     key = id(function), ast.unparse(name)
                     if key in seen:
                         continue
                     seen.add(key)
-                    for where, definition in self._definitions(expression._replace(node=name)):
-                        if self._in_loop(definition, where):
+                    for where, definition in self.definitions(expression._replace(node=name)):
+                        if self.target.assigned(definition, where):
                             return hops
                         following.append(definition)
-                if self._is_loop(expression):
+                if self.target.within(expression):
                     return hops
             layer, hops = following, hops + 1
         return None
 
-    def _in_loop(self, of: _Expression, node: ast.AST) -> bool:
-        """Whether a node is in the body of the loop of the evaluation."""
-        loop = self.loop
-        if of.function is not self.evaluating.functions[0]:
-            return False
-        body = loop.body if isinstance(loop, ast.For) else ()
-        return any(n is node for s in body for n in ast.walk(s))
-
-    def _is_loop(self, of: _Expression) -> bool:
-        """Whether an expression is, or contains, the loop of the evaluation."""
-        return isinstance(self.loop, ast.comprehension) and any(
-            n is self.loop for n in ast.walk(of.node)
-        )
-
-    def _returned(self, of: _Expression) -> list[_Expression]:
-        """What the function returned that the expression called in which the evaluation ran."""
+    def _returned(self, of: Expression) -> list[Expression]:
+        """What the function returns that the expression calls, and that led to the target."""
         function = of.function
-        found: list[_Expression] = []
-        for depth, (_, line) in enumerate(self.evaluating.lines[1:]):
-            called = self.evaluating.functions[depth]
-            calls = [n for n in ast.walk(of.node) if isinstance(n, ast.Call) and _spans(n, line)]
-            if self.evaluating.functions[depth + 1] is not function or not calls:
+        found: list[Expression] = []
+        for depth, (_, line) in enumerate(self.stack.lines[1:]):
+            called = self.stack.functions[depth]
+            calls = [n for n in ast.walk(of.node) if isinstance(n, ast.Call) and spans(n, line)]
+            if self.stack.functions[depth + 1] is not function or not calls:
                 continue
-            for node in own_nodes(called) if called is not None else ():
-                if isinstance(node, ast.Return) and node.value is not None:
-                    found.append(_Expression(self.evaluating, depth, node.value))
+            if called is not None:
+                found += [Expression(self.stack, depth, e) for e in _results(called)]
         return found
 
-    def _definitions(self, of: _Expression) -> Iterator[tuple[ast.AST, _Expression]]:
+    def definitions(self, of: Expression) -> Iterator[tuple[ast.AST, Expression]]:
         """The statements that give a variable or an attribute its value, and what they are."""
         key = of.node.slice if isinstance(of.node, ast.Subscript) else None
         whole = of.node.value if isinstance(of.node, ast.Subscript) else of.node
         name = ast.unparse(whole)
         if isinstance(whole, ast.Attribute):
-            for stack in (of.stack, self.evaluating):
+            for stack in (of.stack, self.stack):
                 for depth in range(len(stack.lines)):
                     yield from _assigned(stack, depth, name, key)
             return
@@ -242,7 +219,7 @@ class _Search:
                 if _encloses(of.stack, depth, of.depth):
                     yield from _assigned(of.stack, depth, name, key)
 
-    def _passed(self, of: _Expression, name: str) -> list[_Expression] | None:
+    def _passed(self, of: Expression, name: str) -> list[Expression] | None:
         """What the caller gave for a parameter; None for a variable that is none."""
         function = of.function
         if not isinstance(function, Function):
@@ -255,24 +232,24 @@ class _Search:
         if outer >= len(of.stack.lines) or (caller := of.stack.functions[outer]) is None:
             return []
         line = of.stack.lines[outer][1]
-        calls = [n for n in own_nodes(caller) if isinstance(n, ast.Call) and _spans(n, line)]
+        calls = [n for n in own_nodes(caller) if isinstance(n, ast.Call) and spans(n, line)]
         known = getattr(function, "name", "")
         named = [c for c in calls if called_name(c) == known] or (
-            calls[:1] if known.startswith("__") else []
+            calls[:1] if known.startswith("__") or known == "forward" else []
         )
         if not named:
             return []
         call = named[0]
         given_by_name = [k.value for k in call.keywords if k.arg == name]
         if given_by_name or name not in plain:
-            return [_Expression(of.stack, outer, v) for v in given_by_name]
+            return [Expression(of.stack, outer, v) for v in given_by_name]
         place = plain.index(name) - (plain[0] in ("self", "cls"))
-        return [_Expression(of.stack, outer, v) for v in call.args[place : place + 1]]
+        return [Expression(of.stack, outer, v) for v in call.args[place : place + 1]]
 
 
 def _assigned(
-    stack: _Stack, depth: int, name: str, key: ast.expr | None
-) -> Iterator[tuple[ast.AST, _Expression]]:
+    stack: Stack, depth: int, name: str, key: ast.expr | None
+) -> Iterator[tuple[ast.AST, Expression]]:
     """What a function assigns to a variable or attribute, or to an entry of it, or what else it
     changes it with.
 
@@ -285,7 +262,7 @@ def _assigned(
                 for value in values:
                     part = value if into is not None else _entry(value, key)
                     if part is not None:
-                        yield node, _Expression(stack, depth, part)
+                        yield node, Expression(stack, depth, part)
 
 
 def _entry(value: ast.expr, key: ast.expr | None) -> ast.expr | None:
@@ -309,6 +286,8 @@ def _targets(node: ast.AST) -> list[tuple[str, ast.expr | None]]:
         targets: list[ast.expr] = [*node.targets]
     elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
         targets = [node.target]
+    elif isinstance(node, ast.Call) and called_name(node) in INTO:
+        targets = node.args[:1]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         targets = [node.func.value]
     else:
@@ -327,64 +306,33 @@ def _targets(node: ast.AST) -> list[tuple[str, ast.expr | None]]:
     return found
 
 
-def _names(node: ast.expr) -> Iterator[ast.expr]:
+def names(node: ast.expr) -> Iterator[ast.expr]:
     """The variables and dotted names that an expression reads, but for what it calls."""
     if isinstance(node, ast.Call):
-        if called_name(node) in _NO_RESULT:
+        if called_name(node) in NO_RESULT:
             return
         if isinstance(node.func, ast.Attribute):
-            yield from _names(node.func.value)  # `loss.item()`, `meter.compute()`
+            yield from names(node.func.value)  # `loss.item()`, `meter.compute()`
         for value in given(node):
-            yield from _names(value)
+            yield from names(value)
     elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         yield node if dotted(node.value) else node.value
     elif isinstance(node, ast.Attribute) and dotted(node):
         yield node
-        yield from _names(node.value)
+        yield from names(node.value)
     elif isinstance(node, ast.Name):
         yield node
     else:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
-                yield from _names(child)
+                yield from names(child)
 
 
-def _asked(node: ast.expr) -> Iterator[ast.expr]:
-    """The parts of a condition that are joined by `and`, `or` and `not`."""
-    if isinstance(node, ast.BoolOp):
-        for value in node.values:
-            yield from _asked(value)
-    elif isinstance(node, ast.UnaryOp):
-        yield from _asked(node.operand)
-    else:
-        yield node
-
-
-def _conditions(function: ast.AST, line: int) -> list[ast.expr]:
-    """The tests of the `if`s around a line of a function, and of those before it in the same block
-    that return; innermost first."""
-    found: list[ast.expr] = []
-    block: list[ast.stmt] = getattr(function, "body", [])
-    while isinstance(block, list):
-        around = [s for s in block if _spans(s, line)]
-        found += [
-            s.test
-            for s in block
-            if isinstance(s, ast.If)
-            and (s.end_lineno or 0) < line
-            and isinstance(s.body[-1], (ast.Return, ast.Continue, ast.Break))
-        ]
-        if not around or isinstance(around[-1], ast.ClassDef | Function):
-            break
-        node = around[-1]
-        if isinstance(node, ast.If) and any(_spans(s, line) for s in (*node.body, *node.orelse)):
-            found.append(node.test)
-        blocks = [getattr(node, f, []) for f in ("body", "orelse", "finalbody")]
-        blocks += [h.body for h in getattr(node, "handlers", ())]
-        block = next((b for b in blocks if any(_spans(s, line) for s in b)), [])
-        if not block:
-            break
-    return found[::-1]
+def _results(function: ast.AST) -> Iterator[ast.expr]:
+    """What a function returns."""
+    for node in own_nodes(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node.value
 
 
 def _is_declared(function: ast.AST | None, name: str) -> bool:
@@ -394,7 +342,7 @@ def _is_declared(function: ast.AST | None, name: str) -> bool:
     )
 
 
-def _encloses(stack: _Stack, depth: int, inner: int) -> bool:
+def _encloses(stack: Stack, depth: int, inner: int) -> bool:
     """Whether the variables of one function are known in another one: it is around it, or is the
     file itself."""
     outer, function, source = stack.functions[depth], stack.functions[inner], stack.source(inner)
@@ -405,5 +353,5 @@ def _encloses(stack: _Stack, depth: int, inner: int) -> bool:
     return function is outer
 
 
-def _spans(node: ast.AST, line: int) -> bool:
+def spans(node: ast.AST, line: int) -> bool:
     return hasattr(node, "lineno") and covers_line(node, line)

@@ -1,6 +1,7 @@
 """Which key chose the tensor of a collective that is called in a loop over names:
 `all_reduce(metrics[name])`, or `for name, value in metrics.items(): all_reduce(value)`; or in a
-loop over parameters, which have names in their model.
+loop over parameters, which have names in their model. And where the program puts an entry of that
+name into a dictionary.
 
 Ranks that iterate in different orders then differ in the key, although the line is the same.
 """
@@ -9,12 +10,21 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..recording.frames import variables
-from .ast_cache import Defined, Function, Source, given, is_call_of, last_name, source_of
+from .ast_cache import (
+    Defined,
+    Function,
+    Source,
+    given,
+    is_call_of,
+    last_name,
+    parsed_files,
+    source_of,
+)
 from .passthrough import passes_through
 
 KEYS = 64
@@ -34,6 +44,8 @@ NOTHING_ELSE = frozenset(
 function may compute a new value for each key, and may itself choose by it."""
 _NOT_SENT = ("group", "async_op", "op", "src", "dst")
 """Arguments of collectives that do not choose what is sent."""
+_TAKES_NAMES = ("dict", "update", "OrderedDict")
+_TAKES_A_NAME = ("setdefault", "__setitem__")
 _Loop: TypeAlias = ast.For | ast.comprehension
 
 
@@ -183,3 +195,62 @@ def _is_unchanged(value: ast.AST) -> bool:
         for n in ast.walk(value)
         if isinstance(n, ast.Call)
     )
+
+
+class Setter(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+def setter(name: str, files: Iterable[str]) -> Setter | None:
+    """The only line that sets an entry of this name, as in `losses["acc"] = x`; None where there is
+    none, or several.
+
+    Args:
+        files: where to look first; otherwise in those that were parsed already.
+    """
+    for some in (files, parsed_files()):
+        found = [
+            Setter(file, *line)
+            for file in dict.fromkeys(some)
+            if (source := source_of(file)) is not None
+            for line in source.once(_setters).get(name, ())
+        ]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _setters(source: Source) -> dict[str, list[tuple[int, str]]]:
+    """The lines that set an entry, and their functions, by its name."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for node in source.nodes:
+        for name, at in _entries(node):
+            found.setdefault(name, []).append((at.lineno, _function_of(source, at)))
+    return found
+
+
+def _entries(node: ast.AST) -> list[tuple[str, ast.expr | ast.keyword]]:
+    """The names of the entries that a node itself sets, each with what says so."""
+    keys: list[ast.expr | None] = []
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        keys = [node.slice]
+    elif isinstance(node, ast.Dict):
+        keys = [*node.keys]
+    elif isinstance(node, ast.Call) and last_name(node.func) in _TAKES_A_NAME:
+        keys = [*node.args[:1]]
+    elif isinstance(node, ast.Call) and last_name(node.func) in _TAKES_NAMES:
+        return [(k.arg, k) for k in node.keywords if k.arg]
+    return [
+        (key.value, key)
+        for key in keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    ]
+
+
+def _function_of(source: Source, node: ast.AST) -> str:
+    outer: ast.AST | None = node
+    while outer is not None and not isinstance(outer, Defined):
+        outer = source.parents.get(outer)
+    return outer.name if isinstance(outer, Defined) else "<module>"

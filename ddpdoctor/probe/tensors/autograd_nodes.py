@@ -1,12 +1,31 @@
-"""The autograd graph: the leaves that it reaches, and the constant that one of its nodes multiplies
-or divides by, such as the world size that a loss was divided by."""
+"""The autograd graph: the leaves that it reaches, what is in it between a loss and a tensor, and
+the constant that one of its nodes multiplies or divides by, such as the world size that a loss was
+divided by."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..recording.torch_compat import saved
+from ..recording.torch_compat import node_number, saved
+from .limits import GRAPH_NODES
+
+LINEAR = (
+    "Add", "Alias", "AsStrided", "Cat", "Clone", "Diagonal", "Div", "Expand", "Index", "Mean",
+    "Mul", "Neg", "Permute", "Repeat", "Reshape", "Rsub", "Select", "Slice", "Split", "Squeeze",
+    "Stack", "Sub", "Sum", "T", "ToCopy", "Trace", "Transpose", "Unbind", "UnsafeView",
+    "Unsqueeze", "View",
+)  # fmt: skip
+"""Nodes whose result is a sum of their inputs, each times a constant. A product is, too, if only
+one factor takes part in the graph."""
+
+FORMS = (
+    "Alias", "AsStrided", "Clone", "Expand", "Permute", "Reshape", "Squeeze", "T", "ToCopy",
+    "Transpose", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+"""Nodes whose result has the same numbers."""
+
+KINDS = frozenset(f"{kind}Backward" for kind in LINEAR)
 
 
 def nodes_of(starts: Iterable[Any], most: int) -> list[Any]:
@@ -89,3 +108,50 @@ def _number(node: Any) -> Any:
     if other is None or isinstance(other, (int, float)):
         return None
     return None if other.numel() != 1 or other.requires_grad else other
+
+
+def before_views(node: Any) -> Any:
+    """The node whose result a tensor shows, perhaps in another form or copied."""
+    while node.name().rstrip("0123456789").removesuffix("Backward") in FORMS:
+        (ahead, _), *_ = node.next_functions
+        if ahead is None:
+            break
+        node = ahead
+    return node
+
+
+def nodes_between(roots: list[Any], target: Any) -> set[Any] | None:
+    """The nodes from the loss to another one, which is not among them; None if it is not found."""
+    first = node_number(target)
+    above: dict[Any, list[Any]] = {root: [] for root in roots}
+    left = list(above)
+    while left and len(above) < GRAPH_NODES:
+        node = left.pop()
+        for ahead, _ in node.next_functions:
+            if ahead is None or node_number(ahead) < first:
+                continue  # made before
+            if ahead not in above:
+                above[ahead] = []
+                left.append(ahead)
+            above[ahead].append(node)
+    if left or target not in above:
+        return None
+    between, left = {target}, [target]
+    while left:
+        new = {*above[left.pop()]} - between
+        between |= new
+        left += new
+    between.remove(target)
+    return between
+
+
+def linear(node: Any) -> bool:
+    kind = node.name().rstrip("0123456789")
+    inputs = sum(n is not None for n, _ in node.next_functions)
+    return kind in KINDS and not (kind in ("MulBackward", "DivBackward") and inputs > 1)
+
+
+def leads_to(node: Any, tensors: Iterable[Any]) -> bool:
+    """Whether one of some parameters is below a node."""
+    wanted = {id(tensor) for tensor in tensors if tensor is not None}
+    return any(id(getattr(n, "variable", None)) in wanted for n in nodes_of([node], GRAPH_NODES))

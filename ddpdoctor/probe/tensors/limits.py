@@ -71,3 +71,6 @@ LEAVES = 4096
 FEW = 5
 """Gradients that stand for those of a model: a backward that reaches none of a few spread over it
 does not reach the model."""
+
+GRAPH_NODES = 10_000
+"""Nodes of the graph of a loss that are searched."""

@@ -23,9 +23,9 @@ from ...recording.frames import variables
 from ...recording.import_hooks import when_imported
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher
-from ...source import comparisons
 from ...source.call_resolver import FRAMES, Scope, resolve, searched
-from ...source.dependence import Decision, Line, deciding
+from ...source.decisions import Decision, compared, deciding
+from ...source.dependence import Line
 from ...source.division import totals_divided
 from .loaders import Loaders
 from .samplers import length
@@ -103,7 +103,7 @@ class ComparedValues(Watcher):
             self.last = -1 if number is None else number
             self.iterations += 1
             self.loops.pop(self.last, None)
-            self.loops[self.last] = _lines(_users(recorder))
+            self.loops[self.last] = _lines(recorder.sites.user_frames(sys._getframe(1), FRAMES))
 
     def _read(self, recorder: Recorder) -> None:
         """Record the compared numbers that changed since the last iteration began."""
@@ -112,10 +112,10 @@ class ComparedValues(Watcher):
 
         def compares(frame: FrameType) -> bool:
             code = frame.f_code
-            return recorder.sites.kind(code) is USER and bool(comparisons.compared(code))
+            return recorder.sites.kind(code) is USER and bool(compared(code))
 
         for frame, scope in searched(sys._getframe(1), compares):
-            for node in comparisons.compared(frame.f_code):
+            for node in compared(frame.f_code):
                 number = _number(resolve(node, scope))
                 name = frame.f_code.co_filename, frame.f_code.co_firstlineno, ast.unparse(node)
                 if number is None or self.values.get(name) == number:
@@ -135,7 +135,7 @@ class ComparedValues(Watcher):
                     )
 
     def _saving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
-        frames = _users(recorder)
+        frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
         if not frames or (found := self._decision(frames)) is None:
             return
         loader, (code, node, line) = found
@@ -169,21 +169,6 @@ class ComparedValues(Watcher):
             if (decision := self.decisions[key]) is not None:
                 return loader, decision
         return None
-
-
-def _users(recorder: Recorder) -> list[FrameType]:
-    """The frames of the user's code, innermost first, without those of comprehensions."""
-    found: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < FRAMES:
-        code = frame.f_code
-        if recorder.sites.kind(code) is USER and code.co_name not in _WITHIN:
-            found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-_WITHIN = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 def _lines(frames: list[FrameType]) -> list[Line]:

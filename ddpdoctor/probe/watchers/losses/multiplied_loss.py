@@ -19,10 +19,11 @@ from ...recording.torch_compat import made_at, saved
 from ...recording.watcher import Watcher, on
 from ...source.division import multiplied_by_world_size
 from ...tensors.autograd_nodes import divisor_of, is_of_a_device
+from ...tensors.limits import GRAPH_NODES
 from ...training import lifecycle
 from ...training.records import Backward
 from ...training.wrapped_models import WrappedModels
-from .limits import BACKWARDS_LOOKED_AT, MULTIPLIED_FOLLOWED, NODES_FOLLOWED, REDUCED_NODES
+from .limits import BACKWARDS_LOOKED_AT, MULTIPLIED_FOLLOWED, NODES_FOLLOWED
 from .loss_scaling import LossScaling, group_size, reduction_of, rows_of
 
 FIGURES = 4
@@ -187,7 +188,7 @@ def _of_other_ranks(root: Any) -> bool:
     import torch
 
     left, seen = [root], {root}
-    while left and len(seen) < REDUCED_NODES:
+    while left and len(seen) < GRAPH_NODES:
         node = left.pop()
         name = node.name()
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)

@@ -1,12 +1,11 @@
-"""Is a tensor that is part of the loss all-reduced in place, or gathered from all ranks without a
-gradient that flows to the others?
+"""Is a tensor that is part of the loss gathered from all ranks, without a gradient that flows to
+the others, or without any?
 
-Autograd does not see a collective that writes into a tensor: the loss follows from the values of
-all ranks, its gradient from those of this rank. The node that made the tensor is kept until the
-next backward and searched for in the graph of the loss; nothing of it is changed.
-
-A function of the program's own, or `gathered[rank] = tensor`, may give back this rank's part of the
-gradient of what was gathered. That is measured in the backward, at the node that gathers.
+Autograd does not see a collective that writes into tensors. A function of the program's own, or
+`gathered[rank] = tensor`, may give back this rank's part of the gradient of what was gathered. That
+is measured in the backward, at the node that gathers. Whether this rank's tensor has any part in
+the loss is read from the graph of the loss, and whether the loss is computed from what was gathered
+from the source. Nothing of the graph is changed.
 """
 
 from __future__ import annotations
@@ -14,113 +13,39 @@ from __future__ import annotations
 import ast
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import isfinite
+from types import CodeType
 from typing import Any, NamedTuple
 
-from ....events import GatheredInGraph, ReducedInGraph
+from ....events import GatheredInGraph, GatheredWithoutGradient
 from ...collectives import call_hooks
-from ...recording.code_locations import classify
+from ...recording.code_locations import USER, classify
 from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import node_number
 from ...recording.watcher import Watcher, on
 from ...source.ast_cache import parts_of
-from ...tensors.autograd_nodes import divisor_of
+from ...source.call_resolver import FRAMES
+from ...source.dependence import Line, in_loss
+from ...tensors.autograd_nodes import (
+    before_views,
+    divisor_of,
+    leads_to,
+    linear,
+    nodes_between,
+    nodes_of,
+)
 from ...tensors.digests import Sketcher
+from ...tensors.limits import GRAPH_NODES
 from ...training import lifecycle
 from ...training.records import Backward
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
-from .gradient_sync import GradientSync
-from .limits import GATHERED_FRAMES, REDUCED_KEPT, REDUCED_LOOKED_AT, REDUCED_NODES
-from .loss_scaling import group_size, reduction_of
-
-LINEAR = (
-    "Add", "Alias", "AsStrided", "Cat", "Clone", "Diagonal", "Div", "Expand", "Index", "Mean",
-    "Mul", "Neg", "Permute", "Repeat", "Reshape", "Rsub", "Select", "Slice", "Split", "Squeeze",
-    "Stack", "Sub", "Sum", "T", "ToCopy", "Trace", "Transpose", "Unbind", "UnsafeView",
-    "Unsqueeze", "View",
-)  # fmt: skip
-"""Nodes whose result is a sum of their inputs, each times a constant. A product is, too, if only
-one factor takes part in the graph."""
-
-KINDS = frozenset(f"{kind}Backward" for kind in LINEAR)
-
-
-class _Reduced(NamedTuple):
-    """A tensor of a graph that was all-reduced in place.
-
-    Attributes:
-        node: that made it; site: the line of the call.
-    """
-
-    node: Any
-    group: int
-    shape: tuple[int, ...]
-    site: int
-
-
-class ReducedInGraphs(Watcher):
-    """
-    Attributes:
-        reduced: what was reduced since the last backward.
-        looked: by line of the call, tensors that were looked for; lines on record are no more.
-    """
-
-    lost = "whether tensors of the loss are all-reduced in place"
-    after = (GradientSync,)
-
-    def __init__(self) -> None:
-        self.reduced: list[_Reduced] = []
-        self.looked: dict[int, int] = {}
-        self.grad_enabled: Callable[[], bool] = bool
-
-    def install(self) -> None:
-        import torch
-
-        self.grad_enabled = torch.is_grad_enabled
-
-    @on(call_hooks.called)
-    def _called(self, recorder: Recorder, call: call_hooks.Call) -> None:
-        if call.op != "all_reduce" or len(self.reduced) >= REDUCED_KEPT:
-            return
-        for tensor in call.tensors:
-            node = tensor.grad_fn if tensor.requires_grad and tensor.numel() > 1 else None
-            if node is None or not self.grad_enabled():
-                continue  # functions that know their own gradient call it with gradients off
-            # DDP's mean is right for the mean of all ranks; hooks may multiply the gradient.
-            if call.reduces_by != "SUM" or tensor._backward_hooks:
-                continue
-            site = recorder.site()
-            if self.looked.setdefault(site, 0) < REDUCED_LOOKED_AT:
-                self.looked[site] += 1
-                self.reduced.append(_Reduced(node, call.group, tuple(tensor.shape), site))
-
-    @on(lifecycle.backward_begins, fast_path=False)
-    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
-        reduced, self.reduced = self.reduced, []
-        if not reduced:
-            return
-        pending = [m for m in WrappedModels.current.live() if m.pending]
-        roots = [r.grad_fn for r in backward.roots if getattr(r, "grad_fn", None) is not None]
-        for one in reduced:
-            model = next((m for m in pending if m.group == one.group), None)
-            if model is None or self.looked[one.site] > REDUCED_LOOKED_AT or group_size(model) < 2:
-                continue
-            if _shapes(roots, one.node, group_size(model)) and _leads_to(one.node, model):
-                self.looked[one.site] = REDUCED_LOOKED_AT + 1
-                recorder.emit(
-                    ReducedInGraph(
-                        at=time.monotonic(),
-                        model=model.number,
-                        step=recorder.step,
-                        size=group_size(model),
-                        shape=one.shape,
-                        site=one.site,
-                        backward_site=backward.site,
-                    )
-                )
+from ..gradients.gradient_sync import GradientSync
+from .limits import CUT_BACKWARDS, GATHERED_FRAMES, REDUCED_KEPT, REDUCED_LOOKED_AT
+from .loss_scaling import averaged, group_size, reduction_of
 
 
 class _Gathered(NamedTuple):
@@ -129,12 +54,18 @@ class _Gathered(NamedTuple):
     Attributes:
         node: of the program's function that gathers it; None without one.
         shape: of this rank's part; `site` the line of the call.
+        made: the node that made this rank's part; None where it has no gradient.
+        calling: the running functions of the program and their lines, innermost first; `entered`
+            those that a library called.
     """
 
     node: Any
     group: int
     shape: tuple[int, ...]
     site: int
+    made: Any = None
+    calling: tuple[Line, ...] = ()
+    entered: tuple[CodeType, ...] = ()
 
 
 class _Measured(NamedTuple):
@@ -158,6 +89,8 @@ class GatheredInGraphs(Watcher):
     Attributes:
         gathered: what was gathered since the last backward.
         looked: by line of the call, backwards that were looked at.
+        cut: by line of the call, backwards that gave the tensor no gradient; a large negative
+            number once one did.
         measured: in the backward that runs; `handles` of the hooks at its nodes.
     """
 
@@ -167,6 +100,7 @@ class GatheredInGraphs(Watcher):
     def __init__(self) -> None:
         self.gathered: list[_Gathered] = []
         self.looked: dict[int, int] = {}
+        self.cut: Counter[int] = Counter()
         self.measured: list[_Measured] = []
         self.handles: list[Any] = []
         self.sketcher: Sketcher | None = None
@@ -189,7 +123,19 @@ class GatheredInGraphs(Watcher):
             node = _running_function()
         site = recorder.site()
         if self.looked.get(site, 0) < REDUCED_LOOKED_AT:
-            self.gathered.append(_Gathered(node, call.group, tuple(tensor.shape), site))
+            one = _Gathered(node, call.group, tuple(tensor.shape), site)
+            if node is None and tensor.grad_fn is not None:
+                frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
+                one = one._replace(
+                    made=before_views(tensor.grad_fn),
+                    calling=tuple((f.f_code, f.f_lineno) for f in frames),
+                    entered=tuple(
+                        f.f_code
+                        for f in frames
+                        if f.f_back and recorder.sites.kind(f.f_back.f_code) is not USER
+                    ),
+                )
+            self.gathered.append(one)
 
     @on(lifecycle.backward_begins, fast_path=False)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
@@ -198,6 +144,7 @@ class GatheredInGraphs(Watcher):
             return
         pending = [m for m in WrappedModels.current.live() if m.pending and m.pending_sync]
         roots = [r.grad_fn for r in backward.roots if getattr(r, "grad_fn", None) is not None]
+        self._find_cut(recorder, backward, pending, roots)
         for site in {g.site for g in self.gathered}:
             self.looked[site] = self.looked.get(site, 0) + 1
         for model in pending:
@@ -210,7 +157,7 @@ class GatheredInGraphs(Watcher):
             if any(g.node is None for g in mine):
                 nodes += [(node, None) for node in _put_back(roots, size, rank)[:REDUCED_KEPT]]
             for node, gathered in nodes:
-                if _scaled_up(roots, node, size) or not _leads_to(node, model):
+                if _scaled_up(roots, node, size) or not leads_to(node, averaged(model)):
                     continue
                 given: list[Any] = []
                 before = partial(_keep, given)
@@ -220,6 +167,37 @@ class GatheredInGraphs(Watcher):
                     node.register_prehook(shielded(part, before, self.lost)),
                     node.register_hook(shielded(part, after, self.lost)),
                 ]
+
+    def _find_cut(
+        self, recorder: Recorder, backward: Backward, pending: list[Model], roots: list[Any]
+    ) -> None:
+        """Look for tensors that were gathered for the loss that the backward starts from, and that
+        get no gradient from it."""
+        frame = backward.frame
+        line = (frame.f_code, frame.f_lineno) if frame is not None else None
+        for one in self.gathered:
+            model = next((m for m in pending if m.group == one.group), None)
+            if one.made is None or model is None or not 0 <= self.cut[one.site] < CUT_BACKWARDS:
+                continue
+            if one.made in nodes_of(roots, GRAPH_NODES):
+                self.cut[one.site] = -1
+            elif leads_to(one.made, averaged(model)) and in_loss(
+                [*one.calling], line, one.entered[-1:]
+            ):
+                self.cut[one.site] += 1
+                if self.cut[one.site] == CUT_BACKWARDS:
+                    recorder.emit(
+                        GatheredWithoutGradient(
+                            at=time.monotonic(),
+                            model=model.number,
+                            step=recorder.step,
+                            size=group_size(model),
+                            shape=one.shape,
+                            backwards=CUT_BACKWARDS,
+                            site=one.site,
+                            backward_site=backward.site,
+                        )
+                    )
 
     def _runs(
         self,
@@ -335,23 +313,19 @@ def _rank_in_group(model: Model) -> int:
 
 def _put_back(roots: list[Any], size: int, rank: int) -> list[Any]:
     """The nodes that join one tensor of each rank, of which only this rank's has a gradient."""
-    found, left, seen = [], [*roots], {*roots}
-    while left and len(seen) < REDUCED_NODES:
-        node = left.pop()
+    found = []
+    for node in nodes_of(roots, GRAPH_NODES):
         ahead = [n for n, _ in node.next_functions]
         joins = len(ahead) == size and node.name().startswith(("CatBackward", "StackBackward"))
         if joins and [n for n, a in enumerate(ahead) if a is not None] == [rank]:
             found.append(node)
-        new = {n for n in ahead if n is not None} - seen
-        seen |= new
-        left += new
     return sorted(found, key=node_number)
 
 
 def _scaled_up(roots: list[Any], target: Any, size: int) -> bool:
     """Whether the loss does not follow from a node, is multiplied by the number of ranks on the
     way, or is a sum over what is gathered, of which DDP's mean may be wanted."""
-    between = _between(roots, target)
+    between = nodes_between(roots, target)
     if between is None:
         return True
     if any(abs(divisor_of(n) * size - 1) < 1e-6 for n in _after_reduction(roots)):
@@ -360,14 +334,14 @@ def _scaled_up(roots: list[Any], target: Any, size: int) -> bool:
         n.name().startswith("Mean") or (divisor_of(n) >= size and divisor_of(n) % size == 0)
         for n in between
     )
-    return not means and all(map(_linear, between))
+    return not means and all(map(linear, between))
 
 
 def _after_reduction(roots: list[Any]) -> set[Any]:
     """The nodes from a loss down to those that reduce it to one number, and the next ones, where
     each sample's loss may be weighted; a factor further down is a temperature, say."""
     found, left = {*roots}, [*roots]
-    while left and len(found) < REDUCED_NODES:
+    while left and len(found) < GRAPH_NODES:
         node = left.pop()
         new = {n for n, _ in node.next_functions if n is not None} - found
         found |= new
@@ -414,70 +388,3 @@ def _parts(
 def _fits(gathered: tuple[int, ...], part: tuple[int, ...]) -> bool:
     """Whether parts of one shape are what was gathered: that of a number may have a dimension."""
     return gathered == part or (gathered in ((), (1,)) and part in ((), (1,)))
-
-
-def _shapes(roots: list[Any], target: Any, size: int) -> bool:
-    """Whether the gradient at a node follows from the values there, and is that of this rank.
-
-    Where the loss is linear from the sum over the ranks on, the sum only multiplies all by one
-    number. A program may multiply by the world size, or have functions with gradients of their own.
-    """
-    between = _between(roots, target)
-    if between is None:
-        return False
-    if any(abs(divisor_of(n) * size - 1) < 1e-6 or _of_the_program(n) for n in between):
-        return False
-    return not all(map(_linear, between))
-
-
-def _between(roots: list[Any], target: Any) -> set[Any] | None:
-    """The nodes from the loss to another one, which is not among them; None if it is not found."""
-    first = node_number(target)
-    above: dict[Any, list[Any]] = {root: [] for root in roots}
-    left = list(above)
-    while left and len(above) < REDUCED_NODES:
-        node = left.pop()
-        for ahead, _ in node.next_functions:
-            if ahead is None or node_number(ahead) < first:
-                continue  # made before
-            if ahead not in above:
-                above[ahead] = []
-                left.append(ahead)
-            above[ahead].append(node)
-    if left or target not in above:
-        return None
-    between, left = {target}, [target]
-    while left:
-        new = {*above[left.pop()]} - between
-        between |= new
-        left += new
-    between.remove(target)
-    return between
-
-
-def _linear(node: Any) -> bool:
-    kind = node.name().rstrip("0123456789")
-    inputs = sum(n is not None for n, _ in node.next_functions)
-    return kind in KINDS and not (kind in ("MulBackward", "DivBackward") and inputs > 1)
-
-
-def _of_the_program(node: Any) -> bool:
-    """Whether a node is a Python function with a backward of its own, other than DDP's."""
-    import torch
-
-    custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return custom and "DDPSink" not in node.name()
-
-
-def _leads_to(node: Any, model: Model) -> bool:
-    """Whether parameters whose gradients DDP averages are below a node."""
-    wanted = {id(p) for i in model.expected if (p := model.parameters[i]()) is not None}
-    left, seen = [node], {node}
-    while left and len(seen) < REDUCED_NODES:
-        node = left.pop()
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        ahead = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= ahead
-        left += ahead
-    return False

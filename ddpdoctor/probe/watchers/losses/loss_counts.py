@@ -24,7 +24,7 @@ from ...training import lifecycle
 from ...training.records import Backward
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
-from .gradient_sync import GradientSync
+from ..gradients.gradient_sync import GradientSync
 from .limits import COUNTED_BACKWARDS, COUNTS_KEPT, SMALLEST_COUNT, TERM_NODES
 from .loss_scaling import group_size
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 from types import CodeType
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from ...training import lifecycle
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
-from .gradient_sync import GradientSync
+from ..gradients.gradient_sync import GradientSync
 from .limits import (
     BACKWARDS_LOOKED_AT,
     BATCHES_AT_MOST,
@@ -436,6 +436,11 @@ def _model_of_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
     """The model whose group size divides `divisor`: programs divide by the world size, or by
     `accumulation * world_size`."""
     return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
+
+
+def averaged(model: Model) -> Iterator[Any]:
+    """The parameters whose gradients DDP averages."""
+    return (model.parameters[i]() for i in model.expected)
 
 
 def group_size(model: Model) -> int:

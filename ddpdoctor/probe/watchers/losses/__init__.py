@@ -1,0 +1,1 @@
+"""How is the loss made, and by what is it divided?"""
