@@ -1,4 +1,5 @@
-"""Which comparison of a result of an evaluation decides about a line, in programs that run."""
+"""Which comparison of a result of an evaluation decides about a line, and whether a loss is
+computed from what a call gave, in programs that run."""
 
 import ast
 import linecache
@@ -8,6 +9,7 @@ import textwrap
 import pytest
 
 from ddpdoctor.probe.source.decisions import deciding
+from ddpdoctor.probe.source.dependence import in_loss
 
 EVALUATE = """
 def evaluate():
@@ -102,3 +104,90 @@ def test_a_result_that_decides(tmp_path, name):
 @pytest.mark.parametrize("name", NONE)
 def test_what_is_no_result(tmp_path, name):
     assert Program(tmp_path, NONE[name]).decided_by() is None
+
+
+GATHERS = """
+def gather(x):
+    parts = [None, None]
+    all_gather(parts, x)
+    return parts
+def returned(x):
+    return lib(x)
+def contrast(q, p):
+    return q @ cat(gather(p))
+class Loss:
+    def __call__(self, q, p):
+        every = returned(p)
+        return q @ cat(every)
+def training_step(q, p):
+    loss = contrast(q, p)
+    return {"loss": loss, "seen": q}
+def looks(q, p):
+    seen = gather(p)
+    log(seen)
+    return q @ p
+"""
+
+LOSSES = {
+    "in place": (True, "loss = contrast(q, p)\nloss.backward()"),
+    "an object": (True, "loss = Loss()(q, p)\nscaler.scale(loss).backward()"),
+    "given": (True, "total = 0\ntotal = total + contrast(q, p)\naccelerator.backward(total)"),
+    "here": (True, "every = returned(p)\nloss = q @ cat(every)\nloss.backward()"),
+    "of a framework": (True, "fit(training_step, q, p)"),
+    "to look at": (False, "seen = gather(p)\nloss = q @ p\nlog(seen)\nloss.backward()"),
+    "of another loss": (False, "first = q @ p\nsecond = contrast(q, p)\nfirst.backward()"),
+    "looked at in a function": (False, "loss = looks(q, p)\nloss.backward()"),
+}
+
+
+class Anything:
+    """An object with any method and operator, which calls back when a backward begins."""
+
+    def __init__(self, backward):
+        self.begins = backward
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args):
+        return self
+
+    def __matmul__(self, other):
+        return self
+
+    __add__ = __radd__ = __matmul__
+
+    def backward(self, *args):
+        self.begins()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_whether_a_loss_is_computed_from_what_a_call_gave(tmp_path, name):
+    told, body = LOSSES[name]
+    file = str(tmp_path / "program.py")
+    text = GATHERS + "def main(q, p):\n" + textwrap.indent(body, "    ") + "\nmain(q, p)\n"
+    with open(file, "w") as written:
+        written.write(text)
+    linecache.checkcache(file)
+    calls, backwards = [], []
+
+    def stack():
+        frame, found = sys._getframe(2), []
+        while frame is not None:
+            if frame.f_code.co_filename == file:
+                found.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return found
+
+    def gathers(*args):
+        calls.append(stack())
+        return args[-1]
+
+    thing = Anything(lambda: backwards.append(stack()[0]))
+    names = {"all_gather": gathers, "lib": gathers, "log": lambda x: None, "cat": lambda x: thing,
+             "scaler": thing, "accelerator": thing, "q": thing, "p": thing,
+             "fit": lambda step, *args: step(*args)}  # fmt: skip
+    exec(compile(text, file, "exec"), names)
+    (calling,) = calls
+    entered = [code for code, _ in calling if code.co_name == "training_step"]
+    assert in_loss(calling, backwards[0] if backwards else None, entered) is told

@@ -14,6 +14,7 @@ from ddpdoctor.events import (
     BatchSeen,
     Edited,
     GatheredInGraph,
+    GatheredWithoutGradient,
     LossMeans,
     OptimizerSeen,
     ReducedInGraph,
@@ -315,6 +316,15 @@ def gathered(forward, sketch=(3.0, 4.0), function="Gather", **more):
         at=0, model=0, forward=forward, step=forward, size=2, shape=(8, 4), function=function,
         norm=5.0, sketch=sketch, site=LINE, backward_site=BACKWARD, **more,
     )  # fmt: skip
+
+
+def test_a_tensor_gathered_for_the_loss_that_gets_no_gradient():
+    event = GatheredWithoutGradient(at=0, model=0, step=2, size=2, shape=(8, 4), backwards=3,
+                                    site=LINE, backward_site=BACKWARD)  # fmt: skip
+    (finding,) = LossScaleMismatch().examine(run_of({n: [event] for n in range(2)}))
+    assert (finding.rule, finding.severity) == ("gathered-without-gradient", Severity.WARNING)
+    assert (finding.ranks, finding.location.line) == ((0, 1), 33)
+    assert finding.steps == Steps(first=0, last=3, count=4)
 
 
 def test_a_loss_of_gathered_tensors_whose_gradient_reaches_only_this_ranks_part():

@@ -110,14 +110,22 @@ def _number(node: Any) -> Any:
     return None if other.numel() != 1 or other.requires_grad else other
 
 
-def before_views(node: Any) -> Any:
-    """The node whose result a tensor shows, perhaps in another form or copied."""
+def before_views(node: Any, output: int) -> tuple[Any, int]:
+    """The node and the number of its output that a tensor shows, perhaps in another form or
+    copied."""
     while node.name().rstrip("0123456789").removesuffix("Backward") in FORMS:
-        (ahead, _), *_ = node.next_functions
+        (ahead, number), *_ = node.next_functions
         if ahead is None:
             break
-        node = ahead
-    return node
+        node, output = ahead, number
+    return node, output
+
+
+def is_used(made: tuple[Any, int], roots: list[Any]) -> bool:
+    """Whether an output of a node is in the graph of some tensors."""
+    return any(
+        (n, k) == made for node in nodes_of(roots, GRAPH_NODES) for n, k in node.next_functions
+    )
 
 
 def nodes_between(roots: list[Any], target: Any) -> set[Any] | None:

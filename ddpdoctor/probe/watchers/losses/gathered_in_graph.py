@@ -32,6 +32,7 @@ from ...source.dependence import Line, in_loss
 from ...tensors.autograd_nodes import (
     before_views,
     divisor_of,
+    is_used,
     leads_to,
     linear,
     nodes_between,
@@ -54,7 +55,8 @@ class _Gathered(NamedTuple):
     Attributes:
         node: of the program's function that gathers it; None without one.
         shape: of this rank's part; `site` the line of the call.
-        made: the node that made this rank's part; None where it has no gradient.
+        made: the node that made this rank's part, and the number of its output; None where it has
+            no gradient.
         calling: the running functions of the program and their lines, innermost first; `entered`
             those that a library called.
     """
@@ -63,7 +65,7 @@ class _Gathered(NamedTuple):
     group: int
     shape: tuple[int, ...]
     site: int
-    made: Any = None
+    made: tuple[Any, int] | None = None
     calling: tuple[Line, ...] = ()
     entered: tuple[CodeType, ...] = ()
 
@@ -127,7 +129,7 @@ class GatheredInGraphs(Watcher):
             if node is None and tensor.grad_fn is not None:
                 frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
                 one = one._replace(
-                    made=before_views(tensor.grad_fn),
+                    made=before_views(tensor.grad_fn, tensor.output_nr),
                     calling=tuple((f.f_code, f.f_lineno) for f in frames),
                     entered=tuple(
                         f.f_code
@@ -179,9 +181,9 @@ class GatheredInGraphs(Watcher):
             model = next((m for m in pending if m.group == one.group), None)
             if one.made is None or model is None or not 0 <= self.cut[one.site] < CUT_BACKWARDS:
                 continue
-            if one.made in nodes_of(roots, GRAPH_NODES):
+            if is_used(one.made, roots) or one.made[0] in roots:
                 self.cut[one.site] = -1
-            elif leads_to(one.made, averaged(model)) and in_loss(
+            elif leads_to(one.made[0], averaged(model)) and in_loss(
                 [*one.calling], line, one.entered[-1:]
             ):
                 self.cut[one.site] += 1
