@@ -169,7 +169,7 @@ class MetricNotReduced(Check):
                     key = reader.loop_at, event.name
                     if event.loader != reader.seen.loader or key in reported:
                         continue
-                    read = max((e.samples for e in reader.epochs if e.exhausted), default=0)
+                    read = max((e.samples for e in reader.epochs if e.whole), default=0)
                     factor = event.length / read if read else 0.0
                     if factor < SHARED_BY or any(exchanged(loader)):
                         continue
@@ -312,7 +312,7 @@ class MetricNotReduced(Check):
             known = exchanged(loader)
             alone = [e for e, together in zip(reader.epochs, known, strict=False) if not together]
             if any(known):  # a trial before training may stop early
-                alone = [epoch for epoch in alone if epoch.exhausted]
+                alone = [epoch for epoch in alone if epoch.whole]
             if not alone or reader.loop_at is None:
                 continue
             read = loader.samples_read

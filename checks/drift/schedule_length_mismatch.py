@@ -45,6 +45,12 @@ class Unit(NamedTuple):
 
 
 PREPARED = " (Accelerate does so with a scheduler that it has prepared)"
+ESTIMATED = (
+    "plan with `total_steps=self.trainer.estimated_stepping_batches`, which counts the optimizer "
+    "steps of one rank (`self.train_dataloader()` is not divided yet)"
+)
+PLANNED_BY = {"lightning": ESTIMATED, "pytorch_lightning": ESTIMATED}
+"""What to plan with where a framework steps the scheduler."""
 KEEP_OUT = "keep the scheduler out of `accelerator.prepare`"
 ONCE = "step the scheduler once per optimizer step"
 
@@ -359,7 +365,8 @@ def _too_long(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | No
                 f"{epochs.ranks} ranks takes its share"
                 + f", and the optimizer steps once per {micro} batches" * (micro > each)
                 + f"; {ended}",
-                "plan with the length of the loader that has the distributed sampler: "
+                PLANNED_BY.get(event.by.partition(".")[0])
+                or "plan with the length of the loader that has the distributed sampler: "
                 f"`epochs * len(loader){f' // {micro}' if micro > 1 else ''}`",
             )
     return None
@@ -410,7 +417,7 @@ def _epochs(run: Run, rank: Rank) -> Epochs | None:
     ranks = seen.replicas
     if ranks < 2:  # a sampler that does not say among how many ranks it divides the batches
         ranks = run.world_size if seen.batches == seen.length // size // run.world_size else 0
-    if ranks < 2 or not all(epoch.exhausted for epoch in epochs):
+    if ranks < 2 or not all(epoch.whole for epoch in epochs):
         return None
     undivided = seen.length // size, -(-seen.length // size)
     return Epochs(epochs[-1].number + 1, seen.batches, ranks, undivided)

@@ -40,13 +40,14 @@ def schedule(planned, calls, *, steps=None, kind="CosineAnnealingLR", counted=No
 
 def run_of(
     event, *, micro=1, epochs=3, length=80, exhausted=True, world=2, divided=True, says_so=True,
-    **more,
+    counts=False, **more,
 ):  # fmt: skip
     """Each rank takes 40 of 80 samples in each epoch, in 10 batches of 4 (of 20 for one process).
 
     Args:
         micro: backwards per step.
         says_so: the sampler knows among how many ranks it divides.
+        counts: the program takes as many batches as there are, and never asks for one more.
         more: of `make_run`.
     """
     share = length // world if divided else length
@@ -56,7 +57,8 @@ def run_of(
     def events(rank):
         indices = list(range(rank, length, world)) if divided else list(range(length))
         given = loader(0, [indices] * epochs, length=length, trains=False, batches=batches,
-                       exhausted=exhausted, ends={"backwards": batches}, **sharing)  # fmt: skip
+                       exhausted=exhausted and not counts, ends={"backwards": batches},
+                       began={"batches": batches} if counts else None, **sharing)  # fmt: skip
         steps = [
             StepDone(at=0, optimizer=0, step=n, site=4, wall_s=0.1, backwards=micro)
             for n in range(event.steps)
@@ -70,8 +72,14 @@ def judged(event, **fields):
     return list(ScheduleLengthMismatch().examine(run_of(event, **fields)))
 
 
-def test_a_plan_of_the_whole_data_set():
-    (finding,) = judged(schedule(60, 30))
+def test_a_plan_for_a_scheduler_that_a_framework_steps():
+    (finding,) = judged(schedule(60, 30, by="lightning.pytorch.trainer.trainer"), counts=True)
+    assert "estimated_stepping_batches" in finding.fix
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_plan_of_the_whole_data_set(counts):
+    (finding,) = judged(schedule(60, 30), counts=counts)
     assert finding.rule == "counts-undivided-batches"
     assert finding.ranks == (0, 1)
     assert (finding.location.line, finding.related[0].location.line) == (15, 30)

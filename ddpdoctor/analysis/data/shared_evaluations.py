@@ -80,7 +80,7 @@ def unread_shares(run: Run) -> list[tuple[Loader, list[int]]]:
         shares = {r.seen.sampler_rank for r in readers}
         unread = sorted({*range(run.world_size)} - shares)
         divided = all(r.seen.replicas == run.world_size for r in readers)
-        whole = any(e.exhausted for r in readers for e in r.epochs)
+        whole = any(e.whole for r in readers for e in r.epochs)
         if divided and unread and whole and not loader.trains:
             found.append((loader, unread))
     return found
