@@ -112,7 +112,8 @@ class MetricNotReduced(Check):
     - Metrics that are reduced to the rank that uses them.
     - Evaluations of all the data on each rank, or on one rank only.
     - Numbers that also change with training, such as a training loss.
-    - Evaluations after which every rank writes a file of its own.
+    - Evaluations after which every rank writes a file of its own, unless a result decides
+      whether it does.
     - Totals on an accelerator that are reduced again: to read them would stop its queue.
     - Metrics that are only printed, where any values are exchanged in the evaluation or after it,
       but for sums that are divided by the samples of all ranks.
@@ -395,43 +396,35 @@ class MetricNotReduced(Check):
             )  # fmt: skip
 
     def _saves(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
-        reported: set[object] = set()
-        for rank in run.ranks.values():
-            for event in rank.of(SaveDecided):
-                place = rank.location(event.compared)
-                key = place, event.name
-                if place is None or key in reported:
-                    continue
-                mine, unequal = f"{ranks_text([rank.rank])}'s own `{event.name}`", ""
-                use = f"{ranks_do([rank.rank], 'save')} a file by `{event.name}`"
-                values: Mapping[int, float | None] = {}
-                if (found := unreduced(rank, event, evaluations)) is not None:
-                    loader, values, count, of = found
-                    unequal = f"{count} of {of}"
-                    use += ", which differs between ranks"
-                elif not _all_write(run, evaluations) and (
-                    shared := evaluation_of(rank, event, evaluations)
-                ):
-                    loader = shared
-                    read = loader.samples_read
-                    use += (
-                        f", the result of {read[rank.rank]} of {sum(read.values())} samples: no "
-                        "rank exchanges values in this evaluation or after it"
-                    )
-                    values = {rank.rank: event.value} if event.value is not None else {}
-                else:
-                    continue
-                reported.add(key)
-                yield self._finding(
-                    SAVED, run, loader, (rank.rank,), place, values, event.name,
-                    label=f"compares {mine}",
-                    use=use,
-                    why=f"`{event.name}` comes from each rank's share of the data, and "
-                    f"{ranks_text([rank.rank])} decides by its own, not reduced over the ranks",
-                    unequal=unequal,
-                    when=rank.wall(event.at),
-                    saves=rank.location(event.site),
-                )  # fmt: skip
+        for place, events in run.by_line(SaveDecided, "compared").items():
+            number, event = next(iter(events.items()))
+            rank, ranks = run.ranks[number], tuple(events)
+            use, unequal = f"{ranks_do(ranks, 'save')} a file by `{event.name}`", ""
+            values: Mapping[int, float | None] = {}
+            if (found := unreduced(rank, event, evaluations)) is not None:
+                loader, values, count, of = found
+                unequal = f"{count} of {of}"
+                use += ", which differs between ranks"
+            elif (shared := evaluation_of(rank, event, evaluations)) is not None:
+                loader = shared
+                read = loader.samples_read
+                use += (
+                    f", the result of {read[number]} of {sum(read.values())} samples: no rank "
+                    "exchanges values in this evaluation or after it"
+                )
+                values = {n: e.value for n, e in events.items() if e.value is not None}
+            else:
+                continue
+            yield self._finding(
+                SAVED, run, loader, ranks, place, values, event.name,
+                label=f"compares {_whose(ranks)} own `{event.name}`",
+                use=use,
+                why=f"`{event.name}` comes from each rank's share of the data, and is not reduced "
+                f"over the ranks: {_whose(ranks)} own decides",
+                unequal=unequal,
+                when=rank.wall(event.at),
+                saves=rank.location(event.site),
+            )  # fmt: skip
 
     def _finding(
         self,
@@ -478,6 +471,10 @@ class MetricNotReduced(Check):
             },
             at=when,
         )
+
+
+def _whose(ranks: tuple[int, ...]) -> str:
+    return "each rank's" if len(ranks) > 1 else f"{ranks_text(ranks)}'s"
 
 
 def _all_write(run: Run, evaluations: list[Loader]) -> bool:

@@ -27,6 +27,7 @@ MICRO_BATCHES = "counts-micro-batches"
 DIVIDED_TWICE = "divided-twice"
 TOO_OFTEN = "stepped-too-often"
 PATIENCE = "patience-counted-per-rank"
+STEPS = "steps-counted-per-rank"
 EPOCHS = "epochs-counted-per-rank"
 
 PLATEAU = "ReduceLROnPlateau"
@@ -69,6 +70,16 @@ EPOCH = Unit(
     "it counts calls, so that what is planned for some epochs is over after a part of those",
     "step it once per epoch: keep it out of `accelerator.prepare`, or step the scheduler inside, "
     "`scheduler.scheduler.step()`",
+)
+
+
+STEP = Unit(
+    STEPS,
+    "optimizer step",
+    "in every optimizer step",
+    "it counts calls: what is planned for some optimizer steps is over after a part of those; only "
+    "numbers that count the batches of the whole data set are right",
+    f"{KEEP_OUT}, or multiply its numbers of steps by the world size",
 )
 
 
@@ -139,7 +150,8 @@ class ScheduleLengthMismatch(Check):
     - Schedulers whose state was loaded, and those stepped once per epoch that count it once.
     - Schedulers that count each epoch once for each rank and are planned for as many steps.
     - Cosine schedules of whole epochs that the run repeats, and warm-ups (a rising `LinearLR`).
-    - Schedulers of functions (`LambdaLR`) that are given no length of a plan.
+    - Only a note for schedulers of functions (`LambdaLR`), or of intervals (`StepLR`), that are
+      given no length of a plan, where Accelerate steps them once for each rank in every step.
     """
 
     code = "DDP413"
@@ -152,6 +164,7 @@ class ScheduleLengthMismatch(Check):
         MICRO_BATCHES: "the plan counts batches, the scheduler is stepped once per optimizer step",
         DIVIDED_TWICE: "the plan counts the batches of one rank, divided by the ranks again",
         PATIENCE: "`ReduceLROnPlateau` is stepped once for each rank with every metric",
+        STEPS: "a scheduler without a known length is stepped once for each rank in every step",
         EPOCHS: "a scheduler of epochs is stepped once for each rank in every epoch",
     }
     requires = (
@@ -173,6 +186,7 @@ class ScheduleLengthMismatch(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         yield from self._counted_per_rank(run)
+        yield from self._without_plan(run)
         if run.outcome() != "completed":
             return
         found: dict[object, list[tuple[Rank, ScheduleEnded, Mismatch]]] = {}
@@ -194,6 +208,36 @@ class ScheduleLengthMismatch(Check):
                     found.setdefault(key, []).append((rank, steps))
         for same in found.values():
             yield self._once_more(same, run.world_size)
+
+    def _without_plan(self, run: Run) -> Iterator[Finding]:
+        """Schedulers without a length of a plan that count each optimizer step once per rank."""
+        size = run.world_size
+        for line, events in run.by_line(ScheduleEnded).items():
+            number, event = next(iter(events.items()))
+            counted_so = event.steps >= FEWEST_CALLS and event.calls == event.steps * size
+            if event.planned or event.calls != event.counted or size < 2 or not counted_so:
+                continue
+            rank = run.ranks[number]
+            yield self.finding(
+                rule=STEPS,
+                severity=Severity.NOTE,
+                ranks=tuple(events),
+                subjects=(event.kind,),
+                optimizers=(event.optimizer,),
+                location=line,
+                label=f"counts each {STEP.name} {counted(size, 'time')}",
+                related=(Related("steps it", stepped),)
+                if (stepped := rank.location(event.step_site))
+                else (),
+                summary=f"{event.kind} is stepped {counted(size, 'time')} {STEP.every}, once for "
+                f"each of the {size} ranks",
+                cause=f"{STEP.over} (Accelerate steps a scheduler that it has prepared once for "
+                "each process)",
+                fix=STEP.fix,
+                fix_kind=FixKind.CHECK,
+                evidence={"scheduler_steps": event.calls, "optimizer_steps": event.steps},
+                at=rank.wall(event.at),
+            )
 
     def _once_more(self, same: list[tuple[Rank, list[SchedulerStep]]], times: int) -> Finding:
         rank, steps = same[0]

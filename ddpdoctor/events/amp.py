@@ -137,7 +137,8 @@ class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
     the end of the rank.
 
     Attributes:
-        planned: steps of the scheduler after which the schedule ends, or turns around.
+        planned: steps of the scheduler after which the schedule ends, or turns around; 0 for one
+            without such a number, which is recorded where Accelerate steps it.
         calls: of `step` by the program; `counted` is the scheduler's own count, which differs where
             its state was loaded or set.
         optimizer: the one whose rate it sets, -1 if that never stepped; `steps` are its steps by
@@ -165,7 +166,8 @@ class ScheduleEnded(Event, frozen=True, tag="schedule-ended"):
     by: str = ""
 
     def describe(self) -> str:
-        return f"{self.kind}: planned for {self.planned} steps, took {self.calls}"
+        plan = f"planned for {self.planned} steps, " if self.planned else ""
+        return f"{self.kind}: {plan}took {self.calls}"
 
 
 FIRST_TOLD = 128

@@ -341,3 +341,17 @@ def test_epochs_that_are_counted_once_for_each_rank(times, schedulers, every, pl
     assert [f.rule for f in found] == ["epochs-counted-per-rank"] * told
     if told:
         assert found[0].location.line == 30
+
+
+@pytest.mark.parametrize(
+    ("calls", "counted", "told"),
+    [(60, 60, True), (30, 30, False), (60, 90, False), (90, 90, False)],
+)
+def test_a_schedule_without_a_length_that_counts_each_step_once_per_rank(calls, counted, told):
+    event = schedule(
+        0, calls, steps=30, counted=counted, kind="LambdaLR", by="accelerate.scheduler"
+    )
+    found = judged(event)
+    assert [(f.rule, f.severity.value) for f in found] == [
+        ("steps-counted-per-rank", "note")
+    ] * told

@@ -80,6 +80,10 @@ PLANS: Mapping[str, Callable[[Any], int]] = {
     "LinearLR": _falling,
     "PolynomialLR": lambda scheduler: int(scheduler.total_iters),
     "SequentialLR": _sequence,
+    **dict.fromkeys(
+        ("StepLR", "MultiStepLR", "ExponentialLR", "CyclicLR", "CosineAnnealingWarmRestarts"),
+        lambda scheduler: 0,
+    ),
 }
 """The number of steps that a scheduler was planned for, by its class; 0 if it has no such number.
 """
@@ -172,7 +176,7 @@ class ScheduleLengths(Watcher):
         )
         schedule.planned = plan(scheduler) if plan is not None else 0
         schedule.step_site, schedule.by = recorder.site(), recorder.sites.library_called()
-        if schedule.planned > 0:
+        if schedule.planned > 0 or schedule.by.startswith("accelerate"):
             schedule.may_stop = _may_stop(recorder)
             self.schedules.append(schedule)
 
