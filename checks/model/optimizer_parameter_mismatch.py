@@ -52,10 +52,10 @@ REASONS = {
         fix="build a new optimizer for every model, from its `model.parameters()`",
     ),
     "built-before-sharding": Reason(
-        "the optimizer was built before `fully_shard`",
-        cause="{optimizer} was built before `fully_shard`, which replaced the parameters of "
+        "the optimizer was built before the model was sharded",
+        cause="{optimizer} was built before `{sharder}`, which replaced the parameters of "
         "{model} that the optimizer holds",
-        fix=BUILD_LAST + ", after `fully_shard`",
+        fix=BUILD_LAST + ", after `{sharder}`",
     ),
     "built-while-gathered": Reason(
         "the optimizer holds some parameters that are not those that `fully_shard` made",
@@ -90,6 +90,8 @@ REASONS = {
     ),
 }
 
+FLATTENS = "FullyShardedDataParallel"
+
 REPLACED = ("built-before-sharding", "built-while-gathered", "stale-parameters")
 """Rules where the parameters that are held and not trained were those of the model before."""
 
@@ -98,8 +100,9 @@ class OptimizerParameterMismatch(Check):
     """The optimizer does not hold the parameters that are trained
 
     ## What it finds
-    Parameters of a model in DDP or `fully_shard` that get gradients, but are in no optimizer and
-    never change; and parameters in an optimizer that are not trained. Common reasons:
+    Parameters of a model in DDP, `fully_shard` or `FullyShardedDataParallel` that get gradients,
+    but are in no optimizer and never change; and parameters in an optimizer that are not trained.
+    Common reasons:
 
     - the optimizer was built before the model was copied or sharded, a layer re-created, or
       adapters added
@@ -107,7 +110,7 @@ class OptimizerParameterMismatch(Check):
     - it got the parameters of another model
     - its parameter groups do not cover the model
 
-    For a model in `fully_shard`, only if the optimizer holds parameters that are in no module.
+    For a sharded model, only if the optimizer holds parameters that are in no module.
 
     ## How it knows
     Before steps 0, 1, 2, 4, 8 and so on from the model's first backward (or from the first step of
@@ -166,6 +169,7 @@ class OptimizerParameterMismatch(Check):
         whose = models.wrap_of(rank, event.whose)
         owner = title_of(rank, whose) if whose else ""
         wrapper = models.names_in_code(rank, wrapped)[0] if wrapped else "model"
+        sharder = FLATTENS if event.module == FLATTENS else "fully_shard"
         last = max(before + lasted, *(models.steps_of(r, model) for r in seen)) - 1
         spot = rank.location(event.site)
         unfrozen = chosen and _unfrozen(rank, wrapped, event)
@@ -196,8 +200,9 @@ class OptimizerParameterMismatch(Check):
                 frozen=event.frozen,
                 empty=event.empty,
                 are=plural(event.empty, "is", "are"),
+                sharder=sharder,
             ),
-            fix=REASONS[rule].fix.format(wrapper=wrapper),
+            fix=REASONS[rule].fix.format(wrapper=wrapper, sharder=sharder),
             evidence={
                 "in no optimizer": len(event.missing),
                 "parameters with gradients": event.trained,

@@ -43,6 +43,7 @@ OTHERWISE: dict[str, str] = {
     "hang/stall": "without streams, the send does not wait for the receive before it",
     "hang/stall_skipped_collective": "ranks that are ahead are in the next call, which differs",
     "model/optimizer_parameter_mismatch": _RECURRENT,
+    "model/optimizer_parameter_mismatch_flattened": _CPU,
     "model/optimizer_parameter_mismatch_sharded": _MESH,
     "model/parameters_changed_after_wrap": _CPU,
     "model/parameters_changed_after_wrap_toggled_clean": _LONG,

@@ -109,6 +109,17 @@ def fully_sharded(module: Any) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
+def flattens() -> bool:
+    """Whether the program may use `FullyShardedDataParallel`."""
+    return "torch.distributed.fsdp.fully_sharded_data_parallel" in sys.modules
+
+
+def flattened(module: Any) -> bool:
+    """Whether a module is a `FullyShardedDataParallel`."""
+    own = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return own is not None and isinstance(module, own.FullyShardedDataParallel)
+
+
 def sharding_mesh(module: Any) -> Any:
     """The mesh over which `fully_shard` shards a module's own parameters; None without any."""
     try:

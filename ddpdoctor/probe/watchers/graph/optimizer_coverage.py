@@ -14,7 +14,14 @@ from typing import Any
 from ....events import Ownership
 from ...recording import hooks
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import fully_sharded, fully_shards, ignored_by_ddp, ready_indices
+from ...recording.torch_compat import (
+    flattened,
+    flattens,
+    fully_sharded,
+    fully_shards,
+    ignored_by_ddp,
+    ready_indices,
+)
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.digests import ABSENT, digests
@@ -28,10 +35,10 @@ from .limits import RENEWED
 
 
 class Watch:
-    """One wrapped model, or one module that `fully_shard` was applied to.
+    """One wrapped model, or one that is sharded.
 
     Attributes:
-        number: of the model; negative for a `fully_shard` module.
+        number: of the model; negative for one that is sharded.
         began: steps of all optimizers before the model's first backward, or before the last first
             step of an optimizer since.
         due: steps of all optimizers before the next comparison.
@@ -163,12 +170,13 @@ def _due(step: int) -> bool:
 
 
 def _sharded_roots() -> list[Any]:
-    """The outermost modules that `fully_shard` was applied to."""
-    every = (
-        [m for m in ModuleOrigins.current.living_modules() if fully_sharded(m)]
-        if fully_shards()
-        else []
-    )
+    """The outermost modules that `fully_shard` or `FullyShardedDataParallel` was applied to."""
+    shards = fully_shards()
+    every = [
+        m
+        for m in (ModuleOrigins.current.living_modules() if shards or flattens() else ())
+        if flattened(m) or (shards and fully_sharded(m))
+    ]
     within = {id(part) for m in every for part in m.modules() if part is not m}
     return [m for m in every if id(m) not in within]
 
