@@ -118,8 +118,8 @@ class UnevenBatches(LoaderCheck):
         "batch-sampler": Words(
             "a custom batch sampler makes another number of batches on each rank",
             "{batch_sampler} makes more batches on some ranks than on others",
-            "let {batch_sampler} make the same number of batches on every rank, from what all "
-            f"ranks know, {FIRST}{{join}}",
+            "either let {batch_sampler} make the same number of batches on every rank, from what "
+            f"all ranks know; or {FIRST}{{join}}",
         ),
         "dataset-length": Words(
             "the datasets have different lengths",
@@ -129,7 +129,7 @@ class UnevenBatches(LoaderCheck):
         "unequal-shares": Words(
             "the sampler, or an iterable dataset, yields more on some ranks",
             "{source} yields more samples on some ranks than on others",
-            "give every rank the same number of samples{instead}{join}",
+            "either give every rank the same number of samples{instead}{join}",
         ),
     }
     rules = when(words)
@@ -208,9 +208,9 @@ class UnevenBatches(LoaderCheck):
             "lengths": on_each_rank(lengths.items()),
             "join": (join := JOIN if keeps_no_state(reader.rank) else ""),
             "cut": _same_length(seen, join),
-            "instead": f", {FIRST}"
-            if seen.iterable
-            else f" (`DistributedSampler`), stop all ranks after {least} batches",
+            "instead": f" (`DistributedSampler`); or stop all ranks after {least} batches"
+            if seen.sampler in PLAIN
+            else f"; or {FIRST}",
         }
         _, cause, fix, label, _ = (text.format_map(facts) for text in self.words[rule])
         made = reader.rank.first(Wrapped)

@@ -125,7 +125,7 @@ def state(run: Run) -> list[str]:
         return [f"step {reported_steps(last)}", "all ranks have ended"]
     now = progress.clock(last)
     facts = [f"step {reported_steps(last)}"]
-    if (fast := progress.speed(last, now)) is not None:
+    if run.stall is None and (fast := progress.speed(last, now)) is not None:
         facts.append(_speed(fast))
     if (epoch := progress.epoch(last, now)) is not None:
         left = f", {_whole(epoch.left_s)} left" if epoch.left_s is not None else ""

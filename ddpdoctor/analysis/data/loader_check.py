@@ -24,8 +24,8 @@ from .loaders import Epoch, Loader, Reader
 from .rng_state import Seeding
 
 SHORTEST = (
-    "stop all ranks after the shortest one (`n = torch.tensor(len(loader), device=device)`, "
-    "`dist.all_reduce(n, op=dist.ReduceOp.MIN)`, `for batch in islice(loader, n.item()):`)"
+    "stop all ranks after the shortest one (`n = torch.tensor(len(loader))`, on the GPU with NCCL, "
+    "`dist.all_reduce(n, op=dist.ReduceOp.MIN)`, `for batch in itertools.islice(loader, n):`)"
 )
 """The fix where each rank has its own data, some of it more than others."""
 
