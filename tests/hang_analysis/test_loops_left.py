@@ -78,6 +78,21 @@ def test_the_statement_by_which_a_rank_has_left_a_loop(tmp_path: Path) -> None:
     assert str(finding.location) == "train.py:11"
 
 
+def test_most_ranks_left_a_loop_by_a_known_statement(tmp_path: Path) -> None:
+    """The one that is still in it may be right or wrong; the line to change is the same."""
+    made = tapes(3)
+    way = Way(line=11, text="if stop(loss):", first=13, last=13)
+    loop = (Statement(line=8, text="for step in range(20):", exits=(way,)),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+    made[0].call(line=9, inside=loop, state=State.BEGUN, at=START + 5)
+    for rank in (1, 2):
+        made[rank].call("barrier", 14, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == "loop-exit"
+    assert str(finding.location) == "train.py:11"
+
+
 @pytest.mark.parametrize("between", [True, False])
 def test_a_loop_that_the_others_came_to_once_more(tmp_path: Path, between: bool) -> None:
     made = tapes()

@@ -310,7 +310,7 @@ class LoopExit(CallExplanation):
         blames = left.blames or bool(why)
         blamed = self._who(suspect, left, blames)
         ours = blames and tuple(left.ranks) == blamed.ranks
-        points = ours or left.how is LoopExitKind.FEWER
+        points = blames or left.how is LoopExitKind.FEWER
         skips = left.skips if ours else None
         summary = f"{what_was_skipped(blamed)}: {sides_text(blamed)}"
         if not left.known:

@@ -173,7 +173,7 @@ UNEQUAL_START = Rule(
     name="unequal-start",
     when="the parameters differ before the first step, and only gradients are sent",
     spots=("made", "step"),
-    label="differs between ranks from the start",
+    label="the model with parameters that differ from the start",
     related=(("applied here", "step of a module"),),
     summary="{c.they_differ} before the first step and from then on: only gradients are "
     "synchronised",
