@@ -200,9 +200,9 @@ class DataOverlap(LoaderCheck):
             "each rank reads most of the data: the sampler does not divide it",
             "the ranks read {delivered} samples together, of {length} that there are: {sampler} "
             "yields each of them samples of the whole data set, and of no share of it",
-            "bring the samples, or groups of them, into one order on all ranks (shuffled by `seed "
-            "+ epoch`, without the rank), cut it to a multiple of the ranks, and let each take "
-            "`order[rank::world_size]`",
+            "bring the samples, or the groups that stay together, into one order on all ranks (by "
+            "`seed + epoch`, without the rank), cut it to a multiple of the ranks, and let each "
+            "take `order[rank::world_size]`",
             "yields samples of the whole data set",
         ),
         "overlapping-streams": Words(

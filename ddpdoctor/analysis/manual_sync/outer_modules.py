@@ -27,9 +27,9 @@ RULE = "outside-the-wrapper"
 RULES = {RULE: "a module outside of every wrapper takes part in training, and ranks differ in it"}
 
 UPDATE = (
-    "update them from values of all ranks: average what goes into a running mean "
-    "(`dist.all_reduce(x); x /= world_size`), gather what goes into a queue or a bank "
-    "(`dist.all_gather`)"
+    "update them from values of all ranks: for running means and variances `dist.all_reduce` the "
+    "count, the sum and the sum of squares of what goes into them, not the samples; gather what "
+    "goes into a queue or a bank (`dist.all_gather`)"
 )
 """How to make buffers equal that each rank writes to."""
 

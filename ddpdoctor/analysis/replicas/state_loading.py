@@ -29,6 +29,13 @@ THINGS = {
 }
 """What may be loaded, and how a report calls it."""
 
+WRAPPED_BY = {
+    "accelerate": "accelerator.prepare(...)",
+    "lightning": "trainer.fit(...)",
+    "pytorch_lightning": "trainer.fit(...)",
+}
+"""The user's call by which a framework wraps a model in DDP."""
+
 LOADED_TOO = "also_loaded"
 """Evidence: what else the same ranks load, a list of keys of `THINGS`."""
 
@@ -168,7 +175,9 @@ class Loads:
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun
             fix += "into a copy of the model if only one rank needs them (to evaluate)"
         else:
-            fix += "before `DistributedDataParallel(...)`, which broadcasts rank 0's parameters"
+            by = self.group.members[number].wrapped.by.partition(".")[0]
+            wrap = WRAPPED_BY.get(by, "DistributedDataParallel(...)")
+            fix += f"before `{wrap}`, which broadcasts rank 0's parameters"
         return fix + "; load the optimizer's state on every rank: DDP never copies it" * also_loaded
 
 
