@@ -23,7 +23,7 @@ from ddpdoctor.analysis.waiting.failures import (
     vanished,
     whereabouts,
 )
-from ddpdoctor.analysis.waiting.sent_signals import sent as signal_sent
+from ddpdoctor.analysis.waiting.sent_signals import ending
 from ddpdoctor.analysis.waiting.shared_groups import shared_group
 from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, snapshot_of
 from ddpdoctor.analysis.waiting.thresholds import CLEAN_UP_S, LINES_SHOWN
@@ -42,6 +42,7 @@ from ddpdoctor.report.findings import (
 )
 from ddpdoctor.run import Location, Rank, Run, ranks_text, ranks_were
 from ddpdoctor.run.phrases import listed
+from ddpdoctor.run.rank import signal_name
 
 GIB = 1 << 30
 NATIVE = ("SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE")
@@ -162,7 +163,9 @@ class RankDied(Check):
 
     def _report(self, run: Run, died: list[Failure]) -> Finding:
         first = died[0]
-        rank, name = first.rank, first.rank.signal
+        rank = first.rank
+        sender, sent, number = ending(run, rank)
+        name = rank.signal or (signal_name(number) if number is not None else None)
         stacks_left = rank.ended is not None and not rank.ended.silent and run.stall is None
         ranks = tuple(sorted(f.rank.rank for f in died))
         unnamed = "terminated" if stacks_left else "ended for an unknown reason"
@@ -170,7 +173,6 @@ class RankDied(Check):
             unnamed = f"{'was' if len(ranks) == 1 else 'were'} {unnamed}"
         how = f"died of {name}" if name else unnamed
         memory, starved = _memory(run, rank)
-        sender, sent = signal_sent(run, rank, [rank.ended.signal if rank.ended else None])
         crashed = crash_line(run, rank)
         backend = _aborting_backend(run, rank)
         over = all(f.rank.of(RankExiting) for f in died)

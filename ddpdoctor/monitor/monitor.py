@@ -363,11 +363,10 @@ class Monitor:
         which it crashed (None where unknown), and whether it left no stacks either."""
         for one in self.run.processes() if self.run else ():
             if one.started and one.started.pid == pid and not one.latest(RankExiting):
-                path = stack_dumps.beside(one.path)
-                crash = stack_dumps.fatal_signal(dump := stack_dumps.read(path))
-                opened = path is not None and path.exists()
-                return (-crash if crash else None), opened and not dump
-        return None, False
+                dump = stack_dumps.read(stack_dumps.beside(one.path))
+                crash = stack_dumps.fatal_signal(dump)
+                return (-crash if crash else None), not dump
+        return None, True
 
     def _known_end(self, watched: Watched) -> ProcessEnded | None:
         if watched.pid in self._recorded:
