@@ -148,27 +148,6 @@ def test_a_signal_that_a_rank_sends_is_where_it_was_sent(
     assert finding.ranks == (1,)
 
 
-@pytest.mark.parametrize(
-    ("at", "number", "named"), [(6, 9, True), (6, 15, True), (6, 10, False), (2, 9, False)]
-)
-def test_a_signal_that_nobody_could_see_end_the_process(
-    tmp_path: Path, at: float, number: int, named: bool
-) -> None:
-    """Other launchers do not tell how a process ended; one sent long before did not end it."""
-    made = tapes()
-    for rank, tape in made.items():
-        tape.events.insert(0, started(rank, 2, pid=5000 + rank))
-    made[1].events += [
-        Site(at=START + 1, id=77, file=f"{CWD}/train.py", line=31, function="f", text="os.kill()"),
-        SignalSent(at=START + at, pid=5001, signal=number, site=77),
-        Site(at=START + 6, id=78, file=f"{CWD}/train.py", line=32, function="f", text="step()"),
-    ]
-    ends = {0: [end(1, START + 6.1, silent=True)]}
-    (finding,) = found(run_of(tmp_path, made, nodes=ends, ended=None))
-    assert finding.rule == ("sent-by-rank" if named else "unknown-end")
-    assert (finding.confidence is Confidence.PROVEN) is named
-
-
 def test_ranks_that_died_one_after_the_other(tmp_path: Path) -> None:
     ends = [end(1, START + 6, signal=9), end(0, START + 6.2, signal=9)]
     (finding,) = found(run_of(tmp_path, tapes(), nodes={0: ends}, ended=None))
@@ -192,6 +171,27 @@ def test_the_kernels_counter_confirms_it(tmp_path: Path) -> None:
 LOST = ExceptionRaised(
     at=START + 6.1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:13209"
 )
+
+
+@pytest.mark.parametrize(
+    ("at", "number", "named"), [(6, 9, True), (6, 15, True), (6, 10, False), (2, 9, False)]
+)
+def test_a_signal_that_nobody_could_see_end_the_process(
+    tmp_path: Path, at: float, number: int, named: bool
+) -> None:
+    """Other launchers do not tell how a process ended; one sent long before did not end it."""
+    made = tapes()
+    for rank, tape in made.items():
+        tape.events.insert(0, started(rank, 2, pid=5000 + rank))
+    made[1].events += [
+        Site(at=START + 1, id=77, file=f"{CWD}/train.py", line=31, function="f", text="os.kill()"),
+        SignalSent(at=START + at, pid=5001, signal=number, site=77),
+        Site(at=START + 6, id=78, file=f"{CWD}/train.py", line=32, function="f", text="step()"),
+    ]
+    nodes = {0: [end(0, START + 6.3), end(1, START + 6.2, silent=True)]}
+    (finding,) = found(run_of(tmp_path, made, more={0: [LOST]}, nodes=nodes, ended=None))
+    assert finding.rule == ("sent-by-rank" if named else "unknown-end")
+    assert (finding.confidence is Confidence.PROVEN) is named
 
 
 @pytest.mark.parametrize("lost", [True, False])
