@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..events import ProcessEnded
+from ..events import MonitorStarted, ProcessEnded
 from ..report import environment, registry
 from ..report.findings import Finding, Report
 from ..report.postmortem import report_of
 from ..run import Recording, Run
+from ..run.merge_records import stopped_in
 from ..storage.run_folder import RunFolder, RunInfo, printable, write_private
 
 if TYPE_CHECKING:
@@ -40,13 +42,14 @@ def outcome(run: Run, status: int, stopped_by: str) -> str:
         for e in node.of(ProcessEnded)
         if e.attempt == run.attempt and not e.by_launcher
     ]
-    bad = [e for e in ends if e.signal is not None or e.status]
+    stopped = _stopped_at(run)
+    bad = [e for e in ends if (e.signal is not None or e.status) and e.wall < stopped]
     if bad:
         first = min(bad, key=lambda e: e.wall)
         if _gave_up(run, first.rank):
             return "hung"
         return "killed" if first.signal is not None else "failed"
-    if stopped_by:
+    if stopped_by or stopped < math.inf:
         return "killed"
     seen = [r.ended for r in run.ranks.values() if r.ended]  # with what spawn saw of them
     if any(e.status and not e.by_launcher for e in seen):
@@ -60,6 +63,16 @@ def outcome(run: Run, status: int, stopped_by: str) -> str:
     if status > 128:
         return "killed"
     return "failed" if status else "completed"
+
+
+def _stopped_at(run: Run) -> float:
+    """When somebody stopped the run, in seconds since the epoch; infinity if nobody did."""
+    found = [math.inf]
+    for node in run.nodes.values():
+        began, stop = node.first(MonitorStarted), stopped_in(node, run.attempt)
+        if began is not None and stop is not None and stop.by != "doctor":
+            found.append(began.wall + stop.at - began.at)
+    return min(found)
 
 
 def _gave_up(run: Run, rank: int) -> bool:
