@@ -331,8 +331,8 @@ class MetricNotReduced(Check):
                 location=reader.loop_at,
                 label="evaluates one rank's share",
                 summary=f"the ranks share this evaluation, and {times}exchange no values in it or "
-                f"after it{after}: its result on {ranks_text([number])} is that of {samples} of "
-                f"{sum(read.values())} samples",
+                f"after it by collectives or messages{after}: its result on "
+                f"{ranks_text([number])} is that of {samples} of {sum(read.values())} samples",
                 cause="each rank has the result of the samples that its sampler gave it",
                 fix=REDUCE,
                 fix_kind=FixKind.TEMPLATE,
@@ -409,8 +409,8 @@ class MetricNotReduced(Check):
                 loader = shared
                 read = loader.samples_read
                 use += (
-                    f", the result of {read[number]} of {sum(read.values())} samples: no rank "
-                    "exchanges values in this evaluation or after it"
+                    f", the result of {read[number]} of {sum(read.values())} samples: no "
+                    "collective or message carries values in this evaluation or after it"
                 )
                 values = {n: e.value for n, e in events.items() if e.value is not None}
             else:

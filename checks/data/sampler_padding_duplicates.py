@@ -11,6 +11,7 @@ from ddpdoctor.analysis.data.epoch_audit import Audit
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, figures, related
 from ddpdoctor.analysis.data.loader_faults import sound_divisions
 from ddpdoctor.analysis.data.loaders import Loader, Reader, loaders
+from ddpdoctor.analysis.data.shared_evaluations import exchanged
 from ddpdoctor.analysis.models.wrap_options import each_once
 from ddpdoctor.report.findings import Confidence, Finding, FixKind, Severity
 from ddpdoctor.run import Location, Run, counted, plural, ranks_text, some
@@ -56,7 +57,8 @@ class SamplerPaddingDuplicates(LoaderCheck):
     - A framework's batch sampler repeats samples, and their rows are not known to be scored.
 
     Only a note: training; a result per sample may be gathered from the ranks, as repeated samples
-    may be dropped there. Gathered sums and counts have the same error as reduced ones.
+    may be dropped there, or no values are exchanged by collectives, so that files may be put
+    together. Gathered sums and counts have the same error as reduced ones.
     """
 
     code = "DDP504"
@@ -66,6 +68,7 @@ class SamplerPaddingDuplicates(LoaderCheck):
         "padded-evaluation": "torch's sampler pads in an evaluation",
         "padded-training": "torch's sampler pads in training",
         "padding-gathered": "torch's sampler pads in an evaluation that gathers results per sample",
+        "padding-apart": "torch's sampler pads in an evaluation, and no collective reduces results",
         "padding-scored": "results of all samples are gathered, the repeated ones too, and nothing "
         "selects among them",
         "custom-sampler": "a custom sampler yields samples on several ranks in an evaluation",
@@ -125,11 +128,12 @@ class SamplerPaddingDuplicates(LoaderCheck):
         padded = reader.seen.total_size - reader.seen.length
         surplus = len(repeated) * audit.sampled if own else padded
         gathered, spot = (False, None) if loader.trains else _gathering(readers)
-        note = loader.trains or gathered
+        apart = not loader.trains and not gathered and not any(exchanged(loader))
+        note = loader.trains or gathered or apart
         owners = sorted({r for i in repeated for r in audit.readers_of(i)})
         bound = _bound(audit)
-        unless = "unless repeats are dropped, " if gathered else ""
-        error = f": {unless}an averaged metric is off by up to {bound:.2%}"
+        unless = "unless repeats are dropped, " if gathered or apart else ""
+        error = f": {unless}a mean over all that is read is off by up to {bound:.2%} of its range"
         metric = {
             "largest error of an averaged metric": f"{bound:.6f} of its range",
             "results are gathered": gathered,
@@ -143,9 +147,11 @@ class SamplerPaddingDuplicates(LoaderCheck):
             if loader.trains
             else "padding-gathered"
             if gathered
+            else "padding-apart"
+            if apart
             else "padded-evaluation",
             severity=Severity.NOTE if note else Severity.WARNING,
-            confidence=Confidence.SUSPECTED if gathered else Confidence.PROVEN,
+            confidence=Confidence.SUSPECTED if gathered or apart else Confidence.PROVEN,
             ranks=tuple(owners),
             location=reader.sampler_at,
             label="yields some samples on several ranks"
@@ -161,7 +167,7 @@ class SamplerPaddingDuplicates(LoaderCheck):
             if own
             else f"{reader.seen.length} samples do not divide by {reader.seen.replicas} ranks, "
             f"so the sampler pads to {reader.seen.total_size}",
-            fix=_fix(loader, reader, own=own, gathered=gathered),
+            fix=_fix(loader, reader, own=own, gathered=gathered or apart),
             fix_kind=FixKind.CHECK,
             evidence={
                 **figures(audit),
@@ -267,7 +273,10 @@ def _fix(loader: Loader, reader: Reader, *, own: bool, gathered: bool) -> str:
                 f"second of each) and keeps the first {length}"
             )
         )
-        return f"nothing if the program {once} before averaging; otherwise do that"
+        return (
+            f"nothing if the program {once} before averaging, or drops repeats by their index; "
+            "otherwise do that"
+        )
     once = "count each sample once" if own else f"keep the first {length}"
     return (
         f"gather the predictions and {once}, or read each sample once "

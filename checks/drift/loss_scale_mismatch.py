@@ -19,7 +19,7 @@ from ddpdoctor.analysis.models.wrap_options import counted
 from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
 from ddpdoctor.analysis.replicas.replica import Member
-from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
+from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas, sharded_models
 from ddpdoctor.events import (
     BatchSeen,
     Edited,
@@ -28,8 +28,9 @@ from ddpdoctor.events import (
     LossMeans,
     OptimizerSeen,
     ReducedInGraph,
+    ShardedModel,
 )
-from ddpdoctor.report.declarations import seen
+from ddpdoctor.report.declarations import seen, unless
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
 
@@ -122,6 +123,8 @@ class LossScaleMismatch(Check):
     - Tensors all-reduced for logging, detached, with `AVG` (DDP's mean is right then), or of one
       number; losses that are linear in the sum; losses that are multiplied by the world size.
     - Functions whose backward sums over the ranks or scales; sums over what was gathered.
+    - Of models of `fully_shard` and `FullyShardedDataParallel` only the numbers of elements are
+      compared, where one such model is trained and averages its gradients.
     """
 
     code = "DDP410"
@@ -138,7 +141,7 @@ class LossScaleMismatch(Check):
         OTHERS: "a loss of all ranks' tensors, of which each drops the gradient of the others",
     }
     requires = (
-        needs_copies,
+        unless(needs_copies, ShardedModel),
         seen(
             BatchSeen,
             LossMeans,
@@ -151,7 +154,7 @@ class LossScaleMismatch(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         reported: set[int] = set()
-        for group in replicas(run):
+        for group in [*replicas(run), *sharded_models(run)]:
             if group.any.model not in reported:
                 reported.add(group.any.model)
                 yield from self._judge(group)
@@ -220,9 +223,9 @@ class LossScaleMismatch(Check):
             summary="the loss is a mean over the elements that count on each rank, and the ranks "
             f"have different numbers of them in {len(unequal)} of {len(known)} forwards compared "
             f"(in the worst {spelled})",
-            cause="DDP averages the ranks' means, whatever each is a mean of: an element of one "
-            f"rank counts {middle:.2g} times as much as one of another (median; at most "
-            f"{factors[worst]:.2g})",
+            cause=f"{_averager(group)} averages the ranks' means, whatever each is a mean of: an "
+            f"element of one rank counts {middle:.2g} times as much as one of another (median; at "
+            f"most {factors[worst]:.2g})",
             fix=_by_count(counted(group.any.wrapped.by)),
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -253,8 +256,8 @@ class LossScaleMismatch(Check):
             label="each rank divides by its own number of elements",
             summary=f"a mean in the loss is taken over unequal numbers of elements in "
             f"{len(unequal)} of {len(known)} forwards compared (in the worst {spelled})",
-            cause="DDP averages the ranks' means, whatever each is a mean of: an element of a rank "
-            "with few of them counts more",
+            cause=f"{_averager(group)} averages the ranks' means, whatever each is a mean of: an "
+            "element of a rank with few of them counts more",
             fix=_by_count(counted(group.any.wrapped.by)) + "; where each sample is to count the "
             "same, whatever its size, take the mean of each sample first",
             fix_kind=FixKind.TEMPLATE,
@@ -404,6 +407,11 @@ def _takes_out_factors(member: Member) -> str:
     kinds = [e.kind for e in member.rank.of(OptimizerSeen) if member.model in e.models]
     known = [k for k in kinds if any(word in k.lower() for word in ADAPTIVE)]
     return known[0] if kinds and len(known) == len(kinds) else ""
+
+
+def _averager(group: Replicas) -> str:
+    """What averages the gradients."""
+    return "DDP" if group.any.model >= 0 else "FSDP"
 
 
 def _by_count(option: str) -> str:

@@ -156,6 +156,7 @@ from .sync import (
     LossMultiplied,
     LossScaled,
     ReducedInGraph,
+    ShardedModel,
     ShardScales,
     SteppedInside,
     SyncPattern,

@@ -145,6 +145,22 @@ class ReducedInGraph(Event, frozen=True, tag="reduced-in-graph"):
     backward_site: int
 
 
+class ShardedModel(Event, frozen=True, tag="sharded-model"):
+    """A backward trains a model whose parameters are sharded, and which averages its gradients.
+
+    Attributes:
+        model: a negative number; `kind` its class, `wrapper` what shards it.
+        ranks: global ranks over which gradients are averaged.
+        site: the line that made it, -1 if unknown.
+    """
+
+    model: int
+    kind: str
+    wrapper: str
+    ranks: tuple[int, ...]
+    site: int
+
+
 class GatheredWithoutGradient(Event, frozen=True, tag="gathered-without-gradient"):
     """A tensor that follows from the model's parameters is gathered from the ranks of its group, a
     loss is computed from what was gathered, and no gradient of it reaches the tensor. Recorded

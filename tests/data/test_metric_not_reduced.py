@@ -188,7 +188,7 @@ def test_an_evaluation_that_is_put_together_at_some_times_only():
     """As one that is run before training, or after it, by another line."""
     (found,) = noted(run_of(saving=False, more=exchange("all_reduce", 0)))
     assert (found.rule, found.severity.value) == ("never-reduced", "note")
-    assert "2 of 3 times exchange no values in it or after it, as after step 4 and 8" in (
+    assert "2 of 3 times exchange no values in it or after it by collectives or messages" in (
         found.summary
     )
 

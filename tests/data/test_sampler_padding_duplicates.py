@@ -41,8 +41,16 @@ def part(length: int, world: int, rank: int, **more: object) -> list[Event]:
     )
 
 
-def examine(length: int, world: int, **more: object) -> list[Finding]:
-    ranks = [part(length, world, r, **more) for r in range(world)]
+SUMMED: list[Event] = [
+    Signature(at=0, id=7, op="all_reduce", dtype="float32", shape=(2,), numel=2),
+    CallBlock(at=0, id=7, codes=(7, 0)),
+    CallRun(at=0, group=0, first=0, block=7, repeat=1, step=0, every=0),
+]
+"""Totals that are summed after an evaluation."""
+
+
+def examine(length: int, world: int, *, summed: bool = True, **more: object) -> list[Finding]:
+    ranks = [[*part(length, world, r, **more), *(SUMMED if summed else ())] for r in range(world)]
     return found(SamplerPaddingDuplicates(), run_of(*ranks))
 
 
@@ -78,6 +86,12 @@ def _read(length: int, world: int, rank: int) -> list[int]:
 
     (ended,) = [e for e in part(length, world, rank) if isinstance(e, EpochEnded)]
     return unpack_ascending(ended.indices)
+
+
+def test_results_that_no_collective_puts_together() -> None:
+    """They may go through files, and be cut there."""
+    (finding,) = examine(21, 2, summed=False)
+    assert (finding.rule, finding.severity) == ("padding-apart", Severity.NOTE)
 
 
 def test_training_is_a_note() -> None:
@@ -117,9 +131,8 @@ def test_what_a_sampler_of_ones_own_repeats_in_training() -> None:
 
 
 def test_what_a_sampler_of_ones_own_gives_to_several_ranks() -> None:
-    (finding,) = found(
-        SamplerPaddingDuplicates(), run_of(*[mine(r, trains=False) for r in range(2)])
-    )
+    ranks = [[*mine(r, trains=False), *SUMMED] for r in range(2)]
+    (finding,) = found(SamplerPaddingDuplicates(), run_of(*ranks))
     assert finding.rule == "custom-sampler"
 
 

@@ -58,8 +58,22 @@ NONE = {
                     "    if epoch > 1:\n        save()",
     "how many": "losses = [evaluate()]\nif len(losses) > 0:\n    save()",
     "finite": "loss = evaluate()\nif math.isfinite(loss):\n    save()",
+    "put together in a store": "def merge(x):\n    store.set('a', x)\n    return store.get('b')\n"
+                               "loss = evaluate()\nloss = merge(loss)\n"
+                               "if loss < best:\n    save()",
+    "put together in files": "def merge(x):\n    return len(open(file).read()) + x\n"
+                             "loss = merge(evaluate())\nif loss < best:\n    save()",
+    "put together somehow": "loss = evaluate()\nloss = ways[0](loss)\n"
+                            "if loss < best:\n    save()",
     "another branch": "loss = evaluate()\nif loss < -1:\n    pass\nsave()",
 }  # fmt: skip
+
+
+class Store(dict):
+    set = dict.__setitem__
+
+    def get(self, key):
+        return 0.5
 
 
 class Program:
@@ -71,7 +85,8 @@ class Program:
         linecache.checkcache(self.file)
         self.loop = self.saved = None
         names = {"held_out": self, "train": [1.0, 2.0], "save": self.save, "best": 1e9, "rank": 0,
-                 "math": __import__("math")}  # fmt: skip
+                 "math": __import__("math"), "file": __file__, "store": Store(),
+                 "ways": [float]}  # fmt: skip
         exec(compile(text, self.file, "exec"), names)
 
     def stack(self):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import TypeVar
 
-from ...events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep
+from ...events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep, Signature
+from ...events.operations import operation
 from ...run import Location, Rank, Run
 from . import data_calls
 from .datasets import own_datasets
@@ -29,6 +30,9 @@ def exchanged(loader: Loader) -> list[bool]:
     """For each evaluation, whether some rank reduces or gathers values of its own in it or after
     it, before the next optimizer step."""
     count = max(len(reader.epochs) for reader in loader.readers.values())
+    made = (s.op for reader in loader.readers.values() for s in reader.rank.of(Signature))
+    if any(operation(op).sends or operation(op).receives for op in made):
+        return [True] * count  # at which steps messages were sent is not on record
     return [
         any(
             data_calls.values_exchanged(reader.rank, step)

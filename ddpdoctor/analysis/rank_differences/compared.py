@@ -122,6 +122,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.GatheredInGraph: _row(
         "tensor of the loss gathered without its gradient", "size function site", "model"
     ),
+    e.ShardedModel: _row("model that is sharded", "kind wrapper ranks", "model"),
     e.GatheredWithoutGradient: _row("tensor gathered without any gradient", "site", "model"),
     e.Bypassed: _row("step around the wrapper", "site", "model optimizer", "count"),
     e.ReadyTwice: _row("parameter ready twice", "parameter site", "model"),

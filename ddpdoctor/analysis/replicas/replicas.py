@@ -10,7 +10,7 @@ from math import prod
 
 import msgspec
 
-from ...events import Digests, Event, Replica, Wrapped
+from ...events import Digests, Event, Replica, ShardedModel, StepDone, Wrapped
 from ...events.drift import ABSENT, UNHELD, chosen
 from ...events.pack import unpack
 from ...report.findings import Finding
@@ -149,6 +149,36 @@ def replicas(run: Run, *, unheld: bool = False) -> list[Replicas]:
                 found.setdefault(key, {})[rank.rank] = Member(rank, seen, wrapped[model])
             optimizers[model] += seen.optimizer != UNHELD
     return [r for members in found.values() if (r := _alike(members)) is not None]
+
+
+def sharded_models(run: Run) -> list[Replicas]:
+    """Every model whose parameters are sharded, and over whose ranks gradients are averaged, as if
+    each rank held a copy; without digests."""
+    found: dict[tuple[tuple[int, ...], int], dict[int, Member]] = {}
+    for number, rank in run.ranks.items():
+        taken = Counter({e.optimizer: e.step for e in rank.of(StepDone)})
+        optimizer = max(taken, key=lambda o: taken[o], default=-1)
+        for event in rank.of(ShardedModel):
+            seen = Replica(
+                at=event.at,
+                model=event.model,
+                optimizer=optimizer,
+                ranks=event.ranks,
+                parameters="",
+            )
+            wrapped = Wrapped(
+                at=event.at,
+                model=event.model,
+                wrapper=event.wrapper,
+                kind=event.kind,
+                group=-1,
+                site=event.site,
+            )
+            if number in event.ranks:
+                found.setdefault((event.ranks, event.model), {})[number] = Member(
+                    rank, seen, wrapped
+                )
+    return [Replicas(members) for members in found.values() if len(members) > 1]
 
 
 def each_model(

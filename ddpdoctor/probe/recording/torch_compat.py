@@ -97,6 +97,9 @@ def last_in_sequence(scheduler: Any) -> tuple[Any, int]:
     return scheduler._schedulers[-1], int(scheduler._milestones[-1])
 
 
+FULLY_SHARDED = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
 def fully_shards() -> bool:
     """Whether `fully_shard` was applied to any module: it derives a class for each."""
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
@@ -111,13 +114,28 @@ def fully_sharded(module: Any) -> bool:
 
 def flattens() -> bool:
     """Whether the program may use `FullyShardedDataParallel`."""
-    return "torch.distributed.fsdp.fully_sharded_data_parallel" in sys.modules
+    return FULLY_SHARDED in sys.modules
 
 
 def flattened(module: Any) -> bool:
     """Whether a module is a `FullyShardedDataParallel`."""
-    own = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    own = sys.modules.get(FULLY_SHARDED)
     return own is not None and isinstance(module, own.FullyShardedDataParallel)
+
+
+def averages_over(module: Any) -> tuple[int, ...]:
+    """The ranks over which a sharded module averages its gradients; empty where it divides by
+    something else, or where that is not known."""
+    if flattened(module):
+        group = getattr(module, "process_group", None)
+        between = getattr(module, "_inter_node_pg", None)
+        return group_ranks(group) if group is not None and between is None else ()
+    parts = [part for part in module.modules() if fully_sharded(part)]
+    groups = [group for part in parts for group in _shard_groups(part) if group is not None]
+    if any(getattr(group, "gradient_divide_factor", None) is not None for group in groups):
+        return ()
+    mesh = next((m for part in parts if (m := sharding_mesh(part)) is not None), None)
+    return () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def sharding_mesh(module: Any) -> Any:
@@ -242,9 +260,6 @@ def has_context(index: int) -> bool:
         return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
         return False
-
-
-FULLY_SHARDED = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def replicated_over(

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from .ast_cache import Function, Source, called_name, given, own_nodes, source_of
-from .dependence import NO_RESULT, Expression, Line, Loop, Search, Stack, names, spans
+from .dependence import NO_RESULT, Expression, Line, Loop, Search, Stack, may_exchange, names, spans
 
 COMPARED_AT_MOST = 8
 """Values of one function: more are compared in code that works on data."""
@@ -47,7 +47,7 @@ def deciding(running: list[Line], evaluating: list[Line]) -> Decision | None:
         function = stack.functions[depth]
         for test in _conditions(function, line) if function is not None else ():
             if found := search.compared(Expression(stack, depth, test), set()):
-                return found
+                return None if may_exchange(search) else found
     return None
 
 

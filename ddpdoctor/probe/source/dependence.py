@@ -36,6 +36,9 @@ NO_RESULT = (
 _KNOWN = ("append", "update", "add", "extend", "insert", "step", "push", "setdefault")
 """Methods that hand their arguments over to their object."""
 
+_ASKS_A_STORE = ("get", "multi_get", "add", "wait", "compare_set")
+_READS = ("open", "load", "loadtxt", "read_text", "read_bytes", "fromfile", "memmap")
+
 Line: TypeAlias = tuple[CodeType, int]
 """A running function and the line that it executes. A list of them is a stack, innermost first."""
 
@@ -50,6 +53,38 @@ class Expression(NamedTuple):
     @property
     def function(self) -> ast.AST | None:
         return self.stack.functions[self.depth]
+
+
+class Way(NamedTuple):
+    """An expression on the way from one that was asked about to the target.
+
+    Attributes:
+        before: what it is a part of the value of; None for the first.
+        name: the variable in it that leads on, and `made` all that is ever assigned to that.
+    """
+
+    of: Expression
+    before: Way | None = None
+    name: ast.expr | None = None
+    made: tuple[Expression, ...] = ()
+
+    def passed_on(self) -> Iterator[tuple[Expression, ast.Call]]:
+        """The calls that are given the value, and what they are a part of."""
+        for of in (self.of, *self.made):
+            for call in ast.walk(of.node):
+                if isinstance(call, ast.Call) and self._takes(call):
+                    yield of, call
+        if self.before is not None:
+            yield from self.before.passed_on()
+
+    def _takes(self, call: ast.Call) -> bool:
+        """Whether a call is given the variable, or the result of another call where there is
+        none."""
+        values = [part for value in given(call) for part in ast.walk(value)]
+        if self.name is None:
+            return any(isinstance(part, ast.Call) for part in values)
+        name = ast.unparse(self.name)
+        return any(isinstance(p, type(self.name)) and ast.unparse(p) == name for p in values)
 
 
 class Stack:
@@ -152,35 +187,40 @@ class Search:
     Attributes:
         stack: that of the target: the values that are searched for.
         left: expressions that may still be looked at.
+        ways: those that led to the target.
     """
 
     def __init__(self, stack: Stack, target: Loop | Call) -> None:
         self.stack = stack
         self.target = target
         self.left = STEPS
+        self.ways: list[Way] = []
 
     def reach(self, of: Expression, node: ast.expr) -> int | None:
         """Over how many assignments an expression gets its value from the target; None if it does
         not."""
         if any(called_name(c) in NO_RESULT for c in ast.walk(node) if isinstance(c, ast.Call)):
             return None
-        layer, seen, hops = [of._replace(node=node)], set[tuple[int, str]](), 0
+        layer = [Way(of._replace(node=node))]
+        seen, hops = set[tuple[int, str]](), 0
         while layer and self.left > 0:
-            following: list[Expression] = []
-            for expression in layer:
+            following: list[Way] = []
+            for way in layer:
                 self.left -= 1
-                following += self._returned(expression)
-                for name in names(expression.node):
-                    function = expression.function
-                    key = id(function), ast.unparse(name)
+                following += [Way(e, way) for e in self._returned(way.of)]
+                for name in names(way.of.node):
+                    key = id(way.of.function), ast.unparse(name)
                     if key in seen:
                         continue
                     seen.add(key)
-                    for where, definition in self.definitions(expression._replace(node=name)):
-                        if self.target.assigned(definition, where):
-                            return hops
-                        following.append(definition)
-                if self.target.within(expression):
+                    made = [*self.definitions(way.of._replace(node=name))]
+                    here = Way(way.of, way.before, name, tuple(e for _, e in made))
+                    if any(self.target.assigned(e, where) for where, e in made):
+                        self.ways.append(here)
+                        return hops
+                    following += [Way(e, here) for _, e in made]
+                if self.target.within(way.of):
+                    self.ways.append(way)
                     return hops
             layer, hops = following, hops + 1
         return None
@@ -245,6 +285,30 @@ class Search:
             return [Expression(of.stack, outer, v) for v in given_by_name]
         place = plain.index(name) - (plain[0] in ("self", "cls"))
         return [Expression(of.stack, outer, v) for v in call.args[place : place + 1]]
+
+
+def may_exchange(search: Search) -> bool:
+    """Whether a value that was searched for may have been put together with those of other ranks
+    by other means than collectives and messages, which are recorded: in a store, in files, or in a
+    function that the source does not name."""
+    for way in search.ways:
+        for of, call in way.passed_on():
+            source = of.stack.source(of.depth)
+            if not dotted(call.func) and not isinstance(call.func, ast.Attribute):
+                return True
+            bodies = source.defined.get(called_name(call), ()) if source is not None else ()
+            if any(_exchanges(node) for body in bodies for node in ast.walk(body)):
+                return True
+    return False
+
+
+def _exchanges(node: ast.AST) -> bool:
+    """Whether a node reads a file, or asks a store."""
+    if not isinstance(node, ast.Call):
+        return False
+    owner = dotted(node.func).rpartition(".")[0].lower()
+    asks = called_name(node) in _ASKS_A_STORE and "store" in owner
+    return asks or called_name(node) in _READS
 
 
 def _assigned(

@@ -12,6 +12,7 @@ from ..recording.code_locations import classify
 from ..recording.frames import disguise, unframe, variables
 from ..recording.patching import on_restore, replace
 from ..recording.recorder import current_recorder
+from ..recording.torch_compat import flattened, flattens, fully_sharded, fully_shards
 from ..recording.watcher import Watcher
 from ..recording.weak_references import WeakIdentityMap
 from .steady_state import steady_state
@@ -193,3 +194,15 @@ class ModuleOrigins(Watcher):
         while frame is not None and not self.is_user(frame.f_code):
             frame = frame.f_back
         return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def sharded_roots() -> list[Any]:
+    """The outermost modules that `fully_shard` or `FullyShardedDataParallel` was applied to."""
+    shards = fully_shards()
+    every = [
+        m
+        for m in (ModuleOrigins.current.living_modules() if shards or flattens() else ())
+        if flattened(m) or (shards and fully_sharded(m))
+    ]
+    within = {id(part) for m in every for part in m.modules() if part is not m}
+    return [m for m in every if id(m) not in within]

@@ -14,19 +14,12 @@ from typing import Any
 from ....events import Ownership
 from ...recording import hooks
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import (
-    flattened,
-    flattens,
-    fully_sharded,
-    fully_shards,
-    ignored_by_ddp,
-    ready_indices,
-)
+from ...recording.torch_compat import ignored_by_ddp, ready_indices
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import WeakIdentityMap
 from ...tensors.digests import ABSENT, digests
 from ...training import lifecycle
-from ...training.module_origins import ModuleOrigins
+from ...training.module_origins import ModuleOrigins, sharded_roots
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
 from ...training.tracked_model import Model
@@ -114,7 +107,7 @@ class OptimizerCoverage(Watcher):
             for watch in self._watches.values():
                 watch.renew(recorder.step)
         self._compare_due(recorder, step)
-        for module in _sharded_roots() if _due(step.number) else ():
+        for module in sharded_roots() if _due(step.number) else ():
             watch = self._sharded.setdefault(module, Watch(-1 - len(self._sharded)))
             _compare(recorder, module, watch, Optimizers.current.parameters(), step)
 
@@ -167,18 +160,6 @@ class OptimizerCoverage(Watcher):
 
 def _due(step: int) -> bool:
     return step & (step - 1) == 0
-
-
-def _sharded_roots() -> list[Any]:
-    """The outermost modules that `fully_shard` or `FullyShardedDataParallel` was applied to."""
-    shards = fully_shards()
-    every = [
-        m
-        for m in (ModuleOrigins.current.living_modules() if shards or flattens() else ())
-        if flattened(m) or (shards and fully_sharded(m))
-    ]
-    within = {id(part) for m in every for part in m.modules() if part is not m}
-    return [m for m in every if id(m) not in within]
 
 
 def _compare(

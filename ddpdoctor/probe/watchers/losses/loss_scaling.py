@@ -40,6 +40,7 @@ from .limits import (
     NODES_FOLLOWED,
     TERM_NODES,
 )
+from .sharded_models import Sharded, ShardedModels
 
 REDUCTION = {1: "mean", 2: "sum"}
 SIZES = "_saved_self_sym_sizes"
@@ -79,9 +80,9 @@ class LossScaling(Watcher):
         self.unclear: dict[int, tuple[CodeType, int, LossScaled]] = {}
         self.emitted: set[int] = set()
         self.following = False
-        self.batches: dict[Model, tuple[int, str, float, int]] = {}
+        self.batches: dict[Model | Sharded, tuple[int, str, float, int]] = {}
         self.batches_emitted = 0
-        self.means: dict[Model, tuple[tuple[int, float], ...]] = {}
+        self.means: dict[Model | Sharded, tuple[tuple[int, float], ...]] = {}
         self.idle = 0
         self.last = 0
         self.followed = 0
@@ -121,7 +122,8 @@ class LossScaling(Watcher):
         if looked < BACKWARDS_LOOKED_AT or suspected:
             self.idle = 0
             self._sizing.enable()
-        pending = [m for m in WrappedModels.current.live() if m.pending]
+        pending: list[Model | Sharded] = [m for m in WrappedModels.current.live() if m.pending]
+        pending = pending or [*ShardedModels.current.trained(recorder, backward.number)]
         if not pending:
             return
         self.last = backward.number
@@ -133,9 +135,9 @@ class LossScaling(Watcher):
                 if reduced.valid:
                     self.counted.add(backward.site)
                 means = _means(node)
-                for model in pending:
-                    self._emit_batch(recorder, backward, model, reduced)
-                    self._emit_means(recorder, backward, model, means)
+                for trained in pending:
+                    self._emit_batch(recorder, backward, trained, reduced)
+                    self._emit_means(recorder, backward, trained, means)
 
     def follow(self, site: int, step: int) -> None:
         """Have torch record the lines of the nodes of a backward's next graph."""
@@ -160,11 +162,11 @@ class LossScaling(Watcher):
         return True
 
     def _walk(
-        self, recorder: Recorder, backward: Backward, node: Any, pending: list[Model]
+        self, recorder: Recorder, backward: Backward, node: Any, pending: list[Model | Sharded]
     ) -> _Reduced:
         """Walk the graph from the loss to the node that reduces it to one number."""
         sizes = {group_size(m): m for m in pending if not _frozen(m)}
-        divided: list[tuple[Any, float, Model]] = []
+        divided: list[tuple[Any, float, Model | Sharded]] = []
         undone = unread = False
         reduction, weight, rows = "", 1.0, 0
         for _ in range(NODES_FOLLOWED):
@@ -198,7 +200,7 @@ class LossScaling(Watcher):
         self,
         recorder: Recorder,
         backward: Backward,
-        divided: list[tuple[Any, float, Model]],
+        divided: list[tuple[Any, float, Model | Sharded]],
         averaging: int,
     ) -> None:
         """Find out whether a divisor that equals the world size, or a multiple, is meant as that:
@@ -272,14 +274,14 @@ class LossScaling(Watcher):
         self,
         recorder: Recorder,
         backward: Backward,
-        model: Model,
+        model: Model | Sharded,
         reduced: _Reduced,
     ) -> None:
         reduction, weight, rows, valid = reduced
-        if not model.leading or not reduction:
+        if not reduction or not (model.leading or valid):
             return
-        size = model.leading[0]
-        if reduction == "sum":
+        size = model.leading[0] if model.leading else rows
+        if reduction == "sum" and model.leading:
             size, reduction = _summed_samples(rows, model.leading)
         now = size, reduction, weight, valid
         if self.batches.get(model) == now or not isfinite(weight):
@@ -306,7 +308,7 @@ class LossScaling(Watcher):
         self,
         recorder: Recorder,
         backward: Backward,
-        model: Model,
+        model: Model | Sharded,
         means: tuple[tuple[int, float], ...],
     ) -> None:
         if self.means.get(model, ()) == means or self.batches_emitted >= BATCHES_AT_MOST:
@@ -369,7 +371,7 @@ def _valid(node: Any, reduction: str, weight: float) -> int:
     return count if count < target.numel() else 0
 
 
-def _frozen(model: Model) -> bool:
+def _frozen(model: Model | Sharded) -> bool:
     """Whether all parameters are frozen: a backward only passes through the model (as through a
     discriminator in a generator's step)."""
     held = [p for i in model.expected if (p := model.parameters[i]()) is not None]
@@ -432,7 +434,7 @@ def _sizes_reduced(node: Any) -> Sequence[int]:
     return tuple(int(size) for size in sizes)
 
 
-def _model_of_size(divisor: float, sizes: dict[int, Model]) -> Model | None:
+def _model_of_size(divisor: float, sizes: dict[int, Model | Sharded]) -> Model | Sharded | None:
     """The model whose group size divides `divisor`: programs divide by the world size, or by
     `accumulation * world_size`."""
     return next((m for n, m in sizes.items() if 1 < n <= divisor and not divisor % n), None)
@@ -443,7 +445,7 @@ def averaged(model: Model) -> Iterator[Any]:
     return (model.parameters[i]() for i in model.expected)
 
 
-def group_size(model: Model) -> int:
+def group_size(model: Model | Sharded) -> int:
     """How many ranks average the gradients of a model; 0 for unknown."""
     wrapper = model.ddp()
     group = getattr(wrapper, "process_group", None)
