@@ -273,7 +273,8 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
             earlier `IndicesRead`; empty if the data set has none.
         sampled: one in `sampled` indices was kept, selected by a hash.
         order: digest of all indices in the order of delivery; `head` are the first of them.
-        ascending: the indices never decrease.
+        ascending: the indices never decrease; `falls`: how often one is lower than the one before,
+            -1 in older records.
         collectives: issued on the default group meanwhile, -1 if unknown.
         sharded: parameters are sharded in a way that may need equal inputs on several ranks.
         drawn: the generators (`torch`, `numpy`, `random`) that loading a batch advanced.
@@ -296,6 +297,7 @@ class EpochEnded(Event, frozen=True, tag="epoch-ended"):
     order: int = 0
     head: tuple[int, ...] = ()
     ascending: bool = False
+    falls: int = -1
     collectives: int = -1
     sharded: bool = False
     drawn: tuple[str, ...] = ()

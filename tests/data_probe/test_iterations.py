@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ddpdoctor.analysis.data.loaders import in_order
 from ddpdoctor.events import EpochBegan, EpochEnded, LoaderSeen, ProbeTrouble
 from ddpdoctor.probe.recording import hooks, patching
 from ddpdoctor.probe.recording.recorder import Recorder, set_recorder
@@ -143,3 +144,17 @@ def test_a_sampler_that_yields_groups_of_samples(recorder: Recorder, tmp_path: P
     recorder.writer.close()
     (end,) = [e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, EpochEnded)]
     assert (end.samples, end.head) == (6, (0, 5, 3, 1, 7, 2))
+
+
+def test_how_often_the_indices_fall(recorder: Recorder, tmp_path: Path) -> None:
+    values = utils.TensorDataset(torch.arange(64))
+    padded = [*range(0, 64, 2), 0]
+    for order in (padded, range(64), [*range(32, 64), *range(16), *range(16, 32, 3), 7]):
+        list(utils.DataLoader(values, batch_size=4, sampler=order))
+    recorder.writer.close()
+    ends = [e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, EpochEnded)]
+    assert [(e.falls, e.ascending, in_order(e)) for e in ends] == [
+        (1, False, True),
+        (0, True, True),
+        (2, False, False),
+    ]

@@ -76,6 +76,37 @@ def test_where_the_functions_have_changed_between(tmp_path: Path) -> None:
     assert inplace_statements([(module, 4), (build, 2)], [(module, 4)]) == [(build, 3)]
 
 
+ROUNDS = """def train():
+    net.reset_parameters()
+    for step in range(9):
+        net.v.data = first
+        forward()
+        step()
+        if rank == 0:
+            ema.update()
+    net.w.mul_(2)
+class EMA:
+    def update(self):
+        with torch.no_grad():
+            p.copy_(e)
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "told"), [(6, 6, []), (6, 5, []), (5, 6, []), (4, 4, [8]), (6, 4, [8])]
+)
+def test_what_is_between_two_lines_of_a_round_is_not_beyond_the_loop(
+    tmp_path: Path, begin: int, end: int, told: list[int]
+) -> None:
+    """From a step to the next one: line 4 and line 8, of which it is not known which it was."""
+    path = tmp_path / "train.py"
+    path.write_text(ROUNDS)
+    codes = compile(ROUNDS, str(path), "exec").co_consts
+    train = next(c for c in codes if isinstance(c, CodeType) and c.co_name == "train")
+    found = inplace_statements([(train, begin)], [(train, end)])
+    assert [line for _, line in found] == told
+
+
 def steps_after(
     monkeypatch: pytest.MonkeyPatch,
     edit: Callable[[Any], object],
@@ -89,7 +120,11 @@ def steps_after(
     )
     model = type("Model", (), vars(model))()
     told: list[Any] = []
-    sites = SimpleNamespace(kind=lambda code: "user", number=lambda code, line: line)
+    sites = SimpleNamespace(
+        kind=lambda code: "user",
+        number=lambda code, line: line,
+        user_lines=lambda frame, most: [],
+    )
     recorder: Any = SimpleNamespace(emit=told.append, sites=sites)
     holding = SimpleNamespace(model=model, optimizer=0)
     step: Any = SimpleNamespace(holdings=[holding], number=0)

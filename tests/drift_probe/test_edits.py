@@ -20,6 +20,8 @@ from ddpdoctor.probe.watchers.gradients import gradient_clears, limits, manual_e
 from ddpdoctor.probe.watchers.gradients.gradient_sync import GradientSync
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 
+NO_LINES = SimpleNamespace(user_lines=lambda frame, most: [])
+
 
 def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tuple[int, bool]]:
     """The steps before which an edit of one small parameter of many began or ended."""
@@ -29,7 +31,7 @@ def told_of(monkeypatch: pytest.MonkeyPatch, every: int, steps: int) -> list[tup
     )
     model = type("Model", (), vars(model))()
     told: list[Any] = []
-    recorder: Any = SimpleNamespace(emit=told.append, every=every, step=0)
+    recorder: Any = SimpleNamespace(emit=told.append, every=every, step=0, sites=NO_LINES)
     holding = SimpleNamespace(
         model=model,
         optimizer=0,
@@ -289,6 +291,7 @@ def late(
     sites = SimpleNamespace(
         kind=lambda code: "user" if code.co_filename == __file__ else "",
         number=lambda code, line: line,
+        user_lines=NO_LINES.user_lines,
     )
     recorder: Any = SimpleNamespace(
         emit=told.append, every=0, step=0, sites=sites, started=time.monotonic(),

@@ -94,7 +94,8 @@ def test_lines_that_put_back_are_not_those_of_an_edit_that_stays(monkeypatch):
     model = type("Model", (), {"number": 0, "inner": lambda self: None})()
     followed = ManualEdits.current.models[model]
     followed.sites["parameters", False] = (LINE, OTHER)
-    recorder = SimpleNamespace(emit=told.append, every=0, step=3)
+    sites = SimpleNamespace(user_lines=lambda frame, most: [])
+    recorder = SimpleNamespace(emit=told.append, every=0, step=3, sites=sites)
     holding = SimpleNamespace(
         model=model, optimizer=0, positions=[0], parameters=lambda positions: [parameter]
     )

@@ -356,6 +356,15 @@ def _repeated_on_purpose(d: Division) -> LoaderFault | Intended | None:
     return None
 
 
+def _repeats_for_each_rank(d: Division) -> Intended | None:
+    """Whether a sampler that knows its rank repeats each sample once for each of them or more often
+    (repeated augmentation)."""
+    seen = [r.seen for r in d.readers]
+    ranked = len({s.sampler_rank for s in seen}) == len(seen) > 1
+    often = all(s.own_order and s.total_size >= len(seen) * s.length > 0 for s in seen)
+    return Intended.DIVIDED if ranked and often else None
+
+
 def _no_sampler(d: Division) -> LoaderFault | None:
     if not _whole(d):
         return None
@@ -412,6 +421,7 @@ UNSHARDED: tuple[Rule, ...] = (
     _divided,
     _own_samples,
     _repeated_on_purpose,
+    _repeats_for_each_rank,
     _no_sampler,
     _own_samplers_seeds,
     _doubted_shares,

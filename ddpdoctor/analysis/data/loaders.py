@@ -273,7 +273,8 @@ class Loader:
 def in_order(ended: EpochEnded) -> bool:
     """Whether the indices never fell, except perhaps for padding at the end."""
     head = ended.head
-    return ended.ascending or (len(head) >= FEWEST_TO_ORDER and list(head) == sorted(head))
+    padded = len(head) >= FEWEST_TO_ORDER and list(head) == sorted(head) and ended.falls <= 1
+    return ended.ascending or padded
 
 
 def same_order(before: EpochEnded, now: EpochEnded, fewest: int) -> bool:

@@ -153,6 +153,10 @@ class Sites:
             frame = frame.f_back
         return found
 
+    def user_lines(self, frame: FrameType | None, most: int) -> list[tuple[CodeType, int]]:
+        """The lines that these frames execute, innermost first."""
+        return [(user.f_code, user.f_lineno) for user in self.user_frames(frame, most)]
+
     def library_called(self) -> str:
         """The module of a library that the innermost line of the user's code has called, by name;
         empty where it called torch itself."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple
 
-from .ast_cache import Source, called_name, function_of, source_of, without_gradients
+from .ast_cache import Source, called_name, function_of, parts_of, source_of, without_gradients
 
 Place = tuple[CodeType, int]
 
@@ -56,14 +56,28 @@ def _windows(begin: list[Place], end: list[Place]) -> Iterator[tuple[CodeType, i
     common = 0
     while common < min(len(begin), len(end)) and begin[common] == end[common]:
         common += 1
+    if common and common == len(begin) == len(end):
+        common -= 1  # the same line again: a round of a loop
     here, there = begin[common:], end[common:]
     if here and there and here[0][0] is there[0][0]:
-        yield here[0][0], here[0][1], there[0][1]
+        code, first, last = here[0][0], here[0][1], there[0][1]
+        if first < last:
+            yield code, first, last
+        elif (loop := _loop_around(code, first, last)) is not None:
+            yield code, first, (loop.end_lineno or first) + 1
+            yield code, loop.lineno, last
         here, there = here[1:], there[1:]
     for code, line in here:
         yield code, line, sys.maxsize
     for code, line in there:
         yield code, code.co_firstlineno, line
+
+
+def _loop_around(code: CodeType, *lines: int) -> ast.For | ast.While | None:
+    """The innermost loop of a function with these lines in its body."""
+    loops = [n for n in parts_of(code) if isinstance(n, (ast.For, ast.While))]
+    around = [n for n in loops if all(n.lineno < line <= (n.end_lineno or 0) for line in lines)]
+    return max(around, key=lambda n: n.lineno, default=None)
 
 
 class Within(NamedTuple):

@@ -82,8 +82,8 @@ class Iteration:
             and its `epoch` (None if the program ever called `set_epoch`).
         drawn: names of generators that loading advances.
         own: likewise the generators that the data set keeps; None for an iterable one.
-        order, head, ascending: checksum of all indices in order, the first ones, and whether they
-            never decrease.
+        order, head, falls: checksum of all indices in order, the first ones, and how often one is
+            lower than the one before.
         look_at, write_at: number of batches and time at which to examine a batch or write next.
         looked, memory: number of batches when one was examined last, and the memory of that one.
     """
@@ -124,7 +124,7 @@ class Iteration:
         self.values = array("q")
         self.order = 0
         self.head: tuple[int, ...] = ()
-        self.ascending = True
+        self.falls = 0
         self.last = -(1 << 63)
         self.look_at = 0
         if fingerprints is None:
@@ -210,7 +210,8 @@ class Iteration:
                 evaluated=self.evaluated,
                 order=self.order,
                 head=self.head,
-                ascending=self.ascending,
+                ascending=not self.falls,
+                falls=self.falls,
                 collectives=collectives,
                 sharded=sharded,
                 drawn=tuple(self.drawn),
@@ -248,7 +249,7 @@ class Iteration:
         if len(self.head) < HEAD:
             self.head = (*self.head, *values[: HEAD - len(self.head)])
         self.order = zlib.crc32(values, self.order)
-        self.ascending = self.ascending and values[0] >= self.last and _rises(values)
+        self.falls += (values[0] < self.last) + _falls(values)
         self.last = values[-1]
         halved = halvings(self.line.indices, CAP)
         self.line.indices += len(values)
@@ -269,12 +270,12 @@ def delivered_by(memory: set[Any]) -> tuple[int, ...]:
     )
 
 
-def _rises(values: array[int]) -> bool:
+def _falls(values: array[int]) -> int:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
-        return all(a <= b for a, b in itertools.pairwise(values))
+        return sum(a > b for a, b in itertools.pairwise(values))
     found = numpy.frombuffer(values, dtype=numpy.int64)
-    return bool((found[1:] >= found[:-1]).all())
+    return int((found[1:] < found[:-1]).sum())
 
 
 def _thinned(values: array[int], halved: int) -> array[int]:

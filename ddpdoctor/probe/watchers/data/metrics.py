@@ -103,7 +103,7 @@ class ComparedValues(Watcher):
             self.last = -1 if number is None else number
             self.iterations += 1
             self.loops.pop(self.last, None)
-            self.loops[self.last] = _lines(recorder.sites.user_frames(sys._getframe(1), FRAMES))
+            self.loops[self.last] = recorder.sites.user_lines(sys._getframe(1), FRAMES)
 
     def _read(self, recorder: Recorder) -> None:
         """Record the compared numbers that changed since the last iteration began."""
@@ -157,7 +157,7 @@ class ComparedValues(Watcher):
     def _decision(self, frames: list[FrameType]) -> tuple[int, Decision] | None:
         """The loader, of those iterated last, whose loop gave a number that decides about a save,
         and the comparison of that number."""
-        running = _lines(frames)
+        running = [(frame.f_code, frame.f_lineno) for frame in frames]
         place = running[0]
         self.saves[place] += 1
         if self.saves[place] > SAVES_AT_MOST:
@@ -169,10 +169,6 @@ class ComparedValues(Watcher):
             if (decision := self.decisions[key]) is not None:
                 return loader, decision
         return None
-
-
-def _lines(frames: list[FrameType]) -> list[Line]:
-    return [(frame.f_code, frame.f_lineno) for frame in frames]
 
 
 class DividedTotals(Watcher):

@@ -63,7 +63,9 @@ class EditsAfterWrap(Watcher):
         replicated = [p for p in range(count) if p not in model.ignored]
         sampled = TensorWatch(spread(replicated, LOOKED_AT), partial(parameters, model))
         sampled.keep("wrap")
-        self._unstepped[model] = UnsteppedModel(sampled, user_lines(recorder))
+        self._unstepped[model] = UnsteppedModel(
+            sampled, recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
+        )
         self._waiting.enable()
 
     @on(lifecycle.forward_begins, during="_waiting")
@@ -75,7 +77,9 @@ class EditsAfterWrap(Watcher):
         if not unstepped.sampled.changed("wrap"):
             return
         if unstepped.forwards == 1:
-            unstepped.edited_at = inplace_statements(unstepped.lines, user_lines(recorder))
+            unstepped.edited_at = inplace_statements(
+                unstepped.lines, recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
+            )
         unstepped.moved = unstepped.forwards > 1
 
     @on(lifecycle.step_begins, during="_waiting")
@@ -107,14 +111,3 @@ class EditsAfterWrap(Watcher):
             del self._unstepped[model]
         if not self._unstepped:
             self._waiting.disable()
-
-
-def user_lines(recorder: Recorder) -> list[Line]:
-    """The user's lines on the stack, outermost first."""
-    found: list[Line] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(found) < FRAMES_AT_MOST:
-        if recorder.sites.kind(frame.f_code) == "user":
-            found.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return found[::-1]

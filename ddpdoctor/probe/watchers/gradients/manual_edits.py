@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import defaultdict
 from functools import partial
+from types import CodeType
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from ...recording.torch_compat import compiled
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import state_edit_in_frames
 from ...source.division import divided_by_world_size
+from ...source.inplace_writes import inplace_statements
 from ...source.line_tracer import Tracer
 from ...tensors.digests import ABSENT, digests
 from ...tensors.tensor_watch import TensorWatch, marks, spread, state_mark
@@ -36,6 +38,7 @@ from .limits import (
     BUDGET_SHARE,
     EDITS_EMITTED,
     EDITS_ON_DEMAND,
+    FRAMES_AT_MOST,
     LEAST_SHARE,
     LOOKED_AT,
     SNAPSHOTS_ALWAYS,
@@ -54,7 +57,7 @@ class ModelEdits:
 
     Attributes:
         gradients: since the last backward; `parameters` and `states` by optimizer, since its last
-            step.
+            step; `lines` the running lines of the program's then, outermost first.
         emitted: by kind and optimizer, what was recorded last, see `_without_step`.
         sites: lines that edit, by kind and whether values changed or were only written anew; one
             that divides by the world size comes first, and is in `divisors` as written.
@@ -77,6 +80,7 @@ class ModelEdits:
         self.gradients: GradientEdits | None = None
         self.parameters: dict[int, TensorWatch] = {}
         self.states: dict[int, TensorWatch] = {}
+        self.lines: dict[int, list[tuple[CodeType, int]]] = {}
         self.emitted: dict[tuple[str, int], Edited] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
@@ -295,6 +299,7 @@ class ManualEdits(Watcher):
                 continue
             began = time.perf_counter_ns()
             positions = _positions_to_look_at(recorder, holding.positions)
+            edits.lines[holding.optimizer] = _running(recorder)
             state_marks = partial(_state_marks, step.optimizer)
             for kind, watches, columns in (
                 ("parameters", edits.parameters, (digests, marks)),
@@ -352,6 +357,9 @@ class ManualEdits(Watcher):
         cleared = gradients is not None and differing and {after[p] for p in differing} <= CLEARED
         if cleared and not sites:
             sites = _clearing_sites(recorder, edits)
+        if kind == "parameters" and event.changed and not sites and not by_torch:
+            lines = inplace_statements(edits.lines.get(holding.optimizer, []), _running(recorder))
+            sites = tuple(recorder.sites.number(*line) for line in lines)
         if sites:
             event = replace(event, site=sites[0], more=sites[1:])
         key, told = (kind, holding.optimizer), _without_step(event)
@@ -361,6 +369,10 @@ class ManualEdits(Watcher):
         edits.emitted[key] = told
         divisor = edits.divisors.get((kind, True), "") if event.changed else ""
         recorder.emit(replace(event, divisor=divisor))
+
+
+def _running(recorder: Recorder) -> list[tuple[CodeType, int]]:
+    return recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
 
 
 def _without_step(event: Edited) -> Edited:

@@ -7,6 +7,7 @@ the next backward or the step.
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from math import isfinite
@@ -32,8 +33,15 @@ from ...tensors.tensor_watch import grad_of, spread
 from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
-from .edits_after_wrap import Line, user_lines
-from .limits import LEAST_VALUES, LOOKED_AT, SHARDS_LOOKED_AT, SPANS_AT_MOST, TRACED_AT_MOST
+from .edits_after_wrap import Line
+from .limits import (
+    FRAMES_AT_MOST,
+    LEAST_VALUES,
+    LOOKED_AT,
+    SHARDS_LOOKED_AT,
+    SPANS_AT_MOST,
+    TRACED_AT_MOST,
+)
 
 
 class _Shards:
@@ -151,7 +159,7 @@ class ShardScaling(Watcher):
             mine.before, mine.backward_site = mine.read(), backward.site
             if mine.sites or mine.before is None:
                 continue
-            mine.lines = user_lines(recorder)
+            mine.lines = recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
             due = mine.position >= 0 and mine.traced < TRACED_AT_MOST
             if due and mine.tracer is None and mine.before.is_cpu:
                 mine.traced += 1
@@ -176,7 +184,7 @@ class ShardScaling(Watcher):
             return
         self._write(recorder)
         if not mine.sites:
-            mine.end = user_lines(recorder)
+            mine.end = recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
         import torch
 
         with torch.inference_mode():
