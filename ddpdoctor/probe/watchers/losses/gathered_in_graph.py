@@ -126,7 +126,7 @@ class GatheredInGraphs(Watcher):
         site = recorder.site()
         if self.looked.get(site, 0) < REDUCED_LOOKED_AT:
             one = _Gathered(node, call.group, tuple(tensor.shape), site)
-            if node is None and tensor.grad_fn is not None:
+            if node is None and tensor.grad_fn is not None and _trains():
                 frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
                 one = one._replace(
                     made=before_views(tensor.grad_fn, tensor.output_nr),
@@ -273,6 +273,13 @@ class GatheredInGraphs(Watcher):
         for handle in self.handles:
             handle.remove()
         self.handles, self.measured = [], []
+
+
+def _trains() -> bool:
+    """Whether a forward in training mode waits for its backward. In an evaluation with gradients
+    there will be none, and a node would keep a graph alive until the next backward."""
+    wrappers = (model.ddp() for model in WrappedModels.current.live() if model.pending)
+    return any(wrapper is not None and wrapper.training for wrapper in wrappers)
 
 
 def _keep(given: list[Any], gradients: Sequence[Any]) -> None:
