@@ -35,7 +35,7 @@ QUESTIONS: dict[str, str] = {
         "Wrapped Named CommHook ShardedOver ParametersChanged DataParallelMade Unwrapped"
     ),
     "What happened in a forward?": (
-        "ForwardInput BatchSeen ModulesSkipped SentBuffers Gathered SearchCost TrainingMode"
+        "ForwardInput BatchSeen ShardedModel ModulesSkipped SentBuffers Gathered SearchCost TrainingMode"
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"
@@ -80,7 +80,7 @@ WHEN: dict[str, str] = {
         "Site Signature CallSite CallBlock RankStarted TorchLoaded ProgramSeen MonitorStarted"
         " MeshModel MessageSize GatheredWhole SharedOutputs ResultDropped TotalReducedAgain"
         " ExaminedInside DeviceUsed ShardedOver LoaderSeen Replica OptimizerSeen Named"
-        " ScheduleEnded OptionsRead"
+        " ScheduleEnded OptionsRead ShardedModel"
     ),
     "every time": (
         "NodeSilent CallRun InitEntered GroupReady GroupDestroyed ProcessStarted ProcessEnded"

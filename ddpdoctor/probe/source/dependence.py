@@ -8,10 +8,12 @@ that the loop assigned, or the call gave. Nothing of the user's is executed.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Collection, Iterator
 from types import CodeType
 from typing import NamedTuple, TypeAlias
 
+from ..recording.code_locations import classify
 from .ast_cache import (
     Function,
     Source,
@@ -296,10 +298,29 @@ def may_exchange(search: Search) -> bool:
             source = of.stack.source(of.depth)
             if not dotted(call.func) and not isinstance(call.func, ast.Attribute):
                 return True
-            bodies = source.defined.get(called_name(call), ()) if source is not None else ()
+            files = [source, *source.once(_imported, source.tree)] if source is not None else []
+            bodies = (body for file in files for body in file.defined.get(called_name(call), ()))
             if any(_exchanges(node) for body in bodies for node in ast.walk(body)):
                 return True
     return False
+
+
+def _imported(source: Source, tree: ast.AST) -> list[Source]:
+    """The other files of the program that a file imports."""
+    names: set[str] = set()
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(alias.name for alias in node.names)}
+    found: list[Source] = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.rpartition(".")[2] not in {n.rpartition(".")[2] for n in names} or not file:
+            continue
+        if classify(file) == "user" and (other := source_of(file)) is not None:
+            found.append(other)
+    return found
 
 
 def _exchanges(node: ast.AST) -> bool:
