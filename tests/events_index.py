@@ -35,7 +35,8 @@ QUESTIONS: dict[str, str] = {
         "Wrapped Named CommHook ShardedOver ParametersChanged DataParallelMade Unwrapped"
     ),
     "What happened in a forward?": (
-        "ForwardInput BatchSeen ShardedModel ModulesSkipped SentBuffers Gathered SearchCost TrainingMode"
+        "ForwardInput BatchSeen ShardedModel ModulesSkipped SentBuffers Gathered SearchCost"
+        " TrainingMode"
     ),
     "What happened in a backward?": (
         "UnusedParameters ParameterUse Bypassed ReadyTwice StaticGraphBroken SteppedInside"

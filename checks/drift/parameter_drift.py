@@ -159,7 +159,7 @@ class ParameterDrift(Check):
     effects = (
         Effect(("gradient-drift",), rules=(causes.UNEQUAL_PARAMETERS,), when=(_DIFFER,)),
         Effect(
-            ("hyperparameter-skew",),
+            ("hyperparameter-skew", "optimizer-state-drift"),
             when=(
                 _DIFFER,
                 state_loading.SAME_LOADS,

@@ -159,9 +159,13 @@ class Loads:
     def _with_it(self, what: str, ranks: tuple[int, ...]) -> Related | None:
         """The line at which the same ranks, and only they, also load `what`."""
         other = Loads(self.group, what, self.until, self.steps)
-        if other.ranks != ranks:
+        if other.ranks == ranks:
+            event = other.made[ranks[0]][-1]
+        elif other.on_some is not None and other.on_some.ranks == ranks:
+            event = other.on_some.event  # a framework may load it on all ranks, when it wraps
+        else:
             return None
-        spot = self.group.members[ranks[0]].rank.location(other.made[ranks[0]][-1].site)
+        spot = self.group.members[ranks[0]].rank.location(event.site)
         return Related(f"loads {THINGS[what]}", spot) if spot else None
 
     def _fix(self, number: int, event: Loaded, also_loaded: bool = False) -> str:
