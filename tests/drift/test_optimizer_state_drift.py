@@ -59,11 +59,17 @@ def test_parameters_that_drifted_before_it_are_not():
     assert not OptimizerStateDrift().explains(cause, effect)
 
 
-def test_a_load_of_both_is_one_fault():
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_load_of_both_is_one_fault(wraps):
+    """Also where a framework loads the state itself on every rank, when it wraps."""
     load = msgspec.structs.replace(LOAD, at=START)
+    before = [msgspec.structs.replace(load, site=STEP, step=0)] * wraps
     weights = msgspec.structs.replace(load, what="weights", site=OTHER)
     moved = [digests("parameters", {2: [1, 1, 1, n]}) for n in range(2)]
-    rows = {0: [weights, load, moved[0], state(1, 2, 3, 4)], 1: [moved[1], state(1, 2, 9, 4)]}
+    rows = {
+        0: [*before, weights, load, moved[0], state(1, 2, 3, 4)],
+        1: [*before, moved[1], state(1, 2, 9, 4)],
+    }
     checks = [ParameterDrift(), OptimizerStateDrift()]
     (finding,) = diagnose(run_of(rows), checks).findings
     assert (finding.code, finding.location.line, finding.related[0].location.line) == (
