@@ -66,7 +66,8 @@ class IdenticalAugmentation(LoaderCheck):
     - Loading data draws no random numbers.
     - The generators differ between ranks, or those of their workers do.
     - The ranks' inputs are equal as well (see `data-overlap`).
-    - The model has dropout: what else a step draws is not told apart from it.
+    - The model has dropout: what else a step draws is not told apart from it, unless every rank has
+      restored the same state of torch's generator.
     - A stream is shuffled when it begins, equally on all ranks, which then shard it.
     - An iterable data set draws from a generator of its own (`self.rng`).
     """
@@ -102,12 +103,14 @@ class IdenticalAugmentation(LoaderCheck):
         drawn = {s: {(seen[s].before, seen[s].after) for seen in ranks.values()} for s in steps}
         equal = [step for step, states in drawn.items() if len(states) == 1]
         first = next(iter(ranks.values()))[steps[0]] if steps else None
-        if first is None or len(equal) < FEWEST_STEPS or len(equal) < len(steps) or first.dropout:
+        if first is None or len(equal) < FEWEST_STEPS or len(equal) < len(steps):
+            return
+        seeding = seeded_alike([run.ranks[n] for n in ranks], ("torch",), first.at)
+        if first.dropout and not (seeding is not None and seeding.restored):
             return
         if any(True for given in inputs(run) for _ in equal_inputs(run, given)):
             return  # reported by data-overlap
         rank = run.ranks[next(iter(ranks))]
-        seeding = seeded_alike([run.ranks[n] for n in ranks], ("torch",), first.at)
         yield self.finding(
             rule=STEP_DRAWS,
             ranks=tuple(ranks),
@@ -119,8 +122,9 @@ class IdenticalAugmentation(LoaderCheck):
             summary=f"{whom(tuple(ranks), run.world_size)} draw the same random numbers in their "
             f"training steps: torch's generator is in the same state on all in {len(equal)} of "
             f"{len(steps)} steps looked at",
-            cause="the ranks use the same seed, and a step draws from torch's generator after it "
-            "has its batch (noise, timesteps, masks)",
+            cause=(seeding.cause if seeding else "the ranks use the same seed")
+            + ", and a step draws from torch's generator after it has its batch (noise, timesteps, "
+            "masks)",
             fix=(seeding.fix if seeding else AFTER_THE_MODEL)
             + "; not where the draw decides which layers run, which must be equal on all ranks",
             evidence={
@@ -175,7 +179,8 @@ def _cause(drawn: EqualGenerators) -> str:
             "the workers get the same seeds on every rank, from a generator of the loader's own, "
             "and loading draws from theirs"
         )
-    return "the ranks use the same seed, and loading draws from their generators"
+    why = drawn.seeding.cause if drawn.seeding else "the ranks use the same seed"
+    return f"{why}, and loading draws from their generators"
 
 
 def _digests(states: tuple[int, int, int]) -> dict[str, str]:

@@ -245,18 +245,21 @@ class StepDraws(Event, frozen=True, tag="step-draws"):
 
 
 class Seeded(Event, frozen=True, tag="seeded"):
-    """The program seeded a global random generator with a number; each line and number once.
+    """The program seeded a global random generator with a number, or restored a state of it; each
+    line and number once.
 
     Attributes:
         generator: `torch`, `numpy` or `random`.
-        seed: in digits.
+        seed: in digits; of a state its checksum.
         by: the module of a library that the program called for it, empty for none.
+        restored: it is a state.
     """
 
     generator: str
     seed: str
     site: int
     by: str = ""
+    restored: bool = False
 
 
 class EpochEnded(Event, frozen=True, tag="epoch-ended"):

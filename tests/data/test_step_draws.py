@@ -76,3 +76,13 @@ def test_the_line_that_seeds_all_ranks_alike(
     (finding,) = judged((5, 5), (7, 7), seeds=(first, second))
     assert [r.location.line for r in finding.related] == [line] * (line is not None)
     assert fix in finding.fix
+
+
+def test_a_state_that_every_rank_restores() -> None:
+    """Also of a model with dropout: that it is the same state is no choice of a seed."""
+    restored = Seeded(at=0, generator="torch", seed="99", site=3, restored=True)
+    calls = [seeded(7), restored], [seeded(8), restored]
+    (finding,) = judged((5, 5), (7, 7), seeds=calls, dropout=True)
+    assert [r.location.line for r in finding.related] == [11]
+    assert "every rank restores the same state" in finding.cause
+    assert "restore each rank's own at train.py:11" in finding.fix

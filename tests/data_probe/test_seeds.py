@@ -70,3 +70,16 @@ def test_no_more_than_a_few(recorded):
 def test_the_functions_can_still_be_pickled(recorded):
     for function in (random.seed, numpy.random.seed, torch.random.manual_seed):
         assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_states_that_the_program_restores(recorded):
+    """Not those that torch restores by itself, as after a checkpoint of activations."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        drawn = torch.rand(2)
+    for _ in range(2):
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+    assert torch.equal(torch.rand(2), drawn)
+    assert [name for name, _ in recorded()] == ["torch", "random", "numpy"]

@@ -125,8 +125,11 @@ class LoaderCheck(Check):
 
 
 def seeded_here(seeding: Seeding | None) -> tuple[Related, ...]:
-    """The line that seeds all ranks alike."""
-    return (Related("seeded alike on these ranks", seeding.line),) if seeding is not None else ()
+    """The line that seeds all ranks alike, or restores the same state on them."""
+    if seeding is None:
+        return ()
+    how = "the same state is restored" if seeding.restored else "seeded alike"
+    return (Related(f"{how} on these ranks", seeding.line),)
 
 
 def by_accelerate(reader: Reader) -> bool:

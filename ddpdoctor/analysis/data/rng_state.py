@@ -37,23 +37,39 @@ FIX_OF_DATASET = (
 
 @dataclass(frozen=True)
 class Seeding:
-    """A call that seeds a global generator with the same number on every rank.
+    """A call that seeds a global generator with the same number on every rank, or restores the same
+    state of it.
 
     Attributes:
         line: the user's.
         generator: its name; by: the module of a library that was called for it, empty for none.
+        restored: it restores a state.
     """
 
     line: Location
     seed: str
     generator: str
     by: str
+    restored: bool = False
+
+    @property
+    def cause(self) -> str:
+        """Why the generators are in the same state."""
+        if self.restored:
+            return f"every rank restores the same state of {self.generator}'s generator"
+        return "the ranks use the same seed"
 
     @property
     def fix(self) -> str:
         """How to seed each rank otherwise, once all that has to be equal was made from this seed:
         weights, splits, the order that a sampler shares out."""
         call = SEEDS[self.generator]
+        if self.restored:
+            return (
+                "save the state of the generators on every rank (a file for each, or a list that "
+                f"is gathered), and restore each rank's own at {self.line}; or call "
+                f"`{call}(seed + rank)` after it"
+            )
         if "lightning" in self.by:
             return (
                 f"`{call}({self.seed} + self.global_rank)` in the module's `on_train_start`; leave "
@@ -76,7 +92,7 @@ def seeded_alike(ranks: Sequence[Rank], generators: Sequence[str], before: float
         for event in calls[0]:
             line = ranks[0].location(event.site)
             if event.seed == seeds[-1] and line is not None:
-                return Seeding(line, event.seed, generator, event.by)
+                return Seeding(line, event.seed, generator, event.by, event.restored)
     return None
 
 
