@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ....events import Seeded
-from ...recording.code_locations import OWN, USER
+from ...recording.code_locations import USER
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Kwargs, Watcher
 
@@ -81,6 +81,6 @@ class Seeds(Watcher):
 def _by_the_program(recorder: Recorder) -> bool:
     """Whether the innermost function that is not the probe's is the program's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (kind := recorder.sites.kind(frame.f_code)) is OWN:
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("ddpdoctor."):
         frame = frame.f_back
-    return frame is not None and kind is USER
+    return frame is not None and recorder.sites.kind(frame.f_code) is USER
