@@ -62,8 +62,8 @@ class DataOverlap(LoaderCheck):
     - a loader that is continued on all ranks from the state of one rank's loader (torchdata's
       `StatefulDataLoader`), although each rank made a dataset of its own
     - a stream of files or parts of which each rank takes its share from an order of its own
-    - a custom sampler whose shares overlap; shares of a stream (of whole files, say) that each rank
-      shuffles in an order of its own
+    - a custom sampler whose shares overlap, or that gives each rank most of the data; shares of a
+      stream (of whole files, say) that each rank shuffles in an order of its own
     - parts of one dataset (`Subset`, slices of a list) that each rank selects and that overlap
     - data that should differ between ranks but is the same on some of them
     - samples that are picked at random, from a generator in the same state on all ranks

@@ -99,11 +99,12 @@ class RankDied(Check):
     ## How it knows
     The launcher, or else the node's monitor, records how each process ends; Python writes the stack
     of a crash in native code; of a signal that a rank sends, to itself or to another one, the line
-    is recorded. The monitor samples memory once a second and reads the kernel's counter of
-    out-of-memory kills, where it can, to confirm one. The finding is proven where the signal is
-    known; suspected where nobody saw it, or where `torch.multiprocessing.spawn` may have sent it
-    because a process failed that is no rank. Where the command of the run ends with the status of
-    `timeout`, all remaining ranks are reported together.
+    is recorded, and tells how a process ended where its record stops there. The monitor samples
+    memory once a second and reads the kernel's counter of out-of-memory kills, where it can, to
+    confirm one. The finding is proven where the signal is known; suspected where nobody saw it, or
+    where `torch.multiprocessing.spawn` may have sent it because a process failed that is no rank.
+    Where the command of the run ends with the status of `timeout`, all remaining ranks are reported
+    together.
 
     ## Why it hurts
     The process leaves no traceback. The other ranks fail with connection errors that look like the
