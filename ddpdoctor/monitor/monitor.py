@@ -366,7 +366,7 @@ class Monitor:
                 dump = stack_dumps.read(stack_dumps.beside(one.path))
                 crash = stack_dumps.fatal_signal(dump)
                 return (-crash if crash else None), not dump
-        return None, True
+        return None, False
 
     def _known_end(self, watched: Watched) -> ProcessEnded | None:
         if watched.pid in self._recorded:

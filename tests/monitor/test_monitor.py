@@ -21,6 +21,7 @@ from ddpdoctor.events import (
     MonitorStarted,
     ProcessEnded,
     ProcessState,
+    RankExiting,
     RankSample,
     RankStarted,
     Stopped,
@@ -39,7 +40,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait(10)
 
 
-def _rank_file(folder: Path, rank: int, pid: int) -> None:
+def _rank_file(folder: Path, rank: int, pid: int, *more: Event) -> None:
     writer = EventWriter(folder / f"{rank_stem(rank, 2)}.jsonl")
     writer.write(
         RankStarted(
@@ -53,6 +54,8 @@ def _rank_file(folder: Path, rank: int, pid: int) -> None:
             node=platform.node(),
         )
     )
+    for event in more:
+        writer.write(event)
     writer.close()
 
 
@@ -117,6 +120,18 @@ def test_an_end_that_nobody_could_wait_for(
     (ended,) = _seen(tmp_path, ProcessEnded)
     assert isinstance(ended, ProcessEnded)
     assert (ended.status, ended.signal, ended.silent) == (None, signum, silent)
+
+
+def test_a_rank_that_said_that_it_leaves_did_not_vanish(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    leaving = RankExiting(at=time.monotonic(), how="return")
+    _rank_file(tmp_path, 1, process.pid, leaving)
+    process.wait(10)
+    watched = _monitor(tmp_path)
+    watched.finish()
+    (ended,) = _seen(tmp_path, ProcessEnded)
+    assert isinstance(ended, ProcessEnded)
+    assert (ended.status, ended.signal, ended.silent) == (None, None, False)
 
 
 def test_the_end_of_a_zombie_that_nobody_could_wait_for(
