@@ -15,6 +15,7 @@ from ddpdoctor.events import (
     CallRun,
     ComparedValue,
     Logged,
+    MessageSize,
     MetricUsed,
     RankExiting,
     ResultDropped,
@@ -152,6 +153,19 @@ def test_a_metric_whose_other_values_are_not_on_record():
     assert (finding.rule, finding.location.line) == ("decides-what-is-saved", 30)
     assert "2 of 4 samples" in finding.summary
     assert judged(run_of([[0.9, 0.8], []], more=exchange("all_reduce", 4))) == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Signature(at=0, id=3, op="recv_object_list"),
+        MessageSize(at=0, sends=False, peer=1, group=0, numel=2, dtype="float32", bytes=8, step=0,
+                    site=SAVE),
+    ],
+)  # fmt: skip
+def test_values_that_may_have_come_in_messages(sent):
+    """At which steps messages were sent is not on record."""
+    assert noted(run_of([[0.9, 0.8], []], more=[sent])) == []
 
 
 def test_a_metric_that_differs_once_it_has_learned_something():

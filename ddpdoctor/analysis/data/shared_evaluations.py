@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import TypeVar
 
-from ...events import ComparedValue, MetricUsed, SaveDecided, SchedulerStep, Signature
+from ...events import ComparedValue, MessageSize, MetricUsed, SaveDecided, SchedulerStep, Signature
 from ...events.operations import operation
 from ...run import Location, Rank, Run
 from . import data_calls
@@ -30,9 +30,8 @@ def exchanged(loader: Loader) -> list[bool]:
     """For each evaluation, whether some rank reduces or gathers values of its own in it or after
     it, before the next optimizer step."""
     count = max(len(reader.epochs) for reader in loader.readers.values())
-    made = (s.op for reader in loader.readers.values() for s in reader.rank.of(Signature))
-    if any(operation(op).sends or operation(op).receives for op in made):
-        return [True] * count  # at which steps messages were sent is not on record
+    if any(_sends(reader.rank) for reader in loader.readers.values()):
+        return [True] * count  # at which steps is not on record
     return [
         any(
             data_calls.values_exchanged(reader.rank, step)
@@ -42,6 +41,12 @@ def exchanged(loader: Loader) -> list[bool]:
         )
         for n in range(count)
     ]
+
+
+def _sends(rank: Rank) -> bool:
+    """Whether the program sends messages from rank to rank, of tensors or objects."""
+    kinds = (operation(signature.op) for signature in rank.of(Signature))
+    return bool(rank.of(MessageSize)) or any(kind.sends or kind.receives for kind in kinds)
 
 
 def read_apart(run: Run) -> Callable[[Loader], bool]:
