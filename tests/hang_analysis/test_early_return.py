@@ -119,6 +119,38 @@ def test_a_rank_that_did_all_rounds_exited(tmp_path: Path) -> None:
     assert "came back from `main` without this call in some round" in finding.cause
 
 
+@pytest.mark.parametrize(
+    ("more", "trains", "told"), [(0, 40, True), (1, 40, False), (0, 42, False)]
+)
+def test_a_rank_that_did_all_rounds_and_did_not_enter_a_branch(
+    tmp_path: Path, more: int, trains: int, told: bool
+) -> None:
+    """Not where it took fewer steps, or may have left before the step of the last round."""
+    made = tapes()
+    sometimes = "if (epoch + 1) % 2 == 0:"
+    through = {"caller": (30, 41), "branches": {30: "if self.synced is None:", 41: sometimes}}
+    for rank, tape in made.items():
+        for step in range(3 + more * (rank == 0)):
+            tape.call("DDP backward", 27, caller=trains, step=step, internal=True)
+            tape.call("all_gather", 20, step=step, **through)  # type: ignore[arg-type]
+    made[0].call(
+        "all_gather",
+        20,
+        state=State.BEGUN,
+        at=START + 5,
+        step=3 + more,
+        **through,  # type: ignore[arg-type]
+    )
+    for tape in made.values():
+        around_callers(tape)
+    taken = {0: steps(3 + more), 1: [*steps(3), RankExiting(at=START + 6, how="return")]}
+    run = run_of(tmp_path, made, more=taken, ended={1: 0}, now=START + 9)
+    (finding,) = RankExitedEarly().examine(run)
+    assert finding.rule == ("branch-not-entered" if told else "loop-exit")
+    assert finding.location is not None
+    assert finding.location.line == (29 if told else 39)
+
+
 @pytest.mark.parametrize("catches", [True, False])
 def test_a_rank_makes_its_calls_again_after_an_exception(tmp_path: Path, catches: bool) -> None:
     handler = (Way(line=45, text="except RuntimeError:", first=42, last=44),) if catches else ()

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from ...events import CallSite
 from ...report.evidence_names import STEPS_TAKEN
 from ...report.findings import Evidence, Related
-from ...run import Location, counted, ranks_do, ranks_text
+from ...run import Location, Rank, counted, ranks_do, ranks_text
 from ..calls.call_logs import lines
 from ..control_flow.branches import (
+    around,
+    branch,
+    head_of,
     leading,
     parts,
     unbranched,
@@ -29,7 +32,7 @@ from .attribution import Attribution, Explanation
 from .departure import Departure, exit_called
 from .early_return import not_skipped
 from .early_return import related as ways_of
-from .left_loop import LoopExitKind
+from .left_loop import LeftLoop, LoopExitKind
 from .loop_exits import MAY_END, uneven_since
 
 UNEVEN_SINCE = "in_different_epochs_since_step"
@@ -185,6 +188,54 @@ class ReturnedEarly(DepartureExplanation):
         )
 
 
+class NotEntered(DepartureExplanation):
+    rule = "branch-not-entered"
+    text = "the ranks did all rounds, and did not enter a branch around the collective in one"
+
+    def explain(self, why: Departure) -> Attribution | None:
+        made, loop = why.first.made, why.loop
+        if made is None or loop is None or loop.ways or loop.exits or not why.to_its_end:
+            return None
+        equal = why.leaver.steps == why.first.rank.steps > 0
+        before = any(lines(why.leaver, site) == made.text for site in why.leaver.of(CallSite))
+        if (found := branch(made)) is None or not (equal and before and _trains_in(why, loop)):
+            return None
+        place, head = found
+        spot = made.rank.location(place.site)
+        spot = head_of(spot, head) if spot is not None else None
+        return self.blame(
+            why,
+            unbranched(head, "call it"),
+            cause=f"{ranks_text(why.ranks)} did as many steps, and did not enter `{head.label}` in "
+            f"this round; {why.ended} {_lacks(why)}",
+            spot=spot,
+            label=f"{ranks_text(why.ranks)} did not enter this branch",
+        )
+
+
+def _trains_in(why: Departure, loop: LeftLoop) -> bool:
+    """Whether the rank that left trained within the loop, before the line from which the others
+    came to their call: equal steps are equal rounds then."""
+    made = why.first.made
+    waits = _line_in(why.first.rank, made.site, loop) if made is not None else -1
+    trains = [
+        line
+        for site in why.leaver.of(CallSite)
+        if site.internal and (line := _line_in(why.leaver, site, loop)) >= 0
+    ]
+    return bool(trains) and min(trains) < waits
+
+
+def _line_in(rank: Rank, site: CallSite | None, loop: LeftLoop) -> int:
+    """The line in the body of a loop that led to a call, -1 for none."""
+    lines_in = [
+        spot.line
+        for _, spot, head in around(rank, site)
+        if (spot.file, head.line) == (loop.loop.file, loop.loop.line)
+    ]
+    return lines_in[-1] if lines_in else -1
+
+
 class UnwaitedSend(DepartureExplanation):
     rule = "unwaited-send"
     text = "the ranks left without waiting for messages that they had begun to send"
@@ -231,6 +282,7 @@ EXPLANATIONS: tuple[DepartureExplanation, ...] = (
     EnteredAlone(),
     Branch(),
     ReturnedEarly(),
+    NotEntered(),
     SkippedRound(),
     LoopExit(),
     UnwaitedSend(),

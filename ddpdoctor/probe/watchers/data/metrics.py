@@ -8,7 +8,6 @@ training, and what it is on every rank.
 from __future__ import annotations
 
 import ast
-import itertools
 import shutil
 import sys
 import time
@@ -49,8 +48,8 @@ class ComparedValues(Watcher):
         last: the loader that was iterated last, -1 for none; `iterations` over any so far.
         values: by function and expression, the value recorded last.
         recorded: values recorded so far.
-        loops: by number of a loader, the running functions when it was iterated last, with their
-            lines; the loader that was iterated last comes last.
+        loops: by number of each of the loaders iterated last, the running functions then, with
+            their lines; the last one comes last.
         saves: by line, how often a file was saved.
         decisions: by the lines of a save and a loop, what decides.
     """
@@ -104,6 +103,8 @@ class ComparedValues(Watcher):
             self.iterations += 1
             self.loops.pop(self.last, None)
             self.loops[self.last] = recorder.sites.user_lines(sys._getframe(1), FRAMES)
+            if len(self.loops) > LOOPS_SEARCHED:
+                self.loops.pop(next(iter(self.loops)))
 
     def _read(self, recorder: Recorder) -> None:
         """Record the compared numbers that changed since the last iteration began."""
@@ -162,7 +163,7 @@ class ComparedValues(Watcher):
         self.saves[place] += 1
         if self.saves[place] > SAVES_AT_MOST:
             return None
-        for loader, loop in itertools.islice(reversed(self.loops.items()), LOOPS_SEARCHED):
+        for loader, loop in reversed(self.loops.items()):
             key = *running, *loop
             if key not in self.decisions:
                 self.decisions[key] = deciding(running, loop)
