@@ -246,7 +246,7 @@ def train_with(monkeypatch, net, choose, count=40, every=10):
         optimizer_coverage, "_emit", lambda *args: told.append((args[0].step, args[3]))
     )
     monkeypatch.setattr(OptimizerCoverage.current, "_watches", {})
-    monkeypatch.setattr(optimizer_coverage, "_sharded_roots", list)
+    monkeypatch.setattr(optimizer_coverage, "sharded_roots", list)
     model = Model(0, net, list(net.parameters()), [])
     monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
     for number in range(count):
