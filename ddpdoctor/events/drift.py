@@ -332,6 +332,8 @@ class Edited(Event, frozen=True, tag="edited"):
         changers: by function that changed sampled gradients, the site that called it, -1 if
             unknown.
         besides: as `ratio`, for changes by anything other than these functions; 0 if none.
+        searched: where `site` is -1, a line that ran between these steps and writes to tensors, as
+            the source says; -1 for none.
     """
 
     model: int
@@ -349,6 +351,7 @@ class Edited(Event, frozen=True, tag="edited"):
     counted: bool = False
     changers: dict[str, int] = {}
     besides: float = 0.0
+    searched: int = -1
 
 
 class Rewritten(Event, frozen=True, tag="rewritten"):

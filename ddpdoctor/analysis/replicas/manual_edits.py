@@ -397,8 +397,9 @@ def edits_of(member: Member, kind: str) -> list[Edited]:
 
 def _spot(rank: Rank, event: Edited, functions: list[str]) -> Location | None:
     """The line of a modification, if need be that of a call of one of these functions."""
-    if (found := rank.location(event.site)) is not None:
-        return found
+    for site in (event.site, event.searched):
+        if (found := rank.location(site)) is not None:
+            return found
     if event.kind != "gradients" or event.beside:
         return None  # not, or not only, clipping
     if (known := _caller(rank, event)) is not None:

@@ -359,7 +359,8 @@ class ManualEdits(Watcher):
             sites = _clearing_sites(recorder, edits)
         if kind == "parameters" and event.changed and not sites and not by_torch:
             lines = inplace_statements(edits.lines.get(holding.optimizer, []), _running(recorder))
-            sites = tuple(recorder.sites.number(*line) for line in lines)
+            if lines:
+                event = replace(event, searched=recorder.sites.number(*lines[0]))
         if sites:
             event = replace(event, site=sites[0], more=sites[1:])
         key, told = (kind, holding.optimizer), _without_step(event)
