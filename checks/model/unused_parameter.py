@@ -190,6 +190,8 @@ class UnusedParameter(Check):
         Effect(("first-failure",), errors=(ErrorKind.REDUCTION_UNFINISHED,), when=(When.IS_ERROR,)),
         # The gradients in the bucket of an unused parameter are never averaged.
         Effect(NOT_AVERAGED, of=tuple(REASONS), when=(When.IS_ERROR,)),
+        # What made the gathered tensor gets no gradient.
+        Effect(("loss-scale-mismatch",), rules=("gathered-without-gradient",)),
     )
 
     def examine(self, run: Run) -> Iterable[Finding]:
