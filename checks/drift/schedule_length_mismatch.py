@@ -322,7 +322,9 @@ def _planned_so(rank: Rank, event: SchedulerStep, ranks: int) -> bool:
     """Whether a scheduler that counts epochs once for each rank is planned for more steps than
     there are epochs, or repeats on purpose what it is planned for."""
     plans = [
-        e for e in rank.of(ScheduleEnded) if e.step_site == event.site and e.kind == event.kind
+        e
+        for e in rank.of(ScheduleEnded)
+        if e.step_site == event.site and e.kind == event.kind and e.planned
     ]
     return any(not _close(e.calls / e.planned, ranks) for e in plans)
 

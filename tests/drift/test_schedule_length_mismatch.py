@@ -303,12 +303,13 @@ def test_patience_that_is_counted_once_for_each_rank(times, metrics, kind, told)
 @pytest.mark.parametrize(
     ("times", "schedulers", "every", "planned", "told"),
     [
+        pytest.param(2, 1, 8, None, True, id="not on record"),
         pytest.param(2, 1, 8, 0, True, id="no known length"),
         pytest.param(2, 1, 8, 5, True, id="planned for the epochs"),
         pytest.param(2, 1, 8, 10, False, id="planned for the calls"),
-        pytest.param(1, 1, 8, 0, False, id="once per epoch"),
-        pytest.param(1, 2, 8, 0, False, id="two schedulers"),
-        pytest.param(2, 1, 1, 0, False, id="in every optimizer step"),
+        pytest.param(1, 1, 8, None, False, id="once per epoch"),
+        pytest.param(1, 2, 8, None, False, id="two schedulers"),
+        pytest.param(2, 1, 1, None, False, id="in every optimizer step"),
     ],
 )
 def test_epochs_that_are_counted_once_for_each_rank(times, schedulers, every, planned, told):
@@ -328,7 +329,7 @@ def test_epochs_that_are_counted_once_for_each_rank(times, schedulers, every, pl
     plan = ScheduleEnded(
         at=99,
         kind="StepLR",
-        planned=planned,
+        planned=planned or 0,
         calls=len(steps),
         counted=len(steps),
         optimizer=0,
@@ -336,7 +337,7 @@ def test_epochs_that_are_counted_once_for_each_rank(times, schedulers, every, pl
         site=STEPPED,
         step_site=STEPPED,
     )
-    run = make_run({rank: [*LINES, *steps, *[plan] * bool(planned)] for rank in range(2)})
+    run = make_run({rank: [*LINES, *steps, *[plan] * (planned is not None)] for rank in range(2)})
     found = [f for f in ScheduleLengthMismatch().examine(run) if f.rule != "stepped-too-often"]
     assert [f.rule for f in found] == ["epochs-counted-per-rank"] * told
     if told:
