@@ -66,8 +66,9 @@ class MetricNotReduced(Check):
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
     number of ranks. A running total that is summed over the ranks in every round of a loop, and
     goes on from the sum, so that it grows by the number of ranks each time; a tensor that two
-    lines sum. An evaluation on one rank, through a sampler that gives it a share only. And an
-    `all_reduce` of a copy whose result nobody uses.
+    lines sum. An evaluation on one rank, through a sampler that gives it a share only. And
+    values that are reduced in a copy, or gathered, where nobody uses the result: a warning where
+    the values require gradients, else a note.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
@@ -85,9 +86,10 @@ class MetricNotReduced(Check):
     Where nothing is seen to be decided, and no rank reduces or gathers any value in an evaluation
     that is divided between ranks, or after it, that is a note: what is printed of it is the result
     of one rank's share. So is one that is reduced at some times only.
-    The source around each `all_reduce` tells whether it is made in a copy (`torch.tensor(x)`,
-    `x.clone()`, `x / n`) that is used for nothing else, or returned to a caller that drops it; it
-    is noted where this happens at least twice after the first optimizer step.
+    The source around each collective tells whether it reduces a copy (`torch.tensor(x)`,
+    `x.clone()`, `x / n`) or gathers into something that is used for nothing else, or is returned
+    to a caller that drops it; it is told where this happens at least twice after the first
+    optimizer step.
     Of the first calls of `all_reduce` after the first optimizer step that sum up to 64 numbers, the
     values before and after are compared: a total is reported that is, four times in a row at one
     line and between the same optimizer steps, at least the sum that the call before gave; and a
@@ -127,7 +129,7 @@ class MetricNotReduced(Check):
         SAVED: "a file is saved or not by a metric that differs between ranks",
         DIVIDED: "a sum over one rank's share is divided by the number of samples of all ranks",
         STOPPED: "training ends or goes on by a metric that differs between ranks",
-        UNUSED: "values are reduced in a copy, and the copy is not used",
+        UNUSED: "values are reduced in a copy, or gathered, and the result is not used",
         AGAIN: "a running total is summed over the ranks again and again",
         ONE_SHARE: "one rank evaluates alone, through a sampler that gives it a share",
         TWICE: "two lines sum the same tensor over the ranks",
@@ -224,7 +226,7 @@ class MetricNotReduced(Check):
                     if event.copy
                     else "the program goes on with this rank's own values"
                 )
-                + (", which the loss is computed from" if event.learns else ""),
+                + (", which require gradients" if event.learns else ""),
                 cause="`all_reduce` changes the tensor that it is given, which is a copy here"
                 if event.copy
                 else f"nothing reads what `{event.name}` "

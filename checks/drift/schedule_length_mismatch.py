@@ -13,7 +13,7 @@ from ddpdoctor.analysis.data.loaders import batch_size, loaders
 from ddpdoctor.events import ScheduleEnded, SchedulerStep, StepDone
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
-from ddpdoctor.run import Rank, Run, counted
+from ddpdoctor.run import Location, Rank, Run, counted
 
 FEWEST_CALLS = 4
 """Shorter runs are tries of the code, and small numbers are equal by chance."""
@@ -43,6 +43,7 @@ class Unit(NamedTuple):
     every: str
     over: str
     fix: str
+    severity: Severity = Severity.WARNING
 
 
 PREPARED = " (Accelerate does so with a scheduler that it has prepared)"
@@ -59,7 +60,8 @@ METRIC = Unit(
     PATIENCE,
     "metric",
     "with each metric",
-    "its patience counts calls, so that it is over after a part of the evaluations",
+    "its patience counts calls, so that it is over after a part of the evaluations that it was "
+    "meant for",
     "step it once per evaluation: keep it out of `accelerator.prepare`, or step the scheduler "
     "inside, `scheduler.scheduler.step(metric)`",
 )
@@ -80,6 +82,7 @@ STEP = Unit(
     "it counts calls: what is planned for some optimizer steps is over after a part of those; only "
     "numbers that count the batches of the whole data set are right",
     f"{KEEP_OUT}, or multiply its numbers of steps by the world size",
+    Severity.NOTE,
 )
 
 
@@ -200,66 +203,71 @@ class ScheduleLengthMismatch(Check):
 
     def _counted_per_rank(self, run: Run) -> Iterator[Finding]:
         """Schedulers that count each metric, or epoch, once for each rank."""
+        size = run.world_size
         found: dict[object, list[tuple[Rank, list[SchedulerStep]]]] = {}
         for rank in run.ranks.values():
-            for steps in _once_for_each_rank(rank, run.world_size):
-                if steps[0].kind == PLATEAU or not _planned_so(rank, steps[0], run.world_size):
+            for steps in _once_for_each_rank(rank, size):
+                if steps[0].kind == PLATEAU or not _planned_so(rank, steps[0], size):
                     key = rank.location(steps[0].site), steps[0].kind, steps[0].scheduler
                     found.setdefault(key, []).append((rank, steps))
         for same in found.values():
-            yield self._once_more(same, run.world_size)
+            steps = same[0][1]
+            first = steps[: size * 4]
+            plateau = steps[0].kind == PLATEAU
+            yield self._once_more(
+                run,
+                METRIC if plateau else EPOCH,
+                tuple(r.rank for r, _ in same),
+                steps[0],
+                {"metrics": [e.metric for e in first[::size]]}
+                if plateau
+                else {"optimizer_steps_before": [e.step for e in first]},
+            )
 
     def _without_plan(self, run: Run) -> Iterator[Finding]:
         """Schedulers without a length of a plan that count each optimizer step once per rank."""
         size = run.world_size
-        for line, events in run.by_line(ScheduleEnded).items():
+        for events in run.by_line(ScheduleEnded).values():
             number, event = next(iter(events.items()))
             counted_so = event.steps >= FEWEST_CALLS and event.calls == event.steps * size
             if event.planned or event.calls != event.counted or size < 2 or not counted_so:
                 continue
-            rank = run.ranks[number]
-            yield self.finding(
-                rule=STEPS,
-                severity=Severity.NOTE,
-                ranks=tuple(events),
-                subjects=(event.kind,),
-                optimizers=(event.optimizer,),
-                location=line,
-                label=f"counts each {STEP.name} {counted(size, 'time')}",
-                related=(Related("steps it", stepped),)
-                if (stepped := rank.location(event.step_site))
-                else (),
-                summary=f"{event.kind} is stepped {counted(size, 'time')} {STEP.every}, once for "
-                f"each of the {size} ranks",
-                cause=f"{STEP.over} (Accelerate steps a scheduler that it has prepared once for "
-                "each process)",
-                fix=STEP.fix,
-                fix_kind=FixKind.CHECK,
-                evidence={"scheduler_steps": event.calls, "optimizer_steps": event.steps},
-                at=rank.wall(event.at),
+            yield self._once_more(
+                run,
+                STEP,
+                tuple(events),
+                event,
+                {"scheduler_steps": event.calls, "optimizer_steps": event.steps},
+                run.ranks[number].location(event.step_site),
             )
 
-    def _once_more(self, same: list[tuple[Rank, list[SchedulerStep]]], times: int) -> Finding:
-        rank, steps = same[0]
-        event = steps[0]
-        unit = METRIC if event.kind == PLATEAU else EPOCH
-        seen = {"metrics": [e.metric for e in steps[: times * 4 : times]]}
-        if unit is EPOCH:
-            seen = {"optimizer_steps_before": [e.step for e in steps[: times * 4]]}
+    def _once_more(
+        self,
+        run: Run,
+        unit: Unit,
+        ranks: tuple[int, ...],
+        event: SchedulerStep | ScheduleEnded,
+        evidence: dict[str, object],
+        stepped: Location | None = None,
+    ) -> Finding:
+        """A scheduler that these ranks step once for each rank, where once was meant."""
+        rank, times = run.ranks[ranks[0]], run.world_size
         return self.finding(
             rule=unit.rule,
-            ranks=tuple(r.rank for r, _ in same),
+            severity=unit.severity,
+            ranks=ranks,
             subjects=(event.kind,),
             optimizers=(event.optimizer,),
             location=rank.location(event.site),
             label=f"counts each {unit.name} {counted(times, 'time')}",
+            related=(Related("steps it", stepped),) if stepped else (),
             summary=f"{event.kind} is stepped {counted(times, 'time')} {unit.every}, once for each "
             f"of the {times} ranks",
-            cause=f"{unit.over} that it was meant for (Accelerate steps a scheduler that it has "
-            "prepared once for each process)",
+            cause=f"{unit.over} (Accelerate steps a scheduler that it has prepared once for each "
+            "process)",
             fix=unit.fix,
             fix_kind=FixKind.CHECK,
-            evidence={**seen},
+            evidence=evidence,
             at=rank.wall(event.at),
         )
 

@@ -286,7 +286,7 @@ class ResultDropped(Event, frozen=True, tag="result-dropped"):
         dropped_site: the line that drops the result.
         op: the collective; `step`: optimizer steps of this process before it.
         copy: they are reduced in a copy.
-        learns: they require gradients, so that the result was to be learned from.
+        learns: they require gradients, in a place where torch records what is computed of them.
     """
 
     name: str

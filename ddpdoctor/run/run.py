@@ -119,7 +119,7 @@ class Run:
         return (e for rank in self.ranks.values() for e in rank.of(kind))
 
     def by_line(self, kind: type[E], site: str = "site") -> dict[Location, dict[int, E]]:
-        """By a line that events name, the last of them on each rank.
+        """By a line that events name, the first of them on each rank.
 
         Args:
             site: the field with the number of the line.
@@ -128,7 +128,7 @@ class Run:
         for number, rank in self.ranks.items():
             for event in rank.of(kind):
                 if (line := rank.location(getattr(event, site))) is not None:
-                    found.setdefault(line, {})[number] = event
+                    found.setdefault(line, {}).setdefault(number, event)
         return found
 
     def any(self, kind: type[Event]) -> bool:

@@ -30,6 +30,11 @@ from .limits import FORWARDS_AFTER_WRAP, FRAMES_AT_MOST, LOOKED_AT
 Line = tuple[CodeType, int]
 
 
+def running(recorder: Recorder) -> list[Line]:
+    """The user's lines that are running, outermost first."""
+    return recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
+
+
 class UnsteppedModel:
     """A wrapped model before its first optimizer step.
 
@@ -63,9 +68,7 @@ class EditsAfterWrap(Watcher):
         replicated = [p for p in range(count) if p not in model.ignored]
         sampled = TensorWatch(spread(replicated, LOOKED_AT), partial(parameters, model))
         sampled.keep("wrap")
-        self._unstepped[model] = UnsteppedModel(
-            sampled, recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
-        )
+        self._unstepped[model] = UnsteppedModel(sampled, running(recorder))
         self._waiting.enable()
 
     @on(lifecycle.forward_begins, during="_waiting")
@@ -77,9 +80,7 @@ class EditsAfterWrap(Watcher):
         if not unstepped.sampled.changed("wrap"):
             return
         if unstepped.forwards == 1:
-            unstepped.edited_at = inplace_statements(
-                unstepped.lines, recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
-            )
+            unstepped.edited_at = inplace_statements(unstepped.lines, running(recorder))
         unstepped.moved = unstepped.forwards > 1
 
     @on(lifecycle.step_begins, during="_waiting")

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import defaultdict
 from functools import partial
-from types import CodeType
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,6 +30,7 @@ from ...tensors.tensor_watch import TensorWatch, marks, spread, state_mark
 from ...training import lifecycle
 from ...training.records import Backward, OptimizerModel, Step
 from ...training.tracked_model import Model
+from .edits_after_wrap import Line, running
 from .gradient_clears import CLEARED, clearing_site
 from .gradient_edits import BEFORE, NOW, GradientEdits
 from .gradient_sync import GradientSync
@@ -38,7 +38,6 @@ from .limits import (
     BUDGET_SHARE,
     EDITS_EMITTED,
     EDITS_ON_DEMAND,
-    FRAMES_AT_MOST,
     LEAST_SHARE,
     LOOKED_AT,
     SNAPSHOTS_ALWAYS,
@@ -80,7 +79,7 @@ class ModelEdits:
         self.gradients: GradientEdits | None = None
         self.parameters: dict[int, TensorWatch] = {}
         self.states: dict[int, TensorWatch] = {}
-        self.lines: dict[int, list[tuple[CodeType, int]]] = {}
+        self.lines: dict[int, list[Line]] = {}
         self.emitted: dict[tuple[str, int], Edited] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
@@ -299,7 +298,7 @@ class ManualEdits(Watcher):
                 continue
             began = time.perf_counter_ns()
             positions = _positions_to_look_at(recorder, holding.positions)
-            edits.lines[holding.optimizer] = _running(recorder)
+            edits.lines[holding.optimizer] = running(recorder)
             state_marks = partial(_state_marks, step.optimizer)
             for kind, watches, columns in (
                 ("parameters", edits.parameters, (digests, marks)),
@@ -358,7 +357,7 @@ class ManualEdits(Watcher):
         if cleared and not sites:
             sites = _clearing_sites(recorder, edits)
         if kind == "parameters" and event.changed and not sites and not by_torch:
-            lines = inplace_statements(edits.lines.get(holding.optimizer, []), _running(recorder))
+            lines = inplace_statements(edits.lines.get(holding.optimizer, []), running(recorder))
             if lines:
                 event = replace(event, searched=recorder.sites.number(*lines[0]))
         if sites:
@@ -370,10 +369,6 @@ class ManualEdits(Watcher):
         edits.emitted[key] = told
         divisor = edits.divisors.get((kind, True), "") if event.changed else ""
         recorder.emit(replace(event, divisor=divisor))
-
-
-def _running(recorder: Recorder) -> list[tuple[CodeType, int]]:
-    return recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
 
 
 def _without_step(event: Edited) -> Edited:

@@ -7,7 +7,6 @@ the next backward or the step.
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 from math import isfinite
@@ -33,9 +32,8 @@ from ...tensors.tensor_watch import grad_of, spread
 from ...training import lifecycle
 from ...training.optimizers import Optimizers
 from ...training.records import Backward, Step
-from .edits_after_wrap import Line
+from .edits_after_wrap import Line, running
 from .limits import (
-    FRAMES_AT_MOST,
     LEAST_VALUES,
     LOOKED_AT,
     SHARDS_LOOKED_AT,
@@ -159,7 +157,7 @@ class ShardScaling(Watcher):
             mine.before, mine.backward_site = mine.read(), backward.site
             if mine.sites or mine.before is None:
                 continue
-            mine.lines = recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
+            mine.lines = running(recorder)
             due = mine.position >= 0 and mine.traced < TRACED_AT_MOST
             if due and mine.tracer is None and mine.before.is_cpu:
                 mine.traced += 1
@@ -184,7 +182,7 @@ class ShardScaling(Watcher):
             return
         self._write(recorder)
         if not mine.sites:
-            mine.end = recorder.sites.user_lines(sys._getframe(1), FRAMES_AT_MOST)[::-1]
+            mine.end = running(recorder)
         import torch
 
         with torch.inference_mode():

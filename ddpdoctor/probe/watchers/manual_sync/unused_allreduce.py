@@ -59,6 +59,8 @@ class DroppedResults(Watcher):
             return
         if call.op in ("barrier", "broadcast"):
             return
+        import torch
+
         self.calls += 1
         frame = recorder.sites.user_frame(sys._getframe(1))
         if frame is None:
@@ -70,6 +72,8 @@ class DroppedResults(Watcher):
         returns = _through_library(frame)
         found = returned_and_dropped(frame) if returns else dropped(frame)
         self.seen[place] = MANY if found is None else times + 1
+        # A library may call from the forward of an autograd function, which runs without gradients.
+        learns = returns or torch.is_grad_enabled()
         if found is not None and self.seen[place] == MANY:
             recorder.emit(
                 ResultDropped(
@@ -80,7 +84,7 @@ class DroppedResults(Watcher):
                     step=recorder.step,
                     op=call.op,
                     copy=found.copy,
-                    learns=any(t.requires_grad for t in call.tensors),
+                    learns=learns and any(t.requires_grad for t in call.tensors),
                 )
             )
 
