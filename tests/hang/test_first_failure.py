@@ -146,6 +146,13 @@ def test_a_users_own_error_that_speaks_of_connections() -> None:
     assert finding.rule != "lost-peers"
 
 
+def test_a_tensor_that_the_backend_does_not_take_is_no_lost_connection() -> None:
+    event = raised(5, "RuntimeError", "No backend type associated with device type cpu")
+    (finding,) = found(make_run({0: event, 1: event}, ended={0: 1, 1: 1}))
+    assert (finding.rule, finding.ranks) == ("exception", (0, 1))
+    assert "cpu:gloo,cuda:nccl" in finding.fix
+
+
 def test_only_victims_are_told_as_such() -> None:
     (finding,) = found(
         make_run({0: raised(5, "RuntimeError", CLOSED), 1: []}, ended={0: 1, 1: None})

@@ -80,6 +80,10 @@ MESSAGES = tuple(Message(*row) for row in (
     (r"Tensors must be contiguous", "collectives take contiguous tensors only, and a transposed or "
      "sliced one is none", "pass `tensor.contiguous()`; where the call writes to it, copy the "
      "result back"),
+    (r"No backend type associated with device type", "the process group has no backend for tensors "
+     "on this device (NCCL takes tensors on a GPU only), or was destroyed before the call", "move "
+     "the tensor to a device of the group; or give the group a backend for each: "
+     "`init_process_group(\"cpu:gloo,cuda:nccl\")`"),
     (r"Cannot re-initialize CUDA in forked subprocess", "the parent used a GPU before it forked "
      "this process", "start processes and workers by `spawn`, or use no GPU before"),
 ))  # fmt: skip

@@ -26,7 +26,7 @@ LOST_PEER = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|recvValue failed|remote worker crashing"
     r"|remote process|peer is (?:dead|gone)|inconsistent 0 params|ncclRemoteError|ncclSystemError"
     r"|failed to recv, got 0 bytes|unexpected EOF|Socket Timeout|DistNetworkError|DistStoreError"
-    r"|shut down too early|NCCL communicator was aborted|No backend type associated",
+    r"|shut down too early|NCCL communicator was aborted",
     re.IGNORECASE,
 )
 TIMED_OUT = re.compile(
