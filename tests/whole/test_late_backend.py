@@ -25,6 +25,8 @@ OTHERWISE: dict[str, str] = {
     "data/data_overlap_sharded_clean": _FUNCTIONAL,
     "drift/hyperparameter_skew_sharded": _FUNCTIONAL,
     "drift/hyperparameter_skew_sharded_clean": _FUNCTIONAL,
+    "drift/loss_scale_mismatch_valid_sharded": _FUNCTIONAL,
+    "drift/loss_scale_mismatch_valid_sharded_clean": _FUNCTIONAL,
     "model/optimizer_parameter_mismatch_flattened": _FUNCTIONAL,
     "model/optimizer_parameter_mismatch_flattened_clean": _FUNCTIONAL,
     "model/optimizer_parameter_mismatch_sharded": _FUNCTIONAL,

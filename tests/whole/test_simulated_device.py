@@ -32,6 +32,7 @@ OTHERWISE: dict[str, str] = {
     "data/data_overlap_sharded": _MESH,
     "drift/clip_before_sync_shards": _MESH,
     "drift/hyperparameter_skew_sharded": _MESH,
+    "drift/loss_scale_mismatch_valid_sharded": _MESH,
     "drift/parameter_drift_mesh": _MESH,
     "drift/unsynced_step_uneven": _FUNCTIONAL,
     "hang/collective_mismatch_full_tensor": _MESH,

@@ -7,10 +7,11 @@ import time
 from typing import Any
 
 from ....events import ShardedModel
+from ....events.amp import told_at
 from ...recording.recorder import Recorder
 from ...recording.torch_compat import averages_over, flattened
 from ...recording.watcher import Watcher
-from ...recording.weak_references import WeakIdentityMap
+from ...recording.weak_references import Reference, WeakIdentityMap
 from ...training.module_origins import ModuleOrigins, sharded_roots
 
 
@@ -40,12 +41,16 @@ class ShardedModels(Watcher):
     """
     Attributes:
         known: by outermost sharded module; None for one whose gradients are not averaged.
+        roots: the outermost sharded modules that are trained, when last searched for;
+            `registrations` of parameters in the process then.
     """
 
     lost = "losses of sharded models"
 
     def __init__(self) -> None:
         self.known: WeakIdentityMap[Sharded | None] = WeakIdentityMap()
+        self.roots: list[Reference] = []
+        self.registrations = -1
 
     def trained(self, recorder: Recorder, backwards: int) -> list[Sharded]:
         """The sharded model that a backward belongs to, if there is only one that is trained.
@@ -53,10 +58,13 @@ class ShardedModels(Watcher):
         Args:
             backwards: outermost ones of this process before it.
         """
-        roots = [m for m in sharded_roots() if any(p.requires_grad for p in m.parameters())]
-        if len(roots) != 1:
+        if ModuleOrigins.current.registrations != self.registrations or told_at(backwards):
+            self.registrations = ModuleOrigins.current.registrations
+            found = [m for m in sharded_roots() if any(p.requires_grad for p in m.parameters())]
+            self.roots = [Reference(module) for module in found]
+        module = self.roots[0]() if len(self.roots) == 1 else None
+        if module is None:
             return []
-        (module,) = roots
         if module not in self.known:
             self.known[module] = self._seen(recorder, module)
         model = self.known[module]
