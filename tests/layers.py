@@ -47,8 +47,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "analysis.rank_differences",
     ),
     "analysis.meshes": REPORTED,
-    "analysis.replicas": (*REPORTED, "analysis.rank_differences"),
     "analysis.models": REPORTED,
+    "analysis.replicas": (*REPORTED, "analysis.rank_differences", "analysis.models"),
     "analysis.manual_sync": (
         *REPORTED,
         "analysis.rank_differences",

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from msgspec.structs import replace
 
 from ddpdoctor.analysis.data.loaders import batch_size, loaders
+from ddpdoctor.analysis.models.wrap_options import planned
 from ddpdoctor.events import ScheduleEnded, SchedulerStep, StepDone
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
@@ -47,12 +48,6 @@ class Unit(NamedTuple):
 
 
 PREPARED = " (Accelerate does so with a scheduler that it has prepared)"
-ESTIMATED = (
-    "plan with `total_steps=self.trainer.estimated_stepping_batches`, which counts the optimizer "
-    "steps of one rank (`self.train_dataloader()` is not divided yet)"
-)
-PLANNED_BY = {"lightning": ESTIMATED, "pytorch_lightning": ESTIMATED}
-"""What to plan with where a framework steps the scheduler."""
 KEEP_OUT = "keep the scheduler out of `accelerator.prepare`"
 ONCE = "step the scheduler once per optimizer step"
 
@@ -419,7 +414,7 @@ def _too_long(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | No
                 f"{epochs.ranks} ranks takes its share"
                 + f", and the optimizer steps once per {micro} batches" * (micro > each)
                 + f"; {ended}",
-                PLANNED_BY.get(event.by.partition(".")[0])
+                planned(event.by)
                 or "plan with the length of the loader that has the distributed sampler: "
                 f"`epochs * len(loader){f' // {micro}' if micro > 1 else ''}`",
             )

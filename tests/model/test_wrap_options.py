@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.analysis.models.wrap_options import WrapOptions
+from ddpdoctor.analysis.models.wrap_options import WrapOptions, planned
 from ddpdoctor.events import Wrapped
 
 
@@ -43,6 +43,20 @@ def test_unused_parameters(by: str, unused: str, drop_unused: str) -> None:
 ])  # fmt: skip
 def test_checkpoints(by: str, reentrant: str) -> None:
     assert options(by).reentrant == reentrant
+
+
+@pytest.mark.parametrize(("by", "wrapping", "plans"), [
+    ("", "`DistributedDataParallel(...)`", False),
+    ("lightning.pytorch.trainer.trainer", "`trainer.fit(...)`", True),
+    ("pytorch_lightning.trainer.trainer", "`trainer.fit(...)`", True),
+    ("lightning.fabric.fabric", "`fabric.setup(...)`", False),
+    ("transformers.trainer", "`trainer.train()`", False),
+    ("accelerate.accelerator", "`accelerator.prepare(...)`", False),
+    ("mmengine.runner", "`DistributedDataParallel(...)`", False),
+])  # fmt: skip
+def test_what_wraps_the_model_and_plans_a_schedule(by: str, wrapping: str, plans: bool) -> None:
+    assert options(by).wrapping == wrapping
+    assert ("estimated_stepping_batches" in planned(by)) is plans
 
 
 def test_other_options() -> None:

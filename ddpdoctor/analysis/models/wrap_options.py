@@ -1,5 +1,5 @@
-"""How a program that uses a framework sets what others set themselves: an option of the wrapper, or
-that a number is reduced."""
+"""What to type in a program that a framework trains: how it sets an option of the wrapper, has a
+number reduced, or plans a schedule."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ EACH_ONCE = "each once"
 CALLED = "called"
 EQUAL_BATCHES = "equal batches"
 COUNTED = "counted"
+WRAPPED = "wrapped"
+PLANNED = "planned"
 
 AT_THE_END = "_epoch_end"
 """How Lightning's hooks end in which a metric of a whole epoch is computed."""
@@ -28,22 +30,28 @@ _LIGHTNING = {
     CALLED: "compute the loss in `training_step`, which runs inside the wrapper",
     EQUAL_BATCHES: "set `Trainer(limit_train_batches=N)` with no more batches than any rank has "
     "(here {least}); or let the data begin again at its end and set `Trainer(max_steps=N)`",
+    WRAPPED: "trainer.fit(...)",
+    PLANNED: "plan with `total_steps=self.trainer.estimated_stepping_batches`, which counts the "
+    "optimizer steps of one rank (`self.train_dataloader()` is not divided yet)",
     "": "Trainer(strategy=DDPStrategy({option}))",
 }
 _FABRIC = {
     UNUSED: 'Fabric(strategy="ddp_find_unused_parameters_true")',
     NO_UNUSED: 'Fabric(strategy="ddp")',
+    WRAPPED: "fabric.setup(...)",
     CALLED: "keep what `fabric.setup(...)` returns and call it",
     "": "Fabric(strategy=DDPStrategy({option}))",
 }
 _TRAINER = {
     CALLED: "call the `model` that the Trainer passes to `compute_loss`",
     EQUAL_BATCHES: "let the data begin again at its end and set `TrainingArguments(max_steps=N)`",
+    WRAPPED: "trainer.train()",
     COUNTED: "TrainingArguments(average_tokens_across_devices=True)",
     REENTRANT: 'TrainingArguments(gradient_checkpointing_kwargs={{"use_reentrant": False}})',
     "": "TrainingArguments(ddp_{option})",
 }
 _ACCELERATE = {
+    WRAPPED: "accelerator.prepare(...)",
     EACH_ONCE: "accelerator.gather_for_metrics(...)",
     CALLED: "keep what `accelerator.prepare(...)` returns and call it",
     "": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({option})])",
@@ -63,6 +71,7 @@ others what stands under the empty name."""
 
 _BY_PROGRAM = {
     REENTRANT: "checkpoint(..., use_reentrant=False)",
+    WRAPPED: "DistributedDataParallel(...)",
     CALLED: "keep the result of `DistributedDataParallel(...)` and call it",
     "": "DDP(..., {option})",
 }
@@ -98,6 +107,12 @@ def equal_batches(by: str, least: int) -> str:
         least: the smallest number of batches that a rank has.
     """
     return framework_of(by).get(EQUAL_BATCHES, "").format(least=least)
+
+
+def planned(by: str) -> str:
+    """What to plan a schedule with that a framework steps, as a sentence; empty where that is not
+    known."""
+    return framework_of(by).get(PLANNED, "")
 
 
 def each_once(by: str) -> str:
@@ -140,6 +155,12 @@ class WrapOptions:
     def called(self) -> str:
         """What to do so that forwards go through the wrapper, as a sentence."""
         return (framework_of(self.wrapped.by) or _BY_PROGRAM).get(CALLED, _BY_PROGRAM[CALLED])
+
+    @property
+    def wrapping(self) -> str:
+        """The call of the program by which its model is wrapped, in backquotes."""
+        words = framework_of(self.wrapped.by) or _BY_PROGRAM
+        return f"`{words[WRAPPED]}`"
 
     @property
     def drop_unused(self) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 from ...events import Loaded
 from ...report.findings import Condition, Finding, Related
 from ...run import listed, ranks_do
+from ..models.wrap_options import WrapOptions
 from ..rank_differences import extra_by_line
 from .causes import Cause
 from .divergence_window import EVER, own_step, window
@@ -28,13 +29,6 @@ THINGS = {
     "scheduler": "the scheduler's state",
 }
 """What may be loaded, and how a report calls it."""
-
-WRAPPED_BY = {
-    "accelerate": "accelerator.prepare(...)",
-    "lightning": "trainer.fit(...)",
-    "pytorch_lightning": "trainer.fit(...)",
-}
-"""The user's call by which a framework wraps a model in DDP."""
 
 LOADED_TOO = "also_loaded"
 """Evidence: what else the same ranks load, a list of keys of `THINGS`."""
@@ -179,9 +173,8 @@ class Loads:
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun
             fix += "into a copy of the model if only one rank needs them (to evaluate)"
         else:
-            by = self.group.members[number].wrapped.by.partition(".")[0]
-            wrap = WRAPPED_BY.get(by, "DistributedDataParallel(...)")
-            fix += f"before `{wrap}`, which broadcasts rank 0's parameters"
+            wrapping = WrapOptions(self.group.members[number].wrapped).wrapping
+            fix += f"before {wrapping}, which broadcasts rank 0's parameters"
         return fix + "; load the optimizer's state on every rank: DDP never copies it" * also_loaded
 
 
