@@ -398,3 +398,17 @@ def test_a_model_that_each_rank_trains_for_itself(
         ),
     ]
     assert bool(examine(mine, mine)) is finds
+
+
+@pytest.mark.parametrize(("total", "ranks", "silent"), [
+    (200, (0, 1), True),  # each sample once for each rank
+    (600, (0, 1), True),  # three times
+    (100, (0, 1), False),
+    (200, (0, 0), False),
+])  # fmt: skip
+def test_a_sampler_that_repeats_each_sample_for_each_rank(
+    total: int, ranks: tuple[int, int], silent: bool
+) -> None:
+    repeats = {"sampler": "RASampler", "own_order": True, "total_size": total, "content": 1}
+    found = examine(*(loader(0, [EVERYTHING], sampler_rank=n, **repeats) for n in ranks))  # type: ignore[arg-type]
+    assert (not found) is silent

@@ -1,5 +1,9 @@
 """Which compared numbers are recorded, and which of them decide what is saved."""
 
+import shutil
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -51,6 +55,40 @@ def test_numbers_that_change_with_an_evaluation(recorded, tmp_path):
     assert saved == [0.5, 0.75]
     changed = [(e.value, e.loader) for e in values if isinstance(e, ComparedValue)]
     assert changed == [(0.5, 1), (0.25, 1), (0.75, 1)]
+
+
+def test_a_checkpoint_that_is_copied_to_be_the_best(recorded, tmp_path):
+    last, best = tmp_path / "last.pt", -1.0
+    held_out = DataLoader(range(2))
+    for given in (0.5, 0.25, 0.75):
+        torch.save({}, last)
+        for _ in held_out:
+            metric = given
+        if metric > best:
+            best = metric
+            shutil.copyfile(last, tmp_path / "best.pt")
+    assert [e.value for e in recorded(SaveDecided) if e.name == "metric"] == [0.5, 0.75]
+
+
+@pytest.fixture
+def safetensors(monkeypatch):
+    """A package of that name, imported by the program, that remembers the files it has written."""
+    module = ModuleType("safetensors.torch")
+    module.written = []
+    module.save_file = lambda tensors, path: module.written.append(path.name)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", module)
+    return module
+
+
+def test_weights_that_are_saved_by_safetensors(safetensors, recorded, tmp_path):
+    held_out = DataLoader(range(2))
+    for given in (0.5, 0.25):
+        for _ in held_out:
+            metric = given
+        if metric > 0.3:
+            safetensors.save_file({}, tmp_path / "best.safetensors")
+    assert [e.value for e in recorded(SaveDecided) if e.name == "metric"] == [0.5]
+    assert safetensors.written == ["best.safetensors"]
 
 
 class Lazy:

@@ -18,7 +18,7 @@ from recordings import PID, START, make_run, run_info, steps, write_folder
 
 from ddpdoctor.config import Options
 from ddpdoctor.embedded import monitor_process
-from ddpdoctor.events import ExceptionRaised, ProcessEnded, RankSample
+from ddpdoctor.events import ExceptionRaised, ProcessEnded, RankSample, Stopped
 from ddpdoctor.launch import LaunchError, devices, outcome, rendezvous_wait, torchrun
 from ddpdoctor.launch import environment as environment_of
 from ddpdoctor.launch.session import Session, _open_folder, _tell_outer
@@ -209,6 +209,20 @@ def test_outcome_follows_the_first_to_end() -> None:
     assert outcome.outcome(_run(cleanup), 1, "interrupt") == "killed"
     assert outcome.outcome(_run(cleanup), 1, "doctor") == "hung"
     assert outcome.outcome(_run(cleanup), 1, "") == "failed"  # another node's rank began it
+
+
+@pytest.mark.parametrize(("stopped", "by", "told"), [
+    (30, "interrupt", "killed"), (30, "terminate", "killed"), (30, "doctor", "failed"),
+    (90, "interrupt", "failed"),
+])  # fmt: skip
+def test_an_error_of_a_rank_after_somebody_stopped_the_run(
+    stopped: float, by: str, told: str
+) -> None:
+    """A program may end with an error of its own where it is interrupted. Here it does after 60
+    seconds."""
+    node = [Stopped(at=START + stopped, by=by)]
+    run = make_run({0: [], 1: []}, nodes={0: node}, ended={0: 1, 1: 1})
+    assert outcome.outcome(run, 1, "") == told
 
 
 @pytest.mark.parametrize(("how", "told"), [({}, "failed"), ({"signal": 9}, "killed")])

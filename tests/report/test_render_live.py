@@ -8,7 +8,7 @@ import time
 
 import msgspec
 import pytest
-from recordings import START, make_run, monitor, started, steps
+from recordings import START, WALL, make_run, monitor, started, steps
 from toys import ToyStep
 
 from ddpdoctor import render
@@ -19,6 +19,7 @@ from ddpdoctor.events import (
     OptimizerSeen,
     Pace,
     RankSample,
+    StallSeen,
     StepDone,
 )
 from ddpdoctor.render.live import LiveView, LogLines
@@ -106,8 +107,9 @@ def test_silence_is_told() -> None:
     assert "no new record" not in render.now(running(2), "a", 80)
 
 
-def training(rate: float, *, batches: int = 100, seconds: float = 60.0) -> Run:
-    """Two ranks in the first epoch, `seconds` after their start, at so many steps a second."""
+def training(rate: float, *seen: Event, batches: int = 100, seconds: float = 60.0) -> Run:
+    """Two ranks in the first epoch, `seconds` after their start, at so many steps a second, and
+    what the monitor has seen."""
     wall = time.time() - seconds
     ranks: dict[int, list[Event]] = {}
     for rank in range(2):
@@ -125,7 +127,7 @@ def training(rate: float, *, batches: int = 100, seconds: float = 60.0) -> Run:
                  waited_s=0.25 / rate, own_s=()),
         ]  # fmt: skip
     sample = RankSample(at=START + 5, rank=0, pid=5000, rss_bytes=1_500_000_000)
-    return make_run(ranks, ended=None, nodes={0: [monitor(), sample]})
+    return make_run(ranks, ended=None, nodes={0: [monitor(), sample, *seen]})
 
 
 def test_speed_epoch_waiting_and_memory_are_told() -> None:
@@ -133,6 +135,13 @@ def test_speed_epoch_waiting_and_memory_are_told() -> None:
     assert "step 60, 1 steps/s, epoch 0: 60 of 100 batches, 4" in text
     assert " s left, ranks wait 25 % of the time" in text
     assert "1.5 GB" in text
+
+
+def test_ranks_that_stand_still_have_no_speed() -> None:
+    now = START + time.time() - WALL  # of the node
+    run = training(1.0, StallSeen(at=now + 1, since=now - 1, hang_after=1))
+    text = render.now(run, "runs/a", 100)
+    assert "step 60" in text and "steps/s" not in text
 
 
 def test_a_speed_that_fell_is_told() -> None:
