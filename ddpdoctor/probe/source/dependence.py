@@ -39,7 +39,9 @@ _KNOWN = ("append", "update", "add", "extend", "insert", "step", "push", "setdef
 """Methods that hand their arguments over to their object."""
 
 _ASKS_A_STORE = ("get", "multi_get", "add", "wait", "compare_set")
+"""Methods of a store of `torch.distributed`, by which ranks may exchange values."""
 _READS = ("open", "load", "loadtxt", "read_text", "read_bytes", "fromfile", "memmap")
+"""Functions that read a file, which another rank may have written."""
 
 Line: TypeAlias = tuple[CodeType, int]
 """A running function and the line that it executes. A list of them is a stack, innermost first."""
@@ -57,7 +59,7 @@ class Expression(NamedTuple):
         return self.stack.functions[self.depth]
 
 
-class Way(NamedTuple):
+class Link(NamedTuple):
     """An expression on the way from one that was asked about to the target.
 
     Attributes:
@@ -66,7 +68,7 @@ class Way(NamedTuple):
     """
 
     of: Expression
-    before: Way | None = None
+    before: Link | None = None
     name: ast.expr | None = None
     made: tuple[Expression, ...] = ()
 
@@ -196,31 +198,31 @@ class Search:
         self.stack = stack
         self.target = target
         self.left = STEPS
-        self.ways: list[Way] = []
+        self.ways: list[Link] = []
 
     def reach(self, of: Expression, node: ast.expr) -> int | None:
         """Over how many assignments an expression gets its value from the target; None if it does
         not."""
         if any(called_name(c) in NO_RESULT for c in ast.walk(node) if isinstance(c, ast.Call)):
             return None
-        layer = [Way(of._replace(node=node))]
+        layer = [Link(of._replace(node=node))]
         seen, hops = set[tuple[int, str]](), 0
         while layer and self.left > 0:
-            following: list[Way] = []
+            following: list[Link] = []
             for way in layer:
                 self.left -= 1
-                following += [Way(e, way) for e in self._returned(way.of)]
+                following += [Link(e, way) for e in self._returned(way.of)]
                 for name in names(way.of.node):
                     key = id(way.of.function), ast.unparse(name)
                     if key in seen:
                         continue
                     seen.add(key)
                     made = [*self.definitions(way.of._replace(node=name))]
-                    here = Way(way.of, way.before, name, tuple(e for _, e in made))
+                    here = Link(way.of, way.before, name, tuple(e for _, e in made))
                     if any(self.target.assigned(e, where) for where, e in made):
                         self.ways.append(here)
                         return hops
-                    following += [Way(e, here) for _, e in made]
+                    following += [Link(e, here) for _, e in made]
                 if self.target.within(way.of):
                     self.ways.append(way)
                     return hops

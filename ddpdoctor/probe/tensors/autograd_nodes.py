@@ -122,8 +122,8 @@ def before_views(node: Any, output: int) -> tuple[Any, int]:
 
 
 def is_used(made: tuple[Any, int], roots: list[Any]) -> bool:
-    """Whether an output of a node is in the graph of some tensors."""
-    return any(
+    """Whether an output of a node is in the graph that begins at some nodes."""
+    return made[0] in roots or any(
         (n, k) == made for node in nodes_of(roots, GRAPH_NODES) for n, k in node.next_functions
     )
 
@@ -154,6 +154,7 @@ def nodes_between(roots: list[Any], target: Any) -> set[Any] | None:
 
 
 def linear(node: Any) -> bool:
+    """Whether a node is of `LINEAR`, a product only where it is one with a constant."""
     kind = node.name().rstrip("0123456789")
     inputs = sum(n is not None for n, _ in node.next_functions)
     return kind in KINDS and not (kind in ("MulBackward", "DivBackward") and inputs > 1)

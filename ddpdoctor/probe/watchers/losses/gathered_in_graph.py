@@ -181,7 +181,7 @@ class GatheredInGraphs(Watcher):
             model = next((m for m in pending if m.group == one.group), None)
             if one.made is None or model is None or not 0 <= self.cut[one.site] < CUT_BACKWARDS:
                 continue
-            if is_used(one.made, roots) or one.made[0] in roots:
+            if is_used(one.made, roots):
                 self.cut[one.site] = -1
             elif leads_to(one.made[0], averaged(model)) and in_loss(
                 [*one.calling], line, one.entered[-1:]
