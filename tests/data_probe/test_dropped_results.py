@@ -1,0 +1,81 @@
+"""Results of collectives that the program drops: what is recorded of them."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ddpdoctor.events import ResultDropped, decode
+from ddpdoctor.probe.collectives.call_hooks import Call
+from ddpdoctor.probe.recording import recorder
+from ddpdoctor.probe.watchers.manual_sync.unused_allreduce import DroppedResults
+from ddpdoctor.storage.run_folder import EventWriter
+
+PROGRAM = """
+def gathers(x):
+    every = [None, None]
+    dist.all_gather(every, x)
+def returned(x):
+    lib.all_gather(x)
+def reduces(x):
+    copy = x.clone()
+    dist.all_reduce(copy)
+"""
+TORCHS = """
+class dist:
+    def all_gather(every, x):
+        called(Call("all_gather", 0, False, (x,)))
+    def all_reduce(x):
+        called(Call("all_reduce", 0, False, (x,)))
+"""
+LIBRARYS = """
+class lib:
+    def all_gather(x):
+        with torch.no_grad():  # as in the forward of an autograd function
+            called(Call("all_gather", 0, False, (x,)))
+"""
+
+
+class Program:
+    def __init__(self, folder):
+        self.watcher, self.path = DroppedResults(), folder / "rank-0.jsonl"
+        self.recorder = recorder.Recorder(EventWriter(self.path), folder, "rank-0", {})
+        self.recorder.step = 3
+        self.names = self._run(PROGRAM, folder / "train.py", "__main__")
+        c10d = self._run(TORCHS, torch.distributed.__file__, "torch.distributed.distributed_c10d")
+        library = self._run(LIBRARYS, torch.__file__, "torch.distributed.nn.functional")
+        self.names |= {"dist": c10d["dist"], "lib": library["lib"]}
+
+    def _run(self, text, path, name):
+        called = partial(self.watcher._called, self.recorder)
+        names = {"__name__": name, "called": called, "Call": Call, "torch": torch}
+        if name == "__main__":
+            path.write_text(text)
+        exec(compile(text, str(path), "exec"), names)
+        return names
+
+    def dropped(self):
+        events = map(decode, self.path.read_bytes().splitlines())
+        return [(e.name, e.op, e.learns) for e in events if isinstance(e, ResultDropped)]
+
+
+@pytest.fixture
+def program(tmp_path):
+    return Program(tmp_path)
+
+
+@pytest.mark.parametrize(("function", "grad", "trained", "told"), [
+    ("gathers", True, True, ("every", "all_gather", True)),
+    ("gathers", False, True, ("every", "all_gather", False)),
+    ("gathers", True, False, ("every", "all_gather", False)),
+    ("returned", True, True, ("all_gather", "all_gather", True)),
+    ("returned", True, False, ("all_gather", "all_gather", False)),
+    ("reduces", False, False, ("copy", "all_reduce", False)),
+])  # fmt: skip
+def test_what_is_dropped_twice(program, function, grad, trained, told):
+    value = torch.ones(2, requires_grad=trained)
+    for times in range(3):
+        with torch.set_grad_enabled(grad):
+            program.names[function](value)
+        assert len(program.dropped()) == (times > 0)
+    assert program.dropped() == [told]
