@@ -150,12 +150,17 @@ class OuterModule(Event, frozen=True, tag="outer-module"):
     like: tuple[int, str] | None = None
 
 
+AT_END, AT_START = -1, -2
+"""Stand for moments among the steps of `OuterDigests`."""
+
+
 class OuterDigests(Event, frozen=True, tag="outer-digests"):
     """Digests of the tensors of an `OuterModule`, in the order of its names.
 
     Attributes:
         module: its number.
-        optimizer, step: before that step of the optimizer; -1 for the end of the run.
+        optimizer, step: before that step of the optimizer; `AT_END` for the end of the run,
+            `AT_START` for the time before the first step of the process.
         values: packed.
         queues: positions of the tensors in which the step before wrote one block of rows or columns
             and left the rest, as what is put into a queue does.

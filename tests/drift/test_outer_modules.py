@@ -14,6 +14,7 @@ from ddpdoctor.events import (
     Tensor,
     Wrapped,
 )
+from ddpdoctor.events.drift import AT_END, AT_START
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Severity, Steps
 
@@ -67,12 +68,35 @@ def test_a_copy_of_parameters_that_ddp_ignores():
 
 def test_a_copy_from_before_the_wrap_and_one_that_is_updated_differently():
     target = copy_of_encoder(copied=True, made_at=-5.0)
-    (found,) = judged(*([target, seen(4, 1 + n, 5)] for n in range(2)))
-    assert "before the wrap" in found.cause
+    (found,) = judged(*([target, seen(AT_START, 1 + n, 5), seen(4, 3 + n, 5)] for n in range(2)))
+    assert "before the wrap" in found.cause and "different values" not in found.cause
+    assert found.steps.first == 0
     assert "copy.deepcopy(model.module.encoder)" in found.fix
     (found,) = judged(*([target, seen(4, 1, 5), seen(9, n, 5)] for n in range(2)))
-    assert "different values" in found.cause
+    assert "different values" in found.cause and "before the wrap" not in found.cause
     assert found.steps.first == 9
+
+
+def test_it_is_not_known_whether_a_copy_differed_at_the_start():
+    (found,) = judged(*([copy_of_encoder(copied=True), seen(4, 1 + n, 5)] for n in range(2)))
+    assert "or the ranks update it" in found.cause
+
+
+@pytest.mark.parametrize(
+    ("looks", "updating"),
+    [
+        ([[(1, 5), (2, 5), (3, 5)], [(1, 5), (1, 5), (1, 5)]], True),
+        ([[(1, 5), (2, 5), (2, 5)], [(1, 5), (1, 5), (4, 5)]], False),
+        ([[(1, 5), (2, 5)], [(1, 5), (1, 5)]], False),  # too few looks
+        ([[(2, 5), (3, 5), (4, 5)], [(1, 5), (1, 5), (1, 5)]], False),  # differed at the start
+    ],
+)
+def test_a_copy_that_one_rank_alone_updates(looks, updating):
+    target = copy_of_encoder(copied=True)
+    steps = (AT_START, 4, AT_END)
+    (found,) = judged(*([target, *map(seen, steps, *zip(*rank, strict=True))] for rank in looks))
+    assert ("rank 0 updates it" in found.cause) is updating
+    assert ("on every rank, or send it" in found.fix) is updating
 
 
 @pytest.mark.parametrize(

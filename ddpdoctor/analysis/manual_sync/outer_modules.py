@@ -15,9 +15,10 @@ from ...events import (
     OuterStateTaken,
     Wrapped,
 )
+from ...events.drift import AT_END, AT_START
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
-from ...run import Location, Rank, Run, odd_ones, plural, some
+from ...run import Location, Rank, Run, odd_ones, plural, ranks_do, ranks_text, some
 from ..replicas import causes
 from ..replicas.majority import Split
 from ..replicas.replicas import divergence, replicas
@@ -39,8 +40,8 @@ SEND = (
 )
 """How to make the buffers of a copy of the model equal."""
 
-END = -1
-"""Stands for the end of the run among the steps."""
+FEWEST_LOOKS = 3
+"""Moments at which a module is the same on a rank that is said not to update it."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class Outer:
         wrapped: when the model that is trained with it was wrapped; 0 for no wrapper.
         ranks, seen: by global rank, the rank and its record of the module.
         names: of the tensors that differ; `parameters` those of them that are no buffers.
-        steps: at which they differ, `END` last; `compared` at how many they were looked at from the
-            first of them on.
+        steps: at which they differ, `AT_START` first and `AT_END` last; `compared` at how many they
+            were looked at from the first of them on.
         split: the ranks in groups that agree, at the first of these steps.
-        first_look: they differ since the module was first looked at.
+        before: the moment of the last look before, at which they were equal; None for none.
+        updating: the ranks on which they change from look to look, where they do not on others.
         saved: the line that takes its state before a file is written.
         kept: every rank writes the state of its own to a file, so ranks are meant to differ.
         queues: every tensor that differs is written to in blocks, as a queue is.
@@ -71,7 +73,8 @@ class Outer:
     steps: list[int]
     compared: int
     split: Split
-    first_look: bool
+    before: int | None
+    updating: tuple[int, ...]
     saved: Location | None
     kept: bool
     queues: bool
@@ -111,14 +114,15 @@ class Outer:
         return None
 
     def _since(self) -> str:
-        first = self.steps[0]
+        first, before = self.steps[0], self.before
         if unequal := self._unequal_evaluations():
             of = f"{len(unequal)} of {len(self.evaluations)}"
             return f" in {of} evaluations compared, first after step {unequal[0]}"
-        if first == END:
+        if first == AT_END:
             return " at the end of the run"
-        when = f" when first examined, before step {first}"
-        return when if self.first_look else f" since step {first}"
+        if before is None:
+            return f" when first examined, before step {max(first, 0)}"
+        return f" since step {first}" + " or before" * (before < first - 1)
 
     def _unequal_evaluations(self) -> list[int]:
         """The steps after which copies of the model were evaluated with other buffers."""
@@ -162,10 +166,21 @@ class Outer:
             )
         if not self.parameters:
             return f"each rank writes values of its own into them; {rest}"
-        if self.first_look:
-            before = one.copied and one.made_at < self.wrapped
-            made = "copied before the wrap" if before else "copied" if one.copied else "made"
+        before = one.copied and one.made_at < self.wrapped
+        made = "copied before the wrap" if before else "copied" if one.copied else "made"
+        if self.steps[0] == AT_START:
             return f"it was {made} on each rank, from weights of its own; {rest}"
+        if self.updating:
+            idle = sorted(self.ranks.keys() - {*self.updating})
+            return (
+                f"{ranks_do(self.updating, 'update')} it, and it stays as it is on "
+                f"{ranks_text(idle)}; {rest}"
+            )
+        if self.before is None:
+            return (
+                f"it was {made} on each rank from weights of its own, or the ranks update it from "
+                f"different values; {rest}"
+            )
         return f"the ranks update it from different values; {rest}"
 
     def fix(self) -> str:
@@ -174,12 +189,14 @@ class Outer:
         if not self.parameters:
             return f"{UPDATE}. If each rank is meant to have its own, ignore this"
         sent = "for t in module.state_dict().values(): dist.broadcast(t, src=0)"
-        if self.first_look and self.any.copied and self.part:
+        if self.updating and self.steps[0] != AT_START:
+            return f"update it on every rank, or send it after each update: `{sent}`"
+        if self.before is None and self.any.copied and self.part:
             return (
                 f"copy it after the wrap (`copy.deepcopy({self.part})`), when all ranks have rank "
                 f"0's weights, or send it once: `{sent}`"
             )
-        if self.first_look:
+        if self.before is None:
             return f"make it from the same seed on every rank, or send it once: `{sent}`"
         return f"update it from values that are equal on all ranks, or send it: `{sent}`"
 
@@ -192,7 +209,7 @@ class Outer:
         related = [Related("called here", called)] if called and made and called != made else []
         if self.saved is not None:
             related.append(Related("its state is taken here", self.saved))
-        steps = Steps.of(s for s in self.steps if s != END)
+        steps = Steps.of(sorted({max(s, 0) for s in self.steps if s != AT_END}))
         whose = "which DDP does not wrap" if self.wrapped else "which nothing keeps equal"
         return {
             "rule": RULE,
@@ -268,7 +285,7 @@ def _on_all(ranks: dict[int, Rank]) -> dict[object, dict[int, OuterModule]]:
 def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> Outer | None:
     tables = {n: _digests(rank, seen[n]) for n, rank in ranks.items()}
     common = set.intersection(*(set(table) for table in tables.values()))
-    moments = [*sorted(common - {END}), *sorted(common & {END})]
+    moments = [*sorted(common - {AT_END}), *sorted(common & {AT_END})]
     names = next(iter(seen.values())).names
     own = _kept_apart(ranks, seen)
     differing = {
@@ -307,7 +324,8 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
         steps=steps,
         compared=len(since),
         split=_split(tables, steps[0]),
-        first_look=steps[0] == moments[0],
+        before=None if steps[0] == moments[0] else moments[moments.index(steps[0]) - 1],
+        updating=_updating(tables, moments, last),
         saved=next(iter(saved.values()), None),
         kept=saved.keys() == ranks.keys(),
         queues=all(p in queues for p in last),
@@ -315,6 +333,19 @@ def _compared(wrapped: float, ranks: dict[int, Rank], seen: dict[int, OuterModul
         shares=_evaluate_shares(ranks),
     )
     return outer if outer.severity() is not None else None
+
+
+def _updating(
+    tables: dict[int, dict[int, list[int]]], moments: list[int], positions: list[int]
+) -> tuple[int, ...]:
+    """The ranks on which some of these tensors change, if on others none of them ever does."""
+    changing = {
+        number
+        for number, table in tables.items()
+        if any(len({table[moment][p] for moment in moments}) > 1 for p in positions)
+    }
+    told = changing != tables.keys() and len(moments) >= FEWEST_LOOKS
+    return tuple(sorted(changing)) if told else ()
 
 
 def _kept_apart(ranks: dict[int, Rank], seen: dict[int, OuterModule]) -> set[str]:

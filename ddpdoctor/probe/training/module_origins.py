@@ -125,7 +125,7 @@ class ModuleOrigins(Watcher):
         wanted = {id(p) for p in parameters}
         names: dict[int, str] = {}
         roots = []
-        for module in self._outermost():
+        for module in self.outermost():
             mine = {id(p): n for n, p in module.named_parameters() if id(p) in wanted}
             if mine:
                 names = mine | names
@@ -139,12 +139,12 @@ class ModuleOrigins(Watcher):
         if not issubclass(type(parameter), sys.modules["torch"].Tensor):
             return ""
         if not self._names:
-            for module in self._outermost():
+            for module in self.outermost():
                 for name, held in module.named_parameters():
                     self._names.setdefault(held, name)
         return self._names.get(parameter, "")
 
-    def _outermost(self) -> list[Any]:
+    def outermost(self) -> list[Any]:
         """The living modules that are in no other one."""
         known = self.living_modules()
         children = {id(c) for m in known for c in m._modules.values() if c is not None}

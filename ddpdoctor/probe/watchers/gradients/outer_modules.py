@@ -2,7 +2,8 @@
 
 A target or teacher network, a loss with buffers, a normaliser: DDP does not know them. They are
 found by a global forward hook during two short stretches of training, and digested from then on
-before some optimizer steps and at the end.
+before some optimizer steps and at the end; and once before the first step, when it is not known yet
+which of the program's modules these are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....events import OuterDigests, OuterModule, OuterStateTaken
-from ....events.drift import full
+from ....events.drift import AT_END, AT_START, full
 from ....events.pack import pack
 from ...collectives.process_groups import ProcessGroups
 from ...recording import hooks
@@ -61,9 +62,37 @@ class _Called:
         self.feeds = False
 
 
+class _AtStart:
+    """The tensors of the outermost modules outside of wrappers before the first optimizer step.
+
+    Attributes:
+        at: when they were digested.
+    """
+
+    def __init__(self) -> None:
+        wrapped = _wrapped_modules()
+        tensors: dict[int, Any] = {}
+        for module in ModuleOrigins.current.outermost():
+            found = _own_tensors(module, wrapped)
+            mine = [] if found is None else [t for _, t in (*found[0], *found[1])]
+            if len(tensors) + len(mine) <= OUTER_TENSORS:
+                tensors |= {id(tensor): tensor for tensor in mine}
+        self.at = time.monotonic()
+        self.known = {i: (Reference(t), n) for n, (i, t) in enumerate(tensors.items())}
+        self.waiting = Waiting(sums(tensors.values())[0])
+
+    def digests(self, tensors: list[Any]) -> list[int] | None:
+        """Those of these tensors; None where some are new or have not arrived."""
+        places = [self.known.get(id(tensor), (None, 0)) for tensor in tensors]
+        if not all(r is not None and r() is t for (r, _), t in zip(places, tensors, strict=True)):
+            return None
+        return [self.waiting.values[n] for _, n in places] if self.waiting.ready() else None
+
+
 class OuterModules(Watcher):
     """
     Attributes:
+        at_start: None before the first optimizer step.
         handle: of the global forward hook, None while nobody looks.
         awaited: id of a module outside of wrappers that is in evaluation mode and not called yet;
             0 in a training step. `evaluations` were waited for so far.
@@ -83,6 +112,7 @@ class OuterModules(Watcher):
     lost = "modules outside of the wrapped models"
 
     def __init__(self) -> None:
+        self.at_start: _AtStart | None = None
         self.handle: Any = None
         self.awaited = self.evaluations = 0
         self.called: dict[int, _Called] = {}
@@ -215,6 +245,17 @@ class OuterModules(Watcher):
                     like=_part_like(module),
                 )
             )
+            tensors = [tensor for _, tensor in (*parameters, *buffers)]
+            if self.at_start is not None and (values := self.at_start.digests(tensors)) is not None:
+                recorder.emit(
+                    OuterDigests(
+                        at=self.at_start.at,
+                        module=len(self.known),
+                        optimizer=self.optimizer,
+                        step=AT_START,
+                        values=pack(values),
+                    )
+                )
             self.known.append(Reference(module))
 
     # --- whether they are equal ----------------------------------------------------------
@@ -222,6 +263,8 @@ class OuterModules(Watcher):
     @on(lifecycle.step_begins, fast_path=False)
     @on(lifecycle.fast_step_due)
     def _step_begins(self, recorder: Recorder, step: Step) -> None:
+        if self.at_start is None and ProcessGroups.current.exist() and not hands_off():
+            self.at_start = _AtStart()
         if not self.known:
             return
         self._write(recorder)
@@ -346,7 +389,7 @@ class OuterModules(Watcher):
     def _finish(self, recorder: Recorder) -> None:
         """Digest a last time, and write what is pending."""
         self._end_evaluation()
-        self._digest(recorder, -1)
+        self._digest(recorder, AT_END)
         self._write(recorder, wait=True)
         self.known.clear()
 
