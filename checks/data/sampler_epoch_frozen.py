@@ -11,16 +11,22 @@ from typing import ClassVar
 from ddpdoctor.analysis.data.content import rows
 from ddpdoctor.analysis.data.loader_check import LoaderCheck, dataset, related, spelled, steps_from
 from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loaders, same_order
+from ddpdoctor.analysis.data.repeated_epochs import begins_anew, end_of, goes_back, read_on
 from ddpdoctor.analysis.data.streams import examined_epochs, repeated_order
 from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
-from ddpdoctor.events import EpochEnded, ForwardInput, Loaded, OptimizerSeen, StepDone, Wrapped
+from ddpdoctor.events import (
+    EpochEnded,
+    ForwardInput,
+    StepDone,
+)
 from ddpdoctor.report.findings import Finding, FixKind, Severity
-from ddpdoctor.run import Rank, Run, counted, listed, whom
+from ddpdoctor.run import Run, counted, listed, whom
 
 NUMBERS_OF_A_LOOP = 3
 """Different epoch numbers after which one that comes twice is no fault of the loop."""
 
 REPEATED = "epoch-number-repeated"
+GOES_ON = "resumed-in-another-epoch"
 FEW = 0.25
 """Where fewer of the epochs than that repeat the order of the one before, it is a note: what is
 tried before the training, such as the search for a learning rate."""
@@ -55,7 +61,8 @@ class SamplerEpochFrozen(LoaderCheck):
     stream has no indices: of its epochs 0, 1, 2, 4, 8 and so on, digests of the first samples (some
     256) are compared, and all of them have to be equal. A generator that a stream keeps is told by
     its state when workers are started, in the first two epochs, and by what these workers then draw
-    from it. The finding is proven.
+    from it. Where a run goes on within an epoch, the samples that are left of it are looked for in
+    the next epochs: of a proper shuffle every rank gets others each time. The finding is proven.
 
     ## Why it hurts
     `DistributedSampler` shuffles by `seed + epoch`, and only `set_epoch` changes that. The batches
@@ -79,6 +86,8 @@ class SamplerEpochFrozen(LoaderCheck):
     - A stream that makes or seeds its generator anew for each epoch: its order may be fixed on
       purpose. Likewise where nothing is drawn, or where `worker_init_fn` seeds it.
     - Training restarts with a new model.
+    - The rest of an epoch has fewer than 16 samples on a rank, or each rank has the same share of
+      the data in every epoch.
     """
 
     code = "DDP503"
@@ -93,6 +102,7 @@ class SamplerEpochFrozen(LoaderCheck):
         "workers keep their own copy of it",
         "stream-generator-copied": "each new worker draws from a copy of the generator that an "
         "iterable dataset keeps, in the same state in every epoch",
+        GOES_ON: "the rest of an epoch with which a run goes on has the shuffle of a later epoch",
         "cycled-loader": "`itertools.cycle` repeats the batches of the first epoch",
     }
 
@@ -109,6 +119,12 @@ class SamplerEpochFrozen(LoaderCheck):
         if loader.first.seen.iterable:
             yield from self._judge_stream(run, loader)
             yield from self._judge_generators(run, loader)
+            return
+        resumed = {
+            r: two for r, reader in loader.readers.items() if (two := read_on(run, r, reader))
+        }
+        if resumed.keys() == loader.readers.keys():
+            yield self._report_resumed(run, loader, resumed)
             return
         frozen = {
             r: n
@@ -254,6 +270,42 @@ class SamplerEpochFrozen(LoaderCheck):
             at=reader.rank.wall(epochs[1].began.at),
         )
 
+    def _report_resumed(
+        self, run: Run, loader: Loader, resumed: dict[int, tuple[Epoch, Epoch]]
+    ) -> Finding:
+        """The finding about the rest of an epoch that is of the shuffle of a later one."""
+        reader = loader.readers[min(resumed)]
+        rest, later = resumed[min(resumed)]
+        number = later.began.sampler_epoch
+        numbered = "" if number is None else f", that of epoch number {number}"
+        return self.of_reader(
+            reader,
+            rule=GOES_ON,
+            ranks=tuple(resumed),
+            steps=steps_from(reader, later),
+            location=reader.loop_at,
+            label=f"goes on in the middle of an epoch, and reads these samples again after "
+            f"{counted(later.began.step - rest.began.step, 'step')}",
+            related=related(reader, loop=False),
+            summary=f"the {rest.samples} samples with which training on {dataset(reader)} goes on "
+            f"in the middle of an epoch are read again in a later one, on "
+            f"{whom(resumed, run.world_size)}",
+            cause=f"both are of the same shuffle{numbered}: the epoch's number was counted from 0 "
+            "again when the run went on, or what was set is overwritten before the order is drawn; "
+            "so the epoch goes on with other samples than it had begun with, some of them twice",
+            fix="set the number of the epoch that the run goes on with right before the loader is "
+            "iterated (`sampler.set_epoch(epoch)`), and let nothing that is called after it set it "
+            "back: a loader that counts its iterations must begin with that number",
+            fix_kind=FixKind.TEMPLATE,
+            evidence={
+                "samples read in the rest of the epoch": rest.samples,
+                "of these in the later epoch": rest.samples,
+                "samples of the later epoch": later.samples,
+                "epoch numbers of the sampler": [e.began.sampler_epoch for e in reader.epochs[:20]],
+            },
+            at=reader.rank.wall(later.began.at),
+        )
+
     def _report_cycle(self, run: Run, loader: Loader, cycled: dict[int, int]) -> Finding:
         """The finding about `itertools.cycle`; `cycled` are the steps since, by rank."""
         reader = loader.readers[min(cycled)]
@@ -279,7 +331,7 @@ class SamplerEpochFrozen(LoaderCheck):
                 "batches that it delivered": first.batches,
                 "steps since": later,
             },
-            at=reader.rank.wall(_end(first)),
+            at=reader.rank.wall(end_of(first)),
         )
 
 
@@ -290,7 +342,7 @@ def _cycled(reader: Reader) -> int:
     named = spot is not None and CYCLE.search(spot.source)
     if not named or not reader.seen.shuffle or len(reader.epochs) > 1 or not first.exhausted:
         return 0
-    end, steps = _end(first), Counter[int]()
+    end, steps = end_of(first), Counter[int]()
     for step in rank.of(StepDone):
         steps[step.optimizer] += step.count if step.at > end else 0
     others = (
@@ -313,7 +365,7 @@ def _alike(reader: Reader) -> list[tuple[Epoch, Epoch]]:
         for old, new in itertools.pairwise(examined_epochs(reader))
         if old.began.sampler_epoch is not None
         and (old.began.sampler_epoch == new.began.sampler_epoch or reader.seen.epoch_copied)
-        and not _begins_anew(reader.rank, old, new)
+        and not begins_anew(reader.rank, old, new)
         and repeated_order(old, new)
     ]
 
@@ -328,7 +380,7 @@ def _copied(reader: Reader) -> dict[str, int]:
         return {}
     first, second = (_drawn_by_workers(e) for e in epochs[:2])
     same = all(
-        repeated_order(old, new) and not _begins_anew(reader.rank, old, new)
+        repeated_order(old, new) and not begins_anew(reader.rank, old, new)
         for old, new in itertools.pairwise(epochs)
     )
     return {n: state for n, state in first.items() if second.get(n) == state} if same else {}
@@ -337,10 +389,6 @@ def _copied(reader: Reader) -> dict[str, int]:
 def _drawn_by_workers(epoch: Epoch) -> dict[str, int]:
     workers = epoch.ended.workers if epoch.ended else ()
     return {name: state for worker in workers for name, state in worker.own.items()}
-
-
-def _end(epoch: Epoch) -> float:
-    return epoch.ended.at if epoch.ended is not None else epoch.began.at
 
 
 def _repeats(reader: Reader) -> int:
@@ -378,24 +426,6 @@ def _restarts(reader: Reader) -> int:
     return sum(e.again for e in ended if e.samples > FEWEST_REPEATED * e.again)
 
 
-def _begins_anew(rank: Rank, old: Epoch, new: Epoch) -> bool:
-    """Whether another model is trained in `new`: a model was wrapped since `old` began, or, in a
-    program without wrappers, all optimizers that step in `new` took their first step there."""
-    start, wrapped = new.began.at, rank.of(Wrapped)
-    if wrapped:
-        return any(old.began.at < e.at < start for e in wrapped)
-    first = {e.optimizer: e.at for e in rank.of(OptimizerSeen)}
-    steps = (e.optimizer for e in rank.of(StepDone) if start < e.at <= _end(new))
-    taken = [first.get(optimizer, 0.0) for optimizer in steps]
-    return min(taken, default=0.0) > start
-
-
-def _goes_back(rank: Rank, old: Epoch, new: Epoch) -> bool:
-    """Whether weights were loaded between two epochs: the second may repeat the first on purpose,
-    from an earlier state."""
-    return any(e.what == "weights" and _end(old) < e.at < new.began.at for e in rank.of(Loaded))
-
-
 def _resumed(reader: Reader, repeats: int) -> bool:
     """Whether one epoch out of several with numbers of their own was run twice, as where a program
     goes on from a checkpoint."""
@@ -408,10 +438,10 @@ def _same(reader: Reader, old: Epoch, new: Epoch) -> bool:
     a, b = old.ended, new.ended
     if a is None or b is None or old.began.sampler_epoch is None:
         return False
-    if _begins_anew(reader.rank, old, new):
+    if begins_anew(reader.rank, old, new):
         return False
     if old.began.sampler_epoch != new.began.sampler_epoch or in_order(a):
         return False
-    if new.began.epochs_set > old.began.epochs_set and _goes_back(reader.rank, old, new):
+    if new.began.epochs_set > old.began.epochs_set and goes_back(reader.rank, old, new):
         return False
     return len(a.head) >= FEWEST_REPEATED and same_order(a, b, FEWEST_REPEATED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -353,3 +354,57 @@ def test_a_stream_that_restarts_with_a_new_model() -> None:
             new.append(Wrapped(at=number + 0.5, model=1, wrapper="DistributedDataParallel",
                                kind="Net", group=0, site=-1))  # fmt: skip
     assert not examine(new)
+
+
+def shuffle(number: int) -> list[int]:
+    """A rank's share of one shuffle of 100 samples."""
+    return random.Random(number).sample(range(100), 50)
+
+
+SHUFFLES = [shuffle(n) for n in range(3)]
+SHARES: dict[str, object] = {"shuffle": True, "distributed": True, "replicas": 2, "sampler_site": 1}
+
+
+def goes_on(rest: list[int], *later: list[int], **more: object) -> list[Finding]:
+    """A loader for the rest of an epoch, and another one, of torch's sampler."""
+    own: dict[str, object] = {"sampler": "Rest", "own_order": True, "site": 4}
+    began = {"sampler_epoch": [*range(len(later))]}
+    return examine(
+        [
+            *loader(0, [rest], **own),  # type: ignore[arg-type]
+            *loader(1, later, began=began, **SHARES | more),  # type: ignore[arg-type]
+        ]
+    )
+
+
+def test_the_rest_of_an_epoch_that_is_of_the_shuffle_of_a_later_one() -> None:
+    (finding,) = goes_on(SHUFFLES[0][20:], *SHUFFLES)
+    assert finding.rule == "resumed-in-another-epoch"
+    assert "epoch number 0" in finding.cause
+    (finding,) = goes_on(SHUFFLES[0][20:], *SHUFFLES, shuffle=None, replicas=-1)
+    (finding,) = epochs_of_one(SHUFFLES[1][20:], *SHUFFLES[1:])
+    assert "epoch number 2" in finding.cause
+
+
+def epochs_of_one(*orders: list[int]) -> list[Finding]:
+    began = {"sampler_epoch": [*range(1, len(orders) + 1)]}
+    return examine(loader(0, orders, began=began, **SHARES))  # type: ignore[arg-type]
+
+
+def test_the_rest_of_an_epoch_that_does_not_come_again() -> None:
+    assert not goes_on(shuffle(3)[20:], *SHUFFLES)
+    assert not goes_on(SHUFFLES[0][40:], *SHUFFLES), "too few samples to tell"
+    assert not goes_on(SHUFFLES[0][:30], *SHUFFLES), "left early, and begun anew"
+    assert not goes_on(sorted(SHUFFLES[0])[20:], sorted(SHUFFLES[0]), shuffle=False)
+    share = SHUFFLES[0]
+    again = [share[n:] + share[:n] for n in (5, 9)]
+    assert not goes_on(share[20:], *again, shuffle=None, replicas=-1), "always the same share"
+
+
+def test_the_rest_of_an_epoch_that_is_run_again() -> None:
+    rest = loader(0, [SHUFFLES[0][20:]], own_order=True, site=4)
+    later = loader(1, SHUFFLES, began={"sampler_epoch": [0, 1, 2]}, **SHARES)  # type: ignore[arg-type]
+    events = [msgspec.structs.replace(e, at=n) for n, e in enumerate([*rest, *later])]
+    assert examine(events)
+    back = Loaded(at=len(rest) - 0.5, what="weights", model=0, step=1, site=-1)
+    assert not examine([*events[: len(rest)], back, *events[len(rest) :]])
