@@ -62,7 +62,7 @@ QUESTIONS: dict[str, str] = {
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws Seeded EpochBegan IndicesRead EpochEnded ContentRead RowsRead"
         " RowsChosen ForwardInput"
-        " ComparedValue SaveDecided MetricUsed ReducedMetric TotalDivided"
+        " ComparedValue SaveDecided ResultWritten MetricUsed ReducedMetric TotalDivided"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -111,6 +111,7 @@ WHEN: dict[str, str] = {
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
+        " ResultWritten"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

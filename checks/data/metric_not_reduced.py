@@ -6,18 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data import data_calls
-from ddpdoctor.analysis.data.loaders import Loader, loaders
+from ddpdoctor.analysis.data.loaders import Loader
 from ddpdoctor.analysis.data.shared_evaluations import (
     divided_evaluations,
     evaluation_of,
     exchanged,
     first_unequal,
     metrics_given,
-    read_apart,
     seen_to_evaluate,
     unread_shares,
     unreduced,
 )
+from ddpdoctor.analysis.data.totals import AGAIN, DIVIDED, TWICE, divided_totals, repeated_totals
+from ddpdoctor.analysis.data.written_results import WRITTEN, written_by_some
 from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.events import (
     FileWritten,
@@ -34,18 +35,11 @@ from ddpdoctor.run import Location, Run, counted, listed, ranks_do, ranks_text
 
 SAVED = "decides-what-is-saved"
 STOPPED = "decides-when-to-stop"
-DIVIDED = "divided-by-all"
 SCHEDULED = "decides-the-schedule"
 ONE_RANK = "reduced-to-one-rank"
 NEVER = "never-reduced"
 UNUSED = "result-not-used"
-AGAIN = "total-reduced-again"
-TWICE = "reduced-twice"
 ONE_SHARE = "one-share-only"
-
-SHARED_BY = 1.5
-"""The length of a data set over the samples that a rank reads of it, from which on it reads only
-its share."""
 
 SHOWN = 4
 """Evaluations that are named."""
@@ -66,9 +60,10 @@ class MetricNotReduced(Check):
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
     number of ranks. A running total that is summed over the ranks in every round of a loop, and
     goes on from the sum, so that it grows by the number of ranks each time; a tensor that two
-    lines sum. An evaluation on one rank, through a sampler that gives it a share only. And
-    values that are reduced in a copy, or gathered, where nobody uses the result: a warning where
-    the values require gradients, else a note.
+    lines sum. An evaluation on one rank, through a sampler that gives it a share only; or one on
+    all ranks, of which one rank writes what it computed from its share to a file. And values that
+    are reduced in a copy, or gathered, where nobody uses the result: a warning where the
+    values require gradients, else a note.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
@@ -94,6 +89,8 @@ class MetricNotReduced(Check):
     values before and after are compared: a total is reported that is, four times in a row at one
     line and between the same optimizer steps, at least the sum that the call before gave; and a
     tensor that another line has summed before, in the same step and with the same numbers.
+    When a file is opened to be written, the source of the running functions tells whether what is
+    written comes from a loop over a loader.
     When a loop over a loader begins, the function with it is searched for sums that are divided by
     the length of its data set; how many samples the rank has read, and which values the ranks
     exchange in the loop and after it, is on record.
@@ -133,6 +130,7 @@ class MetricNotReduced(Check):
         AGAIN: "a running total is summed over the ranks again and again",
         ONE_SHARE: "one rank evaluates alone, through a sampler that gives it a share",
         TWICE: "two lines sum the same tensor over the ranks",
+        WRITTEN: "some ranks write what they compute from their shares, and the others do not",
         NEVER: "an evaluation is divided between ranks, and no values are exchanged for it",
         ONE_RANK: "`ReduceLROnPlateau` is given a metric that was reduced to one rank only",
         SCHEDULED: "`ReduceLROnPlateau` is given a metric that differs between ranks",
@@ -149,7 +147,8 @@ class MetricNotReduced(Check):
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        found = [*self._divided(run), *self._dropped(run), *self._reduced_again(run)]
+        told = (*divided_totals(run), *repeated_totals(run), *written_by_some(run))
+        found = [*(self.finding(**fields) for fields in told), *self._dropped(run)]
         found += self._one_share(run)
         evaluations = divided_evaluations(run)
         if evaluations:
@@ -159,48 +158,6 @@ class MetricNotReduced(Check):
             found += [f for f in decided if f.location not in places]
             found += self._saves(run, evaluations)
         yield from found or self._never_reduced(run, evaluations)
-
-    def _divided(self, run: Run) -> Iterator[Finding]:
-        """Sums over a rank's share that are divided by the length of the whole data set, where no
-        rank reduces any values after the loop."""
-        reported: set[object] = set()
-        apart = read_apart(run)
-        for loader in filter(apart, loaders(run)):
-            for number, reader in loader.readers.items():
-                for event in reader.rank.of(TotalDivided):
-                    line = reader.rank.location(event.site)
-                    key = reader.loop_at, event.name
-                    if event.loader != reader.seen.loader or key in reported:
-                        continue
-                    read = max((e.samples for e in reader.epochs if e.whole), default=0)
-                    factor = event.length / read if read else 0.0
-                    if factor < SHARED_BY or any(exchanged(loader)):
-                        continue
-                    reported.add(key)
-                    yield self.finding(
-                        rule=DIVIDED,
-                        ranks=tuple(loader.readers),
-                        subjects=(event.name,),
-                        location=line,
-                        label=f"divides by the {event.length} samples of all ranks",
-                        related=(Related("adds up one rank's share", reader.loop_at),)
-                        if reader.loop_at
-                        else (),
-                        summary=f"`{event.name}` is divided by the {event.length} samples of all "
-                        f"ranks, of which rank {number} has read {read}: the result is "
-                        f"{factor:.2g} times too small",
-                        cause="the loop adds up what this rank's share of the data gives, and no "
-                        "rank sums the results over the ranks",
-                        fix=f"sum over the ranks first: `dist.all_reduce({event.name})` as a "
-                        "tensor, on every rank; or divide by the number of samples that this rank "
-                        "has read",
-                        fix_kind=FixKind.TEMPLATE,
-                        evidence={
-                            "samples_of_the_data_set": event.length,
-                            "samples_read_by_rank": loader.samples_read,
-                        },
-                        at=reader.rank.wall(event.at),
-                    )
 
     def _dropped(self, run: Run) -> Iterator[Finding]:
         """Reductions whose results nobody uses."""
@@ -261,48 +218,6 @@ class MetricNotReduced(Check):
                 fix_kind=FixKind.TEMPLATE,
                 evidence={"samples_read_by_rank": read},
                 at=reader.rank.wall(reader.epochs[0].began.at),
-            )
-
-    def _reduced_again(self, run: Run) -> Iterator[Finding]:
-        """Running totals that go on from the sum over the ranks."""
-        for line, events in run.by_line(TotalReducedAgain).items():
-            number, event = next(iter(events.items()))
-            passed, summed = event.passed, event.summed
-            first = run.ranks[number].location(event.first_site)
-            times = f"{summed[-1] / passed[-1]:.2g} times"
-            if first is not None:
-                summary = (
-                    f"what {first} has summed over the ranks is summed once more, and so {times} "
-                    f"too large: {summed[0]:.6g} becomes {summed[1]:.6g} on rank {number}"
-                )
-                cause = "both lines reduce the same tensor, which nothing changes in between"
-                fix = "reduce each tensor once: is another one meant on this line?"
-            else:
-                summary = (
-                    "a running total is summed over the ranks again and again, so that it grows "
-                    f"{times} in each call: on rank {number} one turns {passed[0]:.6g} into "
-                    f"{summed[0]:.6g}, and the next {passed[1]:.6g} into {summed[1]:.6g}"
-                )
-                cause = (
-                    "each call gets the sum that the one before gave, with something added: what "
-                    "all ranks counted so far is counted again by every rank"
-                )
-                fix = (
-                    "sum once, after the loop; or sum over the ranks only what this round adds, "
-                    "and add that to the total"
-                )
-            yield self.finding(
-                rule=AGAIN if first is None else TWICE,
-                ranks=tuple(events),
-                location=line,
-                label="sums what the call before has summed already",
-                related=(Related("summed here first", first),) if first is not None else (),
-                summary=summary,
-                cause=cause,
-                fix=fix,
-                fix_kind=FixKind.TEMPLATE,
-                evidence={"passed": list(passed), "sums": list(summed)},
-                at=run.ranks[number].wall(event.at),
             )
 
     def _never_reduced(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:

@@ -48,6 +48,7 @@ from .data import (
     LoaderSeen,
     Payload,
     PerProcess,
+    ResultWritten,
     RowsChosen,
     RowsRead,
     SamplerRefused,

@@ -418,6 +418,22 @@ class SaveDecided(Event, frozen=True, tag="save-decided"):
     site: int
 
 
+class ResultWritten(Event, frozen=True, tag="result-written"):
+    """A file is written with a result of a loop over a loader.
+
+    Attributes:
+        name: the variable that the loop changes.
+        loader: its number.
+        site: the line that opens the file, of that path.
+    """
+
+    name: str
+    loader: int
+    step: int
+    site: int
+    path: str
+
+
 class ForwardInput(Event, frozen=True, tag="forward-input"):
     """The inputs of a forward of a wrapped or sharded model, at selected forwards, the same ones on
     every rank.

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ddpdoctor.events import ComparedValue, SaveDecided, decode
+from ddpdoctor.events import ComparedValue, ResultWritten, SaveDecided, decode
+from ddpdoctor.probe.collectives.sync_points import SyncPoints
 from ddpdoctor.probe.recording import patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.watchers.data.loaders import Loaders
 from ddpdoctor.probe.watchers.data.metrics import SAVES_AT_MOST, ComparedValues
+from ddpdoctor.probe.watchers.process.files import Files
 from ddpdoctor.storage.run_folder import EventWriter
 
 
@@ -117,3 +119,21 @@ def test_objects_of_the_program_are_not_asked(recorded, tmp_path):
 def test_a_line_that_saves_often(recorded, tmp_path):
     run(tmp_path / "best.pt", [n / 10 for n in range(20)])
     assert len(recorded(SaveDecided)) == SAVES_AT_MOST
+
+
+def write_results(path, rounds):
+    for _ in range(rounds):
+        rows = [2 * x for x in DataLoader(range(4))]
+        with open(path, "w") as file:
+            file.write(str(rows))
+        with open(path.with_suffix(".settings"), "w") as file:
+            file.write(str(rounds))
+
+
+def test_results_that_are_written_to_a_file(recorded, tmp_path_factory):
+    SyncPoints.begin()
+    Files.begin()
+    path = tmp_path_factory.mktemp("results") / "rows.txt"
+    write_results(path, rounds=2)
+    (result,) = recorded(ResultWritten)  # one line, and one loop
+    assert (result.name, result.loader, result.path) == ("rows", 0, str(path))

@@ -16,16 +16,18 @@ from math import isfinite
 from types import FrameType
 from typing import Any
 
-from ....events import ComparedValue, SaveDecided, TotalDivided
+from ....events import ComparedValue, FileWritten, ResultWritten, SaveDecided, TotalDivided
 from ...recording.code_locations import USER
 from ...recording.frames import variables
 from ...recording.import_hooks import when_imported
 from ...recording.recorder import Recorder
-from ...recording.watcher import Args, Error, Kwargs, Watcher
+from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import FRAMES, Scope, resolve, searched
 from ...source.decisions import Decision, compared, deciding
 from ...source.dependence import Line
 from ...source.division import totals_divided
+from ...source.written_values import written_result
+from ..process import files
 from .loaders import Loaders
 from .samplers import length
 
@@ -37,6 +39,9 @@ ITERATIONS_LOOKED_AT = 200
 
 SAVES_AT_MOST = 8
 """Saves by one line at which they are read."""
+
+RESULTS_AT_MOST = 64
+"""Pairs of a line that writes and a loop that are looked at."""
 
 LOOPS_SEARCHED = 3
 """Loaders, those iterated last, whose loops may give the number that decides about a save."""
@@ -51,7 +56,7 @@ class ComparedValues(Watcher):
         loops: by number of each of the loaders iterated last, the running functions then, with
             their lines; the last one comes last.
         saves: by line, how often a file was saved.
-        decisions: by the lines of a save and a loop, what decides.
+        decisions: by the lines of a save and a loop, what decides; results: what is written.
     """
 
     lost = "which metrics decide what is saved"
@@ -65,6 +70,7 @@ class ComparedValues(Watcher):
         self.loops: dict[int, list[Line]] = {}
         self.saves: Counter[Line] = Counter()
         self.decisions: dict[tuple[Line, ...], Decision | None] = {}
+        self.results: dict[tuple[Line, ...], str | None] = {}
 
     def install(self) -> None:
         import torch
@@ -154,6 +160,31 @@ class ComparedValues(Watcher):
                     site=recorder.site(),
                 )
             )
+
+    @on(files.written)
+    def _writing(self, recorder: Recorder, written: FileWritten) -> None:
+        """Record a result of a loop over a loader that is written to a file which the program
+        opens, each time once for a line and a loop."""
+        frames = recorder.sites.user_frames(sys._getframe(1), FRAMES) if self.loops else []
+        running = [(frame.f_code, frame.f_lineno) for frame in frames]
+        if not running or written.how != "open" or len(self.results) >= RESULTS_AT_MOST:
+            return
+        for loader, loop in reversed(self.loops.items()):
+            key = *running, *loop
+            if key in self.results:
+                continue
+            name = self.results[key] = written_result(running, loop)
+            if name is not None:
+                recorder.emit(
+                    ResultWritten(
+                        at=time.monotonic(),
+                        name=name,
+                        loader=loader,
+                        step=recorder.step,
+                        site=recorder.site(),
+                        path=written.path,
+                    )
+                )
 
     def _decision(self, frames: list[FrameType]) -> tuple[int, Decision] | None:
         """The loader, of those iterated last, whose loop gave a number that decides about a save,

@@ -21,6 +21,7 @@ from ....events import FileLocked, FileRead, FileRemoved, FileWritten
 from ...collectives.sync_points import SyncPoints
 from ...recording import hooks, stack_file
 from ...recording.code_locations import OWN, USER
+from ...recording.hooks import Hook
 from ...recording.import_hooks import when_imported
 from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, current_recorder, guarded
@@ -62,6 +63,10 @@ _REMOVING = ("os.remove", "os.rmdir", "shutil.rmtree")
 _audited: list[bool] = []
 """Not empty once the audit hook is added: Python cannot remove it, and another would record
 everything twice."""
+
+
+written: Hook[FileWritten] = Hook("written")
+"""A file is about to be written."""
 
 
 class Files(Watcher):
@@ -314,7 +319,7 @@ class Files(Watcher):
         if times > RECORDS_PER_PATH and times & (times - 1):
             return None
         writer = _writer(recorder)
-        written = FileWritten(
+        event = FileWritten(
             at=began,
             path=path,
             site=_site(recorder),
@@ -333,8 +338,9 @@ class Files(Watcher):
             and source_text.only_opens(writer.f_code, writer.f_lineno),
             tree=tree,
         )
-        recorder.emit(written)
-        return written
+        recorder.emit(event)
+        written.fire(recorder, event)
+        return event
 
     def _emit_read(
         self,
