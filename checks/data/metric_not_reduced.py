@@ -17,8 +17,15 @@ from ddpdoctor.analysis.data.shared_evaluations import (
     unread_shares,
     unreduced,
 )
-from ddpdoctor.analysis.data.totals import AGAIN, DIVIDED, TWICE, divided_totals, repeated_totals
-from ddpdoctor.analysis.data.written_results import WRITTEN, written_by_some
+from ddpdoctor.analysis.data.wrong_results import (
+    AGAIN,
+    DIVIDED,
+    TWICE,
+    WRITTEN,
+    divided_totals,
+    repeated_totals,
+    written_by_some,
+)
 from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.events import (
     FileWritten,

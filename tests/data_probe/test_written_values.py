@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from ddpdoctor.probe.source.written_values import written_result
+from ddpdoctor.probe.source.decisions import written_result
 
 PREDICT = """
 def predict(data):

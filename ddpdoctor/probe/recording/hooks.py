@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from ...events import FileWritten
 from .recorder import Recorder
 
 M = TypeVar("M")
@@ -164,6 +165,9 @@ handled: Hook[BaseException] = Hook("handled")
 failing: Hook[tuple[BaseException | None, list[FrameType]]] = Hook("failing")
 """An exception leaves the program, or (None) it calls `sys.exit` with a bad status: with the frames
 that are left, innermost first, whose variables still exist."""
+
+writing: Hook[FileWritten] = Hook("writing")
+"""A file is about to be written."""
 
 leaving: Hook[None] = Hook("leaving")
 """The interpreter is about to exit: the last chance to record."""

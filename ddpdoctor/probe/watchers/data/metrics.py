@@ -17,17 +17,16 @@ from types import FrameType
 from typing import Any
 
 from ....events import ComparedValue, FileWritten, ResultWritten, SaveDecided, TotalDivided
+from ...recording import hooks
 from ...recording.code_locations import USER
 from ...recording.frames import variables
 from ...recording.import_hooks import when_imported
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import FRAMES, Scope, resolve, searched
-from ...source.decisions import Decision, compared, deciding
+from ...source.decisions import Decision, compared, deciding, written_result
 from ...source.dependence import Line
 from ...source.division import totals_divided
-from ...source.written_values import written_result
-from ..process import files
 from .loaders import Loaders
 from .samplers import length
 
@@ -161,7 +160,7 @@ class ComparedValues(Watcher):
                 )
             )
 
-    @on(files.written)
+    @on(hooks.writing)
     def _writing(self, recorder: Recorder, written: FileWritten) -> None:
         """Record a result of a loop over a loader that is written to a file which the program
         opens, each time once for a line and a loop."""

@@ -21,7 +21,6 @@ from ....events import FileLocked, FileRead, FileRemoved, FileWritten
 from ...collectives.sync_points import SyncPoints
 from ...recording import hooks, stack_file
 from ...recording.code_locations import OWN, USER
-from ...recording.hooks import Hook
 from ...recording.import_hooks import when_imported
 from ...recording.patching import on_restore
 from ...recording.recorder import Recorder, current_recorder, guarded
@@ -63,10 +62,6 @@ _REMOVING = ("os.remove", "os.rmdir", "shutil.rmtree")
 _audited: list[bool] = []
 """Not empty once the audit hook is added: Python cannot remove it, and another would record
 everything twice."""
-
-
-written: Hook[FileWritten] = Hook("written")
-"""A file is about to be written."""
 
 
 class Files(Watcher):
@@ -339,7 +334,7 @@ class Files(Watcher):
             tree=tree,
         )
         recorder.emit(event)
-        written.fire(recorder, event)
+        hooks.writing.fire(recorder, event)
         return event
 
     def _emit_read(

@@ -1,18 +1,19 @@
-"""Totals of an evaluation that are divided by too much, or summed over the ranks too often: what
-`metric-not-reduced` says of them."""
+"""Results of evaluations that are divided by too much, summed over the ranks too often, or written
+by some ranks only: what `metric-not-reduced` says of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ...events import TotalDivided, TotalReducedAgain
+from ...events import ResultWritten, TotalDivided, TotalReducedAgain
 from ...report.findings import FixKind, Related
-from ...run import Run
-from .loaders import loaders
-from .shared_evaluations import exchanged, read_apart
+from ...run import Run, counted, ranks_do
+from .loaders import Loader, loaders
+from .shared_evaluations import divided_evaluations, exchanged, read_apart
 
 DIVIDED, AGAIN, TWICE = "divided-by-all", "total-reduced-again", "reduced-twice"
+WRITTEN = "written-by-some-ranks"
 
 SHARED_BY = 1.5
 """The length of a data set over the samples that a rank reads of it, from which on it reads only
@@ -103,3 +104,53 @@ def repeated_totals(run: Run) -> Iterator[dict[str, Any]]:
             "evidence": {"passed": list(passed), "sums": list(summed)},
             "at": run.ranks[number].wall(event.at),
         }
+
+
+def written_by_some(run: Run) -> Iterator[dict[str, Any]]:
+    """The fields of a finding for each line at which some ranks write what they compute from their
+    shares, and the others write nothing of theirs."""
+    evaluations = divided_evaluations(run)
+    for line, events in run.by_line(ResultWritten).items():
+        number, event = next(iter(events.items()))
+        loader = _loader(evaluations, number, event)
+        if loader is None or any(exchanged(loader)) or run.outcome() != "completed":
+            continue
+        writing = {
+            n
+            for n, reader in loader.readers.items()
+            if any(_is_of(loader, n, e) for e in reader.rank.of(ResultWritten))
+        }
+        read, idle = loader.samples_read, sorted(loader.readers.keys() - writing)
+        if not idle:
+            continue
+        some = tuple(sorted(writing))
+        whose = sum(read[n] for n in some)
+        yield {
+            "rule": WRITTEN,
+            "ranks": some,
+            "subjects": (event.name,),
+            "location": line,
+            "label": f"writes the results of {whose} of {sum(read.values())} samples",
+            "related": (Related("evaluates each rank's share", loader.first.loop_at),)
+            if loader.first.loop_at
+            else (),
+            "summary": f"only {ranks_do(some, 'write')} the results of an evaluation that "
+            f"{counted(len(loader.readers), 'rank')} share: those of {whose} of "
+            f"{sum(read.values())} samples",
+            "cause": f"`{event.name}` comes from a loop over this rank's share of the data, and no "
+            "collective or message carries the results of the other ranks",
+            "fix": "gather the results before they are written, on every rank: "
+            "`dist.all_gather_object(parts, results)`; or let every rank write a file of its own",
+            "fix_kind": FixKind.TEMPLATE,
+            "evidence": {"samples_read_by_rank": read},
+            "at": run.ranks[number].wall(event.at),
+        }
+
+
+def _loader(evaluations: list[Loader], rank: int, event: ResultWritten) -> Loader | None:
+    return next((loader for loader in evaluations if _is_of(loader, rank, event)), None)
+
+
+def _is_of(loader: Loader, rank: int, event: ResultWritten) -> bool:
+    reader = loader.readers.get(rank)
+    return reader is not None and any(e.seen.loader == event.loader for e in reader.epochs)
