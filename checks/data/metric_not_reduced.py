@@ -53,7 +53,8 @@ SHOWN = 4
 
 REDUCE = (
     "sum what it is made of over the ranks first, on every rank: `dist.all_reduce(totals)` with "
-    "the sum and the number of samples"
+    "the sum and the number of samples; one that is no mean over samples (AUC, EER, mAP) is "
+    "computed from the scores of all ranks: `dist.all_gather_object(parts, scores)`"
 )
 
 
@@ -108,7 +109,9 @@ class MetricNotReduced(Check):
 
     ## How to fix it
     Reduce the sums, not the averages, before the value is used, on every rank:
-    `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`. `dist.reduce` is not
+    `dist.all_reduce(totals)` with `totals = torch.tensor([correct, count])`. A metric that is no
+    mean over samples (AUC, EER, mAP) is computed from the scores of all ranks
+    (`dist.all_gather_object`). `dist.reduce` is not
     enough where all ranks use the value: only one of them gets the sum. In Lightning, a mean over
     samples that is logged in a step: `self.log("val_loss", ..., sync_dist=True)`; a metric that is
     no such mean (IoU, F1, perplexity): a torchmetrics `Metric`, whose `compute()` sums over ranks.

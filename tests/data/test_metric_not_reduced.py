@@ -112,6 +112,22 @@ def test_a_metric_that_stays_the_same_on_one_rank():
     assert finding.evidence["evaluations_compared_in_which_they_differ"] == "3 of 3"
 
 
+def test_a_rank_that_left_before_its_last_value_was_read():
+    """Both have the same value each time, but rank 1 leaves the loop after the second one."""
+
+    def events(rank):
+        rounds = 3 - rank
+        steps = [0, 4, 8][:rounds]
+        share = {"replicas": 2, "sampler_rank": rank, "distributed": True}
+        train = loader(TRAIN, [[rank, 2 + rank]] * rounds, began={"step": steps}, **share)
+        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 2, trains=False, loop_site=VALIDATE,
+                          ends={"grad_enabled": False}, began={"step": [4, 8]}, **share)  # fmt: skip
+        seen = [value(4, 0.9), *([value(8, 0.8)] if rank == 0 else [])]
+        return [*prologue(2), *LINES, *train, *held_out, *seen, *([saved(8, 0.8)] * (rank == 0))]
+
+    assert not judged(make_run({n: events(n) for n in range(2)}))
+
+
 def test_shares_of_a_sampler_of_ones_own():
     """It does not say how many ranks there are, but the samples do that were read."""
 

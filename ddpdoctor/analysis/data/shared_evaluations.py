@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from typing import TypeVar
 
-from ...events import ComparedValue, MessageSize, MetricUsed, SaveDecided, SchedulerStep, Signature
+from ...events import (
+    ComparedValue,
+    EpochBegan,
+    MessageSize,
+    MetricUsed,
+    SaveDecided,
+    SchedulerStep,
+    Signature,
+)
 from ...events.operations import operation
 from ...run import Location, Rank, Run
 from . import data_calls
@@ -156,7 +165,7 @@ def unreduced(
         tables = {n: t for n, t in _tables(rank, event, loader).items() if t}
         if len(tables) < len(loader.readers) or rank.rank not in tables:
             continue
-        rows = _rows(tables)
+        rows = _rows(loader, tables)
         unequal = [row for row in rows if _differ(row)]
         varies = all(len({*table.values()}) >= FEWEST for table in tables.values())
         ops = TO_FEW_RANKS if varies else data_calls.EXCHANGES
@@ -184,9 +193,14 @@ def _tables(rank: Rank, event: SaveDecided, loader: Loader) -> dict[int, dict[in
     return found
 
 
-def _rows(tables: Mapping[int, Mapping[int, float]]) -> list[dict[int, float | None]]:
-    """The values on all ranks, at each step at which one of them changed."""
+def _rows(
+    loader: Loader, tables: Mapping[int, Mapping[int, float]]
+) -> list[dict[int, float | None]]:
+    """The values on all ranks, at each step at which one of them changed and all of them were read
+    as often: when an iteration over a loader begins, and at the end of the run."""
+    began = [Counter(e.step for e in loader.readers[n].rank.of(EpochBegan)) for n in tables]
     steps = sorted({step for t in tables.values() for step in t})
+    steps = [step for step in steps if len({readings[step] for readings in began}) == 1]
     rows = [{n: _at(t, step) for n, t in tables.items()} for step in steps]
     return [row for row in rows if None not in row.values()]
 
