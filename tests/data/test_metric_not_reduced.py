@@ -116,12 +116,12 @@ def test_a_rank_that_left_before_its_last_value_was_read():
     """Both have the same value each time, but rank 1 leaves the loop after the second one."""
 
     def events(rank):
-        rounds = 3 - rank
-        steps = [0, 4, 8][:rounds]
+        steps, read = [0, 4, 8][: 3 - rank], [rank, 2 + rank]
         share = {"replicas": 2, "sampler_rank": rank, "distributed": True}
-        train = loader(TRAIN, [[rank, 2 + rank]] * rounds, began={"step": steps}, **share)
-        held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 2, trains=False, loop_site=VALIDATE,
-                          ends={"grad_enabled": False}, began={"step": [4, 8]}, **share)  # fmt: skip
+        train = loader(TRAIN, [read] * len(steps), began={"step": steps}, **share)
+        held_out = loader(HELD_OUT, [read] * 2, trains=False, loop_site=VALIDATE,
+                          ends={"grad_enabled": False}, began={"step": [4, 8]},
+                          **share)  # fmt: skip
         seen = [value(4, 0.9), *([value(8, 0.8)] if rank == 0 else [])]
         return [*prologue(2), *LINES, *train, *held_out, *seen, *([saved(8, 0.8)] * (rank == 0))]
 
