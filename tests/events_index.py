@@ -111,7 +111,7 @@ WHEN: dict[str, str] = {
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
-        " ResultWritten"
+        " ResultWritten FlatGradients"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

@@ -148,6 +148,7 @@ from .sync import (
     BatchSeen,
     Carried,
     EditedBeforeSync,
+    FlatGradients,
     GatheredInGraph,
     GatheredWithoutGradient,
     GradientReduced,

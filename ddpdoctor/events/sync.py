@@ -46,6 +46,25 @@ class SyncPattern(Event, frozen=True, tag="sync-pattern"):
     backward_s: float = 0.0
 
 
+class FlatGradients(Event, frozen=True, tag="flat-gradients"):
+    """The program reduces a flat tensor that has as many elements as the gradients that exist,
+    while some parameters have none. Recorded once for each size.
+
+    Attributes:
+        numel: of the tensor; `whole` that of all parameters.
+        missing: the parameters without a gradient, the first ones, empty for those without a name.
+    """
+
+    numel: int
+    whole: int
+    missing: tuple[str, ...]
+    step: int
+    site: int
+
+    def describe(self) -> str:
+        return f"reduces {self.numel} elements of gradients, {len(self.missing)} have none"
+
+
 class Carried(Event, frozen=True, tag="carried"):
     """Whether an optimizer step applied gradients that were not cleared since the last step.
 

@@ -14,6 +14,7 @@ from ddpdoctor.events import (
     CommHook,
     Event,
     ExceptionRaised,
+    FlatGradients,
     MessageSize,
     SentBuffers,
     SharedOutputs,
@@ -38,6 +39,38 @@ def test_names_in_another_order(tmp_path: Path) -> None:
     (finding,) = found(run_of(tmp_path, made))
     assert finding.rule == "arguments"
     assert "sort the keys" in finding.fix
+
+
+def left_out(numel: int, *missing: str, whole: int = 10) -> FlatGradients:
+    return FlatGradients(at=0, numel=numel, whole=whole, missing=missing, step=1, site=-1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "blamed"),
+    [
+        ((10,), (7, "tower.weight"), (1,)),
+        ((6, "head.bias"), (7, "tower.weight"), (0, 1)),
+        ((6, "frozen", "head.bias"), (9, "frozen"), (0,)),
+        ((8,), (7, "tower.weight"), None),  # the other one has not all gradients either
+        ((10,), (7,), None),
+    ],
+)
+def test_a_flat_tensor_of_the_gradients_that_exist(
+    tmp_path: Path,
+    first: tuple[object, ...],
+    second: tuple[object, ...],
+    blamed: tuple[int, ...] | None,
+) -> None:
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    for tape, (numel, *missing) in zip(made.values(), (first, second), strict=True):
+        tape.call(line=9, numel=numel)  # type: ignore[arg-type]
+        if missing:
+            tape.events.append(left_out(numel, *missing))  # type: ignore[arg-type]
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == ("arguments" if blamed is None else "gradients-left-out")
+    if blamed is not None:
+        assert finding.ranks == blamed
+        assert "frozen" not in finding.cause and "zeros_like" in finding.fix
 
 
 @pytest.mark.parametrize(

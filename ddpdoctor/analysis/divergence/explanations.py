@@ -48,6 +48,7 @@ from .left_loop import LeftLoop, LoopExitKind
 from .loop_exits import MAY_END, left_loop
 from .recorded_difference import (
     FlagOnSomeRanks,
+    GradientsLeftOut,
     InAnotherStep,
     RecordedDifference,
     ReducedMetrics,
@@ -434,6 +435,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     InAnotherStep(),
     LackingName(),
     ModelLeftOut(),
+    GradientsLeftOut(),
     Arguments(),
     ExceptionExit(),
     Thread(),

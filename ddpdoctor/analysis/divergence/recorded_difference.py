@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from ...events import ReducedMetric, StepDone
+from ...events import FlatGradients, ReducedMetric, StepDone
 from ...report.findings import Related
-from ...run import Location, Rank, ranks_do
+from ...run import Location, Rank, ranks_do, ranks_text
 from ...run.phrases import some
 from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import ON_RANK, unquoted
@@ -78,6 +78,54 @@ def _flags(made: CallRecord) -> Iterator[tuple[Location, str]]:
             test = next((t for t in flag.tests if ON_RANK.search(unquoted(t))), None)
             if spot is not None and test is not None:
                 yield Location(spot.file, flag.line, spot.function, flag.text), test
+
+
+class GradientsLeftOut(CallExplanation):
+    """Ranks put the gradients that exist into one tensor, and some have fewer than others."""
+
+    rule = "gradients-left-out"
+    text = "a flat tensor leaves out parameters that have no gradient on this rank"
+    check = "collective-shape-mismatch"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence = suspect.divergence
+        if not divergence.same_call or "numel" not in divergence.differs:
+            return None
+        flat = {r: _flat(made) for r, made in sorted(divergence.calls.items())}
+        lacking = {r: {*e.missing} for r, e in flat.items() if e is not None}
+        wholes = {e.whole for e in flat.values() if e is not None}
+        sizes = {m.signature.numel for r, m in divergence.calls.items() if flat[r] is None}
+        if len(wholes) != 1 or not sizes <= wholes:
+            return None
+        on_all = set.intersection(*(lacking.get(r, set()) for r in flat))
+        without = {r: sorted(names - on_all) for r, names in lacking.items() if names - on_all}
+        if not without:
+            return None
+        told = "; ".join(
+            f"{some([f'`{n}`' for n in names if n], NAMES_TOLD) or 'some'} on {ranks_text([r])}"
+            for r, names in without.items()
+        )
+        shapes = "; ".join(
+            f"{ranks_text(side)}: {made.signature.text}"
+            for side, made in divergence.sides(tuple(without))
+        )
+        op = suspect.call.signature.op
+        return self.blame(
+            Suspect(divergence, divergence.calls[min(without)], tuple(without)),
+            label=f"fewer gradients on {WHO}" if len(without) < len(flat) else "other gradients",
+            summary=f"{op} is called with different shapes: {shapes}",
+            cause="the tensor holds the gradients that exist, one after the other; without one in "
+            f"this step: {told}. That part of the model took no part in the loss there",
+            fix="give every parameter a gradient on every rank before they are put together: "
+            "`for p in parameters: if p.grad is None: p.grad = torch.zeros_like(p)`",
+            subjects=tuple(sorted({n for names in without.values() for n in names if n})),
+        )
+
+
+def _flat(made: CallRecord) -> FlatGradients | None:
+    """What a rank recorded of the flat tensor of gradients that it passes to a call."""
+    numel = made.signature.numel
+    return next((e for e in made.rank.of(FlatGradients) if e.numel == numel), None)
 
 
 class RecordedDifference(CallExplanation):

@@ -245,7 +245,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     _CALLS: (
         e.Site, e.Signature, e.MessageSize, e.CallSite, e.CallBlock, e.CallRun,
         e.ObjectsGathered, e.GatheredWhole, e.FlightLog, e.StepDraws, e.SharedOutputs,
-        e.ResultDropped, e.TotalReducedAgain, e.NamesMissed,
+        e.ResultDropped, e.TotalReducedAgain, e.NamesMissed, e.FlatGradients,
     ),
     _OUTSIDE: (
         e.MonitorStarted, e.NodeSilent, e.ProcessStarted, e.ProcessEnded, e.ProcessState,

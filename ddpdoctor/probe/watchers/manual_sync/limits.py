@@ -73,3 +73,11 @@ MESH_ELEMENTS = 1 << 22
 
 MESSAGE_SIZES = 128
 """Sizes of messages recorded, of all peers together."""
+
+# flat_gradients
+
+FLAT_SIZES = 64
+"""Sizes of flat tensors that are looked at: they vary where gradients are missing at times."""
+
+FLAT_NAMES = 100
+"""Parameters that are named."""
