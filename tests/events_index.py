@@ -46,7 +46,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
-        " SyncTimes EditedBeforeSync ShardScales"
+        " SyncTimes EditedBeforeSync ShardScales FlatGradients"
     ),
     "What did an optimizer step do, and when?": (
         "OptimizerSeen StepDone Ownership Hyperparameters OptionsRead SchedulerStep ScheduleEnded"
