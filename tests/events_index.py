@@ -54,7 +54,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Are parameters, buffers and optimizer states equal on all ranks?": (
         "Replica Digests Sketch LateBuffers BufferUpdates UnwrappedState OuterModule OuterDigests"
-        " MeshModel MeshDigests"
+        " MeshModel MeshDigests ShardStates"
     ),
     "What changed tensors besides the optimizer?": (
         "Loaded NamesMissed StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
@@ -111,7 +111,7 @@ WHEN: dict[str, str] = {
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
-        " ResultWritten FlatGradients"
+        " ResultWritten FlatGradients ShardStates"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

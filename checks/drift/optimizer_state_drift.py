@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.meshes.shard_states import SameStates, same_states
 from ddpdoctor.analysis.replicas import (
     causes,
     manual_edits,
@@ -24,7 +25,7 @@ from ddpdoctor.analysis.replicas.replicas import (
     replicas,
 )
 from ddpdoctor.analysis.replicas.uncompared import uncompared
-from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, StepDone
+from ddpdoctor.events import Hyperparameters, OptimizerSeen, Replica, ShardStates, StepDone
 from ddpdoctor.report.declarations import Condition, Effect
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, counted, listed, ranks_do, some
@@ -38,6 +39,7 @@ OF_GRADIENTS = {
 
 STATE_CHANGED = "state-changed"
 NEW_OPTIMIZER = "new-optimizer"
+OTHER_SHARD = "state-of-another-shard"
 
 
 def _applied(mine: Finding, other: Finding) -> bool:
@@ -54,13 +56,16 @@ class OptimizerStateDrift(Check):
     Momentum, second moments or step counts that differ between ranks that train copies of one
     model: typically an optimizer that was resumed from a checkpoint, cleared or created anew on one
     rank only; or torch's `Join`, which broadcasts the model to ranks that took fewer steps, but not
-    the optimizer.
+    the optimizer. And ranks that hold different shards of a model (`fully_shard`,
+    `FullyShardedDataParallel`), but load the state that one of them has saved for its own.
 
     ## How it knows
     Before steps 1, 2, 4 and 9, then before 19, 49, 99, 199 and so on as far as `--budget` allows,
     each rank records digests (checksums) of the state of up to 64 parameters, a different selection
     each time. The digests of one step are compared between ranks. What loads a state is recorded,
     and `gradient-drift` tells whether the gradients agreed before. A difference proves the fault.
+    Before the first step after a load, each rank digests its shards of up to 64 parameters and
+    their state: equal states of different shards prove it, too.
 
     ## Why it hurts
     The same gradients then give different updates, and the replicas diverge although every gradient
@@ -68,7 +73,9 @@ class OptimizerStateDrift(Check):
 
     ## How to fix it
     Load the optimizer's state on every rank, from the same file. DDP broadcasts parameters and
-    buffers at the wrap; it never copies the optimizer.
+    buffers at the wrap; it never copies the optimizer. Of a sharded model `optimizer.state_dict()`
+    is this rank's part only: use `get_optimizer_state_dict` and `set_optimizer_state_dict` of
+    `torch.distributed.checkpoint.state_dict` with `full_state_dict=True`, or DCP.
 
     ## When it stays quiet
     - Sharded state (`ZeroRedundancyOptimizer`, FSDP), and state that a rank does not hold.
@@ -85,6 +92,7 @@ class OptimizerStateDrift(Check):
         manual_edits.EDIT_ON_SOME: manual_edits.RULES[manual_edits.EDIT_ON_SOME],
         STATE_CHANGED: "the state differs though gradients agree, and no line is known",
         NEW_OPTIMIZER: "some ranks continue with a new optimizer, whose state begins anew",
+        OTHER_SHARD: "ranks load for their shards the state that another rank has for its own",
         causes.UNEVEN_JOIN: "under torch's `Join` ranks took different numbers of steps",
         **causes.UNKNOWN_RULES,
     }
@@ -98,6 +106,8 @@ class OptimizerStateDrift(Check):
 
     def unobserved(self, run: Run) -> str | None:
         groups = replicas(run)
+        if run.any(ShardStates):
+            return None
         if not groups:
             return NO_COPIES
         if not any(kinds(g, "state:") for g in groups):
@@ -108,7 +118,32 @@ class OptimizerStateDrift(Check):
         return uncompared(run)
 
     def examine(self, run: Run) -> Iterable[Finding]:
-        return each_model(run, self._judge)
+        yield from each_model(run, self._judge)
+        for same in same_states(run):
+            yield self._of_another_shard(same)
+
+    def _of_another_shard(self, same: SameStates) -> Finding:
+        """Ranks hold different shards, and have loaded the same state."""
+        rank, event = next(iter(same.ranks.items()))
+        return self.finding(
+            rule=OTHER_SHARD,
+            ranks=tuple(r.rank for r in same.ranks),
+            subjects=same.names,
+            location=rank.location(event.site),
+            label="loads the same state on each rank",
+            summary=f"ranks hold different shards of {some(same.names)}, but load the same state "
+            "of the optimizer for them",
+            cause="`optimizer.state_dict()` of a sharded model holds the state of this rank's "
+            "shards only: what one rank has saved belongs to its own shards, and is wrong for "
+            "those of the others",
+            fix="save and load with `get_optimizer_state_dict(model, optimizer, options=options)` "
+            "and `set_optimizer_state_dict(...)` of `torch.distributed.checkpoint.state_dict`, "
+            "called on every rank, where options is `StateDictOptions(full_state_dict=True)`; or "
+            "let every rank save and load a file of its own",
+            fix_kind=FixKind.CHECK,
+            evidence={"state_was_loaded": True, "parameters_compared": len(same.names)},
+            at=rank.wall(event.at),
+        )
 
     def _judge(self, run: Run, group: Replicas) -> Iterator[Finding]:
         if group.left_out:

@@ -83,6 +83,7 @@ from .drift import (
     OuterStateTaken,
     Replica,
     Rewritten,
+    ShardStates,
     Sketch,
     StateTaken,
     TrainingMode,

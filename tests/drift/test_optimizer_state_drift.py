@@ -7,10 +7,19 @@ import pytest
 import torch
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from recordings import START, make_run, steps
+from recordings import START, make_run, site, steps
 from replicas import LINE, OTHER, STEP, digests, equal, replica, run_of
 
-from ddpdoctor.events import Edited, EpochBegan, Hyperparameters, Loaded, OptimizerSeen, Replica
+from ddpdoctor.events import (
+    Edited,
+    EpochBegan,
+    Hyperparameters,
+    Loaded,
+    OptimizerSeen,
+    Replica,
+    ShardStates,
+)
+from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.tensors import tensor_watch
 from ddpdoctor.report.diagnose import diagnose
 
@@ -237,3 +246,32 @@ def test_join_copies_the_model_and_not_the_state():
 )
 def test_join_where_the_copies_stay_equal_or_other_things_part_them(facts):
     assert under_join(**facts) == []
+
+
+def shards(values: list[int], states: list[int], names: str = "abc") -> ShardStates:
+    return ShardStates(
+        at=1, optimizer=0, step=0, names=tuple(names), values=pack(values), states=pack(states),
+        site=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        (([1, 2, 3], [7, 8, 9]), ([4, 5, 6], [7, 8, 9]), True),
+        (([1, 2, 3], [7, 8, 9]), ([4, 5, 3], [7, 8, 1]), True),  # of `c` both have the same part
+        (([1, 2, 3], [7, 8, 9]), ([4, 5, 6], [7, 8, 1]), False),
+        (([1, 2, 3], [7, 8, 9]), ([1, 2, 3], [7, 8, 9]), False),
+        (([1, 2, 3], [0, 0, 0]), ([4, 5, 6], [0, 0, 0]), False),
+        (([1, 2, 3], [7, 0, 0]), ([4, 5, 6], [7, 0, 0]), False),  # one may be equal by chance
+    ],
+)
+def test_the_state_of_another_ranks_shards(
+    first: tuple[list[int], list[int]], second: tuple[list[int], list[int]], found: bool
+) -> None:
+    loads = site(1, "train.py", 12, "optimizer.load_state_dict(state)")
+    run = make_run({n: [loads, shards(*rank)] for n, rank in enumerate((first, second))})
+    told = list(OptimizerStateDrift().examine(run))
+    assert [f.rule for f in told] == ["state-of-another-shard"] * found
+    assert all(f.ranks == (0, 1) and f.location.line == 12 for f in told if f.location)
+    assert OptimizerStateDrift().unobserved(run) is None
