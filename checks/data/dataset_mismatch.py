@@ -21,6 +21,7 @@ from ddpdoctor.analysis.data.loader_check import (
     when,
 )
 from ddpdoctor.analysis.data.loaders import Reader
+from ddpdoctor.analysis.data.rng_state import seeded_apart
 from ddpdoctor.events import OptimizerSeen
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Evidence, Finding, Related, Severity, Steps
@@ -40,6 +41,9 @@ ORDERS = {
     "set": "{at} takes them from a set, whose order differs between processes",
 }
 """What gives the same entries another order in each process."""
+
+DRAWN = ("random-selection", "random-split", "own-entries")
+"""Rules of what may be drawn from global random generators."""
 
 
 class DatasetMismatch(LoaderCheck):
@@ -257,8 +261,12 @@ class DatasetMismatch(LoaderCheck):
             **fault.facts,
         }
         facts |= {"cause": why.cause.format_map(facts), "fix": why.fix}
-        order = _orders(reader) if difference.reordered else None
+        order = _ordered(fault)
         cause = ORDERS[order[0]].format(at=order[1]) if order is not None else ""
+        random = order[0] == "shuffle" if order is not None else difference.rule in DRAWN
+        seeds = seeded_apart(fault.readers) if random else None
+        if seeds is not None:
+            cause = f"{cause or facts['cause']}; {seeds} seeds each rank differently"
         summary = self.words[fault.rule].summary.format_map(facts)
         return self.of_fault(
             fault,
@@ -271,6 +279,7 @@ class DatasetMismatch(LoaderCheck):
             else "shards a dataset that differs between ranks",
             related=(
                 *((Related("orders them", order[1]),) if order is not None else ()),
+                *((Related("seeds each rank differently", seeds),) if seeds is not None else ()),
                 *related(reader, sampler=difference.split is not None),
             ),
             summary=(summary or _summary(run, fault, difference, audit, datasets(sets)))
@@ -279,6 +288,13 @@ class DatasetMismatch(LoaderCheck):
             evidence=_evidence(fault, difference, audit),
             **({"cause": cause} if cause else {}),  # type: ignore[arg-type]
         )
+
+
+def _ordered(fault: LoaderFault) -> tuple[str, Location] | None:
+    """As `_orders`, where the ranks have the entries in another order, or some of them drawn."""
+    difference = fault.difference
+    by_order = difference is not None and (difference.reordered or difference.kind == "choice")
+    return _orders(fault.readers[0]) if by_order else None
 
 
 def _orders(reader: Reader) -> tuple[str, Location] | None:
@@ -317,10 +333,12 @@ def _evidence(fault: LoaderFault, difference: Difference, audit: Audit) -> Evide
 
 
 def _same_fault(a: LoaderFault, b: LoaderFault) -> bool:
-    """Whether two loaders suffer from one fault: one line makes their datasets, or what differs is
-    the same dataset beneath them."""
+    """Whether two loaders suffer from one fault: one line makes their datasets, or orders them, or
+    what differs is the same dataset beneath them."""
     if (a.doubt, a.ranks) != (b.doubt, b.ranks) or a.difference is None or b.difference is None:
         return False
+    if (order := _ordered(a)) is not None and order == _ordered(b):
+        return True
     beneath = a.difference.split is None and a.difference.digests == b.difference.digests
     return beneath or _spot(a) == _spot(b)
 

@@ -14,7 +14,7 @@ from readers import found, loader, run_of
 from recordings import site
 
 from ddpdoctor.analysis.data.audit_table import audit_table
-from ddpdoctor.events import ContentRead, Event, Layer, Payload, PerProcess
+from ddpdoctor.events import ContentRead, Event, Layer, Payload, PerProcess, Seeded
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
 
@@ -428,3 +428,46 @@ def test_labels_in_a_tensor_of_the_data_set() -> None:
     held = [(payload("tensor", n, 7, name="tensors[1]"),) for n in range(2)]
     (finding,) = examine(*(labelled(r, f, payloads=held[r]) for r, f in enumerate(ranks)))
     assert finding.rule == "other-labels"
+
+
+@pytest.mark.parametrize(
+    ("how", "seeds", "lines", "told"),
+    [
+        ("shuffle", ("0", "1"), (4, 4), True),
+        ("shuffle", ("0", "0"), (4, 4), False),
+        ("shuffle", ("0", "1"), (4, 3), False),  # each rank at a line of its own
+        ("listing", ("0", "1"), (4, 4), False),
+    ],
+)
+def test_the_line_that_seeds_each_rank_differently(
+    how: str, seeds: tuple[str, str], lines: tuple[int, int], told: bool
+) -> None:
+    share = {"distributed": True, "replicas": 2, "total_size": 100,
+             "per_process": (PerProcess(how, 1),)}  # fmt: skip
+    ranks = (
+        [
+            Seeded(at=0, generator="torch", seed=seeds[rank], site=lines[rank]),
+            *loader(0, [EVERYTHING[rank::2]], sampler_rank=rank,
+                    payloads=(payload("text", 1 + rank, 5),), **share),  # type: ignore[arg-type]
+        ]
+        for rank in range(2)
+    )  # fmt: skip
+    (finding,) = examine(*ranks)
+    assert ("seeds each rank differently" in finding.cause) is told
+    assert [r.location.line for r in finding.related if "seeds" in r.label] == [21] * told
+
+
+def test_two_datasets_that_one_line_orders() -> None:
+    share = {"distributed": True, "replicas": 2, "total_size": 100,
+             "per_process": (PerProcess("shuffle", 4),)}  # fmt: skip
+
+    def events(rank: int) -> list[Event]:
+        made = [
+            loader(n, [EVERYTHING[rank::2]], sampler_rank=rank, sampler_site=1 + n,
+                   payloads=(payload("text", 1 + rank + 2 * n, 5),), **share)  # type: ignore[arg-type]
+            for n in range(2)
+        ]  # fmt: skip
+        return [event for one in made for event in one]
+
+    (finding,) = examine(events(0), events(1))
+    assert "train.py:21" in finding.cause

@@ -96,6 +96,22 @@ def seeded_alike(ranks: Sequence[Rank], generators: Sequence[str], before: float
     return None
 
 
+def seeded_apart(readers: Sequence[Reader]) -> Location | None:
+    """The line at which each rank seeded a global generator last before it first iterated over a
+    loader, with other seeds than the other ranks; None where there is none."""
+    for generator in NAMES:
+        last: list[tuple[Location | None, str]] = []
+        for reader in readers:
+            calls = (e for e in reader.rank.of(Seeded) if e.at <= reader.epochs[0].began.at)
+            mine = [e for e in calls if e.generator == generator and not e.restored]
+            if mine:
+                last.append((reader.rank.location(mine[-1].site), mine[-1].seed))
+        lines = {line for line, _ in last}
+        if len(last) == len(readers) and len(lines) == 1 and len({seed for _, seed in last}) > 1:
+            return lines.pop()
+    return None
+
+
 class EqualGenerators(NamedTuple):
     """Random generators in the same state on all ranks while data is loaded.
 
