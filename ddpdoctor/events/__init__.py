@@ -83,7 +83,6 @@ from .drift import (
     OuterStateTaken,
     Replica,
     Rewritten,
-    ShardStates,
     Sketch,
     StateTaken,
     TrainingMode,
@@ -161,6 +160,7 @@ from .sync import (
     ReducedInGraph,
     ShardedModel,
     ShardScales,
+    ShardStates,
     SteppedInside,
     SyncPattern,
 )

@@ -240,24 +240,6 @@ class MeshDigests(Event, frozen=True, tag="mesh-digests"):
     samples: tuple[tuple[float, ...], ...] = ()
 
 
-class ShardStates(Event, frozen=True, tag="shard-states"):
-    """Digests of this rank's shards of some parameters of an optimizer, and of their state, before
-    the first step after that was loaded.
-
-    Attributes:
-        values, states: packed digests, in the order of the names; 0 for a state that is all zeros,
-            or is none. Of several states of a parameter the first.
-        site: the line that loads.
-    """
-
-    optimizer: int
-    step: int
-    names: tuple[str, ...]
-    values: str
-    states: str
-    site: int
-
-
 class Sketch(Event, frozen=True, tag="sketch"):
     """A random projection of all tensors of a kind. The distance between the sketches of two ranks
     estimates that of the tensors within some ten percent.

@@ -291,6 +291,24 @@ class LossMeans(Event, frozen=True, tag="loss-means"):
     site: int
 
 
+class ShardStates(Event, frozen=True, tag="shard-states"):
+    """Digests of this rank's shards of some parameters of an optimizer, and of their state, before
+    the first step after that was loaded.
+
+    Attributes:
+        values, states: packed digests, in the order of the names: 0 for no state, 1 for zeros. Of
+            several states of a parameter the first.
+        site: the line that loads.
+    """
+
+    optimizer: int
+    step: int
+    names: tuple[str, ...]
+    values: str
+    states: str
+    site: int
+
+
 class SteppedInside(Event, frozen=True, tag="stepped-inside"):
     """Optimizers stepped parameters of a wrapped model inside its backward, before its group had
     communicated in that backward. Recorded before the next backward for the first ones, then at

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from ddpdoctor.analysis.meshes.shard_states import ZEROS
 from ddpdoctor.events import ShardStates as Recorded
 from ddpdoctor.events.pack import unpack
 from ddpdoctor.probe.training.module_origins import ModuleOrigins
-from ddpdoctor.probe.watchers.manual_sync import shard_states
-from ddpdoctor.probe.watchers.manual_sync.shard_states import ShardStates
+from ddpdoctor.probe.watchers.gradients import shard_states
+from ddpdoctor.probe.watchers.gradients.shard_states import ShardStates
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_states_that_are_not_there(training):
         state["exp_avg"].zero_()
     load(watcher, optimizer)
     (event,) = step()
-    assert unpack(event.states) == [0]
+    assert unpack(event.states) == [ZEROS]
     optimizer.state.clear()
     load(watcher, optimizer)
     assert not step()

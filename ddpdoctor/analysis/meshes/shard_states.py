@@ -9,6 +9,9 @@ from ...events import ShardStates
 from ...events.pack import unpack
 from ...run import Rank, Run
 
+ZEROS = 1
+"""The digest of a state that is all zeros; that of no state is less."""
+
 FEWEST = 2
 """Parameters whose states are compared."""
 
@@ -42,7 +45,7 @@ def same_states(run: Run) -> Iterator[SameStates]:
             apart = [
                 (name, *pair)
                 for name, (one, other), pair in zip(first.names, values, states, strict=True)
-                if one != other and all(pair)
+                if one != other and min(pair) > ZEROS
             ]
             if len(apart) >= FEWEST and all(mine == theirs for _, mine, theirs in apart):
                 yield SameStates(found, tuple(name for name, *_ in apart))

@@ -182,3 +182,11 @@ ZERO_IN_TURN = 64
 
 ZERO_SAMPLES = 4
 """Samples that must agree before a gradient counts as always zero (steps 0, 1, 2 and 4)."""
+
+# shard_states
+
+SHARD_STATES = 4
+"""Loads of a state that are looked at."""
+
+SHARDS_DIGESTED = 64
+"""Parameters of one optimizer whose shards are digested."""

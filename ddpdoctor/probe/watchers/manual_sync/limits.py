@@ -81,11 +81,3 @@ FLAT_SIZES = 64
 
 FLAT_NAMES = 100
 """Parameters that are named."""
-
-# shard_states
-
-SHARD_STATES = 4
-"""Loads of a state that are looked at."""
-
-SHARDS_DIGESTED = 64
-"""Parameters of one optimizer whose shards are digested."""

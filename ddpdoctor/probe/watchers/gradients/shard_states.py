@@ -25,8 +25,8 @@ from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle
 from ...training.module_origins import ModuleOrigins
 from ...training.records import Step
-from ..gradients.shard_scales import ShardScaling
 from .limits import SHARD_STATES, SHARDS_DIGESTED
+from .shard_scales import ShardScaling
 
 
 class ShardStates(Watcher):
