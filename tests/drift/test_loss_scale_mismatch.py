@@ -284,6 +284,7 @@ def test_means_of_which_each_element_counts_the_same(pairs, more):
     (lambda x, y: F.l1_loss(x, y) + 10 * (x - y).norm(dim=-1).mean(), {(24, 1.0), (8, 10.0)}),
     (lambda x, y: (x - y).square().mean() * torch.tensor(8.0) / 5, {(24, 1.6)}),
     (lambda x, y: F.cross_entropy(x, torch.arange(8) % 3), {(8, 1.0)}),
+    (lambda x, y: F.cross_entropy(x, torch.arange(8) % 3, ignore_index=0) * 5, {(8, 0.0)}),
     (lambda x, y: (x - y).square().sum(), set()),
 ])  # fmt: skip
 def test_the_means_of_a_loss(loss, found):

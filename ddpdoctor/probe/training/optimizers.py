@@ -18,6 +18,7 @@ from ...events.amp import next_told_at, told_at
 from ...events.timing import LONG_S
 from ...storage.call_ring import Phase
 from ..recording import hooks
+from ..recording.import_hooks import when_imported
 from ..recording.limits import FIRST_STEPS
 from ..recording.patching import on_restore
 from ..recording.recorder import Recorder, current, run_hook
@@ -29,7 +30,7 @@ from ..recording.torch_compat import (
     own_pre_hooks,
     pre_hooks_after,
 )
-from ..recording.watcher import Args, Kwargs, Watcher, on
+from ..recording.watcher import Args, Error, Kwargs, Watcher, on
 from ..recording.weak_references import WeakIdentityMap
 from ..source.own_step import own_step_sites
 from . import lifecycle
@@ -38,11 +39,12 @@ from .forwards import Forwards
 from .light_run import LightRun
 from .light_steps import LightSteps
 from .limits import JOINED_LATER_S, JOINED_S, PULSES_FIRST, STEPS_IN_FULL
-from .records import JoinedSteps, Optimizer, Step
+from .records import JoinedSteps, Optimizer, Step, has_closure, pieces
 from .steady_state import Plan, Stage, steady_state
 from .wrapped_models import WrappedModels
 
 PART = "optimizer-step"
+STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 _LAST = "ddpdoctor"
 """Key of our hook among the optimizer's own, where torch uses numbers."""
 _OPTIMIZER, _USER = int(Phase.OPTIMIZER), int(Phase.USER)  # plain numbers, see `Stage`
@@ -57,6 +59,7 @@ class Optimizers(Watcher):
         waiting: those with steps that are not recorded yet.
         pulse_at: when the next pulse is due; `pulses` so far.
         light: decides which steps on the fast path are light.
+        preparing: torch takes a step without gradients, to have the state that it is about to load.
     """
 
     lost = "optimizer steps"
@@ -70,6 +73,7 @@ class Optimizers(Watcher):
         self.pulse_at = 0.0
         self.pulses = 0
         self.light = LightSteps()
+        self.preparing = 0
         self._pre_hooks: Any = ()
         # Called once, when an optimizer steps in a process that is no rank.
         self._first_step: list[Callable[[], None]] = []
@@ -112,6 +116,17 @@ class Optimizers(Watcher):
         ):
             on_restore(register(hook).remove)
         self._pre_hooks = global_pre_hooks()
+        when_imported(STATE_DICTS, self._watch_preparation, lost=self.lost)
+
+    def _watch_preparation(self, module: Any) -> None:
+        self.around(module, "_init_optim_state", before=self._prepares, after=self._prepared)
+
+    def _prepares(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        steady_state.stop(recorder)
+        self.preparing += 1
+
+    def _prepared(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
+        self.preparing -= 1
 
     def _making(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.sites[args[0]] = recorder.site()
@@ -206,19 +221,21 @@ class Optimizers(Watcher):
         recorder.own_ns += time.perf_counter_ns() - began
 
     def _begins(self, recorder: Recorder, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.preparing:
+            return
         known = self._known.get(optimizer)
         if known is None:
             with recorder.lock:
                 self._emit_steps(recorder)
             known = self._known[optimizer] = Optimizer(self.count, optimizer)
             self.count += 1
-            self._emit_seen(recorder, optimizer, known, _has_closure(args, kwargs))
+            self._emit_seen(recorder, optimizer, known, has_closure(args, kwargs))
             if not self.last_step_at:
                 self.last_step_at = recorder.started
         known.began = time.monotonic()
         _, site = recorder.sites.caller("step")
         steady_state.stop(recorder)
-        closure, due = _has_closure(args, kwargs), told_at(known.steps)
+        closure, due = has_closure(args, kwargs), told_at(known.steps)
         step = Step(known.reference, known, known.steps, site, known.began, closure, due)
         known.step = step
         # An optimizer that steps inside the backward runs under DDP's lock, one parameter at a
@@ -288,7 +305,7 @@ class Optimizers(Watcher):
         step = known.step
         if step is None or known.reference() is not optimizer:
             return False
-        if (kwargs or len(args) > 1) and _has_closure(args, kwargs):
+        if (kwargs or len(args) > 1) and has_closure(args, kwargs):
             return False
         now.moved = False
         try:
@@ -410,7 +427,7 @@ class Optimizers(Watcher):
                 parameters=len(held),
                 foreign=len(held - owned),
                 closure=closure,
-                pieces=_pieces(optimizer),
+                pieces=pieces(optimizer),
                 step_site=step,
                 writes=writes,
             )
@@ -418,7 +435,7 @@ class Optimizers(Watcher):
 
     def _ends(self, recorder: Recorder, optimizer: Any) -> None:
         known = self._known.get(optimizer)
-        if known is None or known.step is None:
+        if known is None or known.step is None or self.preparing:
             return
         now = self._count_step(recorder, known)
         if not Backwards.current.running():
@@ -465,10 +482,6 @@ class Optimizers(Watcher):
         recorder.emit_cost()
 
 
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-
-
 def _due_fast(recorder: Recorder, known: Optimizer, step: Step) -> None:
     """Before a step on the fast path that a watcher waits for: fire the hooks for it."""
     step.due = told_at(step.number)
@@ -484,12 +497,3 @@ def _take_seconds(joined: JoinedSteps) -> None:
     joined.overlapped_s += loading_while_busy.take_seconds()
     joined.forward_s += Forwards.current.take_seconds()
     joined.backward_s += Backwards.current.take_seconds()
-
-
-def _pieces(optimizer: Any) -> tuple[int, ...]:
-    """The ranks over which an optimizer's parameters are sharded; empty if they are not DTensors of
-    one mesh."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    meshes = {getattr(p, "device_mesh", None) for p in parameters}
-    mesh = meshes.pop() if len(meshes) == 1 else None
-    return () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))

@@ -183,3 +183,17 @@ class Step:
     closure: bool = False
     due: bool = False
     holdings: Sequence[OptimizerModel] = ()
+
+
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step is given a function that runs the backward."""
+    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+
+
+def pieces(optimizer: Any) -> tuple[int, ...]:
+    """The ranks over which an optimizer's parameters are sharded; empty if they are not DTensors of
+    one mesh."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    meshes = {getattr(p, "device_mesh", None) for p in parameters}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    return () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))

@@ -361,14 +361,20 @@ def _valid(node: Any, reduction: str, weight: float) -> int:
         ahead = next((n for n, _ in node.next_functions if n is not None), None)
         selects = ahead is not None and ahead.name().startswith(("Index", "MaskedSelect"))
         return prod(_sizes_reduced(node)) if selects else 0
+    count, of = _targets(node)
+    return count if count < of else 0
+
+
+def _targets(node: Any) -> tuple[int, int]:
+    """How many targets of a mean over classes are not ignored, and how many there are; (0, 1) where
+    that cannot be read, or classes have weights."""
     try:
         if getattr(node, "_saved_weight", None) is not None:
-            return 0
+            return 0, 1
         counted, target = saved(node, "_saved_total_weight"), saved(node, "_saved_target")
     except (LookupError, AttributeError):
-        return 0
-    count = int(counted) if counted.is_cpu else 0
-    return count if count < target.numel() else 0
+        return 0, 1
+    return (int(counted), target.numel()) if counted.is_cpu else (0, 1)
 
 
 def _frozen(model: Model | Sharded) -> bool:
@@ -387,7 +393,8 @@ def reduction_of(node: Any) -> str:
 
 
 def _means(root: Any) -> tuple[tuple[int, float], ...]:
-    """How many elements each mean in a loss is taken over, and by what it is multiplied then."""
+    """How many elements each mean in a loss is taken over, and by what it is multiplied then: 0
+    also where some elements do not count, which `_valid` is about."""
     found = []
     for path in terms_of(root, TERM_NODES):
         weight = 1.0
@@ -395,6 +402,9 @@ def _means(root: Any) -> tuple[tuple[int, float], ...]:
             weight = 0.0 if is_of_a_device(node) else weight / (divisor_of(node) or 1.0)
             if kind := reduction_of(node):
                 if kind == "mean" and (sizes := _sizes(node)) and isfinite(weight):
+                    if node.name().startswith("Nll"):
+                        counted, of = _targets(node)
+                        weight *= counted == of
                     found.append((prod(sizes), float(f"{weight:.6g}")))
                 break
     return tuple(found)
