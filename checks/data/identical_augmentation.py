@@ -64,7 +64,8 @@ class IdenticalAugmentation(LoaderCheck):
 
     ## When it stays quiet
     - Loading data draws no random numbers.
-    - The generators differ between ranks, or those of their workers do.
+    - The generators differ between ranks, or those of their workers do; also where they begin in
+      the same state, and the ranks then draw different numbers of values.
     - The ranks' inputs are equal as well (see `data-overlap`).
     - The model has dropout: what else a step draws is not told apart from it, unless every rank has
       restored the same state of torch's generator.

@@ -6,7 +6,7 @@ import pytest
 from ddpdoctor.checks.data.identical_augmentation import IdenticalAugmentation
 from readers import found, loader, run_of
 
-from ddpdoctor.events import ContentRead, Event, WorkerRandom
+from ddpdoctor.events import ContentRead, Event, StepDraws, WorkerRandom
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Finding, Severity
 
@@ -32,6 +32,27 @@ def test_nothing_random_happens() -> None:
 
 def test_generators_of_their_own() -> None:
     assert not examine(part(0, 5, ("torch",)), part(1, 6, ("torch",)))
+
+
+@pytest.mark.parametrize(("later", "told"), [((6, 6), True), ((6, 7), False)])
+def test_ranks_that_draw_equally_many_numbers_or_not(later: tuple[int, int], told: bool) -> None:
+    def epochs(rank: int) -> list[Event]:
+        share = list(range(rank, 40, 2))
+        began = {"random": [(5, 8, 9), (later[rank], 8, 9)]}
+        return loader(0, [share, share], distributed=True, replicas=2, sampler_rank=rank,
+                      began=began, ends={"drawn": ("torch",)}, total_size=40)  # fmt: skip
+
+    assert bool(examine(epochs(0), epochs(1))) is told
+
+
+@pytest.mark.parametrize(("before", "told"), [((6, 6), True), ((6, 7), False)])
+def test_ranks_that_part_within_an_epoch(before: tuple[int, int], told: bool) -> None:
+    ranks = (
+        [*part(rank, 5, ("torch",)),
+         StepDraws(at=0, model=0, step=2, before=before[rank], after=0, dropout=True, site=-1)]
+        for rank in range(2)
+    )  # fmt: skip
+    assert bool(examine(*ranks)) is told
 
 
 def test_another_generator_is_drawn_from() -> None:

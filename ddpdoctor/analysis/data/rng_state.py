@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...events import Seeded, WorkerRandom
+from ...events import Seeded, StepDraws, WorkerRandom
 from ...run import Location, Rank, listed
 from .content import by_index, changed
 from .loaders import Reader
@@ -194,11 +194,24 @@ def _equal_in_workers(peers: list[dict[int, WorkerRandom]], generator: int) -> b
 
 def _equal_in_ranks(readers: Sequence[Reader], generator: int) -> bool:
     """Whether all ranks begin with this generator in the same state, and loading advances it on all
-    of them."""
+    of them; and whether it stays the same, as it does where they draw equally many numbers."""
     begins = {r.epochs[0].began.random[generator] for r in readers}
     ends = [r.epochs[0].ended for r in readers]
     drew = all(e is not None and NAMES[generator] in e.drawn for e in ends)
-    return len(begins) == 1 and 0 not in begins and drew
+    return len(begins) == 1 and 0 not in begins and drew and not _parts(readers, generator)
+
+
+def _parts(readers: Sequence[Reader], generator: int) -> bool:
+    """Whether this generator is in other states on the ranks when a later epoch, or a step that is
+    on record, begins."""
+    epochs = [{e.number: e.began.random[generator] for e in r.epochs} for r in readers]
+    if NAMES[generator] == "torch":
+        epochs += [{-1 - e.step: e.before for e in r.rank.of(StepDraws)} for r in readers]
+    by_moment: dict[int, set[int]] = {}
+    for known in epochs:
+        for moment, state in known.items():
+            by_moment.setdefault(moment, set()).add(state)
+    return any(len(states) > 1 for states in by_moment.values())
 
 
 def _equal_kept(readers: Sequence[Reader], peers: list[dict[int, WorkerRandom]]) -> tuple[str, ...]:
