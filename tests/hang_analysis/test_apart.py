@@ -107,3 +107,35 @@ def test_rounds_that_are_numbered(tmp_path: Path, head: str) -> None:
 )  # fmt: skip
 def test_it_may_be_in_the_same_round(tmp_path: Path, unlike: dict[str, object]) -> None:
     assert found(tmp_path, **unlike).rule != "skipped-round"  # type: ignore[arg-type]
+
+
+BAD = Way(line=19, text="if not torch.isfinite(loss):", first=20, last=27)
+
+
+@pytest.mark.parametrize(
+    ("way", "inner", "rule"),
+    [
+        (BAD, (), "skipped-round"),
+        (Way(line=16, text="if bad(batch):", first=17, last=27), (), "unexplained"),
+        (BAD, ((16, "for part in parts:"),), "loop-exit"),  # other rounds of an inner loop
+    ],
+    ids=["after the forward", "before it", "inner loop"],
+)
+def test_the_next_round_begins_while_others_are_in_this_one(
+    tmp_path: Path, way: Way, inner: Sequence[tuple[int, str]], rule: str
+) -> None:
+    """The forward of the next round takes the place of a backward, as with BatchNorm."""
+    made = tapes(2)
+    loop = (Statement(line=15, text="for batch in loader:", ways=(way,)),)
+    for rank, tape in made.items():
+        tape.call("DDP forward", 18, inside=(*inner, *loop)).call("DDP backward", 21, inside=loop)
+        tape.call("DDP forward", 18, inside=(*inner, *loop))
+        again = {"op": "DDP forward", "line": 18, "inside": (*inner, *loop)}
+        went_on = {"op": "DDP backward", "line": 21, "inside": loop}
+        tape.call(**(went_on if rank else again), state=State.BEGUN, at=START + 5)  # type: ignore[arg-type]
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, now=START + 7))
+    assert finding.rule == rule
+    if rule == "skipped-round":
+        assert finding.ranks == (0,)
+        assert finding.location is not None and finding.location.line == 19
+        assert "skip on all ranks or on none" in finding.fix

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ...events import ExceptionPassed, Statement
 from ...run import Location
 from ..calls.call_logs import CallRecord
-from ..control_flow.branches import condition, is_inside, places
+from ..control_flow.branches import condition, is_inside, places, same_lines
 from ..control_flow.caught_exceptions import handler
 from ..control_flow.jumps import OF_MODEL, SAME_ON_ALL, Key, leaves_out, loops_around
 from ..control_flow.loop_rounds import iterations_of, skipped_in, until_call
@@ -24,7 +24,10 @@ _WORD = re.compile(r"[A-Za-z_][\w.]*")
 
 def skipped_round(divergence: CallDivergence) -> LeftLoop | None:
     """Who skipped a round, where some ranks are in a call that depends on the number of the round,
-    and the others in one of every round; None where that is not clear."""
+    and the others in one of every round; or the rest of one, where some begin the next round with
+    the call that began this one. None where that is not clear."""
+    if (begun := _next_round(divergence)) is not None:
+        return begun
     if any(condition(made) for made in divergence.calls.values()):
         return None
     for key, head in _loops_of_all(divergence):
@@ -44,6 +47,42 @@ def skipped_round(divergence: CallDivergence) -> LeftLoop | None:
             how = LoopExitKind.SKIPPED
             return LeftLoop(ranks, head, how, ways=ways, known=known, turn=turn.text)
     return None
+
+
+def _next_round(divergence: CallDivergence) -> LeftLoop | None:
+    """Who begins the next round of a loop while the others are in the rest of this one, which a
+    statement after the call that all made last can skip."""
+    last = {m.rank.rank: m for m in divergence.before}
+    calls = divergence.calls
+    if last.keys() != calls.keys():
+        return None
+    one = next(iter(last.values()))
+    again = sorted(r for r, made in calls.items() if same_lines(made, one))
+    if not again or len(again) == len(calls) or not all(same_lines(m, one) for m in last.values()):
+        return None
+    key, head, depth, loop = next(loops_around(one.rank, one.site), (None, None, 0, None))
+    began = one.location_at(depth)
+    if key is None or head is None or loop is None or began is None:
+        return None
+    if not _in_every_round(one, key, depth, set()):
+        return None
+    found: dict[int, Location] | None = None
+    for made in divergence.others(again):
+        lines = {}
+        for at, _, level, around in loops_around(made.rank, made.site):
+            spot = made.location_at(level)
+            if at == key and spot is not None and spot.line > began.line:
+                lines = {
+                    way.line: Location(key[0], way.line, key[2], way.text)
+                    for way in around.ways
+                    if way.line > began.line and leaves_out(way, spot.line, places(made)[level])
+                }
+                if not _in_every_round(made, key, level, {*lines}):
+                    return None
+        found = lines if found is None else {n: w for n, w in found.items() if n in lines}
+    if not found:
+        return None
+    return LeftLoop(again, head, LoopExitKind.SKIPPED, ways=tuple(found.values()))
 
 
 def _loops_of_all(divergence: CallDivergence) -> Iterator[tuple[Key, Location]]:
