@@ -165,8 +165,11 @@ class Ledger:
         for name in LOSSES:
             spent = sum(r.accounts.get(name, 0.0) for r in self.ranks.values())
             lost[f"to {'the doctor' if name == DOCTOR else name}"] = spent / whole
-        present = sum(r.training_s for r in self.ranks.values()) / whole
-        lost["as ranks ended earlier"] = len(self.ranks) - present
+        absent = len(self.ranks) - sum(r.training_s for r in self.ranks.values()) / whole
+        longest = max(r.wall_s for r in self.ranks.values())
+        ended = min(absent, sum(longest - r.wall_s for r in self.ranks.values()) / whole)
+        lost["as ranks ended earlier"] = ended
+        lost["as ranks began training later"] = absent - ended
         return lost
 
 

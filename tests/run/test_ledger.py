@@ -148,3 +148,15 @@ def actor_record(*, waited: float, own: float) -> TimeLedger:
         doctor_s=0.0,
         accounts=(Account(Phase.START, -1, 1.0, 0.0), Account(Phase.USER, -1, own, waited)),
     )
+
+
+@pytest.mark.parametrize(
+    ("start_s", "forward", "said"),
+    [(9.0, 2.0, "0.8 as ranks began training later"), (1.0, 2.0, "0.8 as ranks ended earlier")],
+)
+def test_ranks_that_are_there_for_a_part_of_the_time(
+    start_s: float, forward: float, said: str
+) -> None:
+    ranks = [LedgerOf().steps(8, forward=10.0), LedgerOf(start_s).steps(8, forward=forward)]
+    told = ledger_of(make_run({r: one.events for r, one in enumerate(ranks)}).ranks).efficiency()
+    assert said.partition(" ")[2] in told and "0.8 ranks' worth" in told
