@@ -87,6 +87,7 @@ class Way(Part, frozen=True):
         set_line, set_by: of the statement under which the flag is set that the jump asks for; 0
             where it asks for no flag.
         set_in: the function of that statement, where it is another one.
+        around: line and text of the branches around that statement in the loop, innermost first.
     """
 
     line: int
@@ -96,6 +97,7 @@ class Way(Part, frozen=True):
     set_line: int = 0
     set_by: str = ""
     set_in: str = ""
+    around: tuple[tuple[int, str], ...] = ()
 
 
 class Statement(Part, frozen=True):

@@ -78,6 +78,31 @@ def test_the_statement_by_which_a_rank_has_left_a_loop(tmp_path: Path) -> None:
     assert str(finding.location) == "train.py:11"
 
 
+@pytest.mark.parametrize(
+    ("around", "guarded"),
+    [
+        (((10, "if epoch > 2:"), (9, "if rank == 0:")), True),
+        (((10, "if epoch > 2:"),), False),
+        (((10, 'if mode == "rank0":'),), False),
+        ((), False),
+    ],
+)
+def test_only_one_rank_comes_to_the_statement_that_ends_the_loop(
+    tmp_path: Path, around: tuple[tuple[int, str], ...], guarded: bool
+) -> None:
+    made = tapes()
+    way = Way(line=11, text="if stop(loss):", first=12, last=13, around=around)
+    loop = (Statement(line=8, text="for step in range(20):", exits=(way,)),)
+    for tape in made.values():
+        tape.call(line=9, inside=loop)
+    made[1].call(line=13, inside=loop, state=State.BEGUN, at=START + 5)
+    made[0].call("barrier", 15, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert (finding.rule, finding.ranks) == ("loop-exit", (0,))
+    assert ("`if rank == 0:` (train.py:9) comes to it" in finding.cause) is guarded
+    assert ("dist.broadcast(stop, src=0)" in finding.fix) is guarded
+
+
 def test_most_ranks_left_a_loop_by_a_known_statement(tmp_path: Path) -> None:
     """The one that is still in it may be right or wrong; the line to change is the same."""
     made = tapes(3)

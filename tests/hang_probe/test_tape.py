@@ -544,3 +544,25 @@ def test_a_file_that_does_not_parse_says_nothing(tmp_path: Path) -> None:
 def test_statements_of_older_records(text: str, kind: str, test: str, of: str, code: str) -> None:
     head = Statement(line=3, text=text)
     assert (head.kind, head.test, head.of, head.text) == (kind, test, of, code)
+
+
+def test_the_branches_around_a_statement_that_ends_a_loop(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def train():\n"
+        "    while True:\n"
+        "        step()\n"
+        "        if rank == 0:\n"
+        "            for x in xs:\n"
+        "                look(x)\n"
+        "            if late:\n"
+        "                break\n"
+        "        else:\n"
+        "            if over:\n"
+        "                return\n"
+    )
+    loop = statements.enclosing(str(path), 3)[-1]
+    assert [(w.line, w.around) for w in loop.exits if w.line > 2] == [
+        (7, ((4, "if rank == 0:"),)),
+        (10, ((9, "else:"),)),
+    ]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from ...events import CALLERS, CallSite, ExceptionPassed, Place, Statement, Way
 from ...run import Location, Rank
 from ..calls.call_logs import CallRecord
-from ..calls.rank_conditions import ON_RANK
+from ..calls.rank_conditions import ON_RANK, unquoted
 from .branches import around, places
 from .caught_exceptions import handler
 from .loop_rounds import until_call
@@ -222,6 +222,25 @@ def _decides(way: Way, loop: Location) -> Location:
     """The statement that decides about a jump in a loop."""
     line, text = (way.set_line, way.set_by) if way.set_line else (way.line, way.text)
     return Location(loop.file, line, way.set_in or loop.function, text)
+
+
+def guards(stay: CallRecord, loop: Location, ends: Iterable[Location]) -> tuple[Location, ...]:
+    """The conditions on the rank around statements that end a loop, innermost first; empty where
+    one of them is under none.
+
+    Args:
+        stay: a call in the loop; ends: the statements, as `exits` gives them.
+    """
+    found: dict[Location, tuple[Location, ...]] = {}
+    for _, head, _, each in loops_around(stay.rank, stay.site):
+        for way in each.exits:
+            found[_decides(way, head)] = tuple(
+                Location(head.file, line, head.function, text)
+                for line, text in way.around
+                if not way.set_line and ON_RANK.search(unquoted(text))
+            )
+    lines = [found.get(end, ()) for end in ends]
+    return tuple(dict.fromkeys(line for each in lines for line in each)) if all(lines) else ()
 
 
 def may_end(stay: CallRecord, loop: Location) -> Location | None:

@@ -78,7 +78,7 @@ class LeftLoop:
             step; skips: who skipped batches in all iterations; short: where `DRY`, its loader.
         ways: the statements that skip the rest of a round, or catch what ends it; their `source` is
             the condition or handler that each is under.
-        exits: the statements that end the loop.
+        exits: the statements that end the loop; guard: the condition on the rank around them.
         known: all of these ranks did so; otherwise some of them, nothing tells which.
         together: what to do where a rank skips what raised on it.
         turn: the branch that shows the round, as its condition depends on the round's number only.
@@ -90,6 +90,7 @@ class LeftLoop:
     steps: str = ""
     ways: tuple[Location, ...] = ()
     exits: tuple[Location, ...] = ()
+    guard: Location | None = None
     known: bool = True
     turn: str = ""
     skips: SkippedBatches | None = None
@@ -146,6 +147,8 @@ class LeftLoop:
         dry = f"; its loader had fewer batches{had}" if self.how is LoopExitKind.DRY else ""
         exits = _either(self.exits)
         ended = f": {exits} ends it" if exits else ""
+        if self.guard is not None:
+            ended += f", and only who enters `{self.guard.source}` ({self.guard}) comes to it"
         or_skipped = f", or skipped a round{short}" if self._or_skipped else ""
         return f"{who} left the loop at {self.loop} before the others{dry}{ended}{or_skipped}"
 
@@ -206,6 +209,12 @@ class LeftLoop:
                 "if ranks are to stop there, decide it together: `all_reduce` the condition before "
                 "the exception is raised; otherwise raise it again, so that the rank exits with a "
                 "non-zero status and the launcher ends the others"
+            )
+        if self.exits and not self._or_skipped and self.guard is not None:
+            return (
+                f"decide together: after `{self.guard.source}`, send the decision to all ranks "
+                f"(`stop = torch.tensor(int(...))`, `dist.broadcast(stop, src={self.ranks[0]})`), "
+                "and leave the loop on all of them where it says so"
             )
         if self.exits and not self._or_skipped:
             return (

@@ -19,6 +19,7 @@ from ..control_flow.jumps import (
     catching,
     depth_in,
     exits,
+    guards,
     has_left,
     in_same_run,
     left_at_once,
@@ -274,7 +275,8 @@ def _with_exits(left: LeftLoop, leaver: Rank, last: CallSite | None, stay: CallR
     found = exits(leaver, last, stay, left.loop, sure, even)
     loops = set(found.values())
     loop = loops.pop() if len(loops) == 1 else left.loop
-    return replace(left, loop=loop, exits=tuple(found))
+    guard = next(iter(guards(stay, left.loop, found)), None)
+    return replace(left, loop=loop, exits=tuple(found), guard=guard)
 
 
 def _uneven_within(loop: Location, leaver: Rank, stay: CallRecord) -> Iterator[Location]:

@@ -270,7 +270,8 @@ def _jumps(source: Source, node: ast.stmt) -> tuple[list[Way], list[Way]]:
     exits: list[Way] = []
     loop = _arms(source, node)[0]
 
-    def search(block: Arm, tried: int, nested: bool) -> None:
+    def search(block: Arm, tried: int, nested: bool, outer: tuple[Arm, ...] = ()) -> None:
+        around = tuple((arm.line, _head(source, arm.line, arm.test)) for arm in outer)
         for node in block.body:
             if isinstance(node, Defined):
                 continue
@@ -281,13 +282,15 @@ def _jumps(source: Source, node: ast.stmt) -> tuple[list[Way], list[Way]]:
             if ends or (isinstance(node, ast.Break) and not nested):
                 head = block.line if block.kind in _BRANCHES else node.lineno
                 way = _way(source, head, node.lineno + 1, loop.end)
+                way = structs.replace(way, around=around)
                 test = block.test if block.kind in ("if", "elif") else None
                 exits.extend(_decided(source, way, test, loop, True) or [way])
             arms = _arms(source, node)
             for arm in arms:
                 if arm.kind == "except" and not nested and _swallows(arm) and not _ends_round(arm):
                     ways.append(_past_handler(source, arm, arms[0]))
-                search(arm, node.lineno, nested or arm.kind in _ROUNDS)
+                inner = (block, *outer) if block.kind in _BRANCHES else outer
+                search(arm, node.lineno, nested or arm.kind in _ROUNDS, inner)
 
     search(loop, loop.line, False)
     if loop.kind == "while":
