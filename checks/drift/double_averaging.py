@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     LossCounted,
     LossMultiplied,
     LossScaled,
+    ReducedInGraph,
 )
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
@@ -138,6 +139,13 @@ class DoubleAveraging(Check):
         number, event = next(iter(seen.items()))
         member = group.members[number]
         size = f"{event.divisor:g}"
+        linear = (e for e in member.of(ReducedInGraph, linear=True))
+        summed = next((e.site for e in linear if e.backward_site == event.backward_site), -1)
+        alone = (
+            "call backward on this rank's own loss, without the `all_reduce` and the division: DDP "
+            "averages the gradients. Where the mean is to be printed, reduce a copy: "
+            f"`mean = loss.detach().clone(); dist.all_reduce(mean); mean /= {event.expression}`"
+        )
         yield self._finding(
             member,
             rule=DIVIDED_LOSS,
@@ -146,12 +154,17 @@ class DoubleAveraging(Check):
             count=member.last_step - first + 1,
             location=member.rank.location(event.site),
             label="DDP divides by the world size as well",
-            related=_related(member, "its backward", event.backward_site),
+            related=(
+                *_related(member, "sums the losses of all ranks", summed),
+                *_related(member, "its backward", event.backward_site),
+            ),
             summary=f"the loss is divided by the world size ({size}) before backward, and DDP "
             f"averages the gradients: they are {size} times too small",
             cause="DDP averages gradients over the ranks; dividing the loss by the number of ranks "
             "averages twice",
-            fix=f"remove the division by `{event.expression}`: DDP needs the mean over the local "
+            fix=alone
+            if summed >= 0
+            else f"remove the division by `{event.expression}`: DDP needs the mean over the local "
             "batch only",
             evidence={"divided_by": event.divisor, "written_as": event.expression},
             at=event.at,

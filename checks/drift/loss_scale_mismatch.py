@@ -271,7 +271,9 @@ class LossScaleMismatch(Check):
         )
 
     def _judge_reduced(self, group: Replicas) -> Iterator[Finding]:
-        seen = {n: e for n, m in group.members.items() for e in m.of(ReducedInGraph)[:1]}
+        seen = {
+            n: e for n, m in group.members.items() for e in m.of(ReducedInGraph, linear=False)[:1]
+        }
         if not seen or group.left_out or not group.any.seen.averages or _edited(group):
             return
         number, event = next(iter(seen.items()))

@@ -147,10 +147,11 @@ class LossCounted(Event, frozen=True, tag="loss-counted"):
 
 class ReducedInGraph(Event, frozen=True, tag="reduced-in-graph"):
     """A tensor that follows from the model's parameters was summed in place over the ranks of its
-    group, and a loss that is not linear in it was computed from it. Recorded once per line of the
-    call, at the backward.
+    group, and a loss was computed from it, or it is the loss. Recorded once per line of the call,
+    at the backward.
 
     Attributes:
+        linear: the loss is linear in it, so that the sum only multiplies all gradients by a number.
         step: optimizer steps of this process before it.
         size: of the group; `shape` of the tensor.
         site: the line of the call; `backward_site` that of the backward.
@@ -162,6 +163,7 @@ class ReducedInGraph(Event, frozen=True, tag="reduced-in-graph"):
     shape: tuple[int, ...]
     site: int
     backward_site: int
+    linear: bool = False
 
 
 class ShardedModel(Event, frozen=True, tag="sharded-model"):

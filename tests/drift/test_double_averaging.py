@@ -16,6 +16,7 @@ from ddpdoctor.events import (
     LossCounted,
     LossMultiplied,
     LossScaled,
+    ReducedInGraph,
     Replica,
 )
 from ddpdoctor.probe.recording.torch_compat import averages
@@ -80,6 +81,17 @@ def test_a_mean_that_is_multiplied_by_the_world_size():
 def test_a_divided_loss():
     (finding,) = judge(SCALED)
     assert (finding.severity, finding.location.line) == (Severity.ERROR, 33)
+
+
+@pytest.mark.parametrize(("linear", "backward"), [(True, BACKWARD), (False, BACKWARD), (True, 7)])
+def test_a_divided_loss_that_was_summed_over_the_ranks(linear, backward):
+    summed = ReducedInGraph(
+        at=0, model=0, step=0, size=2, shape=(), site=STEP, backward_site=backward, linear=linear
+    )
+    (finding,) = judge(SCALED, summed)
+    told = linear and backward == BACKWARD
+    assert ("loss.detach().clone()" in finding.fix) is told
+    assert ("sums the losses of all ranks" in [r.label for r in finding.related]) is told
 
 
 def test_gradients_divided_by_hand():

@@ -7,7 +7,7 @@ from ddpdoctor.probe.tensors.autograd_nodes import leads_to
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.losses.gathered_in_graph import _parts, _put_back, _scaled_up
 from ddpdoctor.probe.watchers.losses.loss_scaling import averaged
-from ddpdoctor.probe.watchers.losses.reduced_in_graph import _shapes
+from ddpdoctor.probe.watchers.losses.reduced_in_graph import _is_linear
 
 
 class Given(torch.autograd.Function):
@@ -25,7 +25,7 @@ class Given(torch.autograd.Function):
 def found(loss, size=2):
     """Whether the loss that is made of the tensor shapes its gradient."""
     tensor = torch.randn(4, 4, requires_grad=True) * 3
-    return _shapes([loss(tensor).grad_fn], tensor.grad_fn, size)
+    return _is_linear([loss(tensor).grad_fn], tensor.grad_fn, size) is False
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,14 @@ def test_losses_that_are_not_linear_in_the_sum(loss):
 )
 def test_losses_whose_gradient_is_right_or_unknown(loss):
     assert not found(loss)
+
+
+def test_a_loss_that_is_the_sum_itself():
+    loss = torch.randn(4, requires_grad=True).square().mean()
+    summed, divided = loss.grad_fn, (loss / 2).grad_fn
+    assert _is_linear([summed], summed, 2) is True
+    assert _is_linear([divided], summed, 2) is True
+    assert _is_linear([divided], torch.ones(1, requires_grad=True).exp().grad_fn, 2) is None
 
 
 def test_a_product_with_another_number_than_the_world_size():

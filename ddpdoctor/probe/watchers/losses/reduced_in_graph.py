@@ -62,7 +62,7 @@ class ReducedInGraphs(Watcher):
         if call.op != "all_reduce" or len(self.reduced) >= REDUCED_KEPT:
             return
         for tensor in call.tensors:
-            node = tensor.grad_fn if tensor.requires_grad and tensor.numel() > 1 else None
+            node = tensor.grad_fn if tensor.requires_grad else None
             if node is None or not self.grad_enabled():
                 continue  # functions that know their own gradient call it with gradients off
             # DDP's mean is right for the mean of all ranks; hooks may multiply the gradient.
@@ -84,7 +84,8 @@ class ReducedInGraphs(Watcher):
             model = next((m for m in pending if m.group == one.group), None)
             if model is None or self.looked[one.site] > REDUCED_LOOKED_AT or group_size(model) < 2:
                 continue
-            if _shapes(roots, one.node, group_size(model)) and leads_to(one.node, averaged(model)):
+            linear = _is_linear(roots, one.node, group_size(model))
+            if linear is not None and leads_to(one.node, averaged(model)):
                 self.looked[one.site] = REDUCED_LOOKED_AT + 1
                 recorder.emit(
                     ReducedInGraph(
@@ -95,22 +96,21 @@ class ReducedInGraphs(Watcher):
                         shape=one.shape,
                         site=one.site,
                         backward_site=backward.site,
+                        linear=linear,
                     )
                 )
 
 
-def _shapes(roots: list[Any], target: Any, size: int) -> bool:
-    """Whether the gradient at a node follows from the values there, and is that of this rank.
-
-    Where the loss is linear from the sum over the ranks on, the sum only multiplies all by one
-    number. A program may multiply by the world size, or have functions with gradients of their own.
-    """
+def _is_linear(roots: list[Any], target: Any, size: int) -> bool | None:
+    """Whether the loss is linear in what a node made, which the ranks have summed; None where it
+    does not follow from it, or the gradient there may not be that of this rank: a program may
+    multiply by the world size, or have functions with gradients of their own."""
     between = nodes_between(roots, target)
     if between is None:
-        return False
+        return None
     if any(abs(divisor_of(n) * size - 1) < 1e-6 or _of_the_program(n) for n in between):
-        return False
-    return not all(map(linear, between))
+        return None
+    return all(map(linear, between))
 
 
 def _of_the_program(node: Any) -> bool:
