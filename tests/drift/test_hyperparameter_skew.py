@@ -94,7 +94,7 @@ def test_pieces_are_known_by_their_one_mesh():
 
     def pieces(*meshes):
         held = [SimpleNamespace(device_mesh=m) if m else SimpleNamespace() for m in meshes]
-        return optimizers._pieces(SimpleNamespace(param_groups=[{"params": held}]))
+        return optimizers.pieces(SimpleNamespace(param_groups=[{"params": held}]))
 
     mesh = Mesh()
     assert pieces(mesh, mesh) == (0, 1, 2, 3)
