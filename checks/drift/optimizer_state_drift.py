@@ -98,6 +98,7 @@ class OptimizerStateDrift(Check):
     }
     effects = (
         Effect(("hyperparameter-skew",), when=(state_loading.SAME_LOADS,)),
+        *state_loading.RESUMED_ALONE,
         Effect(
             ("parameter-drift", "buffer-drift"),
             when=(Condition("after the state was changed", _applied),),

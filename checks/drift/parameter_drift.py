@@ -166,13 +166,7 @@ class ParameterDrift(Check):
                 Condition("loaded with the weights", lambda mine, _: bool(_with_it(mine))),
             ),
         ),
-        # The epoch was loaded with the weights.
-        Effect(
-            ("sampler-seed-skew",),
-            of=(state_loading.LOAD_ON_SOME,),
-            rules=("different-epochs",),
-            when=(_DIFFER,),
-        ),
+        *state_loading.RESUMED_ALONE,
         Effect(("buffer-drift",), when=(_DIFFER, When.NOT_BEFORE)),
         Effect(
             ("optimizer-state-drift",),

@@ -22,6 +22,7 @@ from ddpdoctor.events import (
 from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.tensors import tensor_watch
 from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.run import Location
 
 LOAD = Loaded(at=0, what="optimizer", model=0, step=2, site=LINE)
 
@@ -275,3 +276,23 @@ def test_the_state_of_another_ranks_shards(
     assert [f.rule for f in told] == ["state-of-another-shard"] * found
     assert all(f.ranks == (0, 1) and f.location.line == 12 for f in told if f.location)
     assert OptimizerStateDrift().unobserved(run) is None
+
+
+@pytest.mark.parametrize(
+    ("head", "left", "follows"),
+    [
+        ("for epoch in range(start, epochs):", (0,), True),
+        ("if patience_counter >= patience:", (0,), False),
+        ("for epoch in range(start, epochs):", (1,), False),
+    ],
+)
+def test_a_loop_that_those_leave_early_who_alone_resumed(head, left, follows):
+    run = run_of({0: [LOAD, state(1, 2, 3, 4)], 1: [state(1, 2, 9, 4)]})
+    (loaded,) = OptimizerStateDrift().examine(run)
+    exited = msgspec.structs.replace(
+        loaded, check="rank-exited-early", code="DDP604", rule="loop-exit", ranks=left,
+        location=Location("train.py", 8, "main", head),
+    )  # fmt: skip
+    assert OptimizerStateDrift().explains(loaded, exited) is follows
+    epochs = msgspec.structs.replace(exited, check="sampler-seed-skew", rule="different-epochs")
+    assert OptimizerStateDrift().explains(loaded, epochs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...events import Loaded
-from ...report.findings import Condition, Finding, Related
+from ...report.findings import Condition, Effect, Finding, Related
 from ...run import listed, ranks_do
 from ..models.wrap_options import WrapOptions
 from ..rank_differences import extra_by_line
@@ -206,6 +206,25 @@ OTHER_LOADS = Condition(
     "unless both come from what the same ranks alone loaded",
     lambda mine, other: not _of_the_same(mine, other),
 )
+
+
+def _left_by_them(one: Finding, other: Finding) -> bool:
+    """Whether the ranks that alone loaded left a loop, and no statement in it says why."""
+    ranks, head = one.evidence.get(LOADED_ONLY_ON), other.location
+    ended = head is not None and head.source.startswith(("for ", "while "))
+    return isinstance(ranks, list) and ended and {*other.ranks} == {*ranks}
+
+
+RESUMED_ALONE = (
+    Effect(("sampler-seed-skew",), of=(LOAD_ON_SOME,), rules=("different-epochs",)),
+    Effect(
+        ("rank-exited-early", "collective-mismatch"),
+        of=(LOAD_ON_SOME,),
+        rules=("loop-exit",),
+        when=(Condition("of a loop that those leave early who alone loaded", _left_by_them),),
+    ),
+)
+"""What else differs where only some ranks resume from a checkpoint: the epochs that are left."""
 
 
 def equal_again(group: Replicas, found: Divergence) -> bool:
