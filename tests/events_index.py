@@ -58,6 +58,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "What changed tensors besides the optimizer?": (
         "Loaded NamesMissed StateTaken OuterStateTaken Edited Rewritten Clipped Averaged"
+        " ClippedScaled"
     ),
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws Seeded EpochBegan IndicesRead EpochEnded ContentRead RowsRead"
@@ -111,7 +112,7 @@ WHEN: dict[str, str] = {
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
-        " ResultWritten FlatGradients ShardStates"
+        " ResultWritten FlatGradients ShardStates ClippedScaled"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

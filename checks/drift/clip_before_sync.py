@@ -7,10 +7,16 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.meshes.own_factors import OwnFactors, own_factors
 from ddpdoctor.analysis.models import wrapped_models as models
-from ddpdoctor.events import EditedBeforeSync, ShardScales, SyncPattern, UnwrappedState
+from ddpdoctor.events import (
+    ClippedScaled,
+    EditedBeforeSync,
+    ShardScales,
+    SyncPattern,
+    UnwrappedState,
+)
 from ddpdoctor.report.declarations import seen, several_ranks
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text, title_of
+from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text, title_of
 
 LEAST_STEPS = 2
 """A single step may be a trial."""
@@ -22,6 +28,7 @@ MICRO_BATCHES = "clipped-micro-batches"
 BY_HAND = "clipped-before-averaging-by-hand"
 SCALED = "scaled-by-local-factors"
 OWN_FACTOR = "own-factor-on-shards"
+WHILE_SCALED = "clipped-while-scaled"
 
 CAUSES = {
     MICRO_BATCHES: "each rank limits the sum of its own micro-batches so far, again and again as "
@@ -54,6 +61,7 @@ class ClipBeforeSync(Check):
     gradients of micro-batches under `no_sync()`, or those that the program is yet to average by its
     own collectives. For sharded models (`fully_shard`, `FullyShardedDataParallel`): factors by
     which each rank multiplies its shards of the averaged gradients, and which differ between ranks.
+    And gradients that are clipped before `GradScaler` divides them by the loss scale.
 
     ## How it knows
     After each backward that does not synchronise, each rank reads a few values of the gradients,
@@ -65,18 +73,21 @@ class ClipBeforeSync(Check):
     the step begins. The fault is that most of them were multiplied by one factor, that these
     factors are not those of the other ranks of the mesh, and that this is so in two steps or more:
     as when a norm is computed of the rank's own shards and not summed over the ranks.
+    With a `GradScaler`, the order of the calls decides: a clip that follows the last backward, and
+    `unscale_`, by the program or within `scaler.step`, only after it, in two steps or more.
 
     ## Why it hurts
     The step does not have the limit that was asked for: outliers of single micro-batches and ranks
     decide how much of the others is kept, so the result depends on the number of ranks and of
-    micro-batches. Shards with factors of their own are no longer parts of one gradient: the step
-    goes in another direction.
+    micro-batches. A limit of 1 on gradients that are 65,536 times too large is one of 0.00002:
+    nearly every step is cut down to it. Shards with factors of their own are no longer parts of one
+    gradient: the step goes in another direction.
 
     ## How to fix it
     Clip once per step, after the last backward (outside of `no_sync()`) and right before
     `optimizer.step()`. Of DTensors, `torch.nn.utils.clip_grad_norm_` computes the norm over all
     shards, of `FullyShardedDataParallel` its own `clip_grad_norm_`; by hand, `dist.all_reduce` the
-    sum of squares before the root.
+    sum of squares before the root. With a `GradScaler`, `scaler.unscale_(optimizer)` first.
 
     ## When it stays quiet
     - Clipping after the averaged backward, or after the program's own all-reduce.
@@ -85,6 +96,8 @@ class ClipBeforeSync(Check):
     - One factor for all gradients that is the same on all ranks.
     - Gradients on a GPU, as reading them would block it; a few values of shards are copied instead.
     - Shards that are changed in other ways: value by value, row by row, or exchanged.
+    - A limit that is at least the loss scale, as one that is multiplied by it; `unscale_` for any
+      optimizer after the last backward and before the clip.
     - Ranks that train other shards, as the stages of a pipeline do.
     """
 
@@ -96,6 +109,7 @@ class ClipBeforeSync(Check):
         MICRO_BATCHES: "gradients are clipped after backwards that DDP does not synchronise",
         BY_HAND: "gradients are clipped before the program averages them by itself",
         SCALED: "gradients are scaled before they are averaged, by factors that differ by rank",
+        WHILE_SCALED: "gradients are clipped while they are multiplied by the loss scale",
         OWN_FACTOR: "ranks multiply their shards of the averaged gradients by different factors",
     }
     requires = (
@@ -104,6 +118,7 @@ class ClipBeforeSync(Check):
             SyncPattern,
             UnwrappedState,
             ShardScales,
+            ClippedScaled,
             otherwise="no step with gradients of several ranks",
         ),
     )
@@ -119,6 +134,37 @@ class ClipBeforeSync(Check):
             yield from self._judge(events)
         for shards in own_factors(run):
             yield self._own_factor(shards)
+        for line, scaled in run.by_line(ClippedScaled).items():
+            steps = {s for number in scaled for s in _steps_of(run.ranks[number], line)}
+            if len(steps) >= LEAST_STEPS:
+                yield self._while_scaled(run, line, scaled, steps)
+
+    def _while_scaled(
+        self, run: Run, line: Location, events: Mapping[int, ClippedScaled], steps: set[int]
+    ) -> Finding:
+        number, event = next(iter(events.items()))
+        rank = run.ranks[number]
+        divides = rank.location(event.unscale_site)
+        told = f" ({event.scale:g})" if event.scale else ""
+        if event.limit and event.scale:
+            told += f": what is to be limited to {event.limit:g} is limited to "
+            told += f"{event.limit / event.scale:.2g}"
+        return self.finding(
+            rule=WHILE_SCALED,
+            ranks=tuple(events),
+            steps=Steps(min(steps), max(steps), len(steps), len(steps)),
+            location=line,
+            label="clips gradients that are multiplied by the loss scale",
+            related=(Related("divides them by the scale, too late", divides),) if divides else (),
+            summary=f"`{event.function}` comes before `GradScaler` divides the gradients by the "
+            f"loss scale{told}",
+            cause="after `scaler.scale(loss).backward()` all gradients are multiplied by the "
+            "scale; `scaler.step` divides them by it, unless `scaler.unscale_` was called before",
+            fix="call `scaler.unscale_(optimizer)` right before the gradients are clipped",
+            fix_kind=FixKind.CHECK,
+            evidence={"scale": event.scale or "on a device, not read", "limit": event.limit},
+            at=rank.wall(event.at),
+        )
 
     def _judge(self, every: Seen) -> Iterator[Finding]:
         clipped = {
@@ -218,3 +264,8 @@ def _by_local_factors(every: Seen) -> Seen:
     if len(every) < 2 or len(differing) < LEAST_STEPS:
         return {}
     return {rank: [e for e in events if e.step in differing] for rank, events in every.items()}
+
+
+def _steps_of(rank: Rank, line: Location) -> set[int]:
+    """The steps before which a line clips scaled gradients."""
+    return {e.step for e in rank.of(ClippedScaled) if rank.location(e.site) == line}

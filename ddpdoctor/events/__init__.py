@@ -7,6 +7,7 @@ edited, the codec knows every class that exists. `INDEX.md` lists the events by 
 from __future__ import annotations
 
 from .amp import (
+    ClippedScaled,
     Hyperparameters,
     Logged,
     MetricUsed,

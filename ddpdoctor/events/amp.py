@@ -188,3 +188,19 @@ def next_told_at(step: int) -> int:
 
 def _every(step: int) -> int:
     return 1 if step < FIRST_TOLD else 1 << max(3, (step >> 7).bit_length())
+
+
+class ClippedScaled(Event, frozen=True, tag="clipped-scaled"):
+    """Gradients were clipped before `GradScaler` divided them by the loss scale.
+
+    Attributes:
+        limit: the second argument of the call that clips; scale: 0 where it is on a device.
+        site: the line that clips; unscale_site: the one that divides them afterwards.
+    """
+
+    function: str
+    limit: float
+    scale: float
+    step: int
+    site: int
+    unscale_site: int

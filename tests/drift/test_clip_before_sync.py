@@ -4,7 +4,7 @@ import pytest
 from ddpdoctor.checks.drift.clip_before_sync import ClipBeforeSync
 from replicas import BACKWARD, LINE, STEP, run_of
 
-from ddpdoctor.events import EditedBeforeSync, ShardScales
+from ddpdoctor.events import ClippedScaled, EditedBeforeSync, ShardScales
 from ddpdoctor.report.findings import Severity
 
 
@@ -118,3 +118,19 @@ def each(*factors, **fields):
 )  # fmt: skip
 def test_shards_without_a_fault(mine, others):
     assert findings_of(mine, others) == []
+
+
+@pytest.mark.parametrize(("count", "told"), [(3, True), (1, False)])
+def test_gradients_that_a_loss_scale_multiplies(count, told):
+    events = [
+        ClippedScaled(
+            at=0, function="clip_grad_norm_", limit=0.5, scale=1024.0, step=step, site=LINE,
+            unscale_site=STEP,
+        )
+        for step in range(count)
+    ]  # fmt: skip
+    found = findings_of(events, events)
+    assert [f.rule for f in found] == ["clipped-while-scaled"] * told
+    for finding in found:
+        assert (finding.ranks, finding.location.line) == ((0, 1), 33)
+        assert "limited to 0.00049" in finding.summary and "unscale_" in finding.fix

@@ -230,7 +230,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     _DIGESTS: (
         e.Digests, e.OuterModule, e.OuterDigests, e.OuterStateTaken, e.LateBuffers, e.Sketch,
         e.BufferUpdates,
-        e.MeshModel, e.MeshDigests, e.ShardStates,
+        e.MeshModel, e.MeshDigests, e.ShardStates, e.ClippedScaled,
         e.Averaged, e.Rewritten, e.ShardScales,
     ),
     _DATA: (

@@ -190,3 +190,8 @@ SHARD_STATES = 4
 
 SHARDS_DIGESTED = 64
 """Parameters of one optimizer whose shards are digested."""
+
+# scaled_clips
+
+CLIPS_EMITTED = 16
+"""Calls that clip scaled gradients which are recorded."""
