@@ -154,6 +154,9 @@ class SamplerEpochFrozen(LoaderCheck):
             rule = REPEATED
             why = f"`set_epoch` is called {counted(called, 'time')}, but {repeats} of the epochs "
             why += "have the number of the one before"
+        # What is given as `batch_sampler` is its own sampler here.
+        batches = reader.seen.sampler == reader.seen.batch_sampler
+        holder = "loader.batch_sampler" if batches else "sampler"
         never, orders = "never changes", "every shuffle gives the same order"
         if rule == REPEATED:
             never, orders = "is sometimes that of the one before", "these have the same order"
@@ -172,8 +175,9 @@ class SamplerEpochFrozen(LoaderCheck):
             related=related(reader, sampler=False),
             summary=f"{which} over {dataset(reader)} {what} on {whom(frozen, run.world_size)}",
             cause=f"{why}, so {orders}",
-            fix=f"`sampler.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
-            "at the start of every epoch, before the loader is iterated",
+            fix=f"`{holder}.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
+            "at the start of every epoch, before the loader is iterated"
+            + (": `loader.sampler` is not what orders here" if batches else ""),
             fix_kind=FixKind.SAFE,
             evidence={
                 "epoch numbers of the sampler": [e.began.sampler_epoch for e in reader.epochs[:20]],

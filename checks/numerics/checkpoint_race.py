@@ -18,7 +18,7 @@ from ddpdoctor.analysis.process.shared_files import (
     steps_of,
     writes,
 )
-from ddpdoctor.events import ExceptionRaised, FileRead, FileRemoved, FileWritten
+from ddpdoctor.events import ExceptionRaised, FileRead, FileRemoved, FileWritten, GroupReady
 from ddpdoctor.report.declarations import Condition, Effect, When, seen
 from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.evidence_names import MESSAGE
@@ -358,12 +358,20 @@ def _fix(rule: str, touches: list[Touch]) -> str:
             "include the rank in the file name, since each rank holds different parameters: "
             f'`f"{own}"`; or use `torch.distributed.checkpoint`, which writes all parts'
         )
+    form = "call `init_process_group` before, " if _before_the_group(touches) else ""
     return (
-        "write on one rank (`if dist.get_rank() == 0: ...`), then call `dist.barrier()` on all "
-        "ranks (outside of any `if` that skips the write, such as that the file exists); if each "
-        "rank writes different data (a shard), include the rank in the file name, or use "
+        f"{form}write on one rank (`if dist.get_rank() == 0: ...`), then call `dist.barrier()` on "
+        "all ranks (outside of any `if` that skips the write, such as that the file exists); if "
+        "each rank writes different data (a shard), include the rank in the file name, or use "
         "`torch.distributed.checkpoint`"
     )
+
+
+def _before_the_group(touches: list[Touch]) -> bool:
+    """Whether the ranks write before they form a process group: they do not know their ranks by
+    it, and cannot wait for each other."""
+    formed = [(t, t.rank.first(GroupReady)) for t in touches]
+    return all(ready is not None and t.event.at < ready.at for t, ready in formed)
 
 
 def _row(touches: list[Touch]) -> dict[str, object]:

@@ -142,7 +142,8 @@ class DataBound(Check):
             summary=f"{ranks_do(slow, 'wait')} for data at the beginning of each epoch: "
             f"{worst.lost_s:.1f} of {whole_s:.1f} s ({worst.lost_s / whole_s:.0%})"
             + (f" on rank {number}, which waits longest" if len(slow) > 1 else ""),
-            cause=f"{counted(loader.workers, 'worker')} start anew in each epoch"
+            cause=f"{counted(loader.workers, 'worker')} of each rank "
+            f"{'starts' if loader.workers == 1 else 'start'} anew in each epoch"
             if anew
             else "each iteration over the loader begins with a long wait: the data set or the "
             "sampler does in each epoch what could be done once",

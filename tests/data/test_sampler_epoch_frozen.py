@@ -64,6 +64,15 @@ def test_a_sampler_of_ones_own() -> None:
     assert not examine(epochs(*[FIRST[:4]] * 3, by_epoch=True, **own)), "two batches, to overfit"
 
 
+def test_a_sampler_that_forms_the_batches() -> None:
+    own: dict[str, object] = {"shuffle": None, "own_order": True, "sampler": "Buckets",
+                              "by_epoch": True, "sets_epoch": True, "batch_size": 2}  # fmt: skip
+    (finding,) = examine(epochs(FIRST, FIRST, FIRST, batch_sampler="Buckets", **own))
+    assert "`loader.batch_sampler.set_epoch(epoch)`" in finding.fix
+    (finding,) = examine(epochs(FIRST, FIRST, FIRST, **own))
+    assert "`sampler.set_epoch(epoch)`" in finding.fix
+
+
 def test_a_sampler_of_ones_own_that_is_told_by_an_attribute() -> None:
     own: dict[str, object] = {"shuffle": None, "own_order": True, "sampler": "Buckets",
                               "by_epoch": True, "batch_size": 2}  # fmt: skip

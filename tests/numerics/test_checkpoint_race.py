@@ -19,6 +19,7 @@ from ddpdoctor.events import (
     FileRead,
     FileRemoved,
     FileWritten,
+    GroupReady,
     Tensor,
     Unwrapped,
     Wrapped,
@@ -358,3 +359,11 @@ def test_a_thread_without_a_line_of_the_user_s_is_told_by_who_started_it(
 def test_a_write_whose_line_is_not_known() -> None:
     (finding,) = found([wrote(site=-1)], [wrote(site=-1)])
     assert (finding.rule, finding.location) == ("same-file", None)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_each_rank_writes_before_it_has_a_group(before: bool) -> None:
+    ready = GroupReady(at=0, group=0, name="0", backend="gloo", ranks=(0, 1), member=True, site=-1)
+    events = [wrote(), ready] if before else [ready, wrote()]
+    (finding,) = found(events, events)
+    assert ("call `init_process_group` before" in finding.fix) is before

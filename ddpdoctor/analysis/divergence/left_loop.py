@@ -192,7 +192,8 @@ class LeftLoop:
                 "give that loop the same number of iterations on every rank: divide the work "
                 "equally, or `all_reduce` the number of items with `ReduceOp.MAX` and add empty "
                 "rounds (`loss * 0`) on the ranks with fewer; stop at the smallest number "
-                "(`ReduceOp.MIN`) only where the items left over may be dropped"
+                "(`ReduceOp.MIN`) only where the items left over may be dropped; what is only "
+                "counted or summed is best reduced once, after the loop"
             )
         alone = f"let no rank skip a {'batch' if self.steps else 'round'} on its own: "
         handled = any(w.source.startswith("except") for w in self.ways)

@@ -167,7 +167,7 @@ class Loads:
             return (
                 "load the same state on every rank (`torch.load(path, map_location=...)`); if only "
                 "one rank has the file, load it there and send it: "
-                "`dist.broadcast_object_list([state], src=0)`"
+                "`box = [state]; dist.broadcast_object_list(box, src=0); state = box[0]`"
             )
         fix = "load the same weights on every rank, or "
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun
