@@ -123,6 +123,7 @@ class MetricNotReduced(Check):
     - Numbers that also change with training, such as a training loss.
     - Evaluations after which every rank writes a file of its own, unless a result decides
       whether it does.
+    - Pictures and sounds that one rank writes, and what it writes within the loop: examples.
     - Totals on an accelerator that are reduced again: to read them would stop its queue.
     - Metrics that are only printed, where any values are exchanged in the evaluation or after it,
       but for sums that are divided by the samples of all ranks.

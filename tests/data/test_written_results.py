@@ -19,15 +19,17 @@ GATHERED = [
 ]
 
 
-def judged(writing, *, shared=True, more=(), of=LOADER):
+def judged(writing, *, shared=True, more=(), of=LOADER, path="answers.json", late=True):
     """Two ranks that evaluate, of which some write the results."""
 
     def events(rank):
         share = {"replicas": 2, "sampler_rank": rank, "distributed": True} if shared else {}
         read = [rank, 2 + rank] if shared else [0, 1, 2, 3]
         held_out = loader(LOADER, [read], trains=False, loop_site=LOOP, length=4, **share)
-        result = ResultWritten(at=1, name="rows", loader=of, step=0, site=WRITES, path="answers")
-        return [*prologue(2), *LINES, *held_out, *more, *([result] if rank in writing else ())]
+        result = ResultWritten(at=0, name="rows", loader=of, step=0, site=WRITES, path=path)
+        mine = [result] if rank in writing else []
+        read = [*held_out, *mine] if late else [*held_out[:-1], *mine, held_out[-1]]
+        return [*prologue(2), *LINES, *read, *more]
 
     found = MetricNotReduced().examine(make_run({n: events(n) for n in range(2)}))
     return [f for f in found if f.rule == "written-by-some-ranks"]
@@ -48,8 +50,18 @@ def test_one_rank_writes_the_results_of_its_share():
         {"writing": [0], "shared": False},
         {"writing": [0], "more": GATHERED},
         {"writing": [0], "of": LOADER + 1},
+        {"writing": [0], "path": "samples.PNG"},
+        {"writing": [0], "late": False},
     ],
-    ids=["each rank", "nobody", "all the data", "gathered", "of another loader"],
+    ids=[
+        "each rank",
+        "nobody",
+        "all the data",
+        "gathered",
+        "of another loader",
+        "a picture",
+        "within the loop",
+    ],
 )
 def test_results_that_are_complete(case):
     assert not judged(**case)

@@ -15,6 +15,10 @@ from .shared_evaluations import divided_evaluations, exchanged, read_apart
 DIVIDED, AGAIN, TWICE = "divided-by-all", "total-reduced-again", "reduced-twice"
 WRITTEN = "written-by-some-ranks"
 
+EXAMPLES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".webp", ".bmp", ".tif", ".tiff",
+            ".mp4", ".wav", ".mp3", ".flac")  # fmt: skip
+"""Files of pictures and sounds."""
+
 SHARED_BY = 1.5
 """The length of a data set over the samples that a rank reads of it, from which on it reads only
 its share."""
@@ -152,5 +156,17 @@ def _loader(evaluations: list[Loader], rank: int, event: ResultWritten) -> Loade
 
 
 def _is_of(loader: Loader, rank: int, event: ResultWritten) -> bool:
+    """Whether it is the result of a whole evaluation: what is written within the loop, or as a
+    picture or sound, may be an example."""
     reader = loader.readers.get(rank)
-    return reader is not None and any(e.seen.loader == event.loader for e in reader.epochs)
+    return (
+        reader is not None
+        and not event.path.lower().endswith(EXAMPLES)
+        and any(
+            e.seen.loader == event.loader
+            and e.ended is not None
+            and e.whole
+            and e.ended.at <= event.at
+            for e in reader.epochs
+        )
+    )

@@ -114,7 +114,11 @@ def _is_sharded(parameter: Any) -> bool:
 
 
 def _state(optimizer: Any, parameter: Any) -> Any:
-    """The first state of a parameter that has its shape, as momentum has; None for none."""
+    """The first state of a parameter that has its shape, as momentum has; None for none, or for one
+    with the same number everywhere, which is the same for every shard."""
     shape = shard(parameter).shape
     kept = (shard(v) for v in optimizer.state.get(parameter, {}).values() if hasattr(v, "shape"))
-    return next((value for value in kept if value.shape == shape and value.numel() > 1), None)
+    found = next((value for value in kept if value.shape == shape and value.numel() > 1), None)
+    if found is None or (found.is_cpu and bool((found == found.flatten()[0]).all())):
+        return None
+    return found
