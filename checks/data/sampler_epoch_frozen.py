@@ -14,11 +14,7 @@ from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loa
 from ddpdoctor.analysis.data.repeated_epochs import begins_anew, end_of, goes_back, read_on
 from ddpdoctor.analysis.data.streams import examined_epochs, repeated_order
 from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
-from ddpdoctor.events import (
-    EpochEnded,
-    ForwardInput,
-    StepDone,
-)
+from ddpdoctor.events import EpochEnded, ForwardInput, StepDone
 from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Run, counted, listed, whom
 
@@ -120,18 +116,13 @@ class SamplerEpochFrozen(LoaderCheck):
             yield from self._judge_stream(run, loader)
             yield from self._judge_generators(run, loader)
             return
-        resumed = {
-            r: two for r, reader in loader.readers.items() if (two := read_on(run, r, reader))
-        }
-        if resumed.keys() == loader.readers.keys():
-            yield self._report_resumed(run, loader, resumed)
-            return
         frozen = {
             r: n
             for r, reader in loader.readers.items()
             if (n := _repeats(reader)) and not _resumed(reader, n)
         }
         if not frozen:
+            yield from self._judge_resumed(run, loader)
             return
         reader = loader.readers[min(frozen)]
         repeats = frozen[min(frozen)]
@@ -274,15 +265,24 @@ class SamplerEpochFrozen(LoaderCheck):
             at=reader.rank.wall(epochs[1].began.at),
         )
 
-    def _report_resumed(
-        self, run: Run, loader: Loader, resumed: dict[int, tuple[Epoch, Epoch]]
-    ) -> Finding:
+    def _judge_resumed(self, run: Run, loader: Loader) -> Iterator[Finding]:
         """The finding about the rest of an epoch that is of the shuffle of a later one."""
+        resumed = {
+            r: two for r, reader in loader.readers.items() if (two := read_on(run, r, reader))
+        }
+        if resumed.keys() != loader.readers.keys():
+            return
         reader = loader.readers[min(resumed)]
         rest, later = resumed[min(resumed)]
         number = later.began.sampler_epoch
         numbered = "" if number is None else f", that of epoch number {number}"
-        return self.of_reader(
+        set_back = (
+            "the epoch's number was counted from 0 again when the run went on, or what was set is "
+            "overwritten before the order is drawn"
+        )
+        if reader.seen.shuffle and not number and not later.began.epochs_set:
+            set_back = "`set_epoch` is not called on the sampler"
+        yield self.of_reader(
             reader,
             rule=GOES_ON,
             ranks=tuple(resumed),
@@ -294,9 +294,8 @@ class SamplerEpochFrozen(LoaderCheck):
             summary=f"the {rest.samples} samples with which training on {dataset(reader)} goes on "
             f"in the middle of an epoch are read again in a later one, on "
             f"{whom(resumed, run.world_size)}",
-            cause=f"both are of the same shuffle{numbered}: the epoch's number was counted from 0 "
-            "again when the run went on, or what was set is overwritten before the order is drawn; "
-            "so the epoch goes on with other samples than it had begun with, some of them twice",
+            cause=f"both are of the same shuffle{numbered}: {set_back}; so the epoch goes on with "
+            "other samples than it had begun with, some of them twice",
             fix="set the number of the epoch that the run goes on with right before the loader is "
             "iterated (`sampler.set_epoch(epoch)`), and let nothing that is called after it set it "
             "back: a loader that counts its iterations must begin with that number",

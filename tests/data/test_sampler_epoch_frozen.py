@@ -377,7 +377,9 @@ SHARES: dict[str, object] = {"shuffle": True, "distributed": True, "replicas": 2
 def goes_on(rest: list[int], *later: list[int], **more: object) -> list[Finding]:
     """A loader for the rest of an epoch, and another one, of torch's sampler."""
     own: dict[str, object] = {"sampler": "Rest", "own_order": True, "site": 4}
-    began = {"sampler_epoch": [*range(len(later))]}
+    began: dict[str, object] = {"sampler_epoch": [*range(len(later))]}
+    if len(later) > 1:
+        began["epochs_set"] = 3
     return examine(
         [
             *loader(0, [rest], **own),  # type: ignore[arg-type]
@@ -393,6 +395,15 @@ def test_the_rest_of_an_epoch_that_is_of_the_shuffle_of_a_later_one() -> None:
     (finding,) = goes_on(SHUFFLES[0][20:], *SHUFFLES, shuffle=None, replicas=-1)
     (finding,) = epochs_of_one(SHUFFLES[1][20:], *SHUFFLES[1:])
     assert "epoch number 2" in finding.cause
+
+
+def test_the_rest_of_an_epoch_where_the_epoch_is_never_set() -> None:
+    (finding,) = goes_on(SHUFFLES[0][20:], SHUFFLES[0])
+    assert "`set_epoch` is not called" in finding.cause
+    began = {"sampler_epoch": 0}
+    rest = loader(0, [SHUFFLES[0][20:]], own_order=True, site=4)
+    (finding,) = examine([*rest, *loader(1, [SHUFFLES[0]] * 2, began=began, **SHARES)])  # type: ignore[arg-type]
+    assert finding.rule == "set-epoch-not-called"
 
 
 def epochs_of_one(*orders: list[int]) -> list[Finding]:

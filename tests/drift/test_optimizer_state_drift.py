@@ -22,6 +22,7 @@ from ddpdoctor.events import (
 from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.tensors import tensor_watch
 from ddpdoctor.report.diagnose import diagnose
+from ddpdoctor.report.findings import Severity
 from ddpdoctor.run import Location
 
 LOAD = Loaded(at=0, what="optimizer", model=0, step=2, site=LINE)
@@ -296,3 +297,5 @@ def test_a_loop_that_those_leave_early_who_alone_resumed(head, left, follows):
     assert OptimizerStateDrift().explains(loaded, exited) is follows
     epochs = msgspec.structs.replace(exited, check="sampler-seed-skew", rule="different-epochs")
     assert OptimizerStateDrift().explains(loaded, epochs)
+    note = msgspec.structs.replace(loaded, severity=Severity.NOTE)
+    assert not any(OptimizerStateDrift().explains(note, other) for other in (exited, epochs))

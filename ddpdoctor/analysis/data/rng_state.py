@@ -204,14 +204,13 @@ def _equal_in_ranks(readers: Sequence[Reader], generator: int) -> bool:
 def _parts(readers: Sequence[Reader], generator: int) -> bool:
     """Whether this generator is in other states on the ranks when a later epoch, or a step that is
     on record, begins."""
-    epochs = [{e.number: e.began.random[generator] for e in r.epochs} for r in readers]
-    if NAMES[generator] == "torch":
-        epochs += [{-1 - e.step: e.before for e in r.rank.of(StepDraws)} for r in readers]
-    by_moment: dict[int, set[int]] = {}
-    for known in epochs:
-        for moment, state in known.items():
-            by_moment.setdefault(moment, set()).add(state)
-    return any(len(states) > 1 for states in by_moment.values())
+    states: dict[tuple[str, int], set[int]] = {}
+    for reader in readers:
+        for epoch in reader.epochs:
+            states.setdefault(("epoch", epoch.number), set()).add(epoch.began.random[generator])
+        for event in reader.rank.of(StepDraws) if NAMES[generator] == "torch" else ():
+            states.setdefault(("step", event.step), set()).add(event.before)
+    return any(len(known) > 1 for known in states.values())
 
 
 def _equal_kept(readers: Sequence[Reader], peers: list[dict[int, WorkerRandom]]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...events import Loaded
+from ...report.declarations import When
 from ...report.findings import Condition, Effect, Finding, Related
 from ...run import listed, ranks_do
 from ..models.wrap_options import WrapOptions
@@ -216,12 +217,20 @@ def _left_by_them(one: Finding, other: Finding) -> bool:
 
 
 RESUMED_ALONE = (
-    Effect(("sampler-seed-skew",), of=(LOAD_ON_SOME,), rules=("different-epochs",)),
+    Effect(
+        ("sampler-seed-skew",),
+        of=(LOAD_ON_SOME,),
+        rules=("different-epochs",),
+        when=(When.IS_ERROR,),
+    ),
     Effect(
         ("rank-exited-early", "collective-mismatch"),
         of=(LOAD_ON_SOME,),
         rules=("loop-exit",),
-        when=(Condition("of a loop that those leave early who alone loaded", _left_by_them),),
+        when=(
+            When.IS_ERROR,
+            Condition("of a loop that those leave early who alone loaded", _left_by_them),
+        ),
     ),
 )
 """What else differs where only some ranks resume from a checkpoint: the epochs that are left."""
