@@ -206,6 +206,15 @@ def test_gradients_of_different_parameters_that_are_paired():
     assert found.location.line == 8
 
 
+@pytest.mark.parametrize(("other", "rule"), [
+    (0, "mismatched-gradients"),
+    (20, "applied-on-some-ranks"),
+])  # fmt: skip
+def test_something_is_passed_in_the_place_of_a_gradient_or_not(other, rule):
+    (found,) = mixed(other=other)
+    assert found.rule == rule
+
+
 def test_ranks_that_hand_over_the_same_parameters_pair_them_rightly():
     assert all(f.rule != "mismatched-gradients" for f in mixed(hands=[0, 1, 2, 3]))
 

@@ -90,7 +90,7 @@ def not_awaited(copies: Copies, every: list[Copies]) -> Case | None:
     return Case(rules.NOT_AWAITED, copies, copies.looks[first], range(len(copies.names)))
 
 
-def _mismatched(copies: Copies, every: list[Copies]) -> Case | None:
+def _without_gradient(copies: Copies, every: list[Copies]) -> Case | None:
     """At some step each rank passed the gradients it had to collectives, of different parameters;
     some of these have differed since."""
     if not copies.steady:
@@ -104,10 +104,25 @@ def _mismatched(copies: Copies, every: list[Copies]) -> Case | None:
             continue
         lone = [i for i, h in enumerate(copies.parameters) if len(set(h.passed[k])) > 1]
         if any(not all(copies.parameters[i].equal[k + 1 :]) for i in lone):
-            case = Case(rules.MISMATCHED, copies, look, lone)
+            placed = _placed(copies, k)
+            rule = rules.APPLIED_ON_SOME if placed else rules.MISMATCHED
+            case = Case(rule, copies, look, lone)
             number, missing = next(iter(rules.lacking(case).items()))
             return replace(case, example=(named(copies.names, missing), f"rank {number}"))
     return None
+
+
+def _placed(copies: Copies, look: int) -> bool:
+    """Whether every rank passed something in the place of each gradient that it lacked."""
+    needed = sum(
+        n for n, h in zip(copies.sizes, copies.parameters, strict=True) if any(h.passed[look])
+    )
+    for column, state in enumerate(copies.close[look].values()):
+        rows = zip(copies.sizes, copies.parameters, strict=True)
+        own = sum(n for n, h in rows if h.passed[look][column])
+        if own + state.other < needed:
+            return False
+    return True
 
 
 def _part_stopped(copies: Copies, every: list[Copies]) -> Case | None:
@@ -332,7 +347,7 @@ def _any_moved(copies: Copies, positions: list[int]) -> bool:
 
 CLASSES: tuple[Callable[[Copies, list[Copies]], Case | None], ...] = (
     not_awaited,
-    _mismatched,
+    _without_gradient,
     divergence.once_kept_equal,
     divergence.synced_once,
     _part_stopped,

@@ -127,11 +127,12 @@ MISMATCHED = Rule(
     label="pairs gradients of different parameters",
     summary="{c.they_differ}: at step {c.begin} the ranks all-reduce gradients of different "
     "parameters with each other",
-    cause="{c.example[0]} got no gradient on {c.example[1]}, which therefore passes other tensors "
-    "to the collectives than the other ranks. Collectives pair tensors by their order, so that "
-    "gradients of different parameters are summed",
-    fix="pass a tensor for every parameter: `if p.grad is None: p.grad = torch.zeros_like(p)` "
-    "before the all-reduce",
+    cause="{c.example[0]} got no gradient on {c.example[1]}, which therefore passes the gradients "
+    "of other parameters to the collectives than the other ranks. Collectives pair tensors, and "
+    "the elements of flat ones, by their order, so that gradients of different parameters are "
+    "summed",
+    fix="give every parameter a gradient before they are collected for the all-reduce: `for p in "
+    "model.parameters(): if p.grad is None: p.grad = torch.zeros_like(p)`",
     evidence=lambda c: {
         "without_a_gradient": [
             {"rank": n, "parameters": named(c.copies.names, missing)}
@@ -139,6 +140,19 @@ MISMATCHED = Rule(
         ],
         "steps_compared": [s for s in map(step_of, c.copies.looks) if s >= c.begin][:SHOWN],
     },
+)
+APPLIED_ON_SOME = replace(
+    MISMATCHED,
+    name="applied-on-some-ranks",
+    when="reduced gradients are applied only on the ranks that had one of their own",
+    spots=("step", "exchange"),
+    label="skips parameters without a gradient",
+    related=(("all-reduced here", "exchange"), ("created here", "made")),
+    summary="{c.they_differ}: at step {c.begin} only some ranks apply the reduced "
+    "{c.few:gradient|gradients}",
+    cause="{c.example[0]} got no gradient on {c.example[1]}, which passes something else (zeros, "
+    "say) in its place. What comes back is not applied there: the optimizer skips parameters whose "
+    "`.grad` is None",
 )
 
 
@@ -321,6 +335,7 @@ RULES = {
     rule.name: rule.when
     for rule in (
         SYNC_STOPPED, STEP_NOT_SYNCED, SKIPPED, UNEQUAL_OPTIONS, UNEQUAL_UPDATES, EDIT_AFTER_SYNC,
-        NEVER_SYNCED, MISMATCHED, NOT_AWAITED, UNEQUAL_START, OTHER_OPTIMIZER, UPDATE_ON_SOME,
+        NEVER_SYNCED, MISMATCHED, APPLIED_ON_SOME, NOT_AWAITED, UNEQUAL_START, OTHER_OPTIMIZER,
+        UPDATE_ON_SOME,
     )
 }  # fmt: skip

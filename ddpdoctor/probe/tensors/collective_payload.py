@@ -18,6 +18,7 @@ class Exchange(NamedTuple):
         gathered: the collective gathers, and leaves the tensor as it is.
         amid: passed during a backward, or between a forward and its backward: it may be an input
             or output of the model rather than a gradient.
+        layout: how a flat tensor is known to hold gradients, see `flat_layout`.
     """
 
     group: int
@@ -25,6 +26,7 @@ class Exchange(NamedTuple):
     memory: int
     gathered: bool = False
     amid: bool = False
+    layout: str = ""
 
 
 class PassedGradients(NamedTuple):

@@ -18,6 +18,14 @@ zero."""
 PIECE, PIECES_AT_MOST = 1 << 20, 64
 """Elements that are summed at a time where they have to be converted, and how many times."""
 
+# flat_layout
+
+HEAD, HEADS_TRIED = 8, 4
+"""Values of a gradient that are looked for in a flat tensor, and of how many gradients: the first
+ones may be zero."""
+SAME_FACTOR = 0.02
+"""Relative difference of two factors that may be one, rounded to bfloat16."""
+
 # pending_digests
 
 ROWS_WAITING = 64

@@ -21,6 +21,7 @@ from ...recording.torch_compat import sequence_number
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.collective_payload import Exchange, PassedGradients, covers, memory_of
+from ...tensors.flat_layout import PACKED
 from ...tensors.limits import ENOUGH_PASSED, FLAT
 from ...training import lifecycle
 from ...training.backwards import Backwards
@@ -29,6 +30,7 @@ from ...training.records import Backward, Step
 from ...training.steady_state import steady_state
 from ...training.wrapped_models import WrappedModels
 from . import parallelism
+from .flat_gradients import FlatGradients
 from .limits import EXCHANGES_KEPT, SITES_KNOWN
 from .parallelism import Parallelism
 
@@ -68,6 +70,7 @@ class Exchanges(Watcher):
     """
 
     lost = "gradients that are synchronised manually"
+    after = (FlatGradients,)  # knows how a flat tensor holds gradients
 
     def __init__(self) -> None:
         self.recent: list[Exchange] = []
@@ -133,8 +136,10 @@ class Exchanges(Watcher):
         for tensor in call.tensors:
             if len(kept) < EXCHANGES_KEPT and tensor.is_floating_point():
                 memory = memory_of(tensor)
-                sort = call.gathers, amid or tensor.requires_grad
-                exchange = Exchange(call.group, tensor.numel(), memory, *sort)
+                size = tensor.numel()
+                layout = FlatGradients.current.layouts.get(size, "") if after_backward else ""
+                sort = call.gathers, amid or tensor.requires_grad, layout
+                exchange = Exchange(call.group, size, memory, *sort)
                 self.latest += (exchange,)
                 if not (after_backward or inside) and (late := self._applied_parameter(memory)):
                     self.late.add(late)
@@ -323,10 +328,14 @@ class Exchanges(Watcher):
         whole = (
             emitted == total or total - emitted <= other <= total - emitted + (FLAT[1] - 1) * total
         )
+        most = bool(total) and emitted + flat >= ENOUGH_PASSED * total
+        flat_ones = [e for e in exchanges if e.layout and e.memory not in own]
+        if total and flat_ones:
+            whole = most = True
+            found, places = list(gradients), sum(e.elements for e in flat_ones)
+            other = 0 if any(e.layout == PACKED for e in flat_ones) else max(0, places - total)
         group = used.pop() if total and whole and len(used) == 1 else -1
-        return PassedGradients(
-            tuple(found), other, group, bool(total) and emitted + flat >= ENOUGH_PASSED * total
-        )
+        return PassedGradients(tuple(found), other, group, most)
 
     def gradients_applied(self, parameters: Sequence[Reference]) -> bool:
         """Note that a step is about to apply the gradients of these parameters.
@@ -398,7 +407,7 @@ class Exchanges(Watcher):
             gathered: count collectives that only gather, and so leave the parameters unchanged.
         """
         every = [*self.recent, *self.earlier, *self.in_averaging_hooks]
-        every = [e for e in every if gathered or not e.gathered]
+        every = [e for e in every if not e.layout and (gathered or not e.gathered)]
         if not covers(every, parameters):
             return False
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -79,5 +79,8 @@ MESSAGE_SIZES = 128
 FLAT_SIZES = 64
 """Sizes of flat tensors that are looked at: they vary where gradients are missing at times."""
 
+FLAT_LOOKS = 16
+"""Times that tensors of one size are looked at until it is known how they hold gradients."""
+
 FLAT_NAMES = 100
 """Parameters that are named."""
