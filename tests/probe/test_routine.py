@@ -268,11 +268,18 @@ def run(
     return passed, [recorded(out, n) for n in range(2)], findings
 
 
+EVERY = USUAL + UNUSUAL
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.flaky(reruns=2)
-@pytest.mark.parametrize("light", [False, True])
-@pytest.mark.parametrize("variants", [USUAL, UNUSUAL[:8], UNUSUAL[8:]])
+@pytest.mark.parametrize(("variants", "light"), [
+    (EVERY, False),
+    (EVERY[::3], True),
+    pytest.param(EVERY[1::3], True, marks=pytest.mark.exhaustive),
+    pytest.param(EVERY[2::3], True, marks=pytest.mark.exhaustive),
+], ids=["fast", "light", "light, more", "light, the rest"])  # fmt: skip
 def test_the_record_is_the_same(variants: tuple[str, ...], light: bool, tmp_path: Path) -> None:
     steps = 160 if light else 16  # the watchers of the first steps want every one
     passed, routine_record, routine_findings = run(tmp_path, 3, light, steps, *variants)

@@ -22,7 +22,6 @@ from .backward_observation import BackwardObservation
 from .ddp_collectives import DDPCollectives
 from .records import Backward
 from .steady_state import (
-    NOT_MARKED,
     FastPath,
     ObservedCall,
     Plan,
@@ -158,6 +157,7 @@ class Backwards(Watcher):
             recorder.moves += 1
             steady_state.stage = Stage.BACKWARD
             step.sequence = wrapper.process_group._get_sequence_number_for_group()
+            step.before = mark(grad_of(step.sampled()))
             step.inside, step.began = now, (began := time.monotonic())
             if now.sync and call is not None:
                 log = call.log
@@ -180,7 +180,7 @@ class Backwards(Watcher):
         ring.enter(_BACKWARD, now.site, began)
         backward.roots = _roots(args, kwargs)
         if step.light:
-            step.before = NOT_MARKED
+            step.before = mark(grad_of(step.sampled()))
             step.sequence = step.sequence_of(wrapper)
             if lifecycle.backward_begins.in_light:
                 lifecycle.backward_begins.fire_fast(recorder, backward, step.light)
@@ -190,8 +190,7 @@ class Backwards(Watcher):
             call_without_modes(_observe_fast, recorder, step, backward)
         else:
             lifecycle.backward_begins.fire_fast(recorder, backward)
-            parameter = step.sampled()
-            step.before = mark(None if parameter is None else parameter.grad)
+            step.before = mark(grad_of(step.sampled()))
         backward.frame = None
         step.sequence = step.sequence_of(wrapper)
         return backward
@@ -209,7 +208,8 @@ class Backwards(Watcher):
         self.depth -= 1
         if step.inside is now and (wrapper := step.wrapper()) is not None:
             sequence = wrapper.process_group._get_sequence_number_for_group()
-            if (sequence != step.sequence) is now.sync:
+            own = now.sync or mark(grad_of(step.sampled())) != step.before
+            if (sequence != step.sequence) is now.sync and own:
                 last = self.last_gradient.at
                 if last > step.began:
                     now.waited_s += ended - last
@@ -225,8 +225,7 @@ class Backwards(Watcher):
         if averaged:
             self.synced += 1
             backward.synced.add(model.number)
-        reached = averaged or (step.before == NOT_MARKED and not now.sync)
-        if reached or mark(grad_of(step.sampled())) != step.before:
+        if averaged or mark(grad_of(step.sampled())) != step.before:
             step.next, step.averaged = now.following or step.first, averaged
             model.reached(recorder.step, averaged)
             model.answered()
@@ -269,7 +268,6 @@ class Backwards(Watcher):
         backward.error, backward.began, backward.logged = None, step.began, call.logged
         backward.flag = None if wrapper is None else bool(wrapper.require_backward_grad_sync)
         backward.synced.clear()
-        step.before = NOT_MARKED
 
     def _ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth -= 1

@@ -41,10 +41,6 @@ DEEP = 1 << 30
 """Deeper than any stack: `sys._getframe` raises ValueError."""
 
 
-NOT_MARKED = (-1, -1)
-"""Stands for the mark of a gradient in a light step, in which it is not read."""
-
-
 class Stage:
     """How far a step on the fast path has come. Plain numbers: an enum's members are slower."""
 
