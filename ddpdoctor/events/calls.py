@@ -87,7 +87,8 @@ class Way(Part, frozen=True):
         set_line, set_by: of the statement under which the flag is set that the jump asks for; 0
             where it asks for no flag.
         set_in: the function of that statement, where it is another one.
-        around: line and text of the branches around that statement in the loop, innermost first.
+        around: line and text of the branches around the statement, in the loop or, with `set_by`,
+            around that one, innermost first.
     """
 
     line: int

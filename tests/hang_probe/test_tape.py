@@ -272,6 +272,28 @@ def test_a_flag_that_another_function_sets(tmp_path: Path) -> None:
     ]
 
 
+DECIDING = """
+def fit():
+    for epoch in range(9):
+        reduce(epoch)
+        if rank == 0:
+            print(epoch)
+            if stopper.step(epoch):
+                task.stop = True
+        if task.stop:
+            break
+"""
+
+
+def test_the_branches_around_the_statement_that_sets_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(DECIDING)
+    (loop,) = (s for s in statements.enclosing(str(path), 4) if s.is_loop)
+    (way,) = loop.exits
+    assert (way.line, way.set_line, way.set_by) == (9, 7, "if stopper.step(epoch):")
+    assert way.around == ((5, "if rank == 0:"),)
+
+
 def test_the_flags_that_a_function_sets(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ...events import CALLERS, CallSite, ExceptionPassed, Place, Statement, Way
 from ...run import Location, Rank
@@ -159,11 +160,26 @@ def catching(rank: Rank, site: CallSite | None) -> Iterator[Location]:
             return
 
 
+class LoopEnd(NamedTuple):
+    """What ends a loop.
+
+    Attributes:
+        decides: the statement that decides about it: `jump`, or the one that sets the flag that
+            `jump` asks for.
+        guard: the condition on the rank around `decides`, innermost, in the loop.
+    """
+
+    decides: Location
+    jump: Location
+    loop: Location
+    guard: Location | None
+
+
 def exits(
     leaver: Rank, last: CallSite | None, stay: CallRecord, loop: Location, sure: bool, even: bool
-) -> dict[Location, Location]:
-    """The statements one of which ended a loop on a rank that left it, or a loop inside of it; each
-    with the loop that it ends. None where the loop may as well have ended by its head.
+) -> list[LoopEnd]:
+    """The statements one of which ended a loop on a rank that left it, or a loop inside of it.
+    Empty where the loop may as well have ended by its head.
 
     Args:
         last: the last call of the rank that left; stay: a call of another rank in the loop.
@@ -200,8 +216,9 @@ def exits(
     for way, head in ended.values():
         here = _decides(way, head)
         if sure or ON_RANK.search(here.source) or (counted and not _unseen(leaver, here)):
-            found[here] = head
-    return found
+            jump = Location(head.file, way.line, head.function, way.text)
+            found[here] = LoopEnd(here, jump, head, _guard(way, here))
+    return list(found.values())
 
 
 def _within(stay: CallRecord, loop: Key) -> Iterator[tuple[Location, Statement]]:
@@ -224,23 +241,10 @@ def _decides(way: Way, loop: Location) -> Location:
     return Location(loop.file, line, way.set_in or loop.function, text)
 
 
-def guards(stay: CallRecord, loop: Location, ends: Iterable[Location]) -> tuple[Location, ...]:
-    """The conditions on the rank around statements that end a loop, innermost first; empty where
-    one of them is under none.
-
-    Args:
-        stay: a call in the loop; ends: the statements, as `exits` gives them.
-    """
-    found: dict[Location, tuple[Location, ...]] = {}
-    for _, head, _, each in loops_around(stay.rank, stay.site):
-        for way in each.exits:
-            found[_decides(way, head)] = tuple(
-                Location(head.file, line, head.function, text)
-                for line, text in way.around
-                if not way.set_line and ON_RANK.search(unquoted(text))
-            )
-    lines = [found.get(end, ()) for end in ends]
-    return tuple(dict.fromkeys(line for each in lines for line in each)) if all(lines) else ()
+def _guard(way: Way, decides: Location) -> Location | None:
+    """The condition on the rank around the statement that decides about a jump."""
+    lines = ((n, text) for n, text in way.around if ON_RANK.search(unquoted(text)))
+    return next((Location(decides.file, n, decides.function, t) for n, t in lines), None)
 
 
 def may_end(stay: CallRecord, loop: Location) -> Location | None:

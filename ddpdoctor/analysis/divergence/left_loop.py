@@ -78,7 +78,8 @@ class LeftLoop:
             step; skips: who skipped batches in all iterations; short: where `DRY`, its loader.
         ways: the statements that skip the rest of a round, or catch what ends it; their `source` is
             the condition or handler that each is under.
-        exits: the statements that end the loop; guard: the condition on the rank around them.
+        exits: the statements that decide to end the loop; jump: where there is one, the statement
+            that then ends it; guard: the condition on the rank around them.
         known: all of these ranks did so; otherwise some of them, nothing tells which.
         together: what to do where a rank skips what raised on it.
         turn: the branch that shows the round, as its condition depends on the round's number only.
@@ -90,6 +91,7 @@ class LeftLoop:
     steps: str = ""
     ways: tuple[Location, ...] = ()
     exits: tuple[Location, ...] = ()
+    jump: Location | None = None
     guard: Location | None = None
     known: bool = True
     turn: str = ""
@@ -127,6 +129,11 @@ class LeftLoop:
         return self.how is LoopExitKind.UNKNOWN and bool(self.ways)
 
     @property
+    def _asked(self) -> Location | None:
+        """The statement that ends the loop, where another one decides."""
+        return self.jump if self.jump is not None and self.jump not in self.exits else None
+
+    @property
     def cause(self) -> str:
         """`rank 1 left the loop at train.py:8 before the others`."""
         who = self.who
@@ -147,6 +154,8 @@ class LeftLoop:
         dry = f"; its loader had fewer batches{had}" if self.how is LoopExitKind.DRY else ""
         exits = _either(self.exits)
         ended = f": {exits} ends it" if exits else ""
+        if self._asked is not None:
+            ended = f": `{self._asked.source}` ({self._asked}) ends it, as {exits} decides"
         if self.guard is not None:
             ended += f", and only who enters `{self.guard.source}` ({self.guard}) comes to it"
         or_skipped = f", or skipped a round{short}" if self._or_skipped else ""
@@ -168,7 +177,7 @@ class LeftLoop:
             )
         if self.how is LoopExitKind.FEWER:
             return f"{who} had fewer iterations of this loop"
-        if self.place.function != self.loop.function:
+        if self._asked is not None and self.place in self.exits:
             return f"{who} left the loop because of what is decided here"
         return f"{who} left {'this loop' if self.place == self.loop else 'the loop here'}"
 

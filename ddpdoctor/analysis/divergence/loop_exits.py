@@ -19,7 +19,6 @@ from ..control_flow.jumps import (
     catching,
     depth_in,
     exits,
-    guards,
     has_left,
     in_same_run,
     left_at_once,
@@ -273,10 +272,16 @@ def _with_exits(left: LeftLoop, leaver: Rank, last: CallSite | None, stay: CallR
     sure = left.how is LoopExitKind.BROKE
     even = not list(_uneven_within(left.loop, leaver, stay))
     found = exits(leaver, last, stay, left.loop, sure, even)
-    loops = set(found.values())
+    loops = {end.loop for end in found}
     loop = loops.pop() if len(loops) == 1 else left.loop
-    guard = next(iter(guards(stay, left.loop, found)), None)
-    return replace(left, loop=loop, exits=tuple(found), guard=guard)
+    guarded = bool(found) and all(end.guard for end in found)
+    return replace(
+        left,
+        loop=loop,
+        exits=tuple(end.decides for end in found),
+        jump=found[0].jump if len(found) == 1 else None,
+        guard=found[0].guard if guarded else None,
+    )
 
 
 def _uneven_within(loop: Location, leaver: Rank, stay: CallRecord) -> Iterator[Location]:

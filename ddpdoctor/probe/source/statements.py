@@ -316,10 +316,24 @@ def _decided(source: Source, way: Way, test: ast.expr | None, loop: Arm, ends: b
     if not all(isinstance(v, (ast.Compare, ast.BoolOp)) or _is_bool(v) for *_, v in values):
         return []
     return [
-        structs.replace(way, set_line=line, set_by=_head(source, line), set_in=function)
+        structs.replace(
+            way,
+            set_line=line,
+            set_by=_head(source, line),
+            set_in=function,
+            around=tuple(_branches(source, line, 0 if function else loop.line)),
+        )
         for function, line, branched, value in values
         if not isinstance(value, ast.Constant) or (branched and value.value is ends)
     ]
+
+
+def _branches(source: Source, line: int, after: int) -> Iterator[tuple[int, str]]:
+    """Line and head of the branches around a line, innermost first, that begin after another."""
+    for level in reversed(_levels(source, line)):
+        arm = level.arm
+        if arm is not None and arm.kind in _BRANCHES and arm.line > after:
+            yield arm.line, _head(source, arm.line, arm.test)
 
 
 def _attributes_set(source: Source, tree: ast.AST) -> dict[str, list[_Setting]]:
