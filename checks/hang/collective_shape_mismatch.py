@@ -14,7 +14,7 @@ from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot
 from ddpdoctor.events import CallSite, CommHook, SharedOutputs, Wrapped
 from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, ranks_text
+from ddpdoctor.run import Rank, Run, ranks_text, some
 
 MESSAGES, SHARED = "message-sizes", "shared-outputs"
 
@@ -27,10 +27,10 @@ class CollectiveShapeMismatch(Check):
     of elements, dtype, device type, root or reduce operation, whether the run hangs, aborts or
     continues. Also DDP's own all-reduce of gradients, where the ranks registered different
     communication hooks on a model and stopped in a backward, and DDP's broadcast of buffers that
-    `forward` resizes with the rank's own batch. And messages (`send`, `isend`) in a size or dtype
-    in which the other rank never receives any from this one. And lists of outputs
-    (`[tensor] * world_size`) that are one tensor, in which each rank's part overwrites the part
-    before.
+    some ranks lack, or that `forward` resizes with the rank's own batch. And messages (`send`,
+    `isend`) in a size or dtype in which the other rank never receives any from this one. And lists
+    of outputs (`[tensor] * world_size`) that are one tensor, in which each rank's part overwrites
+    the part before.
 
     ## How it knows
     Every rank records the arguments of each collective before it calls it; they are compared number
@@ -66,7 +66,7 @@ class CollectiveShapeMismatch(Check):
     rules: ClassVar[Mapping[str, str]] = {
         **rules(name),
         "communication-hooks": "ranks registered different communication hooks on one model",
-        "buffers": "DDP broadcasts buffers that have different shapes on the ranks",
+        "buffers": "DDP broadcasts buffers that some ranks lack, or that have other shapes there",
         SHARED: "a collective writes the parts of several ranks to one tensor",
         MESSAGES: "a rank receives a message as a tensor of another size or dtype than it was sent",
     }
@@ -148,29 +148,47 @@ class CollectiveShapeMismatch(Check):
         )
 
     def _report_buffers(self, found: BufferMismatch) -> Finding:
-        """DDP broadcasts the buffers at the start of a forward, whatever their shapes."""
-        culprits = found.culprits
+        """DDP broadcasts the buffers at the start of a forward, whatever they are."""
+        culprits, lacking = found.culprits, found.lacking
         shapes = "; ".join(
             f"rank {r}: " + ", ".join(f"{n} {shape}" for n, shape in found.shapes(r).items())
             for r in (found.root, culprits[0])
         )
+        summary = f"that have different shapes on the ranks: {shapes}"
+        why = "a buffer that `forward` creates or replaces has the size of the rank's own batch"
+        fix = (
+            "keep tensors that depend on the batch out of the buffers (use a plain attribute, "
+            "or create them in `forward`), or allocate the largest size in `__init__`"
+        )
+        if lacking:
+            told = "; ".join(f"rank {r} has no {some(names)}" for r, names in lacking.items())
+            summary = f"that are not there on all ranks: {told}"
+            why = (
+                "a buffer, or the module with it, is made after the model was wrapped, in code "
+                "that some ranks had not come to"
+            )
+            fix = (
+                "make every module and buffer in `__init__`, before the model is wrapped; or keep "
+                "the tensor out of the buffers (use a plain attribute)"
+            )
+        first = found.event.step
+        made = (Related("makes the module with the buffer", found.made),) if found.made else ()
         return self.finding(
             rule="buffers",
             ranks=culprits,
-            steps=Steps.of([found.event.step]),
+            steps=Steps(first, found.last, found.last - first + 1),
             subjects=tuple({**found.shapes(culprits[0]), **found.shapes(found.root)}),
             location=found.rank.location(found.event.site),
             label=f"broadcasts the buffers of rank {found.root}",
-            summary=f"DDP broadcasts buffers of {found.kind} that have different shapes on the "
-            f"ranks: {shapes}",
+            related=made,
+            summary=f"DDP broadcasts buffers of {found.kind} {summary}",
             cause=f"at the start of each forward DDP broadcasts the buffers of rank {found.root} "
-            "and does not check shapes: values end up in the wrong places, or the run crashes; a "
-            "buffer that `forward` creates or replaces has the size of the rank's own batch",
-            fix="keep tensors that depend on the batch out of the buffers (use a plain attribute, "
-            "or create them in `forward`), or allocate the largest size in `__init__`",
+            f"and does not check what they are: values end up in the wrong places, or the run "
+            f"crashes; {why}",
+            fix=fix,
             fix_kind=FixKind.CHECK,
             evidence={
-                "shapes": {str(r): found.shapes(r) for r in found.sent},
+                "shapes": {str(r): found.shapes(r) for r in found.sent if found.shapes(r)},
                 "forward": found.event.forward,
             },
             at=found.rank.wall(found.event.at),

@@ -111,6 +111,7 @@ class SentBuffers(Event, frozen=True, tag="sent-buffers"):
     Attributes:
         forward: number of the forward with gradients, per model.
         step: steps of the model's optimizer before it; `total` of all optimizers.
+        made: the line that made the module of the first buffer that is new; -1 if unknown.
     """
 
     model: int
@@ -119,6 +120,7 @@ class SentBuffers(Event, frozen=True, tag="sent-buffers"):
     total: int
     site: int
     buffers: tuple[Tensor, ...]
+    made: int = -1
 
 
 class UnusedParameters(Event, frozen=True, tag="unused-parameters"):

@@ -22,9 +22,9 @@ from ddpdoctor.events import (
     Tensor,
     Wrapped,
 )
-from ddpdoctor.report.findings import Finding
+from ddpdoctor.report.findings import Finding, Steps
 from ddpdoctor.run import Run
-from ddpdoctor.storage.call_ring import State
+from ddpdoctor.storage.call_ring import Phase, State
 
 
 def found(run: Run) -> list[Finding]:
@@ -252,6 +252,37 @@ def test_buffers_that_grow_with_the_ranks_own_batch(
         assert finding.location is not None
         assert finding.location.line == 9
         assert finding.subjects == ("mask",)
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+@pytest.mark.parametrize("has", [0, 1])
+def test_buffers_that_only_some_ranks_have(tmp_path: Path, crashed: bool, has: int) -> None:
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    more: dict[int, list[Event]] = {}
+    for rank in range(2):
+        more[rank] = [
+            Wrapped(at=START, model=0, wrapper="DistributedDataParallel", kind="Net", group=0,
+                    site=-1, buffers=(mask(4),)),
+            site(70, "train.py", 9, "out = model(x)"),
+            site(71, "train.py", 4, "self.rotary = Rotary()"),
+            StepDone(at=START + 9, optimizer=0, step=0 if crashed else 8, site=-1, wall_s=0.1),
+        ]  # fmt: skip
+        late = Tensor("rotary.frequencies", (16,), "float32", False, False)
+        for step in (1, 4):
+            if (rank == has) is (step == 1) and not (crashed and step == 4):
+                more[rank].append(
+                    SentBuffers(at=START + 2, model=0, forward=step, step=step, total=step,
+                                site=70, buffers=(mask(4), late), made=71)
+                )  # fmt: skip
+        # In a crash one died in that forward, the other left after the error that it got.
+        made[rank].call(line=9, step=1)
+        made[rank].now(Phase.LEAVING if rank == has or not crashed else Phase.FORWARD)
+    (finding,) = found(run_of(tmp_path, made, more=more))
+    assert finding.ranks == (1 - has,)
+    assert f"rank {1 - has} has no rotary.frequencies" in finding.summary
+    assert finding.steps == Steps(1, 1 if crashed else 3, 1 if crashed else 3)
+    assert [r.location.line for r in finding.related] == [4]
+    assert "`__init__`" in finding.fix
 
 
 def _message(rank: int, peer: int, numel: int, dtype: str = "float32", *, sends: bool) -> Event:

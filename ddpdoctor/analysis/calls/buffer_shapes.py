@@ -1,28 +1,36 @@
-"""Buffers of a model that have different shapes on the ranks when DDP broadcasts them."""
+"""Buffers of a model that are not the same ones, or have other shapes, on some ranks when DDP
+broadcasts them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...events import SentBuffers, Tensor, Wrapped
-from ...run import Rank, Run
+from ...run import Location, Rank, Run
 from ...run.steps import total_steps
+from ...storage.call_ring import Phase
 from .call_logs import call_logs
 
 Buffers = tuple[Tensor, ...]
 
 
+_IN_STEP = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
 @dataclass(frozen=True)
 class BufferMismatch:
-    """The first forward in which the shapes of a model's buffers differ.
+    """The first forward in which a model's buffers, or their shapes, differ.
 
     Attributes:
         kind: the class of the model.
         root: the rank whose buffers DDP broadcasts.
         sent: the buffers that each rank passes to DDP.
-        event: the record of a rank whose shapes changed; rank: one that differs from the root.
+        event: the record of a rank whose buffers changed.
+        rank: one that differs from the root, which may be the one with that record.
+        last: the last step for which it holds.
+        made: the line that made the module of a buffer that ranks lack; None if unknown.
     """
 
     kind: str
@@ -30,10 +38,23 @@ class BufferMismatch:
     sent: dict[int, Buffers]
     event: SentBuffers
     rank: Rank
+    last: int
+    made: Location | None
+
+    @property
+    def lacking(self) -> dict[int, list[str]]:
+        """By rank, the buffers of other ranks that it does not have."""
+        names = dict.fromkeys(b.name for buffers in self.sent.values() for b in buffers)
+        own = {r: {b.name for b in buffers} for r, buffers in self.sent.items()}
+        rows = {r: [name for name in names if name not in mine] for r, mine in own.items()}
+        return {r: missing for r, missing in rows.items() if missing}
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        return tuple(r for r, b in self.sent.items() if _layout(b) != _layout(self.sent[self.root]))
+        """The ranks that lack buffers; where none does, those whose shapes are not the root's."""
+        root = _layout(self.sent[self.root])
+        differ = tuple(r for r, b in self.sent.items() if _layout(b) != root)
+        return tuple(self.lacking) or differ
 
     def shapes(self, rank: int) -> dict[str, str]:
         """Name to shape (`12x12`) of a rank's buffers that differ on another rank, or are missing
@@ -47,7 +68,7 @@ class BufferMismatch:
 
 
 def buffer_mismatches(run: Run) -> Iterator[BufferMismatch]:
-    """One for every model whose buffers have different shapes on the ranks."""
+    """One for every model whose buffers, or their shapes, differ between ranks."""
     known = call_logs(run)
     models: dict[object, dict[int, tuple[Rank, Wrapped]]] = {}
     for rank in run.ranks.values():
@@ -65,17 +86,38 @@ def _first(members: dict[int, tuple[Rank, Wrapped]]) -> BufferMismatch | None:
     reported = {
         n: [e for e in r.of(SentBuffers) if e.model == w.model] for n, (r, w) in members.items()
     }
-    reached = min(total_steps(rank) for rank, _ in members.values())
     root = min(members)
+    found: BufferMismatch | None = None
     for event in sorted((e for es in reported.values() for e in es), key=lambda e: e.forward):
-        if event.total >= reached:
-            return None
+        by = _recorder(members, reported, event)
+        if not all(rank is by or _came_to(rank, event) for rank, _ in members.values()):
+            break
         now = {n: _sent(w, reported[n], event.forward) for n, (_, w) in members.items()}
         culprits = [n for n in now if _layout(now[n]) != _layout(now[root])]
-        if culprits:
+        if culprits and found is None:
             rank, wrapped = members[culprits[0]]
-            return BufferMismatch(wrapped.kind, root, now, event, rank)
-    return None
+            made = by.location(event.made) if event.made >= 0 else None
+            last = max(event.step, min(total_steps(r) for r, _ in members.values()) - 1)
+            found = BufferMismatch(wrapped.kind, root, now, event, rank, last, made)
+        elif found is not None and not culprits:
+            return replace(found, last=max(found.event.step, event.step - 1))
+    return found
+
+
+def _recorder(
+    members: dict[int, tuple[Rank, Wrapped]],
+    reported: dict[int, list[SentBuffers]],
+    event: SentBuffers,
+) -> Rank:
+    """The rank that recorded an event."""
+    return next(members[n][0] for n, events in reported.items() if any(e is event for e in events))
+
+
+def _came_to(rank: Rank, event: SentBuffers) -> bool:
+    """Whether a rank is known to have come to the forward of an event, or past it."""
+    if rank.ring is not None and rank.ring.step == event.total:
+        return total_steps(rank) > event.total or rank.ring.phase in _IN_STEP
+    return total_steps(rank) > event.total
 
 
 def _sent(wrapped: Wrapped, reported: list[SentBuffers], forward: int) -> Buffers:

@@ -88,6 +88,25 @@ def unbranched(head: Statement, what: str) -> str:
     return f"{what} on every rank: move it {out_of}{_with_uses(head)}{shared}"
 
 
+def in_forward(line: Location, op: str) -> bool:
+    """Whether a line runs a part of a model that makes a collective: what the line calls makes it,
+    and the line is in a `forward`."""
+    return line.function.rpartition(".")[2] == "forward" and op not in line.source
+
+
+def run_by_all(head: Statement, line: Location, op: str) -> str:
+    """What to do about a part of a model that some ranks do not run because of a statement, where
+    it makes a collective."""
+    if on_rank((head,)):
+        return unbranched(head, f"run `{line.source.strip()}`, which makes {op},")
+    lacking = "leads past it" if head.kind == "past" else "does not lead there"
+    return (
+        f"run `{line.source.strip()}` ({line}) on every rank in every step, as it makes {op} "
+        f"(FSDP does, or a layer such as SyncBatchNorm): where `{head.label}` {lacking}, give it "
+        "an input of zeros, multiply what comes out by 0, and add that to the loss"
+    )
+
+
 def _with_uses(head: Statement) -> str:
     """What must move along with a call out of a branch that gives values to its variables."""
     names = listed([f"`{name}`" for name in head.fed])

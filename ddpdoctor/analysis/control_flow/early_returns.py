@@ -54,7 +54,7 @@ def early_return(
     starts = {m.rank.rank: m for m in before}
     for depth in range(1, len(places(call))):
         if all(_came_back(call, m, depth, start, starts.get(m.rank.rank)) for m in others):
-            return _found(call, depth)
+            return _found(call, depth, starts.values())
     return None
 
 
@@ -93,21 +93,30 @@ def _is_plain(call: CallRecord, depth: int) -> bool:
     )
 
 
-def _found(call: CallRecord, depth: int) -> EarlyReturn | None:
+def _found(call: CallRecord, depth: int, before: Collection[CallRecord] = ()) -> EarlyReturn | None:
+    """The function that was called so many callers up, and what can lead around the call.
+
+    Args:
+        before: the calls right before. What they came past in the same function, on another object,
+            is asked last: it has just led all ranks to the same line.
+    """
     caller, first = call.location_at(depth), call.location_at(depth - 1)
     if caller is None or first is None:
         return None
     ways: list[tuple[Location, Statement]] = []
+    passed: list[tuple[Location, Statement]] = []
     for below in range(depth):
         spot = call.location_at(below)
+        again = bool(before) and all(any(at == spot for _, at in _spots(m)) for m in before)
         for head in places(call)[below].inside if spot else ():
             if head.is_loop and not _same_rounds(head):
                 return None  # it may have had no round
             if spot and (head.is_branch or head.kind == "past") and of_several_ranks(head):
-                ways.append((head_of(spot, head), head))
+                (passed if again else ways).append((head_of(spot, head), head))
             if spot and head.kind == "try" and head.ways:
                 return None  # an exception may have led around it
-    return EarlyReturn(first.function, caller, tuple(ways)) if ways else None
+    found = tuple(ways or passed)
+    return EarlyReturn(first.function, caller, found) if found else None
 
 
 def _same_rounds(loop: Statement) -> bool:

@@ -9,7 +9,15 @@ from collections.abc import Collection
 from ...report.findings import Related
 from ...run import Location, ranks_text
 from ..calls.call_logs import CallRecord
-from ..control_flow.branches import around, leading, same_lines, unbranched
+from ..control_flow.branches import (
+    around,
+    in_forward,
+    leading,
+    places,
+    run_by_all,
+    same_lines,
+    unbranched,
+)
 from ..control_flow.early_returns import EarlyReturn, early_return, early_return_to
 from .attribution import WHO, Attribution
 from .explanation import CallExplanation, sides_text, what_was_skipped
@@ -113,7 +121,16 @@ def not_skipped(found: EarlyReturn, made: CallRecord) -> str:
     """What to do about a call that ranks did not come to in a function."""
     op = made.signature.op
     if len(found.ways) == 1:
-        return unbranched(found.ways[0][1], f"call {op}")
+        line, head = found.ways[0]
+        spots = (
+            made.location_at(depth)
+            for depth, place in enumerate(places(made))
+            if head in place.inside
+        )
+        spot = next((at for at in spots if at and at.function == line.function), None)
+        if spot is not None and in_forward(spot, op):
+            return run_by_all(head, spot, op)
+        return unbranched(head, f"call {op}")
     return (
         f"let all ranks take the same way through `{found.function}`: compute these conditions "
         f"from values equal on all ranks (`all_reduce` them first)"

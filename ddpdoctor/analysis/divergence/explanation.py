@@ -11,7 +11,16 @@ from ...report.findings import Evidence, Related, Steps
 from ...run import Location, ranks_do, ranks_text
 from ...run.phrases import listed
 from ..calls.call_logs import CallRecord
-from ..control_flow.branches import branch, condition, head_of, leading, unbranched, unwrapped
+from ..control_flow.branches import (
+    branch,
+    condition,
+    head_of,
+    in_forward,
+    leading,
+    run_by_all,
+    unbranched,
+    unwrapped,
+)
 from ..waiting.thresholds import LINES_SHOWN
 from .attribution import WHO, Attribution, Explanation
 from .entered_branches import around_all, entered, only_theirs, opposed
@@ -199,6 +208,8 @@ def branch_fix(blamed: Suspect, place: Place, head: Statement) -> str:
     if op.startswith("DDP"):
         return unwrapped(head, call)
     here, spot = blamed.divergence.location(call), call.rank.location(place.site)
+    if spot is not None and in_forward(spot, op):
+        return run_by_all(head, spot, op)
     if None not in (here, spot) and here != spot:  # the branch is in a function that calls this one
         return unbranched(head, f"make the call at {spot}, which leads to {op},")
     if here is None or op in here.source:

@@ -24,6 +24,7 @@ from ...recording.watcher import Watcher, on
 from ...tensors.digests import sums
 from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle, optimizer_models
+from ...training.module_origins import ModuleOrigins
 from ...training.records import Forward, Step
 from ...training.tracked_model import Model
 from ...training.wrapped_models import buffer_of
@@ -54,6 +55,8 @@ class LateBufferWatch(Watcher):
         if shapes == before:
             return
         self.shapes[model] = shapes
+        new = next((name for name in now if name not in before), None)
+        owner = inner.get_submodule(new.rpartition(".")[0]) if new else None
         recorder.emit(
             SentBuffers(
                 at=time.monotonic(),
@@ -63,7 +66,9 @@ class LateBufferWatch(Watcher):
                 total=recorder.step,
                 site=forward.site,
                 buffers=tuple(buffer_of(n, b) for n, b in now.items()),
-            )
+                made=-1 if owner is None else ModuleOrigins.current.origin_site(owner),
+            ),
+            vital=True,  # DDP may crash right now
         )
 
     @on(lifecycle.step_begins, fast_path=False)
