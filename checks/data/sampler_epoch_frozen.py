@@ -277,8 +277,9 @@ class SamplerEpochFrozen(LoaderCheck):
         number = later.began.sampler_epoch
         numbered = "" if number is None else f", that of epoch number {number}"
         set_back = (
-            "the epoch's number was counted from 0 again when the run went on, or what was set is "
-            "overwritten before the order is drawn"
+            "the epoch's number was counted from 0 again when the run went on, did not advance at "
+            "the end of the resumed epoch (a loader made for its rest counts for itself), or what "
+            "was set is overwritten before the order is drawn"
         )
         if reader.seen.shuffle and not number and not later.began.epochs_set:
             set_back = "`set_epoch` is not called on the sampler"
@@ -286,7 +287,7 @@ class SamplerEpochFrozen(LoaderCheck):
             reader,
             rule=GOES_ON,
             ranks=tuple(resumed),
-            steps=steps_from(reader, later),
+            steps=steps_from(reader, later, only=True),
             location=reader.loop_at,
             label=f"goes on in the middle of an epoch, and reads these samples again after "
             f"{counted(later.began.step - rest.began.step, 'step')}",
@@ -294,11 +295,10 @@ class SamplerEpochFrozen(LoaderCheck):
             summary=f"the {rest.samples} samples with which training on {dataset(reader)} goes on "
             f"in the middle of an epoch are read again in a later one, on "
             f"{whom(resumed, run.world_size)}",
-            cause=f"both are of the same shuffle{numbered}: {set_back}; so the epoch goes on with "
-            "other samples than it had begun with, some of them twice",
-            fix="set the number of the epoch that the run goes on with right before the loader is "
-            "iterated (`sampler.set_epoch(epoch)`), and let nothing that is called after it set it "
-            "back: a loader that counts its iterations must begin with that number",
+            cause=f"both are of the same shuffle{numbered}: {set_back}",
+            fix="from the resumed epoch on, set the number of each epoch right before its loop, on "
+            "what the loop iterates where that has a `set_epoch` (`loader.set_epoch(epoch)`: it "
+            "may set its sampler's back), else on the sampler (`sampler.set_epoch(epoch)`)",
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "samples read in the rest of the epoch": rest.samples,

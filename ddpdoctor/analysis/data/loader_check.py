@@ -159,13 +159,19 @@ def since(reader: Reader, number: int = 0) -> str:
     return f", from step {reader.epochs[number].began.step} on" if late else ""
 
 
-def steps_from(reader: Reader, first: Epoch | None) -> Steps | None:
+def steps_from(reader: Reader, first: Epoch | None, *, only: bool = False) -> Steps | None:
     """The optimizer steps from the begin of an epoch on. None where no step came before it, where
-    several optimizers step, or where the loader does not train."""
+    several optimizers step, or where the loader does not train.
+
+    Args:
+        only: only those in that epoch.
+    """
     start, end = first.began.step if first else 0, reader.rank.steps
     if first is None or not 0 < start < end or len(reader.rank.of(OptimizerSeen)) > 1:
         return None
-    trained = sum(e.trained for e in reader.epochs if e.began.step >= start)
+    after = (e.began.step for e in reader.epochs if only and e.began.step > start)
+    end = min((end, *after))
+    trained = sum(e.trained for e in reader.epochs if start <= e.began.step < end)
     return Steps(start, end - 1, min(end - start, trained)) if trained else None
 
 
