@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.audit_table import audit_table
+from ddpdoctor.analysis.data.content import in_one_order
 from ddpdoctor.analysis.data.fault import LoaderFault
 from ddpdoctor.analysis.data.forward_inputs import (
     EqualGradients,
@@ -38,6 +39,9 @@ from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
 from ddpdoctor.run import Location, Rank, Run, counted, listed, ranks_text, some, whom
 
+OWN_ORDERS = (
+    ", before anything is shuffled: each rank has an order of its own, of which shares overlap"
+)
 SHARD_INPUTS = (
     "shard the data: `data[rank::world_size]`; if positions are drawn at random, seed with the "
     "rank: `torch.manual_seed(seed + rank)` after the model is built"
@@ -478,6 +482,8 @@ def _shard(fault: LoaderFault) -> str:
             "and `world_size * info.num_workers` for `info.num_workers`; if it does not, "
             f"{code}"
         )
+    if fault.rule == "unsharded-stream" and not in_one_order(fault.readers):
+        code += OWN_ORDERS
     if fault.rule == "repeated-parts":
         return (
             "assigning parts by rank (`parts[rank::world_size]`) works only if their number is a "

@@ -73,7 +73,8 @@ class DdpBypassed(Check):
     rules: ClassVar[Mapping[str, str]] = {
         "wrapper-bypassed": "the forward ran on the inner model, not on the wrapper",
         "wrapper-discarded": "the program did not keep the wrapper, and trains the model itself",
-        "no-forward": "the wrapped module has no `forward`: other modules call its parts",
+        "no-forward": "the `forward` of the wrapped module never runs: other modules call its "
+        "parts",
         "manual-update": "the program itself applies gradients that bypassed the wrapper",
     }
     requires = (models.needs_ddp,)
@@ -105,7 +106,7 @@ class DdpBypassed(Check):
             "bypasses the wrapper" if call >= 0 else "backward of a forward that bypasses DDP"
         )
         wrapper, title = seen.wrapper, seen.title
-        if not wrapped.forward:
+        if not wrapped.forward or (last.within and not last.forwards):
             return self._without_forward(seen)
         return self.finding(
             rule=_rule(last),
@@ -139,25 +140,33 @@ class DdpBypassed(Check):
         rank, wrapped, events = seen.rank, seen.wrapped, seen.records[seen.rank]
         first, last = events[0], _to_its_end(rank, events[-1])
         called = next((e.call_site for e in reversed(events) if e.call_site >= 0), first.site)
+        outer = f"`{last.within}`" if last.within else "another model"
+        runs = "defines no `forward`" if not wrapped.forward else "is never called"
+        wraps, calls = rank.location(wrapped.site), rank.location(last.within_site)
+        own = "call the wrapper" if calls else "call that"
         return self.finding(
             rule="no-forward",
             ranks=seen.ranks,
             steps=Steps(first.step, last.step, last.count),
             subjects=(seen.title,),
-            location=rank.location(wrapped.site),
-            label=f"wraps {seen.title}, which defines no `forward`",
+            location=calls or wraps,
+            label=f"runs parts of {seen.title}, without the wrapper"
+            if calls
+            else f"wraps {seen.title}, which {runs}",
             related=models.related(
                 rank,
                 (
                     *(((NAMED, first.named_site),) if last.discarded else ()),
+                    *(((f"wraps {seen.title}, which {runs}", wrapped.site),) if calls else ()),
                     ("calls parts of it", called),
                     ("backward", first.site),
                 ),
             ),
             summary=f"{_applied(seen.title, last)}, {seen.where}",
             cause="DDP synchronises gradients only after its own forward, and the wrapped module "
-            "has none: another model calls its parts, so each rank applied its own gradients",
-            fix="wrap one module whose `forward` calls that model, with these parameters in it; or "
+            f"{runs}: {outer} calls its parts, so each rank applied its own gradients",
+            fix=f"wrap {outer if last.within else 'one module whose `forward` calls that model'}, "
+            f"with these parameters in it, and {own} (frozen parameters in it do no harm); or "
             "leave the wrapper out and average after each backward: `for p in parameters: "
             "dist.all_reduce(p.grad); p.grad /= world_size`, with equal weights at the start",
             evidence={

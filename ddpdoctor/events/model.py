@@ -228,6 +228,9 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
         named_site: the line that gave the model the name by which it is called, taking it out of
             the wrapper; `taken_site` the line that reads the wrapper's attribute for it, in a
             function that it calls, say. -1 if they were not found.
+        within: the class of another module, outside of the wrapped one, in whose `forward` only
+            parts of the wrapped one ran; empty if the wrapped one ran, or that is not known.
+        within_site: the line that calls that module.
     """
 
     model: int
@@ -240,6 +243,8 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
     discarded: bool = False
     named_site: int = -1
     taken_site: int = -1
+    within: str = ""
+    within_site: int = -1
 
     def describe(self) -> str:
         return f"model {self.model}: stepped with gradients that went around its wrapper"

@@ -260,3 +260,66 @@ def test_a_wrapped_module_without_a_forward_cannot_be_called():
     assert found.rule == "no-forward"
     assert found.location is not None
     assert "call the wrapper" not in found.fix
+
+
+def test_a_wrapped_module_of_which_another_one_runs_the_parts():
+    within = [
+        msgspec.structs.replace(e, within="UNet", within_site=e.site)
+        if isinstance(e, Bypassed)
+        else e
+        for e in rank(bypassed(0, 4))
+    ]
+    (found,) = CHECK.examine(make_run({0: within, 1: within}))
+    assert found.rule == "no-forward"
+    assert "`UNet` calls its parts" in found.cause
+    assert found.fix.startswith("wrap `UNet`")
+
+
+class Parts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def method(self, x):
+        return self.layer(x)
+
+
+class Around(torch.nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x, how):
+        return how(x, self.parts)
+
+
+@pytest.mark.parametrize(("how", "within"), [
+    (lambda x, parts: parts.layer(x), "Around"),
+    (lambda x, parts: parts(x), ""),
+    (lambda x, parts: parts.method(x), ""),
+])  # fmt: skip
+def test_the_module_in_which_only_parts_of_the_model_run(monkeypatch, how, within):
+    parts = Parts()
+    watcher, seen = WrapperBypass.current, []
+    monkeypatch.setattr(watcher, "modules", weakref.WeakSet(parts.modules()))
+    monkeypatch.setattr(watcher, "model", SimpleNamespace(inner=lambda: parts))
+    sites = SimpleNamespace(
+        kind=lambda code: "user" if code.co_filename == __file__ else "own",
+        number=lambda code, line: line,
+    )
+    recorder = SimpleNamespace(sites=sites)
+
+    def called(module, args):
+        if module in watcher.modules and not seen:
+            seen.append(watcher._within(recorder, module, sys._getframe(1)))
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(called)
+    try:
+        Around(parts)(torch.ones(1, 2), how)
+        line = sys._getframe().f_lineno - 1
+    finally:
+        hook.remove()
+    assert seen == [(within, line if within else -1)]

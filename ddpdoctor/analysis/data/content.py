@@ -47,6 +47,13 @@ def rows(epoch: Epoch) -> list[tuple[int, Row]]:
     ]
 
 
+def in_one_order(readers: Sequence[Reader]) -> bool:
+    """Whether all ranks begin their first epoch with the same samples, as far as is on record."""
+    firsts = [[row for _, row in rows(r.epochs[0])] for r in readers if r.epochs]
+    count = min(map(len, firsts), default=0)
+    return all(first[:count] == firsts[0][:count] for first in firsts)
+
+
 def _rows(read: ContentRead) -> Iterator[Row]:
     return zip(*(numbers_of(c) for c in read.columns), strict=False)
 

@@ -61,6 +61,7 @@ class Bypass:
         suspect: the last one, until a step settles it.
         calls: by line of a backward, the line of its forward: observed, or else found by source.
         call_site: line of the first bypassing forward observed since the last suspect, -1 for none.
+        within: as in `Bypassed`, with the site.
         looks, armed: see `BYPASS_LOOKS` and `ARMED_AT_MOST`.
         count: steps on bypassing gradients so far.
         emitted: lines of forwards on record.
@@ -75,6 +76,7 @@ class Bypass:
         self.suspect: Suspect | None = None
         self.calls: dict[int, int] = {}
         self.call_site = -1
+        self.within = ("", -1)
         self.looks = 0
         self.armed = 0
         self.count = 0
@@ -213,6 +215,8 @@ class WrapperBypass(Watcher):
             discarded=model.wrapper is None or model.wrapper() is None,
             named_site=known.taken[0],
             taken_site=known.taken[1],
+            within=known.within[0],
+            within_site=known.within[1],
         )
         if call not in known.emitted or known.count & (known.count - 1) == 0:
             known.emitted.add(call)
@@ -266,6 +270,7 @@ class WrapperBypass(Watcher):
             frame = self._caller(recorder, sys._getframe(1))
             if frame is not None:
                 known.call_site = recorder.sites.number(frame.f_code, frame.f_lineno)
+                known.within = self._within(recorder, module, sys._getframe(1))
         except Exception as error:
             if (recorder := current_recorder()) is not None:
                 recorder.trouble("bypass.trap", error, self.lost)
@@ -289,6 +294,26 @@ class WrapperBypass(Watcher):
                 outermost = outermost if given[0] else frame
             frame = frame.f_back
         return outermost
+
+    def _within(self, recorder: Recorder, called: Any, frame: FrameType | None) -> tuple[str, int]:
+        """The class of the outermost module in whose `forward` a part of the model is called, and
+        the line that calls it; of nothing where the model itself or a method of it runs."""
+        import torch
+
+        inner = None if self.model is None else self.model.inner()
+        kind, site, other = "", -1, None
+        while frame is not None and called is not inner:
+            code = frame.f_code
+            if recorder.sites.kind(code) == "user":
+                if other is not None:
+                    kind, site = type(other).__name__, recorder.sites.number(code, frame.f_lineno)
+                first = variables(frame).get(code.co_varnames[0]) if code.co_argcount else None
+                if first is inner:
+                    return "", -1
+                module = issubclass(type(first), torch.nn.Module) and first not in self.modules
+                other = first if module and code.co_name == "forward" else None
+            frame = frame.f_back
+        return kind, site
 
     def _is_part(self, value: Any) -> bool:
         import torch
