@@ -73,8 +73,9 @@ class DatasetMismatch(LoaderCheck):
     does it is looked up in the source.
 
     The finding is proven if indices, ids (distinct whole numbers, denser than by chance), texts,
-    lengths or the order of equal entries differ, or if a fifth of the compared samples have another
-    index on another rank. Otherwise, if each rank holds its own tensors, it is suspected.
+    lengths or the order of equal entries differ, if a fifth of the compared samples have another
+    index on another rank, or if some of 16 parts of the entries are the same on all ranks and
+    others are not. Otherwise, if each rank holds its own tensors, it is suspected.
 
     ## Why it hurts
     The shares do not add up to the dataset: some samples are trained on twice, others never. With a
@@ -180,6 +181,14 @@ class DatasetMismatch(LoaderCheck):
             "make the table of numbers the same on all ranks: from a sorted list of the names, or "
             "on one rank, sent to the others (`dist.broadcast_object_list`)",
         ),
+        "partly-own-entries": Words(
+            "a part of the entries is the same on all ranks, and each rank has others in the rest",
+            "{alike} of {parts} parts of the entries are the same on all ranks: it is one dataset, "
+            "of which each rank made or chose some entries by itself",
+            "make or choose these entries on one rank and send them to the others "
+            "(`dist.broadcast_object_list`), or from values and random numbers that are the same "
+            "on all ranks; sort what is chosen from a set or a listing",
+        ),
         "own-entries": Words(
             "each rank holds other entries, such as random tensors",
             "each rank makes the entries by itself, from random numbers, or takes its own share of "
@@ -258,6 +267,8 @@ class DatasetMismatch(LoaderCheck):
             "over": ", and a `DistributedSampler` over the training part"
             if difference.rule == "random-split"
             else "",
+            "alike": difference.alike[0],
+            "parts": difference.alike[1],
             **fault.facts,
         }
         facts |= {"cause": why.cause.format_map(facts), "fix": why.fix}
@@ -315,7 +326,7 @@ def _summary(run: Run, fault: LoaderFault, difference: Difference, audit: Audit,
 
 
 def _evidence(fault: LoaderFault, difference: Difference, audit: Audit) -> Evidence:
-    moved, of = difference.moved
+    (moved, of), (alike, parts) = difference.moved, difference.alike
     # Indices stand for other samples on each rank: what the audit counts are positions.
     leaks = fault.rule == "leaking-split"
     counted = figures(audit).items()
@@ -326,6 +337,7 @@ def _evidence(fault: LoaderFault, difference: Difference, audit: Audit) -> Evide
         "distinct selections": " | ".join(map(ranks_text, equal_ranks(difference.digests))),
         "kind": KINDS.get(difference.kind, "entries"),
         **({"same samples at other indices": f"{moved} of {of}"} if moved else {}),
+        **({"parts that are the same on all ranks": f"{alike} of {parts}"} if alike else {}),
         **fault.evidence,
         "lengths": difference.lengths,
         **{("positions read" if k == "samples read" and not leaks else k): v for k, v in counted},

@@ -18,6 +18,8 @@ class Payload(Part, frozen=True):
         ascending: the entries are numbers that never decrease.
         tells: sample `i` is made from entry `i`, and nearly all entries are distinct, so that an
             entry identifies its sample.
+        pieces: packed digests of equal parts of a tensor or other entries, in their order; empty if
+            there are too few entries.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Payload(Part, frozen=True):
     content: int = 0
     ascending: bool = False
     tells: bool = False
+    pieces: str = ""
 
 
 class Layer(Part, frozen=True):

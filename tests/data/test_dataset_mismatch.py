@@ -300,6 +300,24 @@ def test_random_entries_of_each_rank_are_no_listing() -> None:
     assert (listed.severity, listed.rule) == (Severity.ERROR, "listing-order")
 
 
+@pytest.mark.parametrize(("one", "other", "partly"), [
+    ([*range(16)], [*range(13), 71, 72, 73], True),
+    ([*range(16)], [0, 1, *range(50, 64)], False),
+    ([*range(4), *[9] * 12], [*range(4, 8), *[9] * 12], False),  # the rest is padding
+])  # fmt: skip
+def test_entries_of_which_each_rank_made_a_part(
+    one: list[int], other: list[int], partly: bool
+) -> None:
+    (finding,) = examine(
+        part(0, payload("tensor", 1, 5, pieces=pack(one))),
+        part(1, payload("tensor", 2, 6, pieces=pack(other))),
+    )
+    rule = "partly-own-entries" if partly else "own-entries"
+    assert finding.rule == rule
+    assert finding.severity is (Severity.ERROR if partly else Severity.NOTE)
+    assert ("13 of 16 parts" in finding.cause) is partly
+
+
 def test_a_batch_that_was_looked_at_first_is_not_the_loop() -> None:
     ranks = []
     for rank in range(2):

@@ -419,3 +419,14 @@ def test_which_parts_of_a_batch_are_labels(recorder: Recorder) -> None:
 def test_digests_of_rows_are_those_of_each(values):
     rows = range(0, 10, 3)
     assert list(digests_of_rows(values, rows)) == [digest(values, n) for n in rows]
+
+
+def test_parts_of_the_entries_that_are_the_same() -> None:
+    """Two data sets that differ in their last entries, and some that are too short to be cut."""
+    torch.manual_seed(0)
+    values = torch.randn(192, 3)
+    other = torch.cat([values[:160], torch.randn(32, 3)])
+    (one,), (two,) = payloads(_Column(values)), payloads(_Column(other))
+    same = [a == b for a, b in zip(unpack(one.pieces), unpack(two.pieces), strict=True)]
+    assert same == [True] * 13 + [False] * 3
+    assert not next(iter(payloads(_Column(values[:20])))).pieces

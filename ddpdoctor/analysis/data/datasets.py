@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...events import Payload
+from ...events.pack import unpack
 from ...run import equal_ranks, odd_ones
 from .content import Agreement, agreement, any_column_differs, by_index, moved_samples, rows
 from .fault import Difference, Doubt
 from .loaders import Loader, Reader
-from .thresholds import MOVED, NO_ACCIDENT
+from .thresholds import FEWEST_ALIKE, MOVED, NO_ACCIDENT
 
 
 def differences(readers: Sequence[Reader]) -> list[tuple[Payload, Payload]]:
@@ -45,6 +46,7 @@ def difference(
     deliberate = _deliberate(mine, theirs)
     moved, of = (0, 0) if deliberate else _moved(readers)
     chosen = moved >= max(NO_ACCIDENT, MOVED * of)
+    alike = (0, 0) if deliberate or chosen else _alike(readers, mine.name)
     digests = {r.rank.rank: _digest_of(r, mine.name) for r in readers}
     ranks = odd_ones(equal_ranks(digests)) or tuple(digests)
     concerned = next(r for r in readers if r.rank.rank in ranks)
@@ -53,14 +55,29 @@ def difference(
         ranks=ranks,
         names=names,
         kind="choice" if chosen else mine.kind,
-        selected=deliberate or chosen,
+        selected=deliberate or chosen or alike[0] > 0,
         reordered=_reordered(mine, theirs),
         digests=digests,
         moved=(moved, of) if chosen else (0, 0),
         lengths={n: reader.seen.length for n, reader in loader.readers.items()},
         distributed=concerned.seen.distributed,
         split=concerned.split(names),
+        alike=alike,
     )
+
+
+def _alike(readers: Sequence[Reader], name: str) -> tuple[int, int]:
+    """How many parts of the entries are the same on all ranks, and of how many; (0, 0) for fewer
+    than `FEWEST_ALIKE`. Parts that equal each other are padding, or filled with one number."""
+    rows = [
+        unpack(p.pieces) for r in readers for p in r.seen.payloads if p.name == name and p.pieces
+    ]
+    if len(rows) < len(readers) or len({len(row) for row in rows}) > 1:
+        return 0, 0
+    same = sum(
+        len(set(part)) == 1 and rows[0].count(part[0]) == 1 for part in zip(*rows, strict=True)
+    )
+    return (same, len(rows[0])) if same >= FEWEST_ALIKE else (0, 0)
 
 
 def _moved(readers: Sequence[Reader]) -> tuple[int, int]:

@@ -55,6 +55,8 @@ class Difference:
         lengths: of the datasets, by rank.
         distributed: a distributed sampler divides them.
         split: the line that makes the `Subset` whose indices differ.
+        alike: where each rank holds its own entries, parts of these that are the same on all, and
+            how many parts were compared.
     """
 
     ranks: tuple[int, ...]
@@ -67,6 +69,7 @@ class Difference:
     lengths: dict[int, int]
     distributed: bool
     split: Location | None
+    alike: tuple[int, int] = (0, 0)
 
     @property
     def unequal(self) -> bool:
@@ -90,6 +93,7 @@ REASONS: tuple[tuple[str, Callable[[Difference], bool]], ...] = (
     ("table-selection", lambda d: d.kind == "indices" and d.names[0].endswith("_indices")),
     ("random-split", lambda d: d.kind == "indices"),
     ("lists-of-unequal-length", lambda d: d.unequal and d.distributed),
+    ("partly-own-entries", lambda d: d.alike[0] > 0 and not d.unequal),
     ("own-entries", lambda d: d.kind != "text" and not (d.reordered or d.unequal)),
     ("listing-order", lambda d: True),
 )

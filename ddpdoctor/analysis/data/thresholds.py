@@ -76,6 +76,10 @@ NEARLY_ALL = 0.9
 """Share of two selections that must be equal where neither continues the other. Below that, shards
 may have common samples on purpose."""
 
+FEWEST_ALIKE = 3
+"""Parts of the entries, of 16, that are the same on all ranks where these hold one dataset of which
+each made some entries by itself."""
+
 MOVED = 0.2
 """Share of the compared samples that two ranks must have at different indices for each to have
 selected its own from the same data."""

@@ -26,6 +26,9 @@ PAYLOADS_AT_MOST = 12
 WHOLE = 8192
 """Entries that are digested: all of shorter lists, else this many at regular distances."""
 
+PARTS_COMPARED = 16
+"""Parts of the entries that are compared one by one."""
+
 DEEPEST = 4
 """Nesting of data sets."""
 
@@ -242,7 +245,17 @@ def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iter
         content=sum(d * d + d for d in digests) & 0x7FFFFFFFFFFFFFFF if stride == 1 else 0,
         ascending=kind == "indices" and all(a <= b for a, b in itertools.pairwise(digests)),
         tells=indexed and kind != "choice" and len(set(digests)) >= DISTINCT * len(digests),
+        pieces=pack(_pieces(digests)) if kind in ("tensor", "other") else "",
     )
+
+
+def _pieces(digests: array[int]) -> list[int]:
+    """Checksums of `PARTS_COMPARED` equal parts; none of a few entries."""
+    count = len(digests)
+    if count < 2 * PARTS_COMPARED:
+        return []
+    ends = [count * n // PARTS_COMPARED for n in range(PARTS_COMPARED + 1)]
+    return [zlib.crc32(digests[a:b]) & 0x7FFFFFFF for a, b in itertools.pairwise(ends)]
 
 
 def _is_selection(values: Any, stride: int) -> bool:
