@@ -67,7 +67,8 @@ QUESTIONS: dict[str, str] = {
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
-    "Which files did ranks touch?": "FileWritten FileRead FileLocked FileRemoved StateTaken",
+    "Which files did ranks touch?": "FileWritten FileRead FileLocked FileRemoved FolderMade "
+    "StateTaken",
     "How much memory, and which device?": (
         "MemorySample MemoryHeld RankSample NodeSample MemoryLimit DeviceUsed DeviceTouched"
         " DeviceMemory Gathered"
@@ -106,8 +107,8 @@ WHEN: dict[str, str] = {
         " ParameterUse ProbeCost TimeLedger"
     ),
     "the first few": (
-        "ExceptionPassed FileWritten FileRead FileLocked FileRemoved Loaded StateTaken OuterModule"
-        " OuterStateTaken Clipped SchedulerStep MetricUsed ReducedMetric"
+        "ExceptionPassed FileWritten FileRead FileLocked FileRemoved FolderMade Loaded StateTaken"
+        " OuterModule OuterStateTaken Clipped SchedulerStep MetricUsed ReducedMetric"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"

@@ -101,6 +101,7 @@ class FirstFailure(Check):
         "exit-status": "a rank exited with a non-zero status first, without an exception",
         "other-moment": "a file is not there yet, or any more, as another rank writes or moves it",
         "removed-twice": "several ranks remove a file or folder, and one no longer finds it",
+        "made-twice": "several ranks make a folder, and one finds it there already",
         "unrecorded": "a process without any record ended first",
         "spawned-process": "a process that `spawn` started, which is no rank, raised first",
         LOST_PEERS: "ranks only lost their peers; none was seen to fail on its own",

@@ -62,6 +62,13 @@ class FileRemoved(Event, frozen=True, tag="file-removed"):
     tree: bool = False
 
 
+class FolderMade(Event, frozen=True, tag="folder-made"):
+    """A folder that is not there is about to be made by a line of the program."""
+
+    path: str
+    site: int
+
+
 class FileRead(Event, frozen=True, tag="file-read"):
     """A file of a kind that runs produce was opened for reading.
 

@@ -12,6 +12,7 @@ from ddpdoctor.events import (
     FileRead,
     FileRemoved,
     FileWritten,
+    FolderMade,
     Frame,
 )
 from ddpdoctor.report.findings import Finding
@@ -95,6 +96,26 @@ def test_a_folder_that_is_not_there_yet_or_any_more(path: str, later: float, sai
     (finding,) = FirstFailure().examine(make_run(events, ended={0: -15, 1: 1}))
     assert (finding.rule == "other-moment") is bool(said)
     assert said in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("theirs", "at", "rule"),
+    [
+        ("/out/step-3", 8, "made-twice"),
+        ("/out/step-4", 8, "exception"),
+        ("/out/step-3", 10, "exception"),  # after the failure
+    ],
+)
+def test_two_ranks_make_one_folder(theirs: str, at: float, rule: str) -> None:
+    place = Frame(file=f"{CWD}/train.py", line=28, function="main", user=True)
+    message = "[Errno 17] File exists: '/out/step-3'"
+    raised = ExceptionRaised(at=9, kind="FileExistsError", message=message, frames=(place,))
+    others = [site(5, "train.py", 28), FolderMade(at=at, path=theirs, site=5)]
+    events: dict[int, list[Event]] = {0: others, 1: [raised]}
+    (finding,) = FirstFailure().examine(make_run(events, ended={0: -15, 1: 1}))
+    assert finding.rule == rule
+    assert ("rank 0 makes /out/step-3 as well" in finding.cause) is (rule == "made-twice")
+    assert "exist_ok=True" in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ddpdoctor.events import (
     FileRead,
     FileRemoved,
     FileWritten,
+    FolderMade,
     GroupReady,
     Tensor,
     Unwrapped,
@@ -205,6 +206,24 @@ def test_folders_that_are_no_race() -> None:
     assert not found([moved(), moved()], [])
     assert not found([moved(4)], [moved(6)])  # a collective in between
     assert not found([moved(locked=True)], [moved(locked=True)])
+
+
+def test_folders_that_are_made_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(EventWriter(tmp_path / "rank-0.jsonl"), tmp_path, "rank-0", {})
+    monkeypatch.setattr(current, "recorder", recorder)
+    project = tmp_path.parent / f"{tmp_path.name}-project"
+    SyncPoints.begin()
+    Files.begin()
+    for name in ("a", "a", "b/c"):
+        os.makedirs(project / name, exist_ok=True)
+    with pytest.raises(FileExistsError):
+        os.mkdir(project)
+    patching.restore()
+    lines = (tmp_path / "rank-0.jsonl").read_bytes().splitlines()
+    made = [e.path for line in lines if isinstance(e := decode(line), FolderMade)]
+    assert made == [str(project), *(str(project / name) for name in ("a", "b", "b/c"))]
 
 
 def test_moves_of_folders_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

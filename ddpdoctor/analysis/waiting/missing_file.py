@@ -1,6 +1,6 @@
 """A file or folder that a rank does not find: because every rank built the path itself, from the
 clock or with a random name; or because another rank has not written it yet, or has removed it, or
-removes it at the same time."""
+removes it at the same time. Or a folder that it finds, as another rank makes it, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...events import FileRead, FileRemoved, FileWritten
+from ...events import FileRead, FileRemoved, FileWritten, FolderMade
 from ...report.findings import Related
 from ...run import Location, Rank, Run, shorten
 from .failures import Failure
@@ -18,6 +18,7 @@ from .thresholds import DIFFERING_FOLDERS, TIMESTAMP_DIGITS
 _MISSING = re.compile(r"No such file or directory: (?P<quote>['\"]?)(?P<path>.+)(?P=quote)")
 _NO_FOLDER = re.compile(r"Parent directory (?P<path>.+) does not exist")
 """What torch.save says."""
+_EXISTS = re.compile(r"File exists: (?P<quote>['\"]?)(?P<path>.+)(?P=quote)")
 _COUNT = re.compile(r"(?<!\d)\d{1,4}(?!\d)")
 
 ADVICE = {
@@ -38,7 +39,7 @@ class MissingFile:
     """The file of the same name that another rank wrote in a folder of its own."""
 
     rank: Rank
-    event: FileWritten | FileRemoved
+    event: FileWritten | FileRemoved | FolderMade
     rule: ClassVar[str] = "rank-specific-path"
     did: ClassVar[str] = "written"
     here: ClassVar[str] = "wrote its file here"
@@ -133,6 +134,49 @@ class RemovedTwice(MissingFile):
         )
 
 
+@dataclass(frozen=True)
+class MadeTwice(MissingFile):
+    """A folder that a rank failed to make, because another rank makes it as well.
+
+    Attributes:
+        before_s: how many seconds before the failure the other rank made it.
+    """
+
+    before_s: float
+    rule: ClassVar[str] = "made-twice"
+    did: ClassVar[str] = "made"
+    here: ClassVar[str] = "makes it here"
+
+    @property
+    def cause(self) -> str:
+        return (
+            f"rank {self.rank.rank} makes {self.path} as well, and did so {self.before_s:.2g} s "
+            "before. A check whether it exists does not help: all ranks look before one of them "
+            "makes it"
+        )
+
+    @property
+    def fix(self) -> str:
+        return ADVICE["FileExistsError"].partition(": ")[2]
+
+
+def _made_twice(run: Run, first: Failure) -> MadeTwice | None:
+    """The folder that another rank made, where a rank failed to make it."""
+    there = _EXISTS.search(first.message)
+    if there is None or not first.kind_raised.endswith("FileExistsError"):
+        return None
+    path = posixpath.normpath(posixpath.join(first.rank.cwd, there["path"]))
+    found = [
+        MadeTwice(rank, event, first.at - rank.wall(event.at))
+        for rank in run.ranks.values()
+        if rank is not first.rank and rank.node == first.rank.node
+        for event in rank.of(FolderMade)
+        if event.path == path and rank.wall(event.at) <= first.at
+    ]
+    # Attempts are on record, and the others may have failed as well.
+    return min(found, key=lambda one: one.rank.exception is not None, default=None)
+
+
 def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
     """What another rank removed, too, where a rank failed in the line that removes it."""
     kind = first.kind_raised.rpartition(".")[2]
@@ -154,9 +198,9 @@ def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
 
 def missing_file(run: Run, first: Failure) -> MissingFile | None:
     """What another rank did, where a rank failed because it did not find a file or folder: it wrote
-    the file under a path of its own, or at another time, or removes it as well. None where that is
-    not clear."""
-    if (twice := _removed_twice(run, first)) is not None:
+    the file under a path of its own, or at another time, or removes it as well; or made the folder
+    that this one wanted to make. None where that is not clear."""
+    if (twice := _removed_twice(run, first) or _made_twice(run, first)) is not None:
         return twice
     if (other := _of_other_time(run, first)) is not None:
         return other

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ....events import FileLocked, FileRead, FileRemoved, FileWritten
+from ....events import FileLocked, FileRead, FileRemoved, FileWritten, FolderMade
 from ...collectives.sync_points import SyncPoints
 from ...recording import hooks, stack_file
 from ...recording.code_locations import OWN, USER
@@ -72,6 +72,7 @@ class Files(Watcher):
         self.written: dict[str, int] = {}
         self.read: dict[str, int] = {}
         self.removed: dict[int, int] = {}
+        self.made: dict[int, int] = {}
         self.locks = 0
         self.locked: dict[str, int] = {}
         self.inside = threading.local()
@@ -133,6 +134,14 @@ class Files(Watcher):
                 and args[-1] in (-1, None)  # else `rmtree` removes what is in its folder
             ):
                 self._handle(self._removed, (event, args[0]))
+        elif event == "os.mkdir":
+            if (
+                self.on
+                and current_recorder() is not None
+                and not getattr(self.inside, "busy", False)
+                and args[-1] == -1
+            ):
+                self._handle(self._made, (args[0],))
         elif event in ("fcntl.flock", "fcntl.lockf") and self.on and current_recorder() is not None:
             self._handle(self._locked, args[:2])
 
@@ -218,6 +227,15 @@ class Files(Watcher):
         if times <= RECORDS_PER_PATH and len(self.removed) <= MOST_PATHS:
             tree = event == "shutil.rmtree"
             recorder.emit(FileRemoved(at=time.monotonic(), path=path, site=site, tree=tree))
+
+    def _made(self, recorder: Recorder, name: Any) -> None:
+        if not isinstance(name, (str, bytes, os.PathLike)) or os.path.isdir(name):
+            return
+        if path := self._path(os.fsdecode(name)):
+            site = recorder.site()
+            times = self.made[site] = self.made.get(site, 0) + 1
+            if times <= RECORDS_PER_PATH and len(self.made) <= MOST_PATHS:
+                recorder.emit(FolderMade(at=time.monotonic(), path=path, site=site))
 
     def _path(self, name: str) -> str:
         """The real path of a file to record, empty for files to ignore."""
