@@ -33,7 +33,7 @@ from ddpdoctor.analysis.data.loader_check import (
     when,
 )
 from ddpdoctor.analysis.data.loader_faults import faults
-from ddpdoctor.analysis.data.rng_state import NAMES, seeded_alike
+from ddpdoctor.analysis.data.rng_state import NAMES, parted, seeded_alike
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
@@ -195,10 +195,10 @@ class DataOverlap(LoaderCheck):
         "different-shuffles": Words(
             "the ranks shuffle in different orders and each takes its share of its own",
             "the shares that {sampler} yields overlap, {apart}: each rank takes its share of an "
-            "order of its own, shuffled or listed differently",
+            "order of its own, shuffled or listed differently{parted}",
             "make the order the same on all ranks before it is divided, also that of a sampler "
-            "inside of this one: shuffle by `seed + epoch` without the rank, sort what was listed; "
-            "then each rank takes its share of it",
+            "inside of this one: shuffle by `seed + epoch` without the rank, from a generator of "
+            "its own, sort what was listed; then each rank takes its share of it",
         ),
         "undivided": Words(
             "each rank reads most of the data: the sampler does not divide it",
@@ -420,6 +420,7 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
     return {
         "sets": _sets(fault.parts),
         "shard": _shard(fault),
+        "parted": f". {since.text}" if (since := parted(fault.readers)) else "",
         "generator": f"the generator of {listed(drawn.names)}"
         if drawn and drawn.names
         else "its random generator",

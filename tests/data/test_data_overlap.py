@@ -277,6 +277,29 @@ def test_shares_of_lists_of_batches_that_differ() -> None:
     assert "samples are in none" in finding.cause
 
 
+@pytest.mark.parametrize(("states", "says"), [
+    (((1, 1), (2, 3)), True),
+    (((1, 4), (2, 3)), False),  # never the same
+    (((1, 1), (2, 2)), False),
+])  # fmt: skip
+def test_generators_that_part_between_two_epochs(
+    states: tuple[tuple[int, int], ...], says: bool
+) -> None:
+    ranks = []
+    for rank in range(2):
+        own = [part(shuffled(0, 0, 400), rank), part(shuffled(1 + rank, 0, 400), rank)]
+        events = batched(*own)
+        for epoch, state in enumerate(states):
+            n = next(
+                n for n, e in enumerate(events) if isinstance(e, EpochBegan) and e.epoch == epoch
+            )
+            events[n] = msgspec.structs.replace(events[n], random=(state[rank], 7, 8 + rank))
+        ranks.append(events)
+    (finding,) = examine(*ranks)
+    assert finding.rule == "different-shuffles"
+    assert ("torch's random state was the same" in finding.cause) is says
+
+
 def test_samples_that_come_twice_on_purpose() -> None:
     drawn = [random.Random(seed).choices(range(400), k=200) for seed in range(2)]
     assert not examine(*map(batched, drawn))

@@ -112,6 +112,40 @@ def seeded_apart(readers: Sequence[Reader]) -> Location | None:
     return None
 
 
+class Parted(NamedTuple):
+    """A global generator that was in one state on all ranks when an epoch began, and is not since.
+
+    Attributes:
+        name: of the generator.
+        same, since: the last epoch that began with equal states, and the first one with others.
+    """
+
+    name: str
+    same: int
+    since: int
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.name}'s random state was the same on these ranks when epoch {self.same} began, "
+            f"and is not since epoch {self.since}: in between some draw numbers that others do not"
+        )
+
+
+def parted(readers: Sequence[Reader]) -> Parted | None:
+    """The first of the global generators that has parted between two epochs of a loader."""
+    rows = zip(*(r.epochs for r in readers), strict=False)
+    began = [[e.began for e in row] for row in rows]
+    for n, name in enumerate(NAMES):
+        states = [{e.random[n] for e in row} for row in began]
+        equal = [len(found) == 1 and 0 not in found for found in states]
+        if equal[:1] == [True] and False in equal:
+            since = equal.index(False)
+            if not any(equal[since:]):
+                return Parted(name, began[since - 1][0].epoch, began[since][0].epoch)
+    return None
+
+
 class EqualGenerators(NamedTuple):
     """Random generators in the same state on all ranks while data is loaded.
 
