@@ -420,7 +420,7 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
     return {
         "sets": _sets(fault.parts),
         "shard": _shard(fault),
-        "parted": f". {since.text}" if (since := parted(fault.readers)) else "",
+        "parted": f". {apart.text}" if (apart := parted(fault.readers)) else "",
         "generator": f"the generator of {listed(drawn.names)}"
         if drawn and drawn.names
         else "its random generator",

@@ -14,6 +14,7 @@ from ddpdoctor.analysis.replicas import (
     uneven_epochs,
 )
 from ddpdoctor.analysis.replicas.causes import Cause
+from ddpdoctor.analysis.replicas.moving import kept_by_one
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
@@ -78,7 +79,8 @@ class OptimizerStateDrift(Check):
     `torch.distributed.checkpoint.state_dict` with `full_state_dict=True`, or DCP.
 
     ## When it stays quiet
-    - Sharded state (`ZeroRedundancyOptimizer`, FSDP), and state that a rank does not hold.
+    - Sharded state (`ZeroRedundancyOptimizer`, FSDP), and state that a rank does not hold, or
+      holds without using it: only one rank's changes, and the parameters stay equal.
     - State that differs because gradients or parameters did: that finding includes it.
     - Under `Join`, as long as the parameters are not seen to diverge.
     """
@@ -150,7 +152,8 @@ class OptimizerStateDrift(Check):
         if group.left_out:
             yield from self._under_join(group)
             return
-        diverged = [d for kind in kinds(group, "state:") if (d := divergence(group, kind))]
+        found = (d for kind in kinds(group, "state:") if (d := divergence(group, kind)))
+        diverged = [d for d in found if not kept_by_one(group, d)]
         if not diverged:
             yield from self._new_optimizer(run, group)
             return

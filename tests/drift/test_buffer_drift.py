@@ -243,7 +243,7 @@ def test_what_ddp_broadcasts_is_told_where_its_shapes_change():
         inner=lambda: inner, buffers={"mask": (2, 2)}, forwards=1, number=0, group=0
     )
     told = []
-    recorder = SimpleNamespace(emit=told.append, step=7)
+    recorder = SimpleNamespace(emit=lambda e, vital: told.append(e), step=7)
     wrapper = SimpleNamespace(will_sync_module_buffers=lambda: True)
     forward = SimpleNamespace(model=Known(model), wrapper=wrapper, site=3)
     LateBufferWatch.begin()

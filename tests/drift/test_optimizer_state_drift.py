@@ -45,6 +45,32 @@ def test_loaded_on_one_rank():
     assert finding.subjects == ("head.weight",)
 
 
+def owned(rank, *, moves=(0, 1), lacks=False, parameters=0):
+    """The momentum that a rank keeps of its own parameters, the first or the last two, beside a
+    stale one of the others; `lacks`: which it did not have at first."""
+    mine = (0, 1) if rank == 0 else (2, 3)
+    rows = {}
+    for step in (1, 2, 4):
+        held = [10 * step + i if i in mine and rank in moves else 5 + i for i in range(4)]
+        absent = lacks and step == 1
+        rows[step] = [0 if absent and i not in mine else v for i, v in enumerate(held)]
+    return [
+        digests("state:momentum_buffer", rows),
+        digests("parameters", {2: [1, 1, 1, 1], 4: [1, 1, 1, 1 + parameters * rank]}),
+    ]
+
+
+@pytest.mark.parametrize(("fields", "found"), [
+    ({}, False),
+    ({"lacks": True}, False),
+    ({"parameters": 1}, True),  # they part
+    ({"moves": ()}, False),  # equal everywhere
+])  # fmt: skip
+def test_a_state_that_one_rank_keeps_for_all(fields, found):
+    run = run_of({n: owned(n, **fields) for n in range(2)})
+    assert bool(list(OptimizerStateDrift().examine(run))) is found
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_whose_steps_are_counted_is_said_where_there_are_several_optimizers(count):
     made = [OptimizerSeen(at=0, optimizer=n, kind="Adam", site=LINE) for n in range(count)]

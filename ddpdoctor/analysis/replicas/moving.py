@@ -1,9 +1,10 @@
-"""Whether parameters change between two looks at them."""
+"""Whether parameters, or an optimizer's state, change between two looks at them."""
 
 from __future__ import annotations
 
+from ...events.drift import ABSENT
 from .replica import Member
-from .replicas import Divergence, Replicas, by_step
+from .replicas import Divergence, Replicas, by_step, divergence, divided
 
 
 def moved(group: Replicas, found: Divergence) -> bool:
@@ -24,3 +25,24 @@ def changes(member: Member, position: int, count: int) -> bool:
     """
     tables = [table for table, _ in by_step(member, "parameters", count).values()]
     return len({table[position] for table in tables if position in table}) > 1
+
+
+def kept_by_one(group: Replicas, found: Divergence) -> bool:
+    """Whether each tensor of a state that differs is kept by one rank, which updates the parameter
+    and sends it to the others: at some time each rank held a part of the state only, or the tensor
+    changes on one rank alone. The others may hold one that was loaded, and that nobody uses. The
+    parameters stay equal.
+    """
+    names = group.names("parameters")
+    apart = divergence(group, "parameters")
+    if apart is not None and not {*apart.names}.isdisjoint(found.names):
+        return False
+    if divided(group) == found.kind.partition(":")[2]:
+        return True
+    rows = [by_step(m, found.kind, len(names)) for m in group.members.values()]
+    looks = [k for k in sorted(set.intersection(*map(set, rows))) if k >= found.first]
+    positions = [names.index(name) for name in found.names]
+    return all(
+        sum(len({row[k][0].get(p, ABSENT) for k in looks}) > 1 for row in rows) == 1
+        for p in positions
+    )
