@@ -46,6 +46,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Were gradients synchronised?": (
         "SyncPattern Carried Bypassed KeptBack GradientReduced Averaged UnwrappedState CommHook"
+        " AbsentGradients"
         " SyncTimes EditedBeforeSync ShardScales FlatGradients"
     ),
     "What did an optimizer step do, and when?": (
@@ -95,7 +96,7 @@ WHEN: dict[str, str] = {
     "when it changes": (
         "SyncPattern Hyperparameters ScalerStep Ownership ModulesSkipped ParametersChanged"
         " ThreadsSeen Gathered ProcessState Carried ObjectsGathered UnusedParameters BatchSeen"
-        " TrainingMode ShardScales LossMeans"
+        " TrainingMode ShardScales LossMeans AbsentGradients"
     ),
     "sampled, the same steps on all ranks": (
         "Digests OuterDigests MeshDigests Sketch LateBuffers BufferUpdates ForwardInput"

@@ -58,6 +58,13 @@ def _moved_the_state(mine: Finding, other: Finding) -> bool:
     return known or not causes.changed_state(other)
 
 
+def _of_its_calls(mine: Finding, other: Finding) -> bool:
+    """Whether a finding on calls is about the line whose calls pair other gradients: ranks that
+    lack some make fewer of them."""
+    lines = (other.location, *(r.location for r in other.related))
+    return mine.location is not None and mine.location in lines
+
+
 _DIFFER = Condition(
     "if the cause is more than a note and names parameters",
     lambda mine, _: mine.severity is not Severity.NOTE and bool(mine.subjects),
@@ -167,6 +174,11 @@ class ParameterDrift(Check):
             ),
         ),
         *state_loading.RESUMED_ALONE,
+        Effect(
+            ("collective-mismatch", "collective-shape-mismatch"),
+            of=("mismatched-gradients",),
+            when=(When.NOT_BEFORE, Condition("of its calls", _of_its_calls)),
+        ),
         Effect(("buffer-drift",), when=(_DIFFER, When.NOT_BEFORE)),
         Effect(
             ("optimizer-state-drift",),

@@ -146,6 +146,7 @@ from .process import (
 from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker
 from .surroundings import ProgramSeen, ThreadsSeen, TrainsAlone
 from .sync import (
+    AbsentGradients,
     BatchSeen,
     Carried,
     EditedBeforeSync,

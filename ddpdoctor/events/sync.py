@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Event
+from .pack import unpack
 
 
 class SyncPattern(Event, frozen=True, tag="sync-pattern"):
@@ -63,6 +64,25 @@ class FlatGradients(Event, frozen=True, tag="flat-gradients"):
 
     def describe(self) -> str:
         return f"reduces {self.numel} elements of gradients, {len(self.missing)} have none"
+
+
+class AbsentGradients(Event, frozen=True, tag="absent-gradients"):
+    """The unwrapped parameters of an optimizer that have no gradient before a step for which the
+    program has reduced most gradients itself. Recorded when they change.
+
+    Attributes:
+        positions: in the order of `Unwrapped.parameters` (packed).
+        other: elements that were passed to collectives for this step, and are no gradients.
+    """
+
+    optimizer: int
+    step: int
+    positions: str
+    other: int
+
+    def describe(self) -> str:
+        count = len(unpack(self.positions))
+        return f"optimizer {self.optimizer}: {count} parameters without a gradient"
 
 
 class Carried(Event, frozen=True, tag="carried"):

@@ -6,25 +6,21 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import Unwrapped, UnwrappedState
+from ddpdoctor.events import AbsentGradients, Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import pack, unpack
 
 LAYERS = ("body", "head")
 """`body.weight`, `body.bias`, `head.weight`, `head.bias`."""
 
 
-def states(
-    rank, *, local=(), apart=(), clipped=False, handed=(), none=((), ()), other=0, count=4, **fields
-):
+def states(rank, *, local=(), apart=(), clipped=False, handed=(), other=0, count=4, **fields):
     """Looks before steps 0, 1, 2 and 4. Of the parameters at `local`, gradients differ and so do
-    the values after the first step; those at `apart` always differ; those at `none` got no gradient
-    on the rank with that number."""
+    the values after the first step; those at `apart` always differ."""
     for step in (0, 1, 2, 4):
         own = 1000 * (rank + 1)
         gradients = [
             10 * step + i + 2 + (own if clipped or i in local else 0) for i in range(count)
         ]
-        gradients = [0 if i in none[rank % 2] else g for i, g in enumerate(gradients)]
         drifted = {*apart, *(local if step else ())}
         values = [100 * step + i + 2 + (own if i in drifted else 0) for i in range(count)]
         yield UnwrappedState(
@@ -189,21 +185,35 @@ def test_copies_that_need_not_be_equal(kwargs):
     assert without_a_backward(**kwargs) == []
 
 
-def mixed(ranks=(0, 1), hands=None, **kwargs):
-    """Ranks hand over the gradients that they have, or those at `hands`."""
-    none = ((2,), (3,))
+def mixed(ranks=(0, 1), at=0, lacking=((2,), (3,)), other=0):
+    """From a step on ranks have no gradient of different parameters."""
     events = {}
     for rank in ranks:
-        own = [i for i in range(4) if i not in none[rank]] if hands is None else hands
-        events[rank] = list(states(rank, apart=(2, 3), none=none, handed=own, **kwargs))
+        absent = AbsentGradients(
+            at=0, optimizer=0, step=at, positions=pack(lacking[rank]), other=other
+        )
+        rows = list(states(rank, apart=(2, 3)))
+        for i, told in enumerate(rows):
+            each = unpack(told.each)
+            if told.step <= at:
+                each[4:] = [100 * told.step + i + 2 for i in range(4)]
+            rows[i] = msgspec.structs.replace(told, each=pack(each), parameters=sum(each[4:]))
+        events[rank] = [absent, *rows]
     return found_with(events)
 
 
-def test_gradients_of_different_parameters_that_are_paired():
-    (found,) = mixed()
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_gradients_of_different_parameters_that_are_paired(at):
+    (found,) = mixed(at=at)
     assert found.rule == "mismatched-gradients"
     assert found.subjects == ("head.weight", "head.bias")
-    assert found.location.line == 8
+    assert (found.location.line, found.steps.first, found.ranks) == (8, at, (0, 1))
+
+
+def test_one_rank_lacks_gradients():
+    (found,) = mixed(at=1, lacking=((), (2, 3)))
+    assert (found.rule, found.ranks) == ("mismatched-gradients", (1,))
+    assert "head.weight and head.bias got no gradient on rank 1" in found.cause
 
 
 @pytest.mark.parametrize(("other", "rule"), [
@@ -215,8 +225,8 @@ def test_something_is_passed_in_the_place_of_a_gradient_or_not(other, rule):
     assert found.rule == rule
 
 
-def test_ranks_that_hand_over_the_same_parameters_pair_them_rightly():
-    assert all(f.rule != "mismatched-gradients" for f in mixed(hands=[0, 1, 2, 3]))
+def test_ranks_that_lack_the_same_gradients_pair_them_rightly():
+    assert all(f.rule != "mismatched-gradients" for f in mixed(lacking=((2,), (2,))))
 
 
 def running(rank, *, after=1, steps=3, clean=False):

@@ -4,7 +4,7 @@ the row of the table that says of it what it is and what to do."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
 
@@ -190,3 +190,32 @@ class Case:
     @property
     def many(self) -> int:
         return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class WithoutGradient(Case):
+    """At a step, ranks have no gradients of different parameters.
+
+    Attributes:
+        step: the first such step; wall: when it was.
+        lacking: by rank, the parameters that others have a gradient of.
+    """
+
+    step: int = 0
+    wall: float = 0.0
+    lacking: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def begin(self) -> int:
+        return self.step
+
+    @property
+    def at(self) -> float:
+        return self.wall
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        return [
+            {"rank": n, "parameters": named(self.copies.names, positions)}
+            for n, positions in self.lacking.items()
+        ]

@@ -7,17 +7,18 @@ collectives themselves comes before what only follows from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import takewhile
 
 import msgspec
 
 from ...events.drift import ABSENT, ZERO
+from ...events.pack import unpack
 from ...report.findings import Check, Finding
 from ...run import Run, named, ranks_text
 from . import divergence, rules
-from .cases import Case
+from .cases import Case, WithoutGradient
 from .copies import (
+    NONE,
     Copies,
     History,
     members_of,
@@ -91,38 +92,35 @@ def not_awaited(copies: Copies, every: list[Copies]) -> Case | None:
 
 
 def _without_gradient(copies: Copies, every: list[Copies]) -> Case | None:
-    """At some step each rank passed the gradients it had to collectives, of different parameters;
-    some of these have differed since."""
+    """At some step ranks passed the gradients that they had to collectives, of different
+    parameters; some of these have differed since, and were equal before."""
     if not copies.steady:
         return None
-    for k, look in enumerate(copies.close):
-        if any(
-            passed is (gradient == ABSENT)
-            for h in copies.parameters
-            for gradient, passed in zip(h.gradients[k], h.passed[k], strict=True)
-        ):
-            continue
-        lone = [i for i, h in enumerate(copies.parameters) if len(set(h.passed[k])) > 1]
-        if any(not all(copies.parameters[i].equal[k + 1 :]) for i in lone):
-            placed = _placed(copies, k)
+    now = dict.fromkeys(copies.absences, NONE)
+    for step in sorted({step for rows in copies.absences.values() for step in rows}):
+        here = {n: rows[step] for n, rows in copies.absences.items() if step in rows}
+        now |= {n: frozenset(unpack(e.positions)) for n, e in here.items()}
+        lone = frozenset.union(*now.values()) - frozenset.intersection(*now.values())
+        before = [k for k, look in enumerate(copies.close) if step_of(look) <= step]
+        apart = [
+            i
+            for i in sorted(lone)
+            if all(copies.parameters[i].equal[k] for k in before)
+            and not all(copies.parameters[i].equal[len(before) :])
+        ]
+        if apart:
+            lacking = {n: sorted(mine & lone) for n, mine in now.items() if mine & lone}
+            needed = {n: sum(copies.sizes[i] for i in mine) for n, mine in lacking.items()}
+            placed = all(n in here and here[n].other >= size for n, size in needed.items())
             rule = rules.APPLIED_ON_SOME if placed else rules.MISMATCHED
-            case = Case(rule, copies, look, lone)
-            number, missing = next(iter(rules.lacking(case).items()))
-            return replace(case, example=(named(copies.names, missing), f"rank {number}"))
+            first = min(lacking)
+            example = named(copies.names, lacking[first]), f"rank {first}"
+            wall = min(copies.members[n][0].wall(e.at) for n, e in here.items())
+            return WithoutGradient(
+                rule, copies, copies.looks[0], apart, blamed=tuple(lacking), step=step, wall=wall,
+                lacking=lacking, example=example,
+            )  # fmt: skip
     return None
-
-
-def _placed(copies: Copies, look: int) -> bool:
-    """Whether every rank passed something in the place of each gradient that it lacked."""
-    needed = sum(
-        n for n, h in zip(copies.sizes, copies.parameters, strict=True) if any(h.passed[look])
-    )
-    for column, state in enumerate(copies.close[look].values()):
-        rows = zip(copies.sizes, copies.parameters, strict=True)
-        own = sum(n for n, h in rows if h.passed[look][column])
-        if own + state.other < needed:
-            return False
-    return True
 
 
 def _part_stopped(copies: Copies, every: list[Copies]) -> Case | None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ...events import GroupReady, Unwrapped, UnwrappedState
+from ...events import AbsentGradients, GroupReady, Unwrapped, UnwrappedState
 from ...events.drift import ABSENT, ZERO
 from ...events.pack import unpack
 from ...run import Rank, Run
@@ -86,6 +86,7 @@ class Copies:
             different numbers of steps.
         part: whether the group is a part of the world.
         ends: the states when the run was over, of the ranks that have one.
+        absences: by rank, the records of which parameters have no gradient, by step.
     """
 
     members: dict[int, tuple[Rank, Unwrapped]]
@@ -93,6 +94,7 @@ class Copies:
     end: Rows | None = None
     part: bool = False
     ends: Rows = field(default_factory=dict)
+    absences: dict[int, dict[int, AbsentGradients]] = field(default_factory=dict)
 
     @property
     def first(self) -> tuple[Rank, Unwrapped]:
@@ -295,4 +297,8 @@ def _looked(members: dict[int, tuple[Rank, Unwrapped]], optimizer: int, *, part:
         tables[number] = {s.step: s for s in states if not s.last}
         ends.update((number, s) for s in states if s.last)
     whole = len(ends) == len(members) and len({s.step for s in ends.values()}) == 1
-    return Copies(members, aligned(tables), ends if whole else None, part, ends)
+    absences = {
+        n: {e.step: e for e in rank.of(AbsentGradients) if e.optimizer == optimizer}
+        for n, (rank, _) in members.items()
+    }
+    return Copies(members, aligned(tables), ends if whole else None, part, ends, absences)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...report.findings import Confidence, Severity
-from ...run import named
-from .cases import SHOWN, Case, Rule
+from .cases import SHOWN, Rule
 from .copies import step_of
 
 ALL_REDUCE = (
@@ -127,17 +126,14 @@ MISMATCHED = Rule(
     label="pairs gradients of different parameters",
     summary="{c.they_differ}: at step {c.begin} the ranks all-reduce gradients of different "
     "parameters with each other",
-    cause="{c.example[0]} got no gradient on {c.example[1]}, which therefore passes the gradients "
-    "of other parameters to the collectives than the other ranks. Collectives pair tensors, and "
-    "the elements of flat ones, by their order, so that gradients of different parameters are "
-    "summed",
+    cause="{c.example[0]} got no gradient on {c.example[1]}, which therefore passes "
+    "the gradients of other parameters to the collectives than the other ranks. Collectives pair "
+    "tensors, and the elements of flat ones, by their order, so that gradients of different "
+    "parameters are summed",
     fix="give every parameter a gradient before they are collected for the all-reduce: `for p in "
     "model.parameters(): if p.grad is None: p.grad = torch.zeros_like(p)`",
     evidence=lambda c: {
-        "without_a_gradient": [
-            {"rank": n, "parameters": named(c.copies.names, missing)}
-            for n, missing in lacking(c).items()
-        ],
+        "without_a_gradient": c.rows,
         "steps_compared": [s for s in map(step_of, c.copies.looks) if s >= c.begin][:SHOWN],
     },
 )
@@ -150,18 +146,10 @@ APPLIED_ON_SOME = replace(
     related=(("all-reduced here", "exchange"), ("created here", "made")),
     summary="{c.they_differ}: at step {c.begin} only some ranks apply the reduced "
     "{c.few:gradient|gradients}",
-    cause="{c.example[0]} got no gradient on {c.example[1]}, which passes something else (zeros, "
-    "say) in its place. What comes back is not applied there: the optimizer skips parameters whose "
-    "`.grad` is None",
+    cause="{c.example[0]} got no gradient on {c.example[1]}, which passes something "
+    "else (zeros, say) in its place. What comes back is not applied there: the optimizer skips "
+    "parameters whose `.grad` is None",
 )
-
-
-def lacking(case: Case) -> dict[int, list[int]]:
-    """By rank, the parameters of this case whose gradients it did not pass, if there are any."""
-    k = case.copies.close.index(case.look)
-    rows = [(i, case.copies.parameters[i].passed[k]) for i in case.positions]
-    each = {n: [i for i, row in rows if not row[k]] for k, n in enumerate(case.copies.members)}
-    return {n: missing for n, missing in each.items() if missing}
 
 
 NOT_AWAITED = Rule(

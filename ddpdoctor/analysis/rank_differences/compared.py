@@ -247,6 +247,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.Site, e.Signature, e.MessageSize, e.CallSite, e.CallBlock, e.CallRun,
         e.ObjectsGathered, e.GatheredWhole, e.FlightLog, e.StepDraws, e.SharedOutputs,
         e.ResultDropped, e.TotalReducedAgain, e.NamesMissed, e.FlatGradients,
+        e.AbsentGradients,
     ),
     _OUTSIDE: (
         e.MonitorStarted, e.NodeSilent, e.ProcessStarted, e.ProcessEnded, e.ProcessState,

@@ -58,6 +58,9 @@ UNWRAPPED_FIRST = 64
 """Optimizers of at most `SMALL_MODEL` parameters are digested at every step of the first
 `UNWRAPPED_FIRST` and then 16 times per doubling of the steps; others at powers of two only."""
 
+ABSENCES_EMITTED = 256
+"""Changes of which parameters have no gradient that are recorded, of one optimizer."""
+
 CHANGES_AT_MOST = 64
 """Extra digests because the exchange stopped or resumed, or came between steps: a program that
 exchanges in every other step must not cause one each time."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ....events import Unwrapped, UnwrappedState
+from ....events import AbsentGradients, Unwrapped, UnwrappedState
 from ....events.pack import pack
 from ...recording import hooks
 from ...recording.devices import hands_off
@@ -34,7 +34,14 @@ from ...training.optimizers import Optimizers
 from ...training.records import Step
 from ...training.wrapped_models import WrappedModels, tensor_of
 from .exchanges import Exchanges
-from .limits import CHANGES_AT_MOST, LOOK_AGAIN, SMALL_MODEL, UNWRAPPED_EMITTED, UNWRAPPED_FIRST
+from .limits import (
+    ABSENCES_EMITTED,
+    CHANGES_AT_MOST,
+    LOOK_AGAIN,
+    SMALL_MODEL,
+    UNWRAPPED_EMITTED,
+    UNWRAPPED_FIRST,
+)
 from .parallelism import Parallelism
 from .pending_works import PendingWorks
 from .unused_allreduce import UnusedAllreduce
@@ -55,6 +62,8 @@ class UnwrappedParameters:
         passed: gradients passed to collectives for the step about to be taken.
         numbers_passed: `Exchanges.numbers_passed` at the last step.
         changes: extra digests so far, see `CHANGES_AT_MOST`.
+        absent: positions of the parameters that had no gradient at the last step; absences: how
+            often that is on record.
         waiting: states whose digests are still on their way from a device.
     """
 
@@ -74,6 +83,8 @@ class UnwrappedParameters:
         self.passed = PassedGradients()
         self.numbers_passed = Exchanges.current.numbers_passed
         self.changes = 0
+        self.absent: tuple[int, ...] = ()
+        self.absences = 0
         self.waiting: Arrivals[UnwrappedState] = Arrivals()
 
 
@@ -124,6 +135,8 @@ class UnwrappedModels(Watcher):
         if not recorder.step:
             known.spread = Exchanges.current.group_of_parameters(alive)
         _write(recorder, known, wait=False)
+        if known.passed.most:
+            _record_absent(recorder, step, known, every)
         complete = not step.closure and _in_one_group(known, known.passed.group)
         known.shared += known.passed.most
         known.averaged += Exchanges.current.parameters_averaged(alive)
@@ -190,6 +203,24 @@ class UnwrappedModels(Watcher):
     def _leaving(self, recorder: Recorder, _: None) -> None:
         # Do not wait for a device: it may hang.
         _finish(recorder, wait=False)
+
+
+def _record_absent(
+    recorder: Recorder, step: Step, known: UnwrappedParameters, every: list[Any]
+) -> None:
+    absent = tuple([i for i, p in enumerate(every) if p is not None and p.grad is None])
+    if absent == known.absent or known.absences >= ABSENCES_EMITTED:
+        return
+    known.absent, known.absences = absent, known.absences + 1
+    recorder.emit(
+        AbsentGradients(
+            at=time.monotonic(),
+            optimizer=step.known.number,
+            step=step.number,
+            positions=pack(absent),
+            other=known.passed.other,
+        )
+    )
 
 
 def _in_one_group(known: UnwrappedParameters, group: int) -> bool:
