@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data.audit_table import audit_table
-from ddpdoctor.analysis.data.content import in_one_order
-from ddpdoctor.analysis.data.fault import LoaderFault
+from ddpdoctor.analysis.data.fault import LoaderFault, how_to_shard
 from ddpdoctor.analysis.data.forward_inputs import (
     EqualGradients,
     EqualInputs,
@@ -39,9 +38,6 @@ from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
 from ddpdoctor.run import Location, Rank, Run, counted, listed, ranks_text, some, whom
 
-OWN_ORDERS = (
-    ", before anything is shuffled: each rank has an order of its own, of which shares overlap"
-)
 SHARD_INPUTS = (
     "shard the data: `data[rank::world_size]`; if positions are drawn at random, seed with the "
     "rank: `torch.manual_seed(seed + rank)` after the model is built"
@@ -218,6 +214,15 @@ class DataOverlap(LoaderCheck):
             "`files[rank::world_size]`",
             "delivers partly the same samples on these ranks",
         ),
+        "overlapping-lists": Words(
+            "the lists of files, or of parts, that the ranks read overlap",
+            "of the {every} entries of `{list}` that the ranks hold together, {several} are in the "
+            "lists of several ranks: each rank takes its share of an order of its own",
+            "bring the list into one order on all ranks before each takes its share: "
+            "`sorted(...)`, or `Random(seed).shuffle(files)` without the rank in the seed, then "
+            "`files[rank::world_size]`",
+            "reads files, or parts, that other ranks read too",
+        ),
         "overlapping-shares": Words(
             "the sampler yields some samples on several ranks",
             "the shares that {sampler} yields overlap",
@@ -295,6 +300,8 @@ class DataOverlap(LoaderCheck):
         what = "the same samples"
         if audit is not None:
             what = f"the same {len(audit.shared)} of {audit.distinct} samples"
+        elif fault.rule == "overlapping-lists":
+            what = "samples of the same files or parts ({several} of {every})".format(**fault.facts)
         elif fault.rule == "overlapping-streams":
             what = "partly the same samples ({} of {} compared)".format(*fault.compared)
         elif fault.compared[1] and not workers:
@@ -419,7 +426,7 @@ def _facts(fault: LoaderFault) -> dict[str, object]:
     drawn, kind = fault.generators, fault.readers[0].seen.dataset
     return {
         "sets": _sets(fault.parts),
-        "shard": _shard(fault),
+        "shard": how_to_shard(fault),
         "parted": f". {apart.text}" if (apart := parted(fault.readers)) else "",
         "generator": f"the generator of {listed(drawn.names)}"
         if drawn and drawn.names
@@ -458,41 +465,3 @@ def _sets(parts: tuple[tuple[int, ...], ...]) -> str:
     """`ranks 0,2 and ranks 1,3`."""
     named, rest = list(map(ranks_text, parts[:SETS_NAMED])), len(parts) - SETS_NAMED
     return " and ".join([*named, f"{rest} more sets of ranks"] if rest > 0 else named)
-
-
-def _shard(fault: LoaderFault) -> str:
-    """How to shard an iterable dataset by rank and worker, or by worker alone; or the parts of
-    another one."""
-    seen = fault.readers[0].seen
-    if not seen.iterable:
-        return (
-            "select the part, or the seed, of each rank by `rank` itself; or load the whole "
-            "dataset on every rank and shard it: `DataLoader(dataset, "
-            "sampler=DistributedSampler(dataset))`"
-        )
-    workers = fault.rule == "unsharded-workers"
-    taken = "i, None, n" if workers else "rank * n + i, None, world_size * n"
-    code = (
-        "`info = get_worker_info()`, `n, i = (info.num_workers, info.id) if info else (1, 0)`, "
-        f"`islice(samples, {taken})`"
-    )
-    by_worker = all(r.seen.workers > 1 for r in fault.readers) and not fault.workers_overlap
-    if not workers and by_worker:
-        code = (
-            "if it already shards by worker, use `rank * info.num_workers + info.id` for `info.id` "
-            "and `world_size * info.num_workers` for `info.num_workers`; if it does not, "
-            f"{code}"
-        )
-    if fault.rule == "unsharded-stream" and not in_one_order(fault.readers):
-        code += OWN_ORDERS
-    if fault.rule == "repeated-parts":
-        return (
-            "assigning parts by rank (`parts[rank::world_size]`) works only if their number is a "
-            "multiple of the number of ranks; otherwise let every rank iterate all parts and take "
-            f"its own samples: {code}"
-        )
-    function = "split_by_worker" if workers else "split_by_node"
-    return (
-        f"if the dataset is from a library, use its own function for it (`{function}`); otherwise "
-        f"in `{seen.dataset}.__iter__`: {code}"
-    )

@@ -90,6 +90,8 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         holds: the data set keeps an array or a list, and not only numbers.
         per_process: such lines, those of the data set's class first.
         persistent: the workers are kept from one iteration to the next.
+        listed: the lists of texts (files, say) that an iterable data set holds; the `pieces` of
+            each are digests of all entries.
     """
 
     loader: int
@@ -128,6 +130,7 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
     epoch_copied: bool = False
     per_process: tuple[PerProcess, ...] = ()
     persistent: bool = False
+    listed: tuple[Payload, ...] = ()
 
     def describe(self) -> str:
         return f"loader {self.loader}: {self.dataset}({self.length}) through {self.sampler}"

@@ -20,6 +20,7 @@ from ddpdoctor.events import (
     EpochBegan,
     Event,
     GroupReady,
+    Payload,
     RowsRead,
     Signature,
 )
@@ -54,6 +55,29 @@ def stream(batches: Sequence[Sequence[int]], *, workers: int = 0, **more: object
 
 def examine(*ranks: Sequence[Event]) -> list[Finding]:
     return found(DataOverlap(), run_of(*ranks))
+
+
+def listing(files: Sequence[int]) -> tuple[Payload, ...]:
+    return (Payload(name="files", kind="text", length=len(files), order=1, pieces=pack(files)),)
+
+
+@pytest.mark.parametrize(("first", "second", "several"), [
+    ([*range(8)], [*range(5, 13)], 3),
+    ([*range(8)], [*range(8)], 0),  # each takes its samples of every file
+    ([*range(8)], [*range(8, 16)], 0),
+    ([*range(8)], [*range(7, 15)], 0),  # one fills the list up
+    ([*range(8)], [*range(4)], 0),  # one rank reads all of them
+])  # fmt: skip
+def test_lists_of_files_that_overlap(first: list[int], second: list[int], several: int) -> None:
+    ranks = [
+        stream(batches, listed=listing(files))
+        for batches, files in ((COUNTING, first), (OTHERS, second))
+    ]
+    told = examine(*ranks)
+    assert [f.rule for f in told] == (["overlapping-lists"] if several else [])
+    for finding in told:
+        assert f"{several} of 13" in finding.summary
+        assert "`files`" in finding.cause
 
 
 COUNTING = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]

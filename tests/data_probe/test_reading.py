@@ -21,7 +21,7 @@ from ddpdoctor.probe.tensors.fingerprints import Fingerprints
 from ddpdoctor.probe.tensors.sample_digests import begins, digest, digests_of_rows
 from ddpdoctor.probe.watchers.data import iteration as reading_module
 from ddpdoctor.probe.watchers.data.dataset_entries import settings
-from ddpdoctor.probe.watchers.data.dataset_parts import payloads
+from ddpdoctor.probe.watchers.data.dataset_parts import listed, payloads
 from ddpdoctor.probe.watchers.data.iteration import Iteration, LoaderLine
 from ddpdoctor.storage.run_folder import EventWriter, Lines
 
@@ -234,6 +234,25 @@ def test_what_a_data_set_indexes() -> None:
     assert (files.name, files.kind) == ("paths", "text")
     assert len(payloads(data.ConcatDataset([base, split]))) == 5
     assert payloads([])[0].length == 0 and payloads(None) == ()
+
+
+class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, files: list[object], inner: object = None) -> None:
+        self.files, self.inner, self.names = files, inner, ["x", "x"]
+        self.sizes = [1, 2]
+
+    def __iter__(self) -> Any:
+        return iter(self.files)
+
+
+def test_the_lists_that_a_stream_holds() -> None:
+    files: list[object] = [Path("a.tar"), "b.tar", "c.tar"]
+    (one,) = listed(_Stream(list(files)))
+    assert (one.name, one.length, len(unpack(one.pieces))) == ("files", 3, 3)
+    inside, outside = listed(_Stream(["only"], _Stream([str(f) for f in files]))), one
+    assert [p.name for p in inside] == ["inner.files"]
+    assert inside[0].pieces == outside.pieces
+    assert not listed(_Stream(["only"]))
 
 
 class _Views(torch.utils.data.Dataset):  # type: ignore[type-arg]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...report.findings import Evidence
 from ...run import Location
+from .content import in_one_order
 from .epoch_audit import Audit
 from .loaders import Loader, Reader
 from .rng_state import EqualGenerators
@@ -161,3 +162,46 @@ class LoaderFault:
     difference: Difference | None = None
     facts: dict[str, object] = field(default_factory=dict)
     evidence: Evidence = field(default_factory=dict)
+
+
+_OWN_ORDERS = (
+    ", before anything is shuffled: each rank has an order of its own, of which shares overlap"
+)
+
+
+def how_to_shard(fault: LoaderFault) -> str:
+    """How to shard an iterable dataset by rank and worker, or by worker alone; or the parts of
+    another one."""
+    seen = fault.readers[0].seen
+    if not seen.iterable:
+        return (
+            "select the part, or the seed, of each rank by `rank` itself; or load the whole "
+            "dataset on every rank and shard it: `DataLoader(dataset, "
+            "sampler=DistributedSampler(dataset))`"
+        )
+    workers = fault.rule == "unsharded-workers"
+    taken = "i, None, n" if workers else "rank * n + i, None, world_size * n"
+    code = (
+        "`info = get_worker_info()`, `n, i = (info.num_workers, info.id) if info else (1, 0)`, "
+        f"`islice(samples, {taken})`"
+    )
+    by_worker = all(r.seen.workers > 1 for r in fault.readers) and not fault.workers_overlap
+    if not workers and by_worker:
+        code = (
+            "if it already shards by worker, use `rank * info.num_workers + info.id` for `info.id` "
+            "and `world_size * info.num_workers` for `info.num_workers`; if it does not, "
+            f"{code}"
+        )
+    if fault.rule == "unsharded-stream" and not in_one_order(fault.readers):
+        code += _OWN_ORDERS
+    if fault.rule == "repeated-parts":
+        return (
+            "assigning parts by rank (`parts[rank::world_size]`) works only if their number is a "
+            "multiple of the number of ranks; otherwise let every rank iterate all parts and take "
+            f"its own samples: {code}"
+        )
+    function = "split_by_worker" if workers else "split_by_node"
+    return (
+        f"if the dataset is from a library, use its own function for it (`{function}`); otherwise "
+        f"in `{seen.dataset}.__iter__`: {code}"
+    )

@@ -142,7 +142,9 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
     elif not found.ranks and (partly := partly_shared(readers)):
         number = partly.epoch
         found = Sharing(frozenset(r.rank.rank for r in readers), (partly.common, partly.of))
-    if not found.ranks or _by_chance(readers, number, found):
+    if not found.ranks:
+        return _overlapping_lists(loader, readers)
+    if _by_chance(readers, number, found):
         return None
     common, of = found.best
     rule = "repeated-parts" if found.parts else "unsharded-stream"
@@ -182,6 +184,33 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
             "workers of one rank overlap too": overlap,
         },
     )
+
+
+def _overlapping_lists(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
+    """Ranks whose data sets hold lists of files, or of other parts, that overlap: no rank has all
+    that another has. What fills lists up to one length is no overlap."""
+    lists: dict[str, list[set[int]]] = {}
+    for reader in readers:
+        for held in reader.seen.listed:
+            lists.setdefault(held.name, []).append({*numbers_of(held.pieces)})
+    for name, sets in lists.items():
+        every = set().union(*sets)
+        others = [set().union(*(s for s in sets if s is not mine)) for mine in sets]
+        common = [(len(mine & rest), len(mine)) for mine, rest in zip(sets, others, strict=True)]
+        enough = all(n > 1 and n >= MATERIAL * of for n, of in common)
+        if len(sets) == len(readers) and enough and all(mine < every for mine in sets):
+            several = sum(sum(entry in mine for mine in sets) > 1 for entry in every)
+            sizes = {r.rank.rank: of for r, (_, of) in zip(readers, common, strict=True)}
+            return LoaderFault(
+                "data-overlap",
+                "overlapping-lists",
+                loader,
+                tuple(sorted(r.rank.rank for r in readers)),
+                readers,
+                facts={"list": name, "several": several, "every": len(every)},
+                evidence={"entries by rank": sizes},
+            )
+    return None
 
 
 def partly_shared(readers: list[Reader]) -> PartlyShared | None:

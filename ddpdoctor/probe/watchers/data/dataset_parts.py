@@ -6,6 +6,7 @@ Their entries are digested once per loader, so that ranks can tell whether they 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import weakref
 import zlib
@@ -25,6 +26,9 @@ PAYLOADS_AT_MOST = 12
 
 WHOLE = 8192
 """Entries that are digested: all of shorter lists, else this many at regular distances."""
+
+PARTS_LISTED = 4096
+"""Texts in a list of an iterable data set beyond which it is not recorded."""
 
 PARTS_COMPARED = 16
 """Parts of the entries that are compared one by one."""
@@ -246,6 +250,42 @@ def _column(values: Any, name: str, kind: str, *, indexed: bool = False) -> Iter
         ascending=kind == "indices" and all(a <= b for a, b in itertools.pairwise(digests)),
         tells=indexed and kind != "choice" and len(set(digests)) >= DISTINCT * len(digests),
         pieces=pack(_pieces(digests)) if kind in ("tensor", "other") else "",
+    )
+
+
+def _names(values: Any) -> bool:
+    """Whether this is a list of different texts or paths, as of the files of a stream."""
+    if not isinstance(values, (list, tuple)) or not 1 < len(values) <= PARTS_LISTED:
+        return False
+    texts = all(isinstance(v, str) or hasattr(v, "__fspath__") for v in values)
+    return texts and len(set(values)) == len(values)
+
+
+def listed(dataset: Any) -> tuple[Payload, ...]:
+    """The lists of texts that an iterable data set, or one inside it, holds: files, shards."""
+    return tuple(itertools.islice(_listed(dataset, "", 0), PAYLOADS_AT_MOST))
+
+
+def _listed(dataset: Any, path: str, depth: int) -> Iterator[Payload]:
+    import torch.utils.data as data
+
+    for name, value in list(kept(dataset).items()):
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, data.IterableDataset) and depth < DEEPEST:
+            yield from _listed(value, where, depth + 1)
+        elif _names(value):
+            yield _list_of(value, where)
+
+
+def _list_of(values: Any, name: str) -> Payload:
+    digests = [zlib.crc32(os.fsencode(v)) & 0x7FFFFFFF for v in values]
+    return Payload(
+        name=name,
+        kind="text",
+        length=len(values),
+        order=zlib.crc32(array("I", digests)),
+        content=sum(d * d + d for d in digests) & 0x7FFFFFFFFFFFFFFF,
+        pieces=pack(digests),
     )
 
 

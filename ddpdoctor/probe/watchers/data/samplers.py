@@ -42,6 +42,7 @@ class MadeOf(NamedTuple):
     indexless: bool = False
     holds: bool = False
     per_process: tuple[PerProcess, ...] = ()
+    listed: tuple[Payload, ...] = ()
 
 
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
@@ -71,6 +72,8 @@ def restored(dataset: Any, state: Any, site: int) -> Restored:
 def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
     """Examine a data set. It may hold any objects of the user, so this may raise; the caller then
     records the loader without."""
+    from torch.utils.data import IterableDataset
+
     return MadeOf(
         dataset_parts.payloads(dataset),
         DatasetParts.current.layers(dataset),
@@ -78,6 +81,7 @@ def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
         dataset_entries.ignores_index(dataset),
         dataset_entries.holds_entries(dataset),
         _per_process(recorder, dataset),
+        dataset_parts.listed(dataset) if isinstance(dataset, IterableDataset) else (),
     )
 
 
@@ -148,6 +152,7 @@ def loader_seen(
         indexless=made_of.indexless,
         holds=made_of.holds,
         per_process=made_of.per_process,
+        listed=made_of.listed,
         epoch_copied=copied and getattr(loader, "persistent_workers", False) is True,
     )
 
