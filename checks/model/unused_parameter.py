@@ -36,7 +36,7 @@ REASONS = {
     "never-called": Reason(
         "the forward never called the module",
         "never called",
-        "the forward never called {part}{more}",
+        "no forward that was examined called {part}{more}",
         "call it, remove it, or freeze it before the wrap: {freeze}; if it is used in some steps "
         "only: {ddp.unused}",
     ),

@@ -191,4 +191,4 @@ def test_a_library_calls_the_function_in_a_loop_of_its_own(tmp_path: Path, set_u
     assert (finding.rule, finding.ranks) == ("missing-call", (1,))
     assert finding.cause.count("`if not path.exists():` (train.py:15) leads out of it first") == 1
     assert [str(r.location) for r in finding.related][:1] == ["train.py:15"]
-    assert "leave at `if not path.exists():` on all ranks" in finding.fix
+    assert "move it before `if not path.exists():`" in finding.fix

@@ -74,10 +74,10 @@ def unbranched(head: Statement, what: str) -> str:
         )
     if head.kind == "past" and not on_rank((head,)):
         return (
-            f"leave at `{head.text}` on all ranks or on none: compute its condition from a value "
-            "equal on all of them (`all_reduce` it first, with `op=dist.ReduceOp.MAX`); or "
-            f"{what} on every rank: move it before that line, with every other collective that the "
-            "ranks which leave miss, also those of DDP's backward"
+            f"{what} on every rank: move it before `{head.text}`, with every other collective that "
+            "the ranks which leave miss, also those of DDP's backward; or leave there on all ranks "
+            "or on none, by a condition that is equal on all of them (`all_reduce` it first): then "
+            "all leave out what comes after it"
         )
     out_of = f"before `{head.text}`" if head.kind == "past" else f"out of `{head.label}`"
     shared = ""

@@ -117,10 +117,11 @@ class Alone(Case):
         made = self.spot("made")
         name = made.named(event.kind)[0] if made and event.kind else ""
         what = self.title if event.kind else "the module that uses them"
-        wrap = f"wrap {what} in DistributedDataParallel"
+        wrap, own = f"wrap {what} in DistributedDataParallel", ""
         if name:
             wrap = f"`{name} = DistributedDataParallel({name})`"
-        return f"{wrap} before the optimizer is built, and train through it"
+            own = f"; what else it has (methods, attributes) is then at `{name}.module`"
+        return f"{wrap} before the optimizer is built, and train through it{own}"
 
     @property
     def besides(self) -> str:
