@@ -285,6 +285,12 @@ class EqualGradients:
     constant: bool
 
 
+def _kept_from_last_step(events: Sequence[Averaged]) -> bool:
+    """Whether the gradients before the exchange are those that the step before applied: the program
+    exchanges other tensors, and sets these afterwards (master weights)."""
+    return any(b.step == a.step + 1 and b.local == a.applied for a, b in itertools.pairwise(events))
+
+
 def equal_gradients(run: Run) -> Iterator[EqualGradients]:
     """Groups of ranks whose own gradients are equal before the program synchronises them manually,
     for models of which it does so with all gradients on every rank."""
@@ -298,6 +304,8 @@ def equal_gradients(run: Run) -> Iterator[EqualGradients]:
         if len(tables) < run.world_size or len(common) < FEWEST:
             continue
         rows = {n: tuple(t[step] for step in common) for n, t in tables.items()}
+        if any(map(_kept_from_last_step, rows.values())):
+            continue
         local = {n: tuple(e.local for e in events) for n, events in rows.items()}
         for values, count in Counter(local.values()).items():
             if count < 2 or len({v for v in values if any(v)}) < FEWEST:
