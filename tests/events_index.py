@@ -69,7 +69,7 @@ QUESTIONS: dict[str, str] = {
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
     "Which files did ranks touch?": "FileWritten FileRead FileLocked FileRemoved FolderMade "
-    "StateTaken",
+    "SavedPart StateTaken",
     "How much memory, and which device?": (
         "MemorySample MemoryHeld RankSample NodeSample MemoryLimit DeviceUsed DeviceTouched"
         " DeviceMemory Gathered"
@@ -109,6 +109,7 @@ WHEN: dict[str, str] = {
     ),
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked FileRemoved FolderMade Loaded StateTaken"
+        " SavedPart"
         " OuterModule OuterStateTaken Clipped SchedulerStep MetricUsed ReducedMetric"
         " Edited Rewritten NonFinite Bypassed LossScaled LossMultiplied LossCounted ReducedInGraph"
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"

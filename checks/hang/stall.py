@@ -153,9 +153,8 @@ class Stall(Check):
         rule = "cycle"
         cause = in_a_cycle(ring)
         fix = (
-            "let one side send first and the other receive first; where both come to one line in "
-            "an order of their own, send with `work = dist.isend(...)` and call `work.wait()` "
-            "after the receive, or put both into one `dist.batch_isend_irecv`; "
+            "let one side send first and the other receive first, or send with `work = "
+            "dist.isend(...)` and call `work.wait()` after the receive (`dist.batch_isend_irecv`); "
             "if the order is right, let every rank receive as many messages as the other one sends"
         )
         on = next((i for i, s in enumerate(ring) if s.call is not None and s.call.peer < 0), None)

@@ -88,7 +88,7 @@ from .drift import (
     StateTaken,
     TrainingMode,
 )
-from .files import FileLocked, FileRead, FileRemoved, FileWritten, FolderMade
+from .files import FileLocked, FileRead, FileRemoved, FileWritten, FolderMade, SavedPart
 from .groups import GroupDestroyed, GroupReady, InitEntered
 from .memory import MemoryHeld, MemorySample
 from .model import (

@@ -69,6 +69,29 @@ class FolderMade(Event, frozen=True, tag="folder-made"):
     site: int
 
 
+class SavedPart(Event, frozen=True, tag="saved-part"):
+    """`torch.save` was given tensors of which this rank holds a shard only, or the state of an
+    optimizer without that of some parameters.
+
+    Attributes:
+        path: empty where it writes to a buffer.
+        step: optimizer steps of this process before it.
+        shards: of the `tensors` in it those that are shards; `ranks` hold them together.
+        lacking: of the `parameters` of the optimizers those without a state, while others have one.
+    """
+
+    RANKS = ("ranks",)
+
+    path: str
+    step: int
+    site: int
+    shards: int
+    tensors: int
+    ranks: tuple[int, ...]
+    lacking: int
+    parameters: int
+
+
 class FileRead(Event, frozen=True, tag="file-read"):
     """A file of a kind that runs produce was opened for reading.
 

@@ -225,7 +225,7 @@ def test_the_same_gradients_of_inputs_that_may_be_toy_data(
 def test_gradients_of_master_weights_that_are_set_after_the_exchange() -> None:
     """What is there before the exchange is what the last step applied."""
     events = by_hand([3, 5, 7], [1, 2, 3])
-    applied = [e.local for e in events if isinstance(e, Averaged)][1:] + [(1.0, 1.0)]
+    applied = [*(e.local for e in events[2:] if isinstance(e, Averaged)), (1.0, 1.0)]
     stale = [
         msgspec.structs.replace(e, applied=applied.pop(0)) if isinstance(e, Averaged) else e
         for e in events

@@ -194,6 +194,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.FileWritten: _row("file written", "site", "path", usual=True),
     e.FileLocked: _row("file lock", "site", "path", usual=True),
     e.FileRemoved: _row("file removed", "site", "path", usual=True),
+    e.SavedPart: _row("saved part", "site", "path", usual=True),
     e.FolderMade: _row("folder made", "site", "path", usual=True),
     # Data.
     e.LoaderSeen: _row(
