@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
 from msgspec import structs
-from tapes import START, run_of, tapes
+from tapes import CWD, START, run_of, tapes
 
-from ddpdoctor.events import CallSite, CommHook, FlagSet, Loaded, SyncPattern, Unwrapped
+from ddpdoctor.events import (
+    CallSite,
+    CommHook,
+    Event,
+    FlagSet,
+    Loaded,
+    ScalerStep,
+    Site,
+    SyncPattern,
+    Unwrapped,
+)
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run, State
@@ -171,3 +181,34 @@ def test_small_numbers_in_a_sentence_do_not_speak_of_a_difference(tmp_path: Path
     (finding,) = diagnose(run_of(tmp_path, made), [Speaks()]).findings
     assert finding.differed is not None
     assert "1 on rank 0, 2 on rank 1" in finding.differed
+
+
+@pytest.mark.parametrize(
+    ("skips", "line", "rule"),
+    [
+        ((1,), 92, "scaler-skipped-step"),
+        ((0, 1), 92, ""),  # both skipped it
+        ((1,), 80, ""),  # another line
+    ],
+)
+def test_a_step_with_collectives_that_a_scaler_skipped(
+    tmp_path: Path, skips: tuple[int, ...], line: int, rule: str
+) -> None:
+    made = tapes()
+    more: dict[int, list[Event]] = {0: [], 1: []}
+    for rank, tape in made.items():
+        tape.call(line=20)
+        op, at, caller = ("broadcast", 33, 92) if rank == 0 else ("reduce", 58, 91)
+        tape.call(op, at, caller=caller, state=State.BEGUN)
+        if rank in skips:
+            more[rank] = [
+                Site(at=START, id=900, file=f"{CWD}/train.py", line=line, function="fit",
+                     text="call()"),
+                ScalerStep(at=START + 5, scaler=0, optimizer=-1, call=3, step=3, scale=8.0,
+                           skipped=True, site=900),
+            ]  # fmt: skip
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, more=more))
+    assert (finding.rule == "scaler-skipped-step") is bool(rule)
+    if rule:
+        assert (finding.ranks, finding.location and finding.location.line) == ((1,), 92)
+        assert "ShardedGradScaler" in finding.fix

@@ -51,18 +51,22 @@ class CallExplanation(Explanation[Suspect]):
         steps: Steps | None = None,
         evidence: Evidence | None = None,
         also: Collection[int] = (),
+        around: bool = True,
     ) -> Attribution:
         """The attribution to the ranks of `blamed`, with its call.
 
         Args:
             label, summary: by default how the calls differ, and who makes which.
             also: ranks that are at fault for the same, in an earlier round.
+            around: show the branch or the loop that may have made the ranks diverge.
         """
         seen, said = _difference(blamed)
         location = location or blamed.divergence.location(blamed.call)
         shown = {(r.location.file, r.location.line) for r in related}
         rest = (
-            r for r in _related(blamed, location) if (r.location.file, r.location.line) not in shown
+            r
+            for r in _related(blamed, location, around)
+            if (r.location.file, r.location.line) not in shown
         )
         ops = {made.signature.op for made in blamed.divergence.calls.values()}
         return Attribution(
@@ -145,10 +149,10 @@ def sides_text(blamed: Suspect) -> str:
     return f"at call {divergence.index} of {divergence.key}, {listed(found)}"
 
 
-def _related(blamed: Suspect, location: Location | None) -> tuple[Related, ...]:
-    """The lines of the other ranks, and the branch around the call; `location` is shown already."""
+def _related(blamed: Suspect, location: Location | None, around: bool) -> tuple[Related, ...]:
+    """The lines of the other ranks, and what is `around` the call; `location` is shown already."""
     lines_shown = dict[Location, str]()
-    for label, spot in (*_around(blamed, location), *_lines(blamed)):
+    for label, spot in (*(_around(blamed, location) if around else ()), *_lines(blamed)):
         if spot is not None and spot != location:
             lines_shown.setdefault(spot, label)
     return tuple(Related(label, spot) for spot, label in list(lines_shown.items())[:LINES_SHOWN])

@@ -52,6 +52,7 @@ from .recorded_difference import (
     InAnotherStep,
     RecordedDifference,
     ReducedMetrics,
+    ScalerSkipped,
 )
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
@@ -442,6 +443,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     SwallowedException(),
     Finalizer(),
     Retried(),
+    ScalerSkipped(),
     ReturnedEarly(),
     SkippedRound(),
     LoopExit(),

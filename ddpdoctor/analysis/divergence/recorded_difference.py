@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from ...events import FlatGradients, ReducedMetric, StepDone
+from ...events import FlatGradients, ReducedMetric, ScalerStep, StepDone
 from ...report.findings import Related
 from ...run import Location, Rank, ranks_do, ranks_text
 from ...run.phrases import some
@@ -41,6 +41,47 @@ class InAnotherStep(CallExplanation):
             steps=found.steps,
             evidence=found.evidence,
         )
+
+
+class ScalerSkipped(CallExplanation):
+    """Ranks are in collectives of an optimizer's step, which a `GradScaler` skipped on others."""
+
+    rule = "scaler-skipped-step"
+    text = "a `GradScaler` skipped an optimizer step that has collectives, on some ranks only"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence = suspect.divergence
+        before = {m.rank.rank: _when(m) for m in divergence.before}
+        skipped: dict[int, ScalerStep] = {}
+        for number, made in divergence.calls.items():
+            last = made.rank.latest(ScalerStep)
+            if last and last.skipped and made.rank.wall(last.at) > before.get(number, inf):
+                skipped[number] = last
+        others = [made for n, made in divergence.calls.items() if n not in skipped]
+        if not skipped or not others:
+            return None
+        first = min(skipped)
+        line = divergence.calls[first].rank.location(skipped[first].site)
+        if line is None or not all(line in _lines(made) for made in others):
+            return None
+        who, rest = ranks_text(skipped), ranks_text([m.rank.rank for m in others])
+        return self.blame(
+            Suspect(divergence, others[0], tuple(sorted(skipped))),
+            location=line,
+            label=f"skips the optimizer's step on {WHO}",
+            cause=f"{who} found infinity or NaN in the gradients there, and "
+            f"`{line.source.strip()}` ({line}) skipped the step, with the collectives in it; "
+            f"{rest} found none",
+            fix="let all ranks skip a step, or none: all-reduce what each has found before it. "
+            "`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler` in the place of "
+            "`GradScaler` does so",
+            around=False,
+        )
+
+
+def _lines(made: CallRecord) -> list[Location | None]:
+    """The lines of the program that led to a call."""
+    return [made.location_at(depth) for depth in range(len(places(made)))]
 
 
 class FlagOnSomeRanks(CallExplanation):
