@@ -350,3 +350,15 @@ def test_outputs_that_are_one_tensor(made_site: int, distinct: int) -> None:
     assert (finding.rule, finding.ranks) == ("shared-outputs", (0, 1))
     assert str(finding.location) == ("train.py:8" if made_site > 0 else "train.py:9")
     assert bool(finding.related) is (made_site > 0)
+
+
+def test_a_loop_over_a_set(tmp_path: Path) -> None:
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    loop = (8, "for dtype in {g.dtype for g in grads}:")
+    for rank, tape in made.items():
+        for dtype in ("float32", "bfloat16")[:: -1 if rank else 1]:
+            tape.call(line=9, dtype=dtype, inside=[loop])
+    (finding,) = found(run_of(tmp_path, made))
+    assert finding.rule == "arguments"
+    assert "goes through a set" in finding.cause
+    assert finding.fix.startswith("go through it in an order that is the same on all ranks")

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...events import CallSite, Place, Site
 from ...report.findings import Related
 from ...run import Location, Rank, ranks_do, ranks_text
-from ...run.phrases import listed
 from ..calls.call_logs import CallRecord, lines
 from ..control_flow.branches import (
     condition,
@@ -35,7 +33,6 @@ from .early_return import Retried, ReturnedEarly, came_back, not_skipped, relate
 from .entered_branches import entered, only_theirs, opposed
 from .explanation import (
     ANOTHER_ORDER,
-    SAME_ORDER,
     CallExplanation,
     branch_fix,
     in_another_order,
@@ -56,7 +53,7 @@ from .recorded_difference import (
 )
 from .suspects import Suspect
 from .thresholds import WAYS_NAMED
-from .unanswered import KeyOrder, LackingName, ModelLeftOut, ModelOrder, Unanswered
+from .unanswered import Arguments, KeyOrder, LackingName, ModelLeftOut, ModelOrder, Unanswered
 from .within_library import WithinLibrary
 
 NEW_GROUP_ON_ALL = (
@@ -119,53 +116,6 @@ class MembersOnly(DifferentGroups):
         cause = f"{self._cause}; here only its members create each group"
         here = Related("only members enter this branch", head_of(spot, head))
         return self._created(blamed, cause, (here,))
-
-
-class Arguments(CallExplanation):
-    rule = "arguments"
-    text = "one collective is called with different arguments"
-    check = "collective-shape-mismatch"
-    _names: ClassVar = {
-        "numel": "shapes",
-        "dtype": "dtypes",
-        "device": "devices",
-        "reduce_op": "reduce operations",
-        "root": "roots",
-    }
-    _fixes: ClassVar = {
-        "numel": "pass tensors of the same shape on every rank: pad them, or exchange the sizes "
-        "first",
-        "dtype": "cast to one dtype on every rank before the call: `tensor.to(torch.float32)`",
-        "device": "put the tensor on the same type of device on every rank",
-        "reduce_op": "pass the same `op=` on every rank",
-        "root": "pass the same `src`/`dst` on every rank",
-    }
-
-    def explain(self, suspect: Suspect) -> Attribution | None:
-        divergence, op = suspect.divergence, suspect.call.signature.op
-        if not divergence.same_call:
-            return None
-        differs = [name for name in divergence.differs if name in self._names]
-        names = listed([self._names[name] for name in differs])
-        one = listed([self._names[name].removesuffix("s") for name in differs])
-        calls = "; ".join(
-            f"{ranks_text(side)}: {made.signature.text}"
-            for side, made in divergence.sides(suspect.ranks)
-        )
-        # Whoever pads the tensors of two names, which the ranks take in turn, adds unlike ones.
-        keys = {made.key for made in divergence.calls.values()}
-        mixed = len(keys) > 1 and "" not in keys
-        return self.blame(
-            suspect,
-            label=f"a different {one} on {WHO} than on the other ranks"
-            if suspect.rest
-            else f"different {names} on {WHO}",
-            summary=f"{op} is called with different {names}: {calls}",
-            cause=f"{_OTHER_NAMES if mixed else 'the ranks'} pass different {names} to the same "
-            f"{op} (call {divergence.index} of {divergence.key}); the backend does not check this",
-            fix=SAME_ORDER if mixed else "; ".join(self._fixes[name] for name in differs),
-            subjects=(op,),
-        )
 
 
 class ExceptionExit(CallExplanation):
@@ -469,9 +419,6 @@ def rules(check: str) -> dict[str, str]:
 def members(ranks: tuple[int, ...]) -> str:
     """The ranks of a group that is created."""
     return str(list(ranks)) if ranks else "all ranks"
-
-
-_OTHER_NAMES = "the ranks loop over the same names in a different order, and so they"
 
 
 def _may_end(divergence: CallDivergence, left: LeftLoop) -> tuple[Related, ...]:

@@ -1,7 +1,11 @@
 """Collectives that some ranks do not answer: in `Join`, those that are done; in a loop over names,
-those that lack a name; of several wrapped models, those that leave one out."""
+those that lack a name; of several wrapped models, those that leave one out. And calls that are
+answered with other arguments."""
 
 from __future__ import annotations
+
+import re
+from typing import ClassVar
 
 from ...events import ForwardInput, SyncPattern, Wrapped
 from ...report.findings import Related
@@ -12,7 +16,7 @@ from ..control_flow.branches import head_of, where
 from ..control_flow.jumps import loops_around
 from .align import CallDivergence
 from .attribution import WHO, Attribution
-from .explanation import CallExplanation, sides_text
+from .explanation import SAME_ORDER, CallExplanation, sides_text
 from .suspects import Suspect
 from .thresholds import HISTORY
 
@@ -252,3 +256,68 @@ def _title(rank: Rank, wrapped: Wrapped) -> str:
         return f"`{title}`"
     first = f"{wrapped.parameters[0].name} of shape {list(wrapped.parameters[0].shape)}"
     return f"`{title}` (wrapped as number {alike.index(wrapped) + 1} of {len(alike)}; {first})"
+
+
+_OTHER_NAMES = "the ranks loop over the same names in a different order, and so they"
+_SET = re.compile(r"for .+ in (?:\{|set\(|frozenset\()")
+
+
+def _over_a_set(made: CallRecord) -> Location | None:
+    """The loop around a call that goes through a set, as written in its head."""
+    heads = (head for _, head, _, _ in loops_around(made.rank, made.site))
+    return next((head for head in heads if _SET.match(head.source.strip())), None)
+
+
+class Arguments(CallExplanation):
+    rule = "arguments"
+    text = "one collective is called with different arguments"
+    check = "collective-shape-mismatch"
+    _names: ClassVar = {
+        "numel": "shapes",
+        "dtype": "dtypes",
+        "device": "devices",
+        "reduce_op": "reduce operations",
+        "root": "roots",
+    }
+    _fixes: ClassVar = {
+        "numel": "pass tensors of the same shape on every rank: pad them, or exchange the sizes "
+        "first",
+        "dtype": "cast to one dtype on every rank before the call: `tensor.to(torch.float32)`",
+        "device": "put the tensor on the same type of device on every rank",
+        "reduce_op": "pass the same `op=` on every rank",
+        "root": "pass the same `src`/`dst` on every rank",
+    }
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence, op = suspect.divergence, suspect.call.signature.op
+        if not divergence.same_call:
+            return None
+        differs = [name for name in divergence.differs if name in self._names]
+        names = listed([self._names[name] for name in differs])
+        one = listed([self._names[name].removesuffix("s") for name in differs])
+        calls = "; ".join(
+            f"{ranks_text(side)}: {made.signature.text}"
+            for side, made in divergence.sides(suspect.ranks)
+        )
+        # Whoever pads the tensors of two names, which the ranks take in turn, adds unlike ones.
+        keys = {made.key for made in divergence.calls.values()}
+        mixed = len(keys) > 1 and "" not in keys
+        unordered = _over_a_set(suspect.call)
+        who, fix = "the ranks", "; ".join(self._fixes[name] for name in differs)
+        if mixed:
+            who, fix = _OTHER_NAMES, SAME_ORDER
+        elif unordered is not None:
+            who = f"`{unordered.source.strip()}` ({unordered}) goes through a set, which may have "
+            who += "another order in each process: the ranks"
+            fix = "go through it in an order that is the same on all ranks: `sorted(..., key=str)`"
+        return self.blame(
+            suspect,
+            label=f"a different {one} on {WHO} than on the other ranks"
+            if suspect.rest
+            else f"different {names} on {WHO}",
+            summary=f"{op} is called with different {names}: {calls}",
+            cause=f"{who} pass different {names} to the same {op} "
+            f"(call {divergence.index} of {divergence.key}); the backend does not check this",
+            fix=fix,
+            subjects=(op,),
+        )
