@@ -345,6 +345,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
         running: steps so far that ended while an asynchronous collective with their gradients ran
             that nobody had waited for; `running_site` is the line of one.
         within: elements passed to collectives inside the backwards since the last step.
+        just: all parameters themselves were passed to collectives since the last step.
         last: recorded when the run was over, after `step` steps; the gradients mean nothing.
     """
 
@@ -374,6 +375,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     exchange_site: int = -1
     running: int = 0
     running_site: int = -1
+    just: bool = False
     last: bool = False
     copied: float = 0.0
     copied_site: int = -1

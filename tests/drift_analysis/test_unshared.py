@@ -6,7 +6,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import AbsentGradients, Unwrapped, UnwrappedState
+from ddpdoctor.events import AbsentGradients, Averaged, Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import pack, unpack
 
 LAYERS = ("body", "head")
@@ -227,6 +227,25 @@ def test_something_is_passed_in_the_place_of_a_gradient_or_not(other, rule):
 
 def test_ranks_that_lack_the_same_gradients_pair_them_rightly():
     assert all(f.rule != "mismatched-gradients" for f in mixed(lacking=((2,), (2,))))
+
+
+def averaged(rank, *, just=True, equal=False, changed=False):
+    """Parameters that are passed to collectives before each look; each rank trains its own."""
+    for told in states(rank, apart=() if equal else range(4), local=range(4)):
+        yield msgspec.structs.replace(told, exchanged="parameters", just=just, completed=0)
+    if changed:
+        yield Averaged(at=0, optimizer=0, step=2, local=(1.0,), applied=(2.0,), kind="parameters")
+
+
+@pytest.mark.parametrize(("fields", "lost"), [
+    ({}, True),
+    ({"just": False}, False),
+    ({"equal": True}, False),
+    ({"changed": True}, False),  # elastic averaging
+])  # fmt: skip
+def test_averages_of_parameters_that_do_not_come_back(fields, lost):
+    told = found_with({rank: list(averaged(rank, **fields)) for rank in (0, 1)})
+    assert [f.rule for f in told if f.rule == "averages-lost"] == ["averages-lost"] * lost
 
 
 def running(rank, *, after=1, steps=3, clean=False):

@@ -11,6 +11,7 @@ from itertools import takewhile
 
 import msgspec
 
+from ...events import Averaged
 from ...events.drift import ABSENT, ZERO
 from ...events.pack import unpack
 from ...report.findings import Check, Finding
@@ -21,7 +22,9 @@ from .copies import (
     NONE,
     Copies,
     History,
+    Rows,
     members_of,
+    moved,
     parting,
     same,
     step_of,
@@ -67,6 +70,7 @@ def judged(run: Run) -> bool:
         or c.steady
         or c.agreed
         or _began_equal(c)
+        or _averaged(c)
         or not_awaited(c, [])
         or divergence.synced_once(c, [])
         for c in trained_copies(run)
@@ -121,6 +125,26 @@ def _without_gradient(copies: Copies, every: list[Copies]) -> Case | None:
                 lacking=lacking, example=example,
             )  # fmt: skip
     return None
+
+
+def _averaged(copies: Copies) -> list[Rows]:
+    """The looks right after collectives that carried all parameters on all ranks."""
+    after = [k for k in copies.looks if all(s.just for s in k.values())]
+    parameters = all(s.exchanged == "parameters" for k in after for s in k.values())
+    return after if parameters and len(after) >= LOOKS else []
+
+
+def _averages_lost(copies: Copies, every: list[Copies]) -> Case | None:
+    """Parameters are passed to collectives again and again, and are not equal right after it, nor
+    changed by it."""
+    after = _averaged(copies)
+    if not after or any(map(same, after)) or not moved(after[0], after[-1]):
+        return None
+    for rank, event in copies.members.values():
+        written = (e for e in rank.of(Averaged) if e.kind == "parameters")
+        if any(e.optimizer == event.optimizer for e in written):
+            return None
+    return Case(rules.AVERAGES_LOST, copies, after[0], range(len(copies.names)))
 
 
 def _part_stopped(copies: Copies, every: list[Copies]) -> Case | None:
@@ -346,6 +370,7 @@ def _any_moved(copies: Copies, positions: list[int]) -> bool:
 CLASSES: tuple[Callable[[Copies, list[Copies]], Case | None], ...] = (
     not_awaited,
     _without_gradient,
+    _averages_lost,
     divergence.once_kept_equal,
     divergence.synced_once,
     _part_stopped,

@@ -152,6 +152,29 @@ APPLIED_ON_SOME = replace(
 )
 
 
+AVERAGES_LOST = Rule(
+    name="averages-lost",
+    when="parameters are passed to collectives again and again, and are never equal afterwards",
+    severity=Severity.WARNING,
+    confidence=Confidence.SUSPECTED,
+    spots=("step", "made"),
+    label="trains on from parameters that differ",
+    summary="the ranks pass the parameters of {c.kind} to collectives again and again, but these "
+    "are neither changed by them nor equal afterwards",
+    cause="what the collectives return, an average, say, does not come back into {c.kind}: it is "
+    "written to a copy, or to nothing, as an iterator was used up (`model.parameters()` can be "
+    "gone through once)",
+    fix="copy the result back on every rank: `p.data.copy_(...)` for every parameter of a list "
+    "(`list(model.parameters())`); if the average is only to be looked at, and each rank is to "
+    "train a model of its own, nothing",
+    evidence=lambda c: {
+        "steps_compared_after_a_collective": [
+            step_of(k) for k in c.copies.looks if all(s.just for s in k.values())
+        ][:SHOWN],
+    },
+)
+
+
 NOT_AWAITED = Rule(
     name="async-not-awaited",
     when="gradients are applied before an asynchronous collective has finished",
@@ -323,7 +346,7 @@ RULES = {
     rule.name: rule.when
     for rule in (
         SYNC_STOPPED, STEP_NOT_SYNCED, SKIPPED, UNEQUAL_OPTIONS, UNEQUAL_UPDATES, EDIT_AFTER_SYNC,
-        NEVER_SYNCED, MISMATCHED, APPLIED_ON_SOME, NOT_AWAITED, UNEQUAL_START, OTHER_OPTIMIZER,
-        UPDATE_ON_SOME,
+        NEVER_SYNCED, MISMATCHED, APPLIED_ON_SOME, AVERAGES_LOST, NOT_AWAITED, UNEQUAL_START,
+        OTHER_OPTIMIZER, UPDATE_ON_SOME,
     )
 }  # fmt: skip

@@ -367,6 +367,13 @@ class Exchanges(Watcher):
         own = {memory_of(p) for p in parameters}
         return any(e.memory in own for e in self.recent)
 
+    def all_parameters_averaged(self, parameters: Sequence[Any]) -> bool:
+        """Whether collectives between the last step and the last backward carried all of these
+        parameters, not gathered."""
+        total = sum(p.numel() for p in parameters)
+        reduced = sum(e.elements for e in self.earlier if not e.gathered)
+        return reduced >= total and self.parameters_exchanged(parameters)
+
     def elements_after_first_step(self) -> int:
         """Floating-point numbers passed to collectives since the first step."""
         return self.elements

@@ -57,8 +57,8 @@ class UnwrappedParameters:
         held, models: number of parameters of the optimizer and of wrapped models when this was
             made; where either changes, it is made anew.
         exchanged: how they were exchanged so far; empty if never, or only before the first step.
-        complete, completed, group, inside, shared, averaged, late, spread: see `UnwrappedState`;
-            up to the last step.
+        complete, completed, group, inside, shared, averaged, late, just, spread: see
+            `UnwrappedState`; up to the last step.
         passed: gradients passed to collectives for the step about to be taken.
         numbers_passed: `Exchanges.numbers_passed` at the last step.
         changes: extra digests so far, see `CHANGES_AT_MOST`.
@@ -79,6 +79,7 @@ class UnwrappedParameters:
         self.shared = 0
         self.averaged = 0
         self.late = 0
+        self.just = False
         self.spread = -1
         self.passed = PassedGradients()
         self.numbers_passed = Exchanges.current.numbers_passed
@@ -140,10 +141,13 @@ class UnwrappedModels(Watcher):
         complete = not step.closure and _in_one_group(known, known.passed.group)
         known.shared += known.passed.most
         known.averaged += Exchanges.current.parameters_averaged(alive)
+        known.just = Exchanges.current.all_parameters_averaged(alive)
         known.late += Exchanges.current.gradients_applied(known.parameters)
         PendingWorks.current.step_begins([p.grad for p in alive if p.grad is not None])
         due = known.exchanged != before or _digest_due(known, step.number, complete)
         due |= _may_be_equal_now(known, alive)
+        if known.just and step.number and known.changes < CHANGES_AT_MOST:
+            due, known.changes = True, known.changes + 1
         known.complete = complete
         if due and any(p.grad is not None for p in alive):
             _record_state(recorder, step.known.number, known, step.number)
@@ -303,6 +307,7 @@ def _record_state(
         within=0 if last else Exchanges.current.elements_in_backward(),
         running=running,
         running_site=running_site,
+        just=known.just and not last,
         last=last,
     )
     known.waiting.add(state, Waiting(gradients), Waiting(values))
