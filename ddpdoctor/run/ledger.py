@@ -129,8 +129,8 @@ class Ledger:
         return [a for a in ACCOUNTS if any(r.accounts[a] >= SHOWN_SHARE * r.wall_s for r in ranks)]
 
     def efficiency(self) -> str:
-        """`4 ranks did the work of 2.9: 0.7 ranks' worth of time was lost waiting for rank 2, 0.4
-        to loading`."""
+        """`4 ranks did the work of 2.9: of their time 17 % was lost waiting for rank 2, 10 % to
+        loading`."""
         whole = self.training_s
         if len(self.ranks) < 2 or whole <= 0:
             return ""
@@ -139,12 +139,16 @@ class Ledger:
         lost = self._lost()
         work = len(self.ranks) - sum(lost.values())
         worst = sorted(((s, what) for what, s in lost.items() if s >= SAID), reverse=True)
-        parts = [f"{s:.1f} {what}" for s, what in worst[:MOST_SAID]]
+        shares = [(s / len(self.ranks), what) for s, what in worst[:MOST_SAID]]
+        rest = sum(lost.values()) / len(self.ranks) - sum(share for share, _ in shares)
+        shares += [(rest, "otherwise")] * (rest >= SAID / len(self.ranks))
+        parts = [f"{share:.0%} {what}".replace("%", " %", 1) for share, what in shares]
         said = f"{counted(len(self.ranks), 'rank')} did the work of {max(work, 0.0):.1f}"
         if parts:
             first, _, what = parts[0].partition(" ")
-            parts[0] = f"{first} ranks' worth of time was lost {what}"
-        return f"{said}: {', '.join(parts)}" if parts else said
+            share, _, what = what.partition(" ")
+            parts[0] = f"{first} {share} was lost {what}"
+        return f"{said}: of their time {', '.join(parts)}" if parts else said
 
     def much_lost(self) -> str:
         """`efficiency` of a run in which ranks lost a considerable share of their time in ways that

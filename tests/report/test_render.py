@@ -142,7 +142,7 @@ def test_a_clean_run_says_on_what_grounds() -> None:
     assert "not observed" not in text
 
 
-LOST = "4 ranks did the work of 2.1: 1.2 ranks' worth of time was lost waiting for rank 2"
+LOST = "4 ranks did the work of 2.1: of their time 31 % was lost waiting for rank 2"
 
 
 @pytest.mark.parametrize("write", [render.text, render.markdown, page.html])
