@@ -221,11 +221,11 @@ class LossScaleMismatch(Check):
             location=group.any.rank.location(event.site),
             label="each rank divides by its own number of elements",
             summary="the loss is a mean over the elements that count on each rank, and the ranks "
-            f"have different numbers of them in {len(unequal)} of {len(known)} forwards compared "
-            f"(in the worst {spelled})",
+            f"have numbers of them that differ by more than a tenth in {len(unequal)} of "
+            f"{len(known)} forwards compared (in the worst {spelled})",
             cause=f"{_averager(group)} averages the ranks' means, whatever each is a mean of: an "
-            f"element of one rank counts {middle:.2g} times as much as one of another (median; at "
-            f"most {factors[worst]:.2g})",
+            f"element of one rank counts {middle:.2g} times as much as one of another (median of "
+            f"these; at most {factors[worst]:.2g})",
             fix=_by_count(counted(group.any.wrapped.by)),
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -254,8 +254,9 @@ class LossScaleMismatch(Check):
             subjects=(group.any.wrapped.kind,),
             location=group.any.rank.location(event.site),
             label="each rank divides by its own number of elements",
-            summary=f"a mean in the loss is taken over unequal numbers of elements in "
-            f"{len(unequal)} of {len(known)} forwards compared (in the worst {spelled})",
+            summary=f"a mean in the loss is taken over numbers of elements that differ by more "
+            f"than a tenth in {len(unequal)} of {len(known)} forwards compared (in the worst "
+            f"{spelled})",
             cause=f"{_averager(group)} averages the ranks' means, whatever each is a mean of: an "
             "element of a rank with few of them counts more",
             fix=_by_count(counted(group.any.wrapped.by)) + "; where each sample is to count the "
