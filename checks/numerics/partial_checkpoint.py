@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.replicas.replicas import divided, replicas
 from ddpdoctor.events import FileWritten, SavedPart
-from ddpdoctor.report.declarations import seen
+from ddpdoctor.report.declarations import Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
 from ddpdoctor.run import Rank, Run, counted, ranks_do, ranks_text, shorten
 
@@ -53,6 +53,11 @@ class PartialCheckpoint(Check):
         SHARDS: "some ranks save their shards of the model or the optimizer, the others do not",
         STATE: "some ranks save the optimizer's state that they keep, the others do not",
     }
+    effects = (
+        Effect(
+            ("optimizer-state-drift",), rules=("state-of-another-shard",), when=(When.NOT_BEFORE,)
+        ),
+    )
     requires = (seen(FileWritten, otherwise="no rank was seen to write a file"),)
 
     def examine(self, run: Run) -> Iterable[Finding]:

@@ -1,7 +1,7 @@
 """A sharded model is resumed with the optimizer state that rank 0 has saved for its own shards.
 
 run: --nproc-per-node 2
-finds: DDP404 error at `optimizer.load_state_dict(saved["optimizer"])`
+finds: DDP805 error at `torch.save({"optimizer": optimizer.state_dict()}, PATH)`
 """
 
 import os
