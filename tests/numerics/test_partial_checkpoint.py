@@ -72,8 +72,6 @@ def test_one_rank_saves_the_state_that_it_keeps(
 class Shard:
     """What is read of a DTensor."""
 
-    untyped_storage = None
-
     def __init__(self, *placements: bool, ranks: Any, own: tuple[int, ...]) -> None:
         self.placements = [SimpleNamespace(is_shard=lambda p=p: p) for p in placements]
         mesh = torch.tensor(ranks)
@@ -99,6 +97,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *states: object) -> list[SavedPart
         step=7, site=lambda: 5, emit=lambda event, vital: told.append(event)
     )
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    tensors = Shard, torch.Tensor
+    monkeypatch.setattr(saved_parts, "_is_tensor", lambda value: isinstance(value, tensors))
     watcher = SavedParts()
     for state in states:
         watcher._saves(recorder, (state, PATH), {})

@@ -92,7 +92,7 @@ def _within(saved: Any, left: list[int], depth: int) -> Iterator[Any]:
     elif isinstance(saved, (list, tuple)):
         values = saved
     else:
-        if hasattr(saved, "untyped_storage"):
+        if _is_tensor(saved):
             yield saved
         return
     for value in values if depth < NESTED else ():
@@ -100,6 +100,12 @@ def _within(saved: Any, left: list[int], depth: int) -> Iterator[Any]:
         if left[0] < 0:
             return
         yield from _within(value, left, depth + 1)
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return issubclass(type(value), torch.Tensor)
 
 
 def _without_state(saved: dict[str, Any]) -> tuple[int, int]:
