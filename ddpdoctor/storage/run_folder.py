@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import time
@@ -100,7 +101,11 @@ class RunFolder:
         try:
             folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (folder.path / "run.json").exists():
-                raise FolderError(f"{path} already holds a run; give another folder with --out")
+                names = (f"{folder.path}-{n}" for n in itertools.count(2))
+                free = next(name for name in names if not os.path.exists(name))
+                raise FolderError(
+                    f"{path} already holds a run; give another folder, as `--out {free}`"
+                )
             folder.path.chmod(0o700)
         except OSError as error:
             raise FolderError(
