@@ -461,6 +461,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
             digested.
         loaders: those whose last batch the inputs are, or are views of; empty if unknown (copies on
             another device).
+        batch: numbers in the largest part of the batch that a loader delivered last.
     """
 
     model: int
@@ -479,6 +480,8 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     ranks: tuple[int, ...] = ()
     parts: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    batch: int = 0
+
     RANKS = ("ranks",)
 
 

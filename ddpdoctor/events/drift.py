@@ -392,7 +392,8 @@ class Averaged(Event, frozen=True, tag="averaged"):
             backward, and the divisor as written.
         alone: nothing that was communicated since the last step can be in `local`.
         inputs: digest of the inputs of the step's first forward, 0 if not seen; `numbers` how many
-            numbers they hold; `drawn` as in `ForwardInput`; `site` the line of that forward.
+            numbers they hold; `drawn` and `batch` as in `ForwardInput`; `site` the line of that
+            forward.
     """
 
     optimizer: int
@@ -409,6 +410,7 @@ class Averaged(Event, frozen=True, tag="averaged"):
     numbers: int = 0
     drawn: int = -1
     site: int = -1
+    batch: int = 0
     kind: str = "gradients"
 
 

@@ -74,17 +74,40 @@ def _inputs_from(run: Run, readers: Sequence[Reader]) -> Iterator[list[list[Forw
 
 
 def sharded_inputs(run: Run, readers: Sequence[Reader]) -> bool:
-    """Whether these ranks feed a wrapped model, at every compared forward, each its own rows of one
-    batch of this loader: consecutive rows in the order of the ranks, or distinct ones that together
-    are no more than a batch (`x[rank::world_size]`)."""
+    """Whether these ranks feed a model, at every compared forward, each its own part of one batch
+    of this loader: consecutive rows in the order of the ranks, distinct ones that together are no
+    more than a batch (`x[rank::world_size]`), or parts of each sample (of a sequence, say)."""
     size = batch_size(readers)
-    return any(
+    wrapped = any(
         len(forwards) >= FEWEST
         and (
-            all(map(_consecutive_rows, forwards)) or all(_distinct_rows(f, size) for f in forwards)
+            all(map(_consecutive_rows, forwards))
+            or all(_distinct_rows(f, size) for f in forwards)
+            or all(all(e.fed for e in f) and _parts_of_batch(f) for f in forwards)
         )
         for forwards in _inputs_from(run, readers)
     )
+    return wrapped or _unwrapped_parts(run, [r.rank for r in readers])
+
+
+def _parts_of_batch(forward: Sequence[ForwardInput] | Sequence[Averaged]) -> bool:
+    """Whether ranks are given different inputs, which together are no more than the batch that each
+    of them has got last."""
+    digests = {e.digest if isinstance(e, ForwardInput) else e.inputs for e in forward}
+    sizes = (max(getattr(e, "sizes", ()), default=e.numbers) for e in forward)
+    batches = {e.batch for e in forward}
+    distinct = len(digests - {0}) == len(forward)
+    return distinct and len(batches) == 1 and 0 < sum(sizes) <= batches.pop()
+
+
+def _unwrapped_parts(run: Run, ranks: Sequence[Rank]) -> bool:
+    """The same for a model without a wrapper whose gradients the program synchronises."""
+    for optimizer in {e.optimizer for e in ranks[0].of(Averaged)}:
+        tables = [{e.step: e for e in r.of(Averaged) if e.optimizer == optimizer} for r in ranks]
+        common = set.intersection(*({n for n, e in t.items() if e.inputs} for t in tables))
+        if len(common) >= FEWEST and all(_parts_of_batch([t[n] for t in tables]) for n in common):
+            return True
+    return False
 
 
 def _distinct_rows(forward: list[ForwardInput], size: int) -> bool:

@@ -15,15 +15,18 @@ from .split_layers import data_parallel, of_one_replica
 def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset[int]]:
     """Sets of ranks that ought to read different data: those that average gradients together.
 
-    Empty where that is unknown: nothing is averaged, or parameters are sharded in a way that may
-    need equal inputs (tensor parallelism). Empty also where this loop averages nothing although
-    others of the program do: each rank trains its own model there (a reference model).
+    Empty where that is unknown: nothing is averaged, or parameters are sharded, or activations
+    exchanged, in a way that may need equal inputs (tensor or sequence parallelism). Empty also
+    where this loop averages nothing although others of the program do: each rank trains its own
+    model there (a reference model).
 
     Args:
         begun: as in `Loader.of`.
     """
     readers = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
     if loader.trains and readers and all(trains_alone(loader.readers[r]) for r in readers):
+        return []
+    if loader.trains and any(_exchanges_activations(run.everyone[r]) for r in readers):
         return []
     on_mesh = data_parallel(run)
     wrapped = {r: s for r in readers if (s := _wrap_group(run.everyone[r]))}
@@ -45,6 +48,15 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
             part for ranks in whole for part in of_one_replica(run, ranks & run.everyone.keys())
         }
     return [s for s in sorted(sets, key=sorted) if len(s & readers) > 1]
+
+
+def _exchanges_activations(rank: Rank) -> bool:
+    """Whether a model without a wrapper communicates inside of its backwards more than its own
+    gradients."""
+    if rank.first(Wrapped) is not None:
+        return False
+    states = [s for s in rank.of(UnwrappedState) if not s.last and s.step]
+    return bool(states) and all(s.exchanged == "in backward" and not s.inside for s in states)
 
 
 def _wrap_group(rank: Rank) -> frozenset[int] | None:

@@ -101,6 +101,22 @@ def _size(leaf: Any) -> int:
     return int(count()) if callable(count) else int(getattr(leaf, "size", 0) or 0)
 
 
+class LatestBatch:
+    """The batch that a loader delivered last, as far as it was examined.
+
+    Attributes:
+        numbers: in the largest part of it.
+    """
+
+    numbers = 0
+
+    def take(self, batch: Any) -> None:
+        self.numbers = max((_size(leaf) for leaf in _walk(batch, None, 0)), default=0)
+
+
+latest_batch = LatestBatch()
+
+
 def leaves(batch: Any, size: int | None, without: Collection[Any] = ()) -> Iterator[Any]:
     """The first `BATCH_PARTS` tensors, arrays or lists in a batch.
 

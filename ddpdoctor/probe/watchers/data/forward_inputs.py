@@ -17,7 +17,7 @@ from ...recording.recorder import Recorder
 from ...recording.rng_state import Position
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
-from ...tensors.sample_digests import begins, content, memories, samples
+from ...tensors.sample_digests import begins, content, latest_batch, memories, samples
 from ...training import lifecycle
 from ...training.records import Backward, Forward, Step
 from ...training.tracked_model import Model
@@ -181,6 +181,7 @@ def _record(
             drawn=rng_state.drawn(before, rng_state.positions()) if before else -1,
             training=given.training,
             loaders=found,
+            batch=latest_batch.numbers,
             kind=model.kind if isinstance(model, Sharded) else "",
             ranks=model.ranks if isinstance(model, Sharded) else (),
         )

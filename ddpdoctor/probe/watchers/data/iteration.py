@@ -20,7 +20,7 @@ from ...recording import rng_state
 from ...recording.index_sample import SCATTER, halvings, kept, key
 from ...recording.recorder import Recorder
 from ...tensors.fingerprints import Fingerprints
-from ...tensors.sample_digests import memories
+from ...tensors.sample_digests import latest_batch, memories
 from .own_generators import OwnDraws
 from .worker_rng import Notes
 
@@ -134,6 +134,7 @@ class Iteration:
     def examine(self, recorder: Recorder, batch: Any, now: int) -> None:
         """Examine the batch just delivered: fingerprint it, count indices, write if it is time."""
         self.looked, self.memory = self.batches, memories(batch)
+        latest_batch.take(batch)
         _looked[self.loader] = self
         if self.fingerprints is not None:
             given = self.given[self.batches - self.counted - 1 :][:1]

@@ -15,7 +15,7 @@ from ...recording.rng_state import Position
 from ...recording.torch_compat import compiled, compiling
 from ...recording.watcher import Watcher
 from ...recording.weak_references import WeakIdentityMap
-from ...tensors.sample_digests import content
+from ...tensors.sample_digests import content, latest_batch
 from ...training.forwards import Forwards
 from ...training.module_origins import ModuleOrigins
 
@@ -27,6 +27,7 @@ class FirstInputs(NamedTuple):
     numbers: int = 0
     drawn: int = -1
     site: int = -1
+    batch: int = 0
 
 
 class UnwrappedInputs(Watcher):
@@ -83,4 +84,6 @@ class UnwrappedInputs(Watcher):
             digest, numbers, *_ = content(args)
             before = self.positions
             drawn = rng_state.drawn(before, rng_state.positions()) if before else -1
-            self.first[optimizer] = FirstInputs(digest, numbers, drawn, recorder.site())
+            self.first[optimizer] = FirstInputs(
+                digest, numbers, drawn, recorder.site(), latest_batch.numbers
+            )

@@ -229,7 +229,7 @@ class Files(Watcher):
             recorder.emit(FileRemoved(at=time.monotonic(), path=path, site=site, tree=tree))
 
     def _made(self, recorder: Recorder, name: Any) -> None:
-        if not isinstance(name, (str, bytes, os.PathLike)) or os.path.isdir(name):
+        if not isinstance(name, (str, bytes, os.PathLike)) or os.path.lexists(name):
             return
         if path := self._path(os.fsdecode(name)):
             site = recorder.site()
