@@ -94,7 +94,8 @@ class SamplerMissing(LoaderCheck):
             "keep the selection of {sampler}, with the same seed on every rank, and give each rank "
             "an equal part of it: `n = len({each}) // world_size * world_size`, `return "
             "iter({each}[rank:n:world_size])` at the end of `__iter__` (of a subclass, if the "
-            "sampler is torch's)",
+            "sampler is torch's); nothing, if each rank is to see the same samples in another "
+            "augmentation (repeated or batch augmentation)",
         ),
         "equal-evaluation": Words(
             "all ranks evaluate or read the same samples outside of training",

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ddpdoctor.analysis.meshes.own_factors import OwnFactors, own_factors
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.events import (
+    Clipped,
     ClippedScaled,
     EditedBeforeSync,
     ShardScales,
@@ -91,6 +92,7 @@ class ClipBeforeSync(Check):
 
     ## When it stays quiet
     - Clipping after the averaged backward, or after the program's own all-reduce.
+    - Gradients of single samples, clipped several times per step and cleared each time (DP-SGD).
     - Clipping that changes nothing, as the norm is below the limit or only measured.
     - Gradients that are cleared afterwards, or applied without being averaged (local SGD).
     - One factor for all gradients that is the same on all ranks.
@@ -172,6 +174,8 @@ class ClipBeforeSync(Check):
             for rank, events in every.items()
             if len(mine := [e for e in events if e.function]) >= LEAST_STEPS
         }
+        if any(_each_sample(rank, mine) for rank, mine in clipped.items()):
+            return
         if clipped:
             by_hand = next(iter(clipped.values()))[0].by_hand
             yield self._finding(clipped, BY_HAND if by_hand else MICRO_BATCHES)
@@ -250,6 +254,18 @@ class ClipBeforeSync(Check):
             },
             at=rank.wall(event.at),
         )
+
+
+def _each_sample(rank: Rank, events: list[EditedBeforeSync]) -> bool:
+    """Whether a rank clips several times per step gradients that it clears each time: those of
+    single samples, which it adds up itself (DP-SGD)."""
+    last = max((e for e in rank.of(Clipped) if e.site == events[0].site), key=_number, default=None)
+    often = last is not None and last.call + 1 >= 2 * (last.step + 1)
+    return often and all(e.by_hand and e.times == 1 for e in events)
+
+
+def _number(event: Clipped) -> int:
+    return event.call
 
 
 def _by_local_factors(every: Seen) -> Seen:

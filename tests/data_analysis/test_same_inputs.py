@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
 from ddpdoctor.checks.data.data_overlap import DataOverlap
-from readers import found, prologue, run_of
+from readers import found, loader, prologue, run_of
 from recordings import make_run
 
+from ddpdoctor.analysis.data.forward_inputs import sharded_inputs
+from ddpdoctor.analysis.data.loaders import loaders
 from ddpdoctor.events import (
     Averaged,
     CallBlock,
@@ -258,3 +261,29 @@ def test_why_nothing_is_known(events: Sequence[Event], reason: str) -> None:
     assert reason in (DataOverlap().unobserved(run_of(events, events)) or "")
     known = inputs([1, 2, 3])
     assert DataOverlap().unobserved(run_of(known, known)) is None
+
+
+@pytest.mark.parametrize(("numbers", "batch", "parts"), [
+    ((64, 64), (128, 128), True),
+    ((64, 128), (128, 128), False),  # together more than the batch
+    ((64, 64), (0, 0), False),
+    ((64, 64), (128, 256), False),
+])  # fmt: skip
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_ranks_that_take_parts_of_one_batch(
+    numbers: tuple[int, int], batch: tuple[int, int], parts: bool, wrapped: bool
+) -> None:
+    """Pieces of each sequence, say: each rank reads all samples."""
+    ranks = []
+    for r in range(2):
+        digests = [10 * r + n for n in range(1, 6)]
+        fields: dict[str, Any] = {"numbers": numbers[r], "batch": batch[r]}
+        given = (
+            inputs(digests, fed=True, loaders=(0,), rows=4, **fields)
+            if wrapped
+            else by_hand(digests, digests, **fields)
+        )
+        ranks.append([*prologue(2, wrapped=wrapped), *loader(0, [[*range(40)]], length=40), *given])
+    run = make_run(dict(enumerate(ranks)))
+    (read,) = loaders(run)
+    assert sharded_inputs(run, list(read.readers.values())) is parts

@@ -4,7 +4,7 @@ import pytest
 from ddpdoctor.checks.drift.clip_before_sync import ClipBeforeSync
 from replicas import BACKWARD, LINE, STEP, run_of
 
-from ddpdoctor.events import ClippedScaled, EditedBeforeSync, ShardScales
+from ddpdoctor.events import Clipped, ClippedScaled, EditedBeforeSync, ShardScales
 from ddpdoctor.report.findings import Severity
 
 
@@ -42,6 +42,17 @@ def test_clipped_before_the_program_averages_by_itself():
     (finding,) = findings_of(events, events)
     assert (finding.rule, finding.subjects) == ("clipped-before-averaging-by-hand", ())
     assert "after the gradients were averaged" in finding.fix
+
+
+@pytest.mark.parametrize(("calls", "found"), [(3, True), (31, False)])
+def test_gradients_of_single_samples_that_are_clipped(calls, found):
+    """DP-SGD: several clips per step, of gradients that are cleared each time."""
+
+    def rank(factor):
+        last = Clipped(at=0, function="clip_grad_norm_", step=3, call=calls, site=LINE)
+        return [last, *(edit(step, factor, by_hand=True, times=1) for step in (1, 2, 3))]
+
+    assert bool(findings_of(rank(0.5), rank(0.25))) is found
 
 
 def test_scaled_by_local_factors():
