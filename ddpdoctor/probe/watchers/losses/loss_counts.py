@@ -20,6 +20,7 @@ from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...source.ast_cache import last_name, parts_of
 from ...tensors.autograd_nodes import divisor_of, terms_of
+from ...tensors.tensor_watch import writes
 from ...training import lifecycle
 from ...training.records import Backward
 from ...training.tracked_model import Model
@@ -32,12 +33,18 @@ MOST_NUMBERS, MOST_BYTES = 4, 256
 """Of a tensor that may hold a count, and of its storage: it is kept until the next backward."""
 
 
+TIMES_WRITTEN = 7
+"""Backwards in which what was written to before it was summed must be whole numbers: the halves of
+counts are by chance, too."""
+
+
 class _Count(NamedTuple):
     """A small tensor that was summed over a group.
 
     Attributes:
         site: the line of the call; code: of the user's function with it; name: of the variable that
             holds the tensor there, empty for none.
+        version: how often it was written to before the call; whole: it held whole numbers then.
     """
 
     tensor: Any
@@ -45,6 +52,13 @@ class _Count(NamedTuple):
     site: int
     code: CodeType | None
     name: str
+    version: int
+    whole: bool
+
+    @property
+    def as_reduced(self) -> bool:
+        """Whether it still holds the sum: nothing has been written to it since."""
+        return bool(writes(self.tensor) == self.version)
 
 
 class LossCounts(Watcher):
@@ -53,6 +67,8 @@ class LossCounts(Watcher):
         counts: small tensors that were summed over a group since the last backward.
         looked: backwards with such a sum before them; emitted: sites of those on record.
         seen: by site of the backward, in how many a count was the divisor, and the first step.
+        parts: lines that sum what was written to before and is no whole number: each rank divides
+            its count before (`reduce_mean`), so that the sum is a mean.
     """
 
     lost = "whether losses are divided by counts of all ranks"
@@ -64,6 +80,7 @@ class LossCounts(Watcher):
         self.plain: Any = None
         self.emitted: set[int] = set()
         self.seen: dict[int, tuple[int, int]] = {}
+        self.parts: set[int] = set()
 
     def install(self) -> None:
         import torch
@@ -86,7 +103,11 @@ class LossCounts(Watcher):
             known = variables(frame) if frame is not None else {}
             name = next((n for n, value in known.items() if value is tensor), "")
             code = frame.f_code if frame is not None else None
-            self.counts.append(_Count(tensor, call.group, recorder.site(), code, name))
+            site, version = recorder.site(), writes(tensor)
+            whole = all(float(v).is_integer() for v in tensor.flatten().tolist())
+            if version and not whole:
+                self.parts.add(site)
+            self.counts.append(_Count(tensor, call.group, site, code, name, version, whole))
 
     @on(lifecycle.backward_begins, fast_path=False)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
@@ -100,7 +121,7 @@ class LossCounts(Watcher):
         for root in backward.roots:
             node = getattr(root, "grad_fn", None)
             for model in pending if node is not None else ():
-                mine = [c for c in counts if c.group == model.group]
+                mine = [c for c in counts if c.group == model.group and c.as_reduced]
                 if mine and (found := _divisor(node, mine, group_size(model))) is not None:
                     self._note(recorder, backward, model, *found)
                     return
@@ -110,7 +131,7 @@ class LossCounts(Watcher):
     ) -> None:
         times, step = self.seen.get(backward.site, (0, recorder.step))
         self.seen[backward.site] = times + 1, step
-        if times == 0:
+        if count.site in self.parts or times < (TIMES_WRITTEN if count.version else 1):
             return  # two numbers may be equal by chance once
         self.emitted.add(backward.site)
         frame, sites = backward.frame, recorder.sites
