@@ -71,6 +71,16 @@ def imported():
 
 def none():
     return late.seek(0)
+
+
+def chosen():
+    average = Average() if rank == 0 else None
+    average.updates = 3
+
+
+def not_chosen():
+    average = None if rank else Average()
+    return average.updates
 """
 
 
@@ -94,6 +104,13 @@ def told(call):
 def test_local_variables(program):
     assert told(program.local) == ("best", "best = 1", "if rank == 0:")
     assert told(program.other_arm) == ("best", "best = 1", "else:  # if rank != 0:")
+
+
+def test_conditional_expressions(program):
+    line = "average = Average() if rank == 0 else None"
+    assert told(program.chosen) == ("average", line, "if rank == 0")
+    line = "average = None if rank else Average()"
+    assert told(program.not_chosen) == ("average", line, "if not rank")
 
 
 def test_variables_of_a_file(program):

@@ -20,6 +20,7 @@ from .statements import enclosing
 
 STOPPERS = ("breakpoint", "set_trace")
 _QUOTED = re.compile(r"'([A-Za-z_]\w*)'")
+_OF_NONE = re.compile(r"'NoneType' object has no attribute '(\w+)'")
 
 
 def pointed_at(sites: Sites, error: BaseException) -> tuple[str, int, str] | None:
@@ -72,6 +73,8 @@ def never_set(error: BaseException) -> Setting | None:
         name = getattr(error, "name", None) or (found[1] if found else "")
         return _variable(frame.f_code, name)
     name = getattr(error, "name", None) or ""
+    if not name and (found := _OF_NONE.search(str(error))):
+        name = found[1]  # Python tells it by itself only where it is read
     if not isinstance(error, AttributeError) or not name:
         return None
     if error.obj is not None:
@@ -151,6 +154,21 @@ def _sets(node: ast.Name | ast.Attribute, of: str, name: str) -> bool:
     return of == name and isinstance(node.ctx, ast.Store)
 
 
+def _conditional(source: Source, line: int) -> list[Statement]:
+    """The condition of `x = f() if condition else None` on a line."""
+    for node in source.nodes:
+        value = node.value if isinstance(node, ast.Assign) and node.lineno == line else None
+        if isinstance(value, ast.IfExp):
+            arms = value.body, value.orelse
+            none = [isinstance(arm, ast.Constant) and arm.value is None for arm in arms]
+            if any(none):
+                test = (
+                    f"not ({source.written(value.test)})" if none[0] else source.written(value.test)
+                )
+                return [Statement(line=line, text=f"if {test}", kind="if", test=test)]
+    return []
+
+
 def _setting(source: Source, file: str, name: str, lines: Iterable[int]) -> Setting | None:
     to_none = {
         n.lineno
@@ -161,7 +179,9 @@ def _setting(source: Source, file: str, name: str, lines: Iterable[int]) -> Sett
     }
     real = [line for line in lines if line not in to_none]
     under = [
-        [e for e in enclosing(file, line) if e.kind in ("if", "elif", "else")] for line in real
+        [e for e in enclosing(file, line) if e.kind in ("if", "elif", "else")]
+        or _conditional(source, line)
+        for line in real
     ]
     if not real or not all(under) or len({around[0].line for around in under}) > 1:
         return None
