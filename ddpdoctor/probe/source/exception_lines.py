@@ -72,10 +72,12 @@ def never_set(error: BaseException) -> Setting | None:
         found = _QUOTED.search(str(error))
         name = getattr(error, "name", None) or (found[1] if found else "")
         return _variable(frame.f_code, name)
-    name = getattr(error, "name", None) or ""
-    if not name and (found := _OF_NONE.search(str(error))):
+    if not isinstance(error, AttributeError):
+        return None
+    name, told = error.name or "", error.args[0] if error.args else ""
+    if not name and isinstance(told, str) and (found := _OF_NONE.search(told)):
         name = found[1]  # Python tells it by itself only where it is read
-    if not isinstance(error, AttributeError) or not name:
+    if not name:
         return None
     if error.obj is not None:
         return _attribute(type(error.obj), name)
