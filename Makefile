@@ -46,8 +46,8 @@ demo: $(INSTALLED)
 	@$(BIN)/ddpdoctor run --out $(DEMO_RUN) $(DEMO) >build/demo.txt 2>&1 || true
 	@$(BIN)/ddpdoctor report --fail-on error $(DEMO_RUN) || test $$? -eq 3
 
-# Ranks wait for each other much of the time, so two tests at once are of use even on two cores.
-WORKERS ?= 2
+# Ranks wait for each other much of the time, so three tests at once are of use even on two cores.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(INSTALLED)
 	$(PYTEST)
