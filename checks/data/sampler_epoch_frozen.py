@@ -22,6 +22,8 @@ NUMBERS_OF_A_LOOP = 3
 """Different epoch numbers after which one that comes twice is no fault of the loop."""
 
 REPEATED = "epoch-number-repeated"
+_LOOPED = re.compile(r"\bin (?:[\w.]+\()*([A-Za-z_][\w.]*)(?=[,):])")
+"""What a loop goes through: `loader` in `for n, batch in enumerate(loader):`."""
 GOES_ON = "resumed-in-another-epoch"
 FEW = 0.25
 """Where fewer of the epochs than that repeat the order of the one before, it is a note: what is
@@ -147,7 +149,7 @@ class SamplerEpochFrozen(LoaderCheck):
             why += "have the number of the one before"
         # What is given as `batch_sampler` is its own sampler here.
         batches = reader.seen.sampler == reader.seen.batch_sampler
-        holder = "loader.batch_sampler" if batches else "sampler"
+        holder = "loader.batch_sampler" if batches else _sampler_name(reader)
         never, orders = "never changes", "every shuffle gives the same order"
         if rule == REPEATED:
             never, orders = "is sometimes that of the one before", "these have the same order"
@@ -427,6 +429,19 @@ def _restarts(reader: Reader) -> int:
         return 0
     ended = [e.ended for e in reader.epochs if e.ended and e.trained]
     return sum(e.again for e in ended if e.samples > FEWEST_REPEATED * e.again)
+
+
+def _sampler_name(reader: Reader) -> str:
+    """What the loop can call the sampler: its variable, where that is made in the same function, or
+    else by the loader that the loop iterates."""
+    made, loop = reader.sampler_at, reader.loop_at
+    if made is None or loop is None:
+        return "sampler"
+    name, _ = made.named(reader.seen.sampler)
+    if made.function == loop.function:
+        return name or "sampler"
+    looped = _LOOPED.search(loop.source)
+    return f"{looped[1]}.sampler" if looped and not reader.seen.batch_sampler else "sampler"
 
 
 def _resumed(reader: Reader, repeats: int) -> bool:

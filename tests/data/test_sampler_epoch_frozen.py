@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
-from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen
+from ddpdoctor.checks.data.sampler_epoch_frozen import SamplerEpochFrozen, _sampler_name
 from readers import found, loader, prologue, run_of
 from recordings import make_run, site
 
@@ -24,6 +26,7 @@ from ddpdoctor.events import (
     Wrapped,
 )
 from ddpdoctor.report.findings import Finding, Severity, Steps
+from ddpdoctor.run import Location
 
 FIRST = [7, 3, 9, 1, 5, 0, 2, 8]
 OTHER = FIRST[::-1]
@@ -428,3 +431,25 @@ def test_the_rest_of_an_epoch_that_is_run_again() -> None:
     assert examine(events)
     back = Loaded(at=len(rest) - 0.5, what="weights", model=0, step=1, site=-1)
     assert not examine([*events[: len(rest)], back, *events[len(rest) :]])
+
+
+@pytest.mark.parametrize(
+    ("made", "function", "loop", "name"),
+    [
+        ("sampler = DistributedSampler(data)", "main", "for x in loader:", "sampler"),
+        ("own = DistributedSampler(data)", "main", "for x in loader:", "own"),
+        ("own = DistributedSampler(data)", "data", "for x in loader:", "loader.sampler"),
+        ("DataLoader(d, sampler=DistributedSampler(d))", "data", "for n, x in enumerate(self.train, 1):",
+         "self.train.sampler"),
+        ("own = DistributedSampler(data)", "data", "for x in tqdm(enumerate(train)):", "train.sampler"),
+        ("own = DistributedSampler(data)", "data", "for x in self.batches():", "sampler"),
+        ("own = DistributedSampler(data)", "data", "batch = next(batches)", "sampler"),
+    ],
+)  # fmt: skip
+def test_what_the_loop_can_call_the_sampler(made: str, function: str, loop: str, name: str) -> None:
+    reader: Any = SimpleNamespace(
+        sampler_at=Location("train.py", 3, function, made),
+        loop_at=Location("train.py", 9, "main", loop),
+        seen=SimpleNamespace(sampler="DistributedSampler", batch_sampler=""),
+    )
+    assert _sampler_name(reader) == name
