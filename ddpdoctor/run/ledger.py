@@ -142,13 +142,13 @@ class Ledger:
         shares = [(s / len(self.ranks), what) for s, what in worst[:MOST_SAID]]
         rest = sum(lost.values()) / len(self.ranks) - sum(share for share, _ in shares)
         shares += [(rest, "otherwise")] * (rest >= SAID / len(self.ranks))
-        parts = [f"{share:.0%} {what}".replace("%", " %", 1) for share, what in shares]
+        parts = [(f"{share:.0%}".replace("%", " %"), what) for share, what in shares]
         said = f"{counted(len(self.ranks), 'rank')} did the work of {max(work, 0.0):.1f}"
-        if parts:
-            first, _, what = parts[0].partition(" ")
-            share, _, what = what.partition(" ")
-            parts[0] = f"{first} {share} was lost {what}"
-        return f"{said}: of their time {', '.join(parts)}" if parts else said
+        if not parts:
+            return said
+        (share, what), *others = parts
+        lost_to = [f"{share} was lost {what}", *(" ".join(other) for other in others)]
+        return f"{said}: of their time {', '.join(lost_to)}"
 
     def much_lost(self) -> str:
         """`efficiency` of a run in which ranks lost a considerable share of their time in ways that
