@@ -59,6 +59,9 @@ _NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "
 _REMOVING = ("os.remove", "os.rmdir", "shutil.rmtree")
 """Audited events before something is removed."""
 
+_LOCKING = ("fcntl.flock", "fcntl.lockf")
+_AUDITED = frozenset(("open", "os.rename", "shutil.move", "os.mkdir", *_REMOVING, *_LOCKING))
+
 _audited: list[bool] = []
 """Not empty once the audit hook is added: Python cannot remove it, and another would record
 everything twice."""
@@ -105,45 +108,24 @@ class Files(Watcher):
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         # Runs at every audited event of the process, so the cheapest and most selective tests come
         # first.
-        if event == "open":
-            if (
-                self.on
-                and current_recorder() is not None
-                and not getattr(self.inside, "busy", False)
-            ):
-                self._handle(self._opened, args)
-        elif event == "os.rename":
-            if (
-                self.on
-                and current_recorder() is not None
-                and not getattr(self.inside, "busy", False)
-            ):
-                self._handle(self._renamed, args)
-        elif event == "shutil.move":
-            if (
-                self.on
-                and current_recorder() is not None
-                and not getattr(self.inside, "busy", False)
-            ):
-                self._handle(self._moved, args)
-        elif event in _REMOVING:
-            if (
-                self.on
-                and current_recorder() is not None
-                and not getattr(self.inside, "busy", False)
-                and args[-1] in (-1, None)  # else `rmtree` removes what is in its folder
-            ):
-                self._handle(self._removed, (event, args[0]))
-        elif event == "os.mkdir":
-            if (
-                self.on
-                and current_recorder() is not None
-                and not getattr(self.inside, "busy", False)
-                and args[-1] == -1
-            ):
-                self._handle(self._made, (args[0],))
-        elif event in ("fcntl.flock", "fcntl.lockf") and self.on and current_recorder() is not None:
+        if event not in _AUDITED or not self.on or current_recorder() is None:
+            return
+        if event in _LOCKING:
             self._handle(self._locked, args[:2])
+        elif getattr(self.inside, "busy", False):
+            return
+        elif event == "open":
+            self._handle(self._opened, args)
+        elif event == "os.rename":
+            self._handle(self._renamed, args)
+        elif event == "shutil.move":
+            self._handle(self._moved, args)
+        elif args[-1] not in (-1, None):
+            return  # beside an open folder: `rmtree` removes what is in its folder
+        elif event == "os.mkdir":
+            self._handle(self._made, args[:1])
+        else:
+            self._handle(self._removed, (event, args[0]))
 
     def _handle(self, work: Any, args: tuple[Any, ...]) -> None:
         """Call `work` guarded, ignoring files that the doctor itself opens meanwhile."""
