@@ -7,7 +7,7 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from ...events import FileRead, FileRemoved, FileWritten, FolderMade
 from ...report.findings import Related
@@ -20,6 +20,8 @@ _NO_FOLDER = re.compile(r"Parent directory (?P<path>.+) does not exist")
 """What torch.save says."""
 _EXISTS = re.compile(r"File exists: (?P<quote>['\"]?)(?P<path>.+)(?P=quote)")
 _COUNT = re.compile(r"(?<!\d)\d{1,4}(?!\d)")
+
+_Attempt = TypeVar("_Attempt", FileRemoved, FolderMade)
 
 ADVICE = {
     "FileNotFoundError": (
@@ -166,15 +168,8 @@ def _made_twice(run: Run, first: Failure) -> MadeTwice | None:
     if there is None or not first.kind_raised.endswith("FileExistsError"):
         return None
     path = posixpath.normpath(posixpath.join(first.rank.cwd, there["path"]))
-    found = [
-        MadeTwice(rank, event, first.at - rank.wall(event.at))
-        for rank in run.ranks.values()
-        if rank is not first.rank and rank.node == first.rank.node
-        for event in rank.of(FolderMade)
-        if event.path == path and rank.wall(event.at) <= first.at
-    ]
-    # Attempts are on record, and the others may have failed as well.
-    return min(found, key=lambda one: one.rank.exception is not None, default=None)
+    found = _at_once(run, first, FolderMade, path)
+    return MadeTwice(*found, first.at - found[0].wall(found[1].at)) if found else None
 
 
 def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
@@ -185,15 +180,23 @@ def _removed_twice(run: Run, first: Failure) -> RemovedTwice | None:
         return None
     if first.rank.location(mine.site) != first.location:
         return None
+    found = _at_once(run, first, FileRemoved, mine.path)
+    return RemovedTwice(*found) if found else None
+
+
+def _at_once(
+    run: Run, first: Failure, kind: type[_Attempt], path: str
+) -> tuple[Rank, _Attempt] | None:
+    """The rank of the same machine that did the same to a path before the failure, and its record;
+    rather one that did not fail itself, as attempts are on record."""
     found = [
-        RemovedTwice(rank, event)
+        (rank, event)
         for rank in run.ranks.values()
         if rank is not first.rank and rank.node == first.rank.node
-        for event in rank.of(FileRemoved)
-        if event.path == mine.path and rank.wall(event.at) <= first.at
+        for event in rank.of(kind)
+        if event.path == path and rank.wall(event.at) <= first.at
     ]
-    # Attempts are on record, and the others may have failed as well.
-    return min(found, key=lambda one: one.rank.exception is not None, default=None)
+    return min(found, key=lambda one: one[0].exception is not None, default=None)
 
 
 def missing_file(run: Run, first: Failure) -> MissingFile | None:
