@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.replicas.replicas import divided, replicas
@@ -135,13 +135,11 @@ def _divided(
     """Of the ranks that hold parts of one whole, those that save theirs in the step of an event,
     and the others."""
     saving = tuple(
-        r for r in ranks if r in run.ranks and any(_same(e, event, shards) for e in _of(run, r))
+        r
+        for r in ranks
+        if r in run.ranks and any(_same(e, event, shards) for e in run.ranks[r].of(SavedPart))
     )
     return saving, tuple(r for r in ranks if r not in saving)
-
-
-def _of(run: Run, rank: int) -> Iterator[SavedPart]:
-    yield from run.ranks[rank].of(SavedPart)
 
 
 def _same(one: SavedPart, other: SavedPart, shards: bool) -> bool:
