@@ -35,7 +35,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ],
 )
 def test_terms_divided_by_the_count(loss: Loss, divided: bool) -> None:
-    counts = [_Count(torch.tensor([COUNT]), 0, 1, None, "", 0, True)]
+    counts = [_Count(torch.tensor([COUNT]), 0, 1, None, "", 0)]
     x = torch.ones(4, requires_grad=True)
     for count in (torch.tensor(COUNT), torch.tensor([COUNT])):
         root: Any = loss(x, count).grad_fn

@@ -44,7 +44,7 @@ class _Count(NamedTuple):
     Attributes:
         site: the line of the call; code: of the user's function with it; name: of the variable that
             holds the tensor there, empty for none.
-        version: how often it was written to before the call; whole: it held whole numbers then.
+        version: how often it was written to before the call.
     """
 
     tensor: Any
@@ -53,7 +53,6 @@ class _Count(NamedTuple):
     code: CodeType | None
     name: str
     version: int
-    whole: bool
 
     @property
     def as_reduced(self) -> bool:
@@ -104,10 +103,9 @@ class LossCounts(Watcher):
             name = next((n for n, value in known.items() if value is tensor), "")
             code = frame.f_code if frame is not None else None
             site, version = recorder.site(), writes(tensor)
-            whole = all(float(v).is_integer() for v in tensor.flatten().tolist())
-            if version and not whole:
+            if version and not all(float(v).is_integer() for v in tensor.flatten().tolist()):
                 self.parts.add(site)
-            self.counts.append(_Count(tensor, call.group, site, code, name, version, whole))
+            self.counts.append(_Count(tensor, call.group, site, code, name, version))
 
     @on(lifecycle.backward_begins, fast_path=False)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
