@@ -209,7 +209,8 @@ class MemoryLimit(Event, frozen=True, tag="memory-limit"):
 
 
 class Stopped(Event, frozen=True, tag="stopped"):
-    """Somebody stopped the whole run: `doctor`, `interrupt` (Ctrl-C), `terminate` (SIGTERM)."""
+    """Somebody stopped the whole run: `doctor`, `interrupt` (Ctrl-C), `terminate` (SIGTERM), or
+    only torchrun on this node: `launcher`."""
 
     by: str
     reason: str = ""

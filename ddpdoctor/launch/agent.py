@@ -46,7 +46,7 @@ def main() -> None:
     from .meeting import Meeting
     from .worker_watch import Observer
 
-    observer = Observer(Path(orders.node_file))
+    observer = Observer(Path(orders.node_file), orders.supervisor)
     observer.install()
     meeting = Meeting(Path(orders.node_file).parent)
     if orders.several:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..events import MonitorStarted, ProcessEnded
+from ..events import ProcessEnded
 from ..report import environment, registry
 from ..report.findings import Finding, Report
 from ..report.postmortem import report_of
 from ..run import Recording, Run
-from ..run.merge_records import stopped_in
+from ..run.merge_records import stopped_at, stopped_in
 from ..storage.run_folder import RunFolder, RunInfo, printable, write_private
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def _stopped_at(run: Run) -> float:
     """When somebody stopped the run, in seconds since the epoch; infinity if nobody did."""
     found = [math.inf]
     for node in run.nodes.values():
-        began, stop = node.first(MonitorStarted), stopped_in(node, run.attempt)
-        if began is not None and stop is not None and stop.by != "doctor":
-            found.append(began.wall + stop.at - began.at)
+        stop, at = stopped_in(node, run.attempt), stopped_at(node, run.attempt)
+        if stop is not None and at is not None and stop.by != "doctor":
+            found.append(at)
     return min(found)
 
 

@@ -245,6 +245,9 @@ class Supervisor:
         """
         if status >= 0 and not self.stopped_by:
             return
+        if self._gathering and not self.stopped_by:
+            reason = f"{signal.Signals(-status).name} to torchrun itself"
+            self._ask(lambda: self._monitor.stopped("launcher", reason), None)
         self._tick()  # ranks may have come since the last look
         ranks = self._ranks()
         left = [p for p in _descendants() if p.pid in ranks]

@@ -9,6 +9,7 @@ failed, but not when, and nothing about ranks that ended well.
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..events import Event, ProcessEnded, ProcessStarted
+from ..events import Event, ProcessEnded, ProcessStarted, Stopped
 from ..storage.run_folder import EventWriter
 from .end_times import EndClock
 
@@ -24,9 +25,15 @@ _DEFERRED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Observer:
-    """Writes `ProcessStarted` and `ProcessEnded`, each as soon as it is known."""
+    """Writes `ProcessStarted` and `ProcessEnded`, each as soon as it is known, and `Stopped` where
+    torchrun itself gets a signal.
 
-    def __init__(self, node_file: Path) -> None:
+    Args:
+        supervisor: the pid of the process that started torchrun.
+    """
+
+    def __init__(self, node_file: Path, supervisor: int) -> None:
+        self._supervisor = supervisor
         self._writer: EventWriter | None
         try:
             self._writer = EventWriter(node_file, shared=True)
@@ -86,6 +93,7 @@ class Observer:
         def close(this: Any, *args: Any, **kwargs: Any) -> Any:
             with _Quiet():
                 self._ended(this)  # who was gone before torchrun ended the others
+                self._stopped(sys.exc_info()[1])
             with _Patience():
                 try:
                     return original(this, *args, **kwargs)
@@ -94,6 +102,14 @@ class Observer:
                         self._ended(this, by_launcher=True)
 
         context._close = close  # type: ignore[attr-defined]
+
+    def _stopped(self, error: BaseException | None) -> None:
+        if error is None or not _is_torchruns(type(error)):
+            return
+        name = signal.Signals(getattr(error, "sigval", signal.SIGTERM)).name
+        alone = os.getppid() != self._supervisor  # see `die_with`
+        reason = "the end of ddpdoctor itself" if alone else f"{name} to torchrun itself"
+        self._write(Stopped(at=time.monotonic(), by="launcher", reason=reason))
 
     def _started(self, context: Any) -> None:
         self._clock.watch(list(context.pids().values()))

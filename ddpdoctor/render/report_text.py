@@ -271,7 +271,11 @@ def verdict(report: Report) -> list[str]:
     elif _running(report):
         lines = _no_faults("no faults found so far", report, grounds)
     else:
-        lines = [f"no cause found in the records of this run, which {_ended(report)}: {grounds}"]
+        stopped = report.run.outcome == "killed" and clean(report.run.stopped_by, 40)
+        said = f"no cause found in the records of this run, which {_ended(report)}"
+        lines = [
+            f"{f'no faults found before {stopped} ended this run' if stopped else said}: {grounds}"
+        ]
         lines += _stood(report)
     if not steps:
         lines.append("not observed: no optimizer step seen, so training itself was not judged")

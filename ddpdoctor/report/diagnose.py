@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -271,25 +270,15 @@ def _summary(run: Run, folder: str) -> RunSummary:
 
 def _stopped_by(run: Run) -> str:
     """Who stopped the run, where that is why it ended."""
-    stops = [s for node in run.nodes.values() if (s := stopped_in(node, run.attempt))]
     if run.outcome() not in ("killed", "hung"):
         return ""
+    stops = [(n, s) for n, node in run.nodes.items() if (s := stopped_in(node, run.attempt))]
     if not stops:
-        return _launcher_killed(run)
+        return ""
+    number, first = min(stops, key=lambda s: s[1].by == "launcher")
     by = {"interrupt": "Ctrl-C", "doctor": "the doctor"}
-    return by.get(stops[0].by, stops[0].reason or "a signal to ddpdoctor")
-
-
-def _launcher_killed(run: Run) -> str:
-    """`SIGKILL to torchrun itself`, and the ranks were ended because of that."""
-    number = (run.info.exit_code or 0) - 128
-    ends = [r.ended for r in run.ranks.values()]
-    if run.info.launcher != "run" or number <= 0 or not all(e and e.by_launcher for e in ends):
-        return ""
-    try:
-        return f"{signal.Signals(number).name} to torchrun itself"
-    except ValueError:
-        return ""
+    who = by.get(first.by, first.reason or "a signal to ddpdoctor")
+    return f"{who} (node {number})" if first.by == "launcher" and len(run.nodes) > 1 else who
 
 
 def rows(run: Run) -> Iterator[RankState]:

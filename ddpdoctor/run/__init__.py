@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..storage.call_ring import Call, Phase, Ring, State
 from .load import Recording, load
 from .location import Location, read_in, shorten
-from .merge_records import stopped_in
+from .merge_records import stopped_at, stopped_in
 from .phrases import (
     counted,
     fold_numbers,
@@ -32,6 +32,6 @@ __all__ = [
     "OF_DEVICES", "Call", "Facts", "Location", "Phase", "Rank", "Recording", "Ring", "Run", "State",
     "counted", "equal_ranks", "fold_numbers", "fold_ranks", "groups_text", "listed", "load",
     "members", "named", "odd_ones", "plural", "ranks_do", "read_in", "ranks_text", "ranks_were",
-    "shorten", "silence_text", "silences", "some", "stopped_in", "title_of", "told_of", "unfolded",
-    "whom", "with_folded",
+    "shorten", "silence_text", "silences", "some", "stopped_at", "stopped_in", "title_of",
+    "told_of", "unfolded", "whom", "with_folded",
 ]  # fmt: skip

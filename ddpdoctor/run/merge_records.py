@@ -52,7 +52,14 @@ def stopped_in(node: Facts, attempt: int) -> Stopped | None:
     started = [e.pid for e in node.of(ProcessStarted) if e.attempt == attempt]
     if started and all(pid in ends for pid in started):
         until = min(until, max(ends.values()))
-    return next((s for s in reversed(node.of(Stopped)) if s.at <= until), None)
+    stops = [s for s in reversed(node.of(Stopped)) if s.at <= until]
+    return next((s for s in stops if s.by != "launcher"), stops[0] if stops else None)
+
+
+def stopped_at(node: Facts, attempt: int) -> float | None:
+    """When somebody stopped the run in that attempt, in seconds since the epoch."""
+    began, stop = node.first(MonitorStarted), stopped_in(node, attempt)
+    return began.wall + stop.at - began.at if began and stop else None
 
 
 def _by_itself(rank: Rank, ended: ProcessEnded, node: Facts) -> ProcessEnded:

@@ -196,6 +196,17 @@ def test_a_signal_after_the_ranks_had_ended_stopped_nothing(over: bool) -> None:
     assert [f.rule for f in found(run)] == (["exception"] if over else [])
 
 
+@pytest.mark.parametrize("by", ["terminate", "interrupt", "launcher", "doctor"])
+def test_what_failed_before_somebody_stopped_the_others(by: str) -> None:
+    """A scheduler ends the whole job after a failure; of a hang, other checks tell the cause."""
+    run = make_run(
+        {0: raised(5, "RuntimeError", CLOSED), 1: raised(3)},
+        ended={0: 1, 1: 1},
+        nodes={0: [Stopped(at=START + 4.5, by=by, reason="SIGTERM")]},
+    )
+    assert [f.ranks for f in found(run)] == ([] if by == "doctor" else [(1,)])
+
+
 def test_one_rank_alone_is_interrupted() -> None:
     victim, interrupted = raised(5.1, "RuntimeError", CLOSED), raised(5, "KeyboardInterrupt", "")
     (finding,) = found(make_run({0: victim, 1: interrupted}, ended={0: 1, 1: -2}))

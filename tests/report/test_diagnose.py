@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from recordings import PID, make_run, started, steps
 
-from ddpdoctor.events import GroupReady, ProbeCost, ProcessEnded
+from ddpdoctor.events import GroupReady, ProbeCost, ProcessEnded, Stopped
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Check, Finding, Severity
 from ddpdoctor.run import Location, Run
@@ -125,13 +125,20 @@ def test_overhead_after_the_first_steps_is_told_apart() -> None:
     assert diagnose(make_run({0: [started(0, 1), *old]}), []).overhead.later_percent is None
 
 
-@pytest.mark.parametrize(("code", "said"), [(137, "SIGKILL to torchrun itself"), (1, "")])
-def test_a_launcher_that_was_killed_is_named(code: int, said: str) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("by", ["launcher", "interrupt"])
+def test_a_launcher_that_was_killed_is_named(nodes: int, by: str) -> None:
+    stops = [Stopped(at=0, by="launcher", reason="SIGKILL to torchrun itself")]
+    if by != "launcher":  # who did so first is told
+        stops.insert(0, Stopped(at=0, by=by, reason="SIGINT"))
     swept = [
         ProcessEnded(at=0, rank=r, pid=PID + r, wall=0.0, signal=15, by_launcher=True)
         for r in range(2)
     ]
-    run = make_run({0: [], 1: []}, ended=None, nodes={0: swept}, exit_code=code, outcome="killed")
+    seen = {n: [*stops, *swept] if n + 1 == nodes else [] for n in range(nodes)}
+    run = make_run({0: [], 1: []}, ended=None, nodes=seen, outcome="killed")
+    where = " (node 1)" if nodes == 2 else ""
+    said = f"SIGKILL to torchrun itself{where}" if by == "launcher" else "Ctrl-C"
     assert diagnose(run, []).run.stopped_by == said
 
 

@@ -246,7 +246,7 @@ def test_a_stopped_run_is_reported(place: Path, number: signal.Signals, by: str)
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1  # as torchrun's own after a signal
     assert info().outcome == "killed"
-    assert [e.by for e in node_events(Stopped) if isinstance(e, Stopped)] == [by]
+    assert next(e.by for e in node_events(Stopped) if isinstance(e, Stopped)) == by
     assert Path("out/findings.json").exists()
     assert _ranks_are_gone()
 
@@ -291,15 +291,19 @@ def test_nothing_survives_a_killed_doctor(place: Path) -> None:
     assert _ranks_are_gone()
     assert info().outcome is None
     assert call(*DOCTOR, "report", "out").returncode == 0
+    (stop,) = (e for e in node_events(Stopped) if isinstance(e, Stopped))
+    assert (stop.by, stop.reason) == ("launcher", "the end of ddpdoctor itself")
 
 
-def test_nothing_survives_a_killed_agent(place: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_survives_a_killed_agent(place: Path, number: signal.Signals) -> None:
     process = _started((*DOCTOR, "run", "--out", "out", *TWO, script(LONG)), _both_up)
     (agent,) = psutil.Process(process.pid).children()
-    agent.kill()
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGKILL
+    agent.send_signal(number)
+    said = process.communicate(timeout=LIMIT_S)[1].decode()
+    assert process.returncode == (128 + number if number == signal.SIGKILL else 1)
     assert _ranks_are_gone()
+    assert f"killed by {number.name} to torchrun itself" in said
 
 
 SPAWN = """

@@ -19,7 +19,7 @@ from ...events import (
     SpawnFailed,
     StepDone,
 )
-from ...run import Call, Location, Rank, Run, State, shorten, stopped_in
+from ...run import Call, Location, Rank, Run, State, shorten, stopped_at, stopped_in
 from .thresholds import CLEAN_UP_S, JUST_BEFORE_S, NCCL_TIMEOUT_S, SEEN_S, WATCHED
 
 LOST_PEER = re.compile(
@@ -236,15 +236,33 @@ def left_waiting(run: Run, failed: tuple[int, ...]) -> bool:
 
 
 def failures(run: Run) -> list[Failure]:
-    """The failures of all ranks, the earliest first; none where somebody stopped the run."""
-    if stopped(run):
-        return []
+    """The failures of all ranks, the earliest first; only those before it where somebody stopped
+    the run."""
     found = [f for r in run.ranks.values() if (f := failure(r)) is not None]
     found = [replace(f, kind="lost") if ended_by_watchdog(run, f.rank) else f for f in found]
     interrupted = [f for f in found if f.kind_raised == "KeyboardInterrupt"]
     if len(interrupted) < len(run.ranks):  # who stops a run interrupts all of it
         found = [replace(f, kind="exception") if f in interrupted else f for f in found]
-    return sorted((f for f in found if not _cleaned_up(run, f, found)), key=lambda f: f.at)
+    found = [f for f in found if not _cleaned_up(run, f, found)]
+    if stopped(run):
+        found = _before(found, run)
+    return sorted(found, key=lambda f: f.at)
+
+
+def _before(found: list[Failure], run: Run) -> list[Failure]:
+    """The exceptions and exits that a run of which somebody else than ddpdoctor stopped one node,
+    or all, had before."""
+    nodes = run.nodes.values()
+    doctor = any((s := stopped_in(node, run.attempt)) and s.by == "doctor" for node in nodes)
+    if doctor or run.stall is not None:
+        return []
+    times = [at for node in nodes if (at := stopped_at(node, run.attempt)) is not None]
+    until = min(times, default=0.0) - SEEN_S
+    return [
+        f
+        for f in found
+        if f.kind == "exception" and f.kind_raised != "KeyboardInterrupt" and f.at < until
+    ]
 
 
 def unseen(run: Run) -> list[Failure]:

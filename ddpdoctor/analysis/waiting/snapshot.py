@@ -20,7 +20,7 @@ from ...events import (
     TorchLoaded,
 )
 from ...report.findings import Steps
-from ...run import Call, Facts, Location, Phase, Rank, Run, State, shorten, silence_text, stopped_in
+from ...run import Call, Location, Phase, Rank, Run, State, shorten, silence_text, stopped_at
 from ..calls.call_logs import CallLogs, CallRecord, GroupKey, call_logs
 from .device_waits import device_wait, enqueued, flight_log, lags
 from .failures import call_failed, destroyed, is_over, lost_peer
@@ -246,17 +246,12 @@ def snapshot_of(run: Run) -> Snapshot:
 
 def _until(run: Run, at: float) -> float:
     """When the first rank ended, or was terminated, after a moment; seconds since the epoch."""
-    times = [_stopped(node, run.attempt) for node in run.nodes.values()]
+    times = [stopped_at(node, run.attempt) for node in run.nodes.values()]
     for rank in run.ranks.values():
         ends = [*failures(rank), *(e.at for e in rank.of(RankExiting))]
         ends += [rank.ended.at] if rank.ended else []
         times += [rank.wall(end) for end in ends]
     return min((t for t in times if t is not None and t >= at), default=_last(run))
-
-
-def _stopped(node: Facts, attempt: int) -> float | None:
-    began, stopped = node.first(MonitorStarted), stopped_in(node, attempt)
-    return stopped.at - began.at + began.wall if began and stopped else None
 
 
 def failures(rank: Rank) -> Iterator[float]:
@@ -383,7 +378,7 @@ def _looked(run: Run, wall: float) -> float:
     times = [wall]
     if run.now is not None:
         times += [r.wall(run.now) for r in run.ranks.values()]
-    reported = (_stopped(node, run.attempt) for node in run.nodes.values())
+    reported = (stopped_at(node, run.attempt) for node in run.nodes.values())
     return max([*times, *(at for at in reported if at is not None)])
 
 
