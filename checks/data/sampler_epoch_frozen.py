@@ -22,7 +22,9 @@ NUMBERS_OF_A_LOOP = 3
 """Different epoch numbers after which one that comes twice is no fault of the loop."""
 
 REPEATED = "epoch-number-repeated"
-_LOOPED = re.compile(r"\bin (?:[\w.]+\()*([A-Za-z_][\w.]*)(?=[,):])")
+_BEGUN = re.compile(r"\biter\(([A-Za-z_][\w.]*)\)")
+"""What begins a pass over a loader that no `for` goes through."""
+_LOOPED = re.compile(rf"\bin (?:[\w.]+\()*([A-Za-z_][\w.]*)(?=[,):])|{_BEGUN.pattern}")
 """What a loop goes through: `loader` in `for n, batch in enumerate(loader):`."""
 GOES_ON = "resumed-in-another-epoch"
 FEW = 0.25
@@ -168,8 +170,7 @@ class SamplerEpochFrozen(LoaderCheck):
             related=related(reader, sampler=False),
             summary=f"{which} over {dataset(reader)} {what} on {whom(frozen, run.world_size)}",
             cause=f"{why}, so {orders}",
-            fix=f"`{holder}.{'set_epoch(epoch)' if reader.seen.sets_epoch else f'{name} = epoch'}` "
-            "at the start of every epoch, before the loader is iterated"
+            fix=_fix(reader, holder, name, numbered=rule == REPEATED)
             + (": `loader.sampler` is not what orders here" if batches else ""),
             fix_kind=FixKind.SAFE,
             evidence={
@@ -431,6 +432,20 @@ def _restarts(reader: Reader) -> int:
     return sum(e.again for e in ended if e.samples > FEWEST_REPEATED * e.again)
 
 
+def _fix(reader: Reader, holder: str, name: str, *, numbered: bool) -> str:
+    """What sets the number of each epoch, where its pass over the loader begins: at the head of a
+    loop, or by `iter` within one; `numbered`: the program does set it, but not for each pass."""
+    begun = _BEGUN.search(spot.source) if (spot := reader.loop_at) else None
+    number = "n" if begun or numbered else "epoch"
+    call = (
+        f"`{holder}.{f'set_epoch({number})' if reader.seen.sets_epoch else f'{name} = {number}'}`"
+    )
+    if number == "epoch":
+        return f"{call} at the start of every epoch, before the loader is iterated"
+    where = f"before every `{begun[0]}`" if begun else "before every pass over the loader"
+    return f"{call} {where}, where `n` is one more each time"
+
+
 def _sampler_name(reader: Reader) -> str:
     """What the loop can call the sampler: its variable, where that is made in the same function, or
     else by the loader that the loop iterates."""
@@ -441,7 +456,8 @@ def _sampler_name(reader: Reader) -> str:
     if made.function == loop.function:
         return name or "sampler"
     looped = _LOOPED.search(loop.source)
-    return f"{looped[1]}.sampler" if looped and not reader.seen.batch_sampler else "sampler"
+    named = looped[1] or looped[2] if looped else ""
+    return f"{named}.sampler" if named and not reader.seen.batch_sampler else "sampler"
 
 
 def _resumed(reader: Reader, repeats: int) -> bool:

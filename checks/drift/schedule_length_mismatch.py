@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ddpdoctor.analysis.data.loaders import batch_size, loaders
 from ddpdoctor.analysis.models.wrap_options import planned
-from ddpdoctor.events import ScheduleEnded, SchedulerStep, StepDone
+from ddpdoctor.events import Hyperparameters, ScheduleEnded, SchedulerStep, StepDone
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
 from ddpdoctor.run import Location, Rank, Run, counted
@@ -49,6 +49,9 @@ class Unit(NamedTuple):
 
 PREPARED = " (Accelerate does so with a scheduler that it has prepared)"
 KEEP_OUT = "keep the scheduler out of `accelerator.prepare`"
+MULTIPLY = (
+    "multiply every number of steps that it is given, a warm-up's included, by the number of ranks"
+)
 ONCE = "step the scheduler once per optimizer step"
 
 METRIC = Unit(
@@ -76,7 +79,7 @@ STEP = Unit(
     "in every optimizer step",
     "it counts calls: what is planned for some optimizer steps is over after a part of those; only "
     "numbers that count the batches of the whole data set are right",
-    f"{KEEP_OUT}, or multiply its numbers of steps by the world size",
+    f"{KEEP_OUT}, or {MULTIPLY}",
     Severity.NOTE,
 )
 
@@ -148,6 +151,7 @@ class ScheduleLengthMismatch(Check):
     - Schedulers whose state was loaded, and those stepped once per epoch that count it once.
     - Schedulers that count each epoch once for each rank and are planned for as many steps.
     - Cosine schedules of whole epochs that the run repeats, and warm-ups (a rising `LinearLR`).
+    - Schedulers of functions that never change the rate.
     - Only a note for schedulers of functions (`LambdaLR`), or of intervals (`StepLR`), that are
       given no length of a plan, where Accelerate steps them once for each rank in every step.
     """
@@ -226,6 +230,8 @@ class ScheduleLengthMismatch(Check):
             number, event = next(iter(events.items()))
             counted_so = event.steps >= FEWEST_CALLS and event.calls == event.steps * size
             if event.planned or event.calls != event.counted or size < 2 or not counted_so:
+                continue
+            if _constant(run.ranks[number], event.optimizer):
                 continue
             yield self._once_more(
                 run,
@@ -316,6 +322,12 @@ def _once_for_each_rank(rank: Rank, ranks: int) -> Iterator[list[SchedulerStep]]
             yield steps
 
 
+def _constant(rank: Rank, optimizer: int) -> bool:
+    """Whether the learning rates of an optimizer are known never to have changed."""
+    read = [e for e in rank.of(Hyperparameters) if e.optimizer == optimizer]
+    return len({tuple(group.get("lr") for group in e.groups) for e in read}) == 1
+
+
 def _seldom(event: SchedulerStep) -> bool:
     """Whether a call of this kind may be one per epoch or evaluation."""
     return event.kind != PLATEAU or event.metric is not None
@@ -383,7 +395,7 @@ def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | No
             "the plan counts optimizer steps, but the scheduler steps once for each of the "
             f"{run.world_size} ranks in every one"
             f"{PREPARED * prepared}; {after}",
-            f"plan for {event.calls} steps, or {KEEP_OUT if prepared else ONCE}",
+            f"{KEEP_OUT}, or {MULTIPLY}" if prepared else ONCE,
         )
     return None
 

@@ -40,7 +40,10 @@ EARLIER_GRADIENT = "gradient-of-earlier-step"
 AT_START = "parameter-at-start"
 PARAMETER = "parameter"
 
-_SKIP = "skip the step on all ranks when a value is not finite"
+_SKIP = (
+    "skip the step on all ranks when a value is not finite on any of them (`all_reduce` a flag "
+    "with `ReduceOp.MAX`)"
+)
 _OTHERWISE = f"keep such values from the operation (`x.clamp_min(eps)`), and {_SKIP}"
 _CHECK_CONSTANT = (
     f"check what `{{got}}` gets (`assert torch.isfinite(x).all()` on the way there), and {_SKIP}"
@@ -71,19 +74,20 @@ ORIGINS = {
         "clean the sample, or use `x = torch.nan_to_num(x)` if that is what it means",
     ),
     AFTER_FORWARD: Origin(
-        "a constant that enters the loss after the model's forward is not finite",
+        "a tensor without a gradient that enters the loss after the model's forward is not finite",
         "{entered} gets {value} {place}",
-        f"{_IN_LOSS}: a constant of `{{entered}}` has it, after the model's forward{{after}}",
-        "{finite}; after the forward `{entered}` got a constant (it requires no gradient) that was "
-        "not finite",
+        f"{_IN_LOSS}: after the model's forward, `{{entered}}` gets it in a tensor without a "
+        "gradient, such as a target{after}",
+        "{finite}; after the forward `{entered}` got a tensor that requires no gradient (a target, "
+        "a mask, a weight) and was not finite",
         _CHECK_CONSTANT,
     ),
     BEFORE_OPERATION: Origin(
-        "an operation of the forward gets a constant that is not finite",
+        "an operation of the forward gets a tensor without a gradient that is not finite",
         "{value} arises here, before {into}",
-        f"{_IN_LOSS}: a constant{{made}} brings it into `{{into}}`{{after}}",
-        "{finite}; `{entered}`{of_module} got a constant (it requires no gradient) that was not "
-        "finite: it {came}arose on the way there",
+        f"{_IN_LOSS}: a tensor without a gradient{{made}} brings it into `{{into}}`{{after}}",
+        "{finite}; `{entered}`{of_module} got a tensor that requires no gradient (an input, a "
+        "mask) and was not finite: it {came}arose on the way there",
     ),
     DERIVATIVE: Origin(
         "a derivative that `torch.autograd.grad` takes for the loss is not finite",

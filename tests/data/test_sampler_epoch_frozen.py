@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -434,6 +435,24 @@ def test_the_rest_of_an_epoch_that_is_run_again() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "numbers", "fix"),
+    [
+        ("for x in loader:", [0, 0, 0], "set_epoch(epoch)` at the start of every epoch"),
+        ("for x in loader:", [0, 1, 1], "set_epoch(n)` before every pass over the loader"),
+        ("it = iter(loader)", [0, 0, 0], "set_epoch(n)` before every `iter(loader)`"),
+    ],
+)
+def test_where_the_epoch_is_to_be_set(line: str, numbers: list[int], fix: str) -> None:
+    """Passes that begin in the middle of an epoch of the program need a number each."""
+    called = sum(a != b for a, b in itertools.pairwise(numbers))
+    began = {"sampler_epoch": numbers, "epochs_set": [0, 0, called]}
+    fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1}
+    events = loader(0, [FIRST] * 3, began=began, **fields, loop_site=9)  # type: ignore[arg-type]
+    (finding,) = examine([site(9, "train.py", 30, line), *events])
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize(
     ("made", "function", "loop", "name"),
     [
         ("sampler = DistributedSampler(data)", "main", "for x in loader:", "sampler"),
@@ -444,6 +463,7 @@ def test_the_rest_of_an_epoch_that_is_run_again() -> None:
         ("own = DistributedSampler(data)", "data", "for x in tqdm(enumerate(a)):", "a.sampler"),
         ("own = DistributedSampler(data)", "data", "for x in self.batches():", "sampler"),
         ("own = DistributedSampler(data)", "data", "batch = next(batches)", "sampler"),
+        ("own = DistributedSampler(data)", "data", "it = iter(loader)", "loader.sampler"),
     ],
 )  # fmt: skip
 def test_what_the_loop_can_call_the_sampler(made: str, function: str, loop: str, name: str) -> None:

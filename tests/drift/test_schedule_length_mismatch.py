@@ -8,7 +8,7 @@ from ddpdoctor.checks.drift.schedule_length_mismatch import ScheduleLengthMismat
 from readers import loader, prologue
 from recordings import make_run, site
 
-from ddpdoctor.events import ScheduleEnded, SchedulerStep, StepDone, decode
+from ddpdoctor.events import Hyperparameters, ScheduleEnded, SchedulerStep, StepDone, decode
 from ddpdoctor.probe.recording import hooks, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training.optimizers import Optimizers
@@ -356,3 +356,13 @@ def test_a_schedule_without_a_length_that_counts_each_step_once_per_rank(calls, 
     assert [(f.rule, f.severity.value) for f in found] == [
         ("steps-counted-per-rank", "note")
     ] * told
+
+
+@pytest.mark.parametrize(("rates", "told"), [((0.1,), False), ((0.1, 0.05), True), ((), True)])
+def test_a_rate_that_never_changes_has_no_schedule(rates, told):
+    event = schedule(0, 60, steps=30, kind="LambdaLR", by="accelerate.scheduler")
+    read = [
+        Hyperparameters(at=0, optimizer=0, step=n, groups=({"lr": r},)) for n, r in enumerate(rates)
+    ]
+    run = make_run({rank: [*LINES, *read, event] for rank in range(2)})
+    assert len(list(ScheduleLengthMismatch().examine(run))) == told

@@ -186,13 +186,15 @@ def how_to_shard(fault: LoaderFault) -> str:
         f"`islice(samples, {taken})`"
     )
     by_worker = all(r.seen.workers > 1 for r in fault.readers) and not fault.workers_overlap
+    in_order = in_one_order(fault.readers)
     if not workers and by_worker:
-        code = (
-            "if it already shards by worker, use `rank * info.num_workers + info.id` for `info.id` "
-            "and `world_size * info.num_workers` for `info.num_workers`; if it does not, "
-            f"{code}"
+        known = "where it divides the samples among its workers (here, or in a `worker_init_fn`), "
+        numbers = (
+            "use `rank * info.num_workers + info.id` for `info.id` and "
+            "`world_size * info.num_workers` for `info.num_workers`"
         )
-    if fault.rule == "unsharded-stream" and not in_one_order(fault.readers):
+        code = known + numbers + ("" if in_order else f"; if it does so nowhere, {code}")
+    if fault.rule == "unsharded-stream" and not in_order:
         code += _OWN_ORDERS
     if fault.rule == "repeated-parts":
         return (
