@@ -498,6 +498,26 @@ def test_backwards_of_two_models_that_pair(tmp_path: Path) -> None:
     assert finding.evidence["call_number"] == 6
 
 
+@pytest.mark.parametrize("model", [0, 1])
+def test_an_extra_backward_that_meets_that_of_another_model(tmp_path: Path, model: int) -> None:
+    """gloo aborts in it, so that nothing comes after; the forwards before it are of one model."""
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP backward", 21, text="d_loss.backward()", step=0, model=0)
+    made[0].call("DDP forward", 23, text="real = d(x)", step=1, model=0)
+    made[1].call("DDP forward", 26, text="fake = d(g(z))", step=1, model=0)
+    made[0].call("DDP backward", 24, text="r1.backward()", step=1, model=0)
+    made[1].call("DDP backward", 27, text="g_loss.backward()", step=1, model=model)
+    more: dict[int, list[Event]] = {
+        rank: [
+            Wrapped(at=START, model=n, kind="Net", wrapper="DistributedDataParallel", group=0,
+                    site=-1) for n in range(2)
+        ] for rank in made
+    }  # fmt: skip
+    told = found(run_of(tmp_path, made, more=more, now=START + 9))
+    assert [f.evidence["call_number"] for f in told] == ([2] if model else [])
+
+
 def in_turn(
     tmp_path: Path, orders: Sequence[Sequence[int]], steps: int = 3, late: int = -1
 ) -> list[Finding]:

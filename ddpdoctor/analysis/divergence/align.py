@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -156,7 +156,7 @@ def compare(
         for n, name in enumerate(_PARTS)
         if len({m.what[n] for m in made.values()}) > 1
     )  # fmt: skip
-    if "op" in differs or _of_several_models(made):
+    if "op" in differs or of_several_models(made.values()):
         differs = ("op",)
     shift = _shift(a, b)
     if not differs and (shift is None or _harmless(a, b, shift, end - index)):
@@ -195,9 +195,9 @@ def _unanswered(key: GroupKey, index: int, made: dict[int, CallRecord]) -> CallD
     return CallDivergence(key, index, made, (), False, True, own, done, added)
 
 
-def _of_several_models(made: dict[int, CallRecord]) -> bool:
+def of_several_models(made: Iterable[CallRecord | None]) -> bool:
     """Whether these are the collectives of different DDP models, whose gradients would be mixed."""
-    return len({tuple(m.models) for m in made.values()} - {()}) > 1
+    return len({tuple(m.models) for m in made if m is not None} - {()}) > 1
 
 
 def _matched_with_next(

@@ -18,7 +18,7 @@ from ..calls.call_logs import (
 )
 from ..control_flow.branches import arms
 from ..waiting.snapshot import snapshot_of
-from .align import CallDivergence, compare
+from .align import CallDivergence, compare, of_several_models
 from .reordered_calls import lacking, reordered
 from .thresholds import FAULTS, LOOKS, NEAR, REACH, TIMES, WINDOW
 
@@ -130,9 +130,14 @@ def _by_lines(
         index = min((i for i in found if i is not None), default=None)
         if index is None or (until is not None and index >= until):
             break
-        marks = tuple(m and (m.what, m.spots, m.key) for m in _there(known, logs, index))
+        there = _there(known, logs, index)
+        marks = tuple(m and (m.what, m.spots, m.key) for m in there)
         if marks not in judged:
-            judged[marks] = reordered(known, key, logs, index) or lacking(known, key, logs, index)
+            judged[marks] = (
+                reordered(known, key, logs, index)
+                or lacking(known, key, logs, index)
+                or (_judged(known, key, logs, index, -1) if of_several_models(there) else None)
+            )
         if (divergence := judged[marks]) is not None:
             return replace(divergence, index=index)
         start = index + 1
