@@ -15,6 +15,7 @@ from ddpdoctor.analysis.data.forward_inputs import (
     equal_inputs,
     equal_parts,
     inputs,
+    inputs_drawn_alike,
 )
 from ddpdoctor.analysis.data.loader_check import (
     LoaderCheck,
@@ -250,6 +251,13 @@ class DataOverlap(LoaderCheck):
             "every rank trains on the same constant data, as a single rank would",
             SHARD_INPUTS,
         ),
+        "inputs-drawn-alike": Words(
+            "without a loader, ranks draw the same inputs, for a while or some forwards apart",
+            "each rank takes the same samples, or draws the same random positions, as its random "
+            "generators are seeded like those of the others: they only part where one rank draws "
+            "more than another, as in an evaluation of its own",
+            SHARD_INPUTS,
+        ),
         "equal-gradients": Words(
             "without DDP, ranks compute the same gradients before they exchange them",
             "each of these ranks trains on the same samples, so they do the work of one",
@@ -285,6 +293,9 @@ class DataOverlap(LoaderCheck):
             found_equal = list(equal_inputs(run, given)) or list(equal_parts(run, given))
             if sets := [same for same in found_equal if not same.intended]:
                 yield self._of_inputs(run, sets)
+            elif not found_equal:
+                for same in inputs_drawn_alike(run, given):
+                    yield self._of_inputs(run, [same])
         for work in () if found else equal_gradients(run):
             yield self._of_gradients(run, work)
 
@@ -333,8 +344,9 @@ class DataOverlap(LoaderCheck):
         parts = tuple(s.ranks for s in sets if s.toy == same.toy)
         rank, words = run.everyone[same.ranks[0]], self.words[same.rule]
         who = _sets(parts) if len(parts) > 1 else whom(same.ranks, run.world_size)
-        ranks = [run.everyone[n] for n in same.ranks]
-        seeding = seeded_alike(ranks, NAMES, same.event.at) if same.drawn else None
+        known = [run.everyone[n] for n in same.ranks] if same.drawn or same.generator else []
+        names = (same.generator,) if same.generator else NAMES
+        seeding = seeded_alike(known, names, same.event.at) if known else None
         return self.finding(
             rule=same.rule,
             severity=Severity.NOTE
@@ -349,8 +361,7 @@ class DataOverlap(LoaderCheck):
             steps=_steps(rank, same) if same.late else None,
             label="the same inputs on these ranks",
             related=seeded_here(seeding),
-            summary=f"{who} feed {same.kind} the same {_inputs(same)} at all "
-            f"{len(same.forwards)} compared forwards"
+            summary=f"{who} feed {same.kind} the same {_inputs(same)} {_when(same)}"
             + (f" from forward {same.forwards[0]} on" if same.late else "")
             + (" (equal random numbers)" if same.drawn else "")
             + (" (they never change)" if same.constant else ""),
@@ -399,6 +410,20 @@ class DataOverlap(LoaderCheck):
             },
             at=rank.wall(work.event.at),
         )
+
+
+def _when(same: EqualInputs) -> str:
+    if same.apart is None:
+        return f"at all {len(same.forwards)} compared forwards"
+    share = f"{len(same.forwards)} of {same.compared} compared"
+    if not same.apart:
+        return f"at the first {share} forwards"
+    first, *others = same.ranks
+    late, early = ([first], others) if same.apart > 0 else (others, [first])
+    return (
+        f"some forwards apart: {ranks_text(late)} at forward n + {abs(same.apart)} those of "
+        f"{ranks_text(early)} at forward n ({share})"
+    )
 
 
 def _spot(fault: LoaderFault) -> Location | None:

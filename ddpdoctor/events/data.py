@@ -462,6 +462,8 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         loaders: those whose last batch the inputs are, or are views of; empty if unknown (copies on
             another device).
         batch: numbers in the largest part of the batch that a loader delivered last.
+        states: digests of the states of torch's, numpy's and Python's global generators; empty
+            where a loader feeds the model.
     """
 
     model: int
@@ -481,6 +483,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     parts: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     batch: int = 0
+    states: tuple[int, ...] = ()
 
     RANKS = ("ranks",)
 

@@ -116,6 +116,40 @@ def test_inputs_that_become_the_same() -> None:
     assert not examine(inputs([1, 2, 3, 7, 7, 7, 7]), inputs([4, 5, 6, 7, 7, 7, 7]))
 
 
+def drawn(digests: Sequence[int], *, moves: bool = True) -> list[Event]:
+    """Inputs that were drawn from torch's generator, or (`moves`) while it stood still."""
+    events = (e for e in inputs(digests) if isinstance(e, ForwardInput))
+    return [msgspec.structs.replace(e, states=(e.digest if moves else 5, 5, 5)) for e in events]
+
+
+def test_inputs_that_are_the_same_until_a_rank_draws_something_else() -> None:
+    """An evaluation on rank 0 advances its generator alone."""
+    (finding,) = examine(inputs(range(1, 15)), inputs([*range(1, 11), *range(21, 25)]))
+    assert (finding.rule, finding.severity) == ("inputs-drawn-alike", Severity.ERROR)
+    assert "at the first 10 of 14 compared forwards" in finding.summary
+    assert not examine(inputs(range(1, 15)), inputs([*range(1, 5), *range(21, 31)]))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (range(5, 19), "rank 0 at forward n + 4 those of rank 1 at forward n (10 of 14 compared)"),
+        (range(-2, 12), "rank 1 at forward n + 3 those of rank 0 at forward n (11 of 14 compared)"),
+    ],
+)
+def test_inputs_that_ranks_draw_some_forwards_apart(other: Sequence[int], said: str) -> None:
+    (finding,) = examine(drawn(range(1, 15)), drawn([d % 100 for d in other]))
+    assert (finding.rule, finding.ranks) == ("inputs-drawn-alike", (0, 1))
+    assert said in finding.summary
+
+
+def test_ranks_that_go_through_the_same_batches_each_from_another_one() -> None:
+    mine, other = range(1, 15), range(3, 17)
+    assert not examine(drawn(mine, moves=False), drawn(other, moves=False))
+    assert not examine(inputs(mine), inputs(other))
+    assert not examine(drawn([1, 2, 3, 4] * 4), drawn([2, 3, 4, 1] * 4))
+
+
 def test_a_state_carried_on_from_another_one_is_not_known_to_be_the_same() -> None:
     """The first of each rollout shows the state that it begins with."""
     mine, same = inputs([1, 2, 3, 4, 5, 6]), inputs([0, 2, 3, 4, 5, 6], carried=True)[1:]

@@ -13,6 +13,7 @@ from ...events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
 from ...run import Rank, Run
 from .data_calls import exchange_in_own_group, received_from_peers
 from .loaders import Reader, batch_size
+from .rng_state import NAMES
 from .thresholds import DRAWN_SHARE, FEWEST, LATER, NO_ACCIDENT, RICH, TOY_DRAWS
 
 
@@ -160,6 +161,11 @@ class EqualInputs:
         part: only this one of several inputs is the same, counted from 0; -1 for all.
         intended: one of the ranks sent them to the others, or the ranks exchange what they compute
             from them in a smaller group of their own.
+        apart: the first rank gets them so many forwards later than the others (negative: earlier);
+            None where they are the same ones at each forward, to the end.
+        compared: where `apart` is a number, how many inputs of the first rank are on record.
+        generator: the global generator that is in the same state on all ranks at these forwards,
+            another one at each; empty for none.
     """
 
     kind: str
@@ -171,6 +177,9 @@ class EqualInputs:
     differed: int
     constant: bool
     part: int = -1
+    apart: int | None = None
+    compared: int = 0
+    generator: str = ""
 
     @property
     def event(self) -> ForwardInput:
@@ -180,6 +189,8 @@ class EqualInputs:
     def rule(self) -> str:
         if self.part >= 0:
             return "equal-part-of-inputs"
+        if self.apart is not None:
+            return "inputs-drawn-alike"
         if self.drawn:
             return "equal-random-inputs"
         return "constant-inputs" if self.constant else "equal-inputs"
@@ -256,6 +267,62 @@ def equal_parts(run: Run, given: Inputs) -> Iterator[EqualInputs]:
             events = [f[0] for f in forwards]
             yield EqualInputs(given.kind, ranks, numbers, events, False, intended, -1, False, part)
             return
+
+
+def inputs_drawn_alike(run: Run, given: Inputs) -> Iterator[EqualInputs]:
+    """Ranks that feed a model the same inputs at first, until something shifts what one of them
+    draws; or always the same ones, but some forwards apart. Inputs that come again on a rank are
+    left out, and so are forwards apart unless the generators tell that the inputs were drawn:
+    ranks may go through the same batches, each from another one on."""
+    seen = {rank: _once(forwards) for rank, forwards in given.by_rank.items()}
+    first, *others = sorted(seen)
+    shifts: dict[int, list[int]] = {}
+    for rank in others:
+        apart = Counter(seen[first][d] - seen[rank][d] for d in seen[first].keys() & seen[rank])
+        shift, count = apart.most_common(1)[0] if apart else (0, 0)
+        if count >= NO_ACCIDENT:
+            shifts.setdefault(shift, []).append(rank)
+    for shift, ranks in shifts.items():
+        both = [
+            n
+            for d, n in seen[first].items()
+            if all(d in seen[r] and seen[r][d] + shift == n for r in ranks)
+        ]
+        compared = sorted(seen[first].values())
+        together = (first, *ranks)
+        pairs = [
+            [given.by_rank[first][n], *(given.by_rank[r][n - shift] for r in ranks)] for n in both
+        ]
+        generator = _drawn_from(pairs)
+        known = generator or (not shift and both == compared[: len(both)])
+        if len(both) < NO_ACCIDENT or not known:
+            continue
+        if any(_intended(run.everyone[r], frozenset(together), len(both)) for r in together):
+            continue
+        events = [given.by_rank[first][n] for n in both]
+        yield EqualInputs(
+            given.kind, together, both, events, _drawn(events), False, -1, False,
+            apart=shift, compared=len(compared), generator=generator,
+        )  # fmt: skip
+
+
+def _drawn_from(forwards: list[list[ForwardInput]]) -> str:
+    """The global generator that is in the same state on all ranks, a new one at each forward."""
+    for at, name in enumerate(NAMES):
+        states = [
+            {e.states[at] for e in f} if all(e.states for e in f) else set() for f in forwards
+        ]
+        if all(len(s) == 1 for s in states) and len(set().union(*states)) == len(states):
+            return name
+    return ""
+
+
+def _once(forwards: dict[int, ForwardInput]) -> dict[int, int]:
+    """The numbers of the forwards in training that no loader feeds, by the digest of their inputs;
+    without inputs that come several times."""
+    events = [e for e in forwards.values() if e.digest and e.training and not e.fed]
+    count = Counter(e.digest for e in events if not e.carried)
+    return {e.digest: e.forward for e in events if count[e.digest] == 1}
 
 
 def _intended(rank: Rank, ranks: frozenset[int], times: int) -> bool:

@@ -164,6 +164,7 @@ def _record(
     own = known.own & memories(inputs) if known.own else known.own
     found_in = content(inputs, own)
     before, known.positions = known.positions, None
+    now = None if known.fed else rng_state.positions()
     recorder.emit(
         ForwardInput(
             at=time.monotonic(),
@@ -178,8 +179,9 @@ def _record(
             begins=begins(inputs),
             carried=bool(own),
             fed=known.fed,
-            drawn=rng_state.drawn(before, rng_state.positions()) if before else -1,
+            drawn=rng_state.drawn(before, now) if before and now else -1,
             training=given.training,
+            states=rng_state.digests(now) if now else (),
             loaders=found,
             batch=latest_batch.numbers,
             kind=model.kind if isinstance(model, Sharded) else "",
