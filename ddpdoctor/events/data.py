@@ -486,17 +486,3 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     states: tuple[int, ...] = ()
 
     RANKS = ("ranks",)
-
-
-class ShardedOver(Event, frozen=True, tag="sharded-over"):
-    """`fully_shard` got a mesh of several dimensions with all ranks: it shards over one dimension
-    and replicates over another, and every rank should read its own data.
-
-    Attributes:
-        ranks: all ranks of the mesh; `groups` are this rank's groups, one for each dimension.
-    """
-
-    RANKS = ("ranks", "groups")
-
-    ranks: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...] = ()

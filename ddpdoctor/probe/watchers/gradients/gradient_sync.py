@@ -115,6 +115,8 @@ class GradientSync(Watcher):
         self._contexts: WeakIdentityMap[weakref.ref[Any]] = WeakIdentityMap()
         # By wrapper, the line that sets `require_backward_grad_sync` directly.
         self._set_sites: WeakIdentityMap[int] = WeakIdentityMap()
+        # By the numbers of two models, which parameters of the first one the second one has, too.
+        self._in_both: dict[tuple[int, int], frozenset[int]] = {}
 
     def install(self) -> None:
         import torch.autograd
@@ -252,8 +254,22 @@ class GradientSync(Watcher):
             sync = self.syncs[model]
             sync.after = look.after
             touched = look.touched_positions()
-            if touched or model in backward.models or model in backward.continued:
+            own = model in backward.models or model in backward.continued
+            if own or (touched and not touched <= self._shared(model, backward.models)):
                 self._add(recorder, sync, backward, look, touched)
+
+    def _shared(self, model: Model, others: list[Model]) -> frozenset[int]:
+        """The positions of the parameters that other wrappers have too: these average what a
+        backward over a forward of theirs adds."""
+        found: frozenset[int] = frozenset()
+        for other in others:
+            pair = model.number, other.number
+            if pair not in self._in_both:
+                theirs = {id(p) for p in (other.live_parameters() or ())}
+                mine = enumerate(model.live_parameters() or ())
+                self._in_both[pair] = frozenset(n for n, p in mine if id(p) in theirs)
+            found |= self._in_both[pair]
+        return found
 
     def _add(
         self,
