@@ -6,7 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.calls.call_logs import GroupCalls, call_logs
-from ddpdoctor.analysis.divergence.explanations import NEW_GROUP_ON_ALL, members, rules
+from ddpdoctor.analysis.divergence.explanations import (
+    NEW_GROUP_OF_MEMBERS,
+    NEW_GROUP_ON_ALL,
+    members,
+    rules,
+)
 from ddpdoctor.analysis.divergence.faults import NEVER_CREATED, faults
 from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import awaited
@@ -100,7 +105,9 @@ class GroupCreationMismatch(Check):
             summary=f"{ranks_text(most_ranks)} called {group}, but {ranks_text(without)} did not"
             + _meanwhile([s.doing for s in elsewhere if not s.gone]),
             cause="every rank of the world must call new_group, members or not",
-            fix=NEW_GROUP_ON_ALL,
+            fix=NEW_GROUP_ON_ALL
+            if set(without) & set(place.signature.ranks)
+            else NEW_GROUP_OF_MEMBERS,
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "groups_made": {str(r): n for r, n in made.items()},

@@ -167,6 +167,17 @@ def test_who_is_at_fault_of_many_roots(
     assert [f.ranks for f in told] == ([ranks] if ranks else [])
 
 
+@pytest.mark.parametrize("op", ["broadcast", "all_reduce"])
+def test_what_is_received_has_the_dtype_of_what_is_sent(op: str, tmp_path: Path) -> None:
+    made = tapes()
+    root = {"root": 1} if op == "broadcast" else {}
+    for rank, tape in made.items():
+        tape.call(op, 9, numel=4, dtype="uint8" if rank else "float32", **root)
+    (finding,) = found(run_of(tmp_path, made))
+    sent = "receive into a tensor of the dtype that rank 1 sends: `dtype=torch.uint8`"
+    assert (finding.fix == sent) is (op == "broadcast")
+
+
 def test_sizes_that_may_differ(tmp_path: Path) -> None:
     made = {rank: CallLog(rank, 2) for rank in range(2)}
     for rank, tape in made.items():

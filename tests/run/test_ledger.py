@@ -61,7 +61,10 @@ def test_ranks_that_are_late_in_turn_within_a_stretch_wait_for_no_one() -> None:
 
 def test_the_work_of_fewer_ranks() -> None:
     words = ledger_of(two_ranks().ranks).efficiency()
-    assert words == ("2 ranks did the work of 1.1: of their time 41 % was lost waiting for rank 0")
+    assert words == (
+        "2 ranks did the work of 1.1: they trained for 57 % of their time, 41 % was lost waiting "
+        "for rank 0"
+    )
 
 
 def test_waiting_that_is_not_timed_is_no_work() -> None:
@@ -105,7 +108,7 @@ def test_what_the_report_says() -> None:
         ("0", "8.0", "1.0", "7.0", "0.0", "0.0"),
         ("1", "8.0", "1.0", "1.0", "6.0", "0.0"),
     )
-    assert "of their time 43 % was lost waiting for rank 0" in table.title
+    assert "57 % of their time, 43 % was lost waiting for rank 0" in table.title
     assert report.lost in table.title and report.lost.startswith("2 ranks did the work of")
 
 

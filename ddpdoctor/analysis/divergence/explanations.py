@@ -59,8 +59,10 @@ from .within_library import WithinLibrary
 NEW_GROUP_ON_ALL = (
     "call new_group on every rank, in the same order, and keep the group with this rank: "
     "`for ranks in all_groups: group = dist.new_group(ranks); mine = group if rank in ranks "
-    "else mine`; or pass `use_local_synchronization=True`"
+    "else mine`"
 )
+NEW_GROUP_OF_MEMBERS = f"{NEW_GROUP_ON_ALL}; or pass `use_local_synchronization=True`"
+"""Where only members of a group create it."""
 
 
 class DifferentGroups(CallExplanation):
@@ -90,7 +92,9 @@ class DifferentGroups(CallExplanation):
             summary=f"ranks create different process groups at call {blamed.divergence.index} of "
             f"new_group: {created}",
             cause=cause,
-            fix=NEW_GROUP_ON_ALL,
+            fix=NEW_GROUP_OF_MEMBERS
+            if all(rank in made.signature.ranks for rank, made in blamed.divergence.calls.items())
+            else NEW_GROUP_ON_ALL,
             related=related,
             subjects=tuple(members(ranks) for ranks in sides),
         )

@@ -268,6 +268,10 @@ def _over_a_set(made: CallRecord) -> Location | None:
     return next((head for head in heads if _SET.match(head.source.strip())), None)
 
 
+FROM_THE_ROOT = ("broadcast", "scatter")
+"""Collectives in which all ranks receive what one of them sends."""
+
+
 class Arguments(CallExplanation):
     rule = "arguments"
     text = "one collective is called with different arguments"
@@ -288,6 +292,21 @@ class Arguments(CallExplanation):
         "root": "pass the same `src`/`dst` on every rank",
     }
 
+    @staticmethod
+    def _as_sent(divergence: CallDivergence) -> dict[str, str]:
+        """The fixes where all ranks receive what one of them sends."""
+        roots = {made.signature.root for made in divergence.calls.values()}
+        root = divergence.calls.get(next(iter(roots))) if len(roots) == 1 else None
+        if root is None:
+            return {}
+        sender = ranks_text([root.rank.rank])
+        return {
+            "dtype": f"receive into a tensor of the dtype that {sender} sends: "
+            f"`dtype=torch.{root.signature.dtype}`",
+            "numel": f"receive into a tensor of the shape that {sender} sends: let it send the "
+            "shape first, or send the object (`broadcast_object_list`)",
+        }
+
     def explain(self, suspect: Suspect) -> Attribution | None:
         divergence, op = suspect.divergence, suspect.call.signature.op
         if not divergence.same_call:
@@ -303,7 +322,9 @@ class Arguments(CallExplanation):
         keys = {made.key for made in divergence.calls.values()}
         mixed = len(keys) > 1 and "" not in keys
         unordered = _over_a_set(suspect.call)
-        who, fix = "the ranks", "; ".join(self._fixes[name] for name in differs)
+        sent = self._as_sent(divergence) if op in FROM_THE_ROOT else {}
+        fixes = self._fixes | sent
+        who, fix = "the ranks", "; ".join(fixes[name] for name in differs)
         if mixed:
             who, fix = _OTHER_NAMES, SAME_ORDER
         elif unordered is not None:

@@ -32,7 +32,8 @@ LOST_PEER = re.compile(
 TIMED_OUT = re.compile(
     r"Timed out waiting|wait timeout|Watchdog caught collective operation timeout|timed out after"
     r"|failed to pass monitoredBarrier|Timeout waiting for|operation timeout|store based barrier"
-    r"|The client socket has timed out|Timed out initializing process group",
+    r"|The client socket has timed out|Timed out initializing process group"
+    r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
 EXIT_RAISED = "a `SystemExit`, perhaps raised by a signal handler"
