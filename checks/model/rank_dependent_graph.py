@@ -102,7 +102,9 @@ class RankDependentGraph(Check):
             rule="unused-on-some-ranks" if some_ranks else "different-on-each-rank",
             severity=Severity.NOTE if allowed else Severity.ERROR,
             ranks=tuple(without if some_ranks else left),
-            steps=graphs.steps_seen(((run.ranks[r], ()) for r in without), model),
+            steps=graphs.steps_seen(
+                ((run.ranks[r], left[r] - common) for r in without), model, event.step
+            ),
             subjects=names,
             location=spot,
             label=label,

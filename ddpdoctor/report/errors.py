@@ -33,7 +33,7 @@ _TEXTS = {
     ),
     ErrorKind.CONNECTION: r"[Cc]onnection",
     ErrorKind.PEER_GONE: r"closed by peer|reset by peer",
-    ErrorKind.TIMED_OUT: r"[Tt]imed out",
+    ErrorKind.TIMED_OUT: r"[Tt]imed out|Application timeout caused",
     ErrorKind.OUT_OF_MEMORY: r"(?i:memory)",
     ErrorKind.SHARED_GPU: r"Duplicate GPU detected",
     ErrorKind.BROKEN_FILE: r"PytorchStreamReader|EOFError|invalid load key|Ran out of input",

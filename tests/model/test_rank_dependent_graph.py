@@ -185,3 +185,12 @@ def test_the_last_step_that_was_looked_at_before_it(first, before):
     used = rank(unused([]), *steps(30), use(14))
     (found,) = find({0: used, 1: rank(*events)})
     assert found.evidence.get("last step examined before") == before
+
+
+def test_steps_before_in_which_all_ranks_left_out_the_same_do_not_count():
+    def events(later):
+        both = unused([4, 5], find_unused=True)
+        return rank(both, unused(later, backward=10, step=9, find_unused=True), *steps(30))
+
+    (found,) = find({0: events([2, 3]), 1: events([4])})
+    assert found.steps.first == 9

@@ -71,6 +71,7 @@ def test_an_effect_is_of_checks_rules_and_errors() -> None:
         ("[gloo] Connection closed by peer [127.0.0.1]:1234", {ErrorKind.CONNECTION,
                                                                 ErrorKind.PEER_GONE}),
         ("Timed out waiting 10000ms for recv operation", {ErrorKind.TIMED_OUT}),
+        ("Application timeout caused pair closure", {ErrorKind.TIMED_OUT}),
         ("CUDA out of memory. Tried to allocate 2.00 GiB", {ErrorKind.OUT_OF_MEMORY}),
         ("Expected to have finished reduction in the prior iteration before starting a new one",
          {ErrorKind.REDUCTION_UNFINISHED}),

@@ -73,14 +73,17 @@ def differing(run: Run, model: int) -> tuple[Rank, UnusedParameters, dict[int, s
     return None
 
 
-def steps_seen(unused: Iterable[tuple[Rank, Iterable[int]]], model: int) -> Steps | None:
+def steps_seen(
+    unused: Iterable[tuple[Rank, Iterable[int]]], model: int, begin: int = 0
+) -> Steps | None:
     """The examined steps in which ranks did not use some parameters of the model.
 
     Args:
         unused: ranks, each with the positions that have to be among the unused ones.
-        model: number of the model.
+        model: number of the model; begin: the first step that counts.
     """
     looks = [look for rank, wanted in unused for look in _looks(rank, model, set(wanted))]
+    looks = [look for look in looks if look[0] >= begin]
     found = Steps.of(step for step, left_out in looks if left_out)
     if found is None:
         return None
