@@ -218,7 +218,9 @@ def exits(
         if sure or ON_RANK.search(here.source) or (counted and not _unseen(leaver, here)):
             jump = Location(head.file, way.line, head.function, way.text)
             found[here] = LoopEnd(here, jump, head, _guard(way, here))
-    return list(found.values())
+    # What asks for the rank ends it on some ranks only.
+    on_rank = [e for e in found.values() if e.guard or ON_RANK.search(unquoted(e.decides.source))]
+    return on_rank or list(found.values())
 
 
 def _within(stay: CallRecord, loop: Key) -> Iterator[tuple[Location, Statement]]:
