@@ -257,12 +257,21 @@ def _rank_time(number: int, records: list[TimeLedger], waited_for: Mapping[int, 
     accounts[WAITING] = sum(waited_for.values())
     accounts[COMMUNICATION] = _waited(record, trains) - accounts[WAITING]
     accounts[DOCTOR] = record.doctor_s
-    for name, seconds in accounts.items():
-        if seconds < 0:  # the doctor's time is taken out of the account that was open at its end
-            accounts[name] = 0.0
-            accounts[DOCTOR] += seconds
+    _balance(accounts)
     untimed_s = _untimed(records) if wraps else 0.0
     return RankTime(number, record.wall_s, accounts, dict(waited_for), tuple(lines), untimed_s)
+
+
+def _balance(accounts: dict[str, float]) -> None:
+    """Take what is missing in an account from others: the doctor's time is taken out of the account
+    that was open at its end, and waiting for collectives that overlap may be counted twice."""
+    for name, seconds in accounts.items():
+        missing = -min(0.0, seconds)
+        accounts[name] += missing
+        for source in (DOCTOR, COMMUNICATION, WAITING):
+            taken = min(missing, max(0.0, accounts[source]))
+            accounts[source] -= taken
+            missing -= taken
 
 
 def _name(account: Account) -> str:

@@ -44,6 +44,14 @@ def test_no_account_is_negative() -> None:
     assert sum(time.accounts.values()) == pytest.approx(time.wall_s)
 
 
+def test_waiting_that_is_counted_twice_leaves_no_account_negative() -> None:
+    one = LedgerOf().steps(8, forward=4.0, backward=-1.0, waits=3.0, doctor=0.5)
+    time = ledger_of(make_run({0: one.events}).ranks).ranks[0]
+    assert all(seconds >= 0 for seconds in time.accounts.values())
+    assert time.accounts["communication"] == 2.5
+    assert sum(time.accounts.values()) == pytest.approx(time.wall_s)
+
+
 def test_what_all_ranks_wait_is_communication_and_the_rest_is_for_the_last_one() -> None:
     ledger = ledger_of(two_ranks().ranks)
     assert ledger.ranks[1].waited_for == {0: pytest.approx(ROUNDS * 0.5)}
