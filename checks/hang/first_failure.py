@@ -382,8 +382,8 @@ def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -
     if len(ranks) == run.world_size and not same_text:
         return f"{read}: each rank has its own, so look at what they do not share (data, paths)"
     if len(ranks) == run.world_size:
-        same = ": it is the same on every rank: a single process raises it too, unless it goes "
-        same += "another way"
+        same = ": it is the same on every rank, so it can most likely be reproduced with a single "
+        same += "process"
         return read + (same if len(ranks) > 1 else "")
     if _behind(run, first, ranks)[0]:
         return f"{read}: it may also occur with a single process"

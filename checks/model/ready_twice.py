@@ -44,8 +44,11 @@ REASONS = {
         "parameter used outside of the wrapper's forward",
         "with find_unused_parameters=True, DDP marks every parameter that the wrapper's output "
         "does not depend on as unused, hence ready. The loss then used it in another way ({earlier}"
-        "a regulariser on the weights, the inner module)",
-        "{ddp.drop_unused}, or return what the loss needs from the wrapper's forward",
+        "a regulariser on the weights, the inner module, a parameter that forward returns as it "
+        "is)",
+        "return what the loss needs from the wrapper's forward, and of a parameter an expression "
+        "(`p * 1`): DDP does not see one that is returned as it is; or {ddp.drop_unused}, if every "
+        "parameter is used in every step",
     ),
     "used-more-than-once": Reason(
         "none of the other reasons: DDP counts the parameter more than once",
