@@ -178,6 +178,14 @@ class Case:
         return len(self.copies.names)
 
     @property
+    def of_them(self) -> str:
+        """`of 9 parameters`, or of those whose gradients were followed."""
+        followed = self.few + self.rest
+        if followed >= self.count:
+            return f"of {self.count} parameters"
+        return f"of {followed} parameters followed ({self.count} in all)"
+
+    @property
     def they_differ(self) -> str:
         """`head.bias of Net differs between ranks`."""
         verb = plural(self.few, "differs", "differ")

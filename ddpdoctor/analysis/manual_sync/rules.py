@@ -27,9 +27,10 @@ NEVER_SYNCED = Rule(
     label="does not include their gradients",
     summary="{c.they_differ} from step {c.begin} on: the program's own all-reduce does not include "
     "{c.few:its gradient|their gradients}",
-    cause="the gradients of {c.rest} of {c.count} parameters are synchronised in every step, those "
-    "of {c.few} never: each rank applies its own",
-    fix=f"all-reduce the gradient of every parameter: {ALL_REDUCE}",
+    cause="the gradients of {c.rest} {c.of_them} are synchronised in every step, those of {c.few} "
+    "never: each rank applies its own",
+    fix="all-reduce the gradient of every parameter in the same way as those of the others: `for p "
+    "in model.parameters(): dist.all_reduce(p.grad)`, divided by the world size if theirs are",
     evidence=lambda c: {
         "gradients_synchronised": c.rest,
         "gradients_not_synchronised": c.few,
