@@ -6,7 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ddpdoctor.probe.tensors.tensor_watch import TensorWatch, marks, spread  # noqa: E402
+from ddpdoctor.probe.tensors.tensor_watch import (  # noqa: E402
+    TensorWatch,
+    marks,
+    owner_marks,
+    spread,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,33 @@ def test_writes_show_without_another_value() -> None:
     assert watch.changed("backward") == [0], "torch does not count writes through `.data`"
     tensors[1] = torch.zeros(3)
     assert watch.changed("backward") == [0, 1]
+
+
+def test_writes_to_the_shard_of_a_dtensor_show() -> None:
+    tensor = torch.zeros(3)
+    tensor._local_tensor = torch.zeros(3)
+    watch = TensorWatch([0], lambda positions: [tensor], marks)
+    watch.keep("backward")
+    assert watch.changed("backward") == []
+    tensor._local_tensor.add_(1)
+    assert watch.changed_again("backward") == [0], "FSDP2 accumulates so; DTensors do not count it"
+    tensor.zero_()
+    assert watch.changed_again("backward") == [0], "`zero_grad` writes so; shards do not count it"
+    tensor._local_tensor = torch.zeros(3)
+    assert watch.changed("backward") == [0]
+
+
+def test_a_new_view_of_the_same_tensor_is_no_change() -> None:
+    with torch.no_grad():
+        flat, views = torch.zeros(6), [None]
+        watch = TensorWatch([0], lambda positions: views, owner_marks)
+        watch.keep("none")
+        views[0] = flat[:3]
+        assert watch.changed("none") == [0]
+        watch.keep("step")
+        views[0] = flat[:3]
+        assert watch.changed("step") == []
+        views[0].zero_()
+        assert watch.changed_again("step") == [0]
+        views[0] = torch.zeros(6)[:3]
+        assert watch.changed("step") == [0]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, TypeVar
 
+from ..recording.torch_compat import shard
 from .digests import digests
 from .limits import FEW
 
@@ -42,12 +43,23 @@ def writes(tensor: Any) -> int:
 
 def mark(tensor: Any) -> tuple[int, int]:
     """Identity and count of writes: another mark means that the tensor was written to, or that
-    another one has its place."""
-    return NO_TENSOR if tensor is None else (id(tensor), writes(tensor))
+    another one has its place. A DTensor does not count writes to its shard, as those of FSDP2 to
+    gradients: the shard's own are added."""
+    if tensor is None:
+        return NO_TENSOR
+    held = shard(tensor)
+    count = writes(tensor)
+    return id(held), count if held is tensor else count + writes(held)
 
 
 def marks(tensors: Iterable[Any]) -> list[tuple[int, int]]:
     return [mark(tensor) for tensor in tensors]
+
+
+def owner_marks(tensors: Iterable[Any]) -> list[tuple[int, int]]:
+    """The marks of tensors, or of what they are views of: FSDP makes new views of its flat gradient
+    in each forward."""
+    return [mark(t if t is None or t._base is None else t._base) for t in tensors]
 
 
 def grad_of(parameter: Any) -> Any:

@@ -20,7 +20,7 @@ from ...recording.torch_compat import shard
 from ...recording.watcher import Watcher, on
 from ...recording.weak_references import Reference
 from ...tensors.digests import readable
-from ...tensors.tensor_watch import NO_TENSOR, TensorWatch, grad_of, marks, spread
+from ...tensors.tensor_watch import NO_TENSOR, TensorWatch, grad_of, owner_marks, spread
 from ...training import lifecycle
 from ...training.records import Backward, Step
 from .gradient_sync import GradientSync
@@ -49,7 +49,7 @@ class WatchedGradients:
 
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = [Reference(p) for p in spread(parameters)]
-        self.gradients = TensorWatch(range(len(self.parameters)), self._read, marks)
+        self.gradients = TensorWatch(range(len(self.parameters)), self._read, owner_marks)
         self.filled: weakref.ref[Any] | None = None
         self.cleared = True
         self.touched = False
