@@ -22,13 +22,13 @@ from ddpdoctor.analysis.replicas import (
     tensor_writes,
 )
 from ddpdoctor.analysis.replicas.causes import Cause
+from ddpdoctor.analysis.replicas.moving import divided
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
     Divergence,
     Replicas,
     compared,
     divergence,
-    divided,
     each_model,
     replicas,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ddpdoctor.analysis.replicas.replicas import divided, replicas
+from ddpdoctor.analysis.replicas.moving import divided
+from ddpdoctor.analysis.replicas.replicas import replicas
 from ddpdoctor.events import FileWritten, SavedPart
 from ddpdoctor.report.declarations import Effect, When, seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
@@ -26,7 +27,8 @@ class PartialCheckpoint(Check):
     What a rank passes to `torch.save` is looked through for DTensors with shards, and for
     `optimizer.state_dict()`s in which some parameters have a state and others have none. Which
     ranks hold the shards is told by their mesh; that ranks keep different parts of a state, by
-    digests of the states on all ranks. It is reported if not all of these ranks save in that step.
+    digests of the states on all ranks: each lacks some that another has. It is reported if not all
+    of these ranks save in that step.
     The finding is proven.
 
     ## Why it hurts
@@ -43,6 +45,8 @@ class PartialCheckpoint(Check):
     - Every rank saves its own part.
     - The whole was collected before: no shard is saved.
     - Parameters without a state on all ranks: frozen ones, or such that have had no gradient yet.
+    - One rank has the state of all parameters, or a rank lacks a state because it had no gradient,
+      and the parameter differs: other checks tell why.
     """
 
     code = "DDP805"

@@ -55,6 +55,8 @@ def test_nothing_is_lost(ranks: list[list[Event]]) -> None:
 @pytest.mark.parametrize(("first", "second", "rule"), [
     ([1, 2, 0, 0], [0, 0, 3, 4], "state-of-some-ranks"),
     ([1, 2, 0, 0], [1, 2, 0, 0], ""),  # the last two have none anywhere
+    ([1, 2, 0, 0], [1, 2, 3, 0], ""),  # rank 1 has all that there is: nothing is divided
+    ([1, 2, 0, 0], [1, 0, 3, 0], "state-of-some-ranks"),
 ])  # fmt: skip
 @pytest.mark.parametrize("all_save", [False, True])
 def test_one_rank_saves_the_state_that_it_keeps(
@@ -67,6 +69,27 @@ def test_one_rank_saves_the_state_that_it_keeps(
     for finding in told:
         assert "without that of 2 of 4 parameters" in finding.summary
         assert "`momentum_buffer`" in finding.cause
+
+
+@pytest.mark.parametrize(("gradients", "parameters", "told"), [
+    (([1, 0, 3, 4], [1, 2, 0, 4]), ([5, 6, 7, 8], [5, 9, 9, 8]), False),
+    (([1, 0, 3, 4], [1, 2, 0, 4]), ([5, 6, 7, 8], [5, 6, 7, 8]), True),  # sent by who keeps it
+    (([1, 2, 3, 4], [1, 2, 3, 4]), ([5, 6, 7, 8], [5, 9, 9, 8]), True),
+])  # fmt: skip
+def test_a_state_that_is_lacking_for_want_of_a_gradient(
+    gradients: tuple[list[int], ...], parameters: tuple[list[int], ...], told: bool
+) -> None:
+    states = [[1, 0, 3, 0], [1, 2, 0, 0]]
+    run = run_of({
+        n: [
+            *[saved(lacking=2)] * (n == 0),
+            digests("state:exp_avg", {2: states[n]}),
+            digests("gradients", {1: gradients[n], 2: [1, 2, 3, 4]}),
+            digests("parameters", {2: parameters[n]}),
+        ]
+        for n in range(2)
+    })  # fmt: skip
+    assert bool(list(PartialCheckpoint().examine(run))) is told
 
 
 class Shard:

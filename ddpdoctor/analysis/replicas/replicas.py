@@ -457,19 +457,6 @@ def _differing(rows: dict[int, Row], key: int, count: int, *, parts: bool) -> li
     return sorted(found)
 
 
-def divided(group: Replicas) -> str:
-    """The optimizer state that each rank holds for a part of the parameters only; empty for
-    none."""
-    for kind in kinds(group, "state:"):
-        tables = [_rows(m, kind, "step") for m in group.members.values()]
-        for key in set.intersection(*(set(t) for t in tables)):
-            rows = [table[key][1] for table in tables]
-            lacking = {tuple(value == ABSENT for value in row) for row in rows}
-            if all(ABSENT in row and any(row) for row in rows) and len(lacking) > 1:
-                return kind.partition(":")[2]
-    return ""
-
-
 def _by_position(row: Row, key: int, count: int) -> dict[int, int]:
     stride, values, _ = row
     return dict(zip(chosen(key, max(1, stride), count), values, strict=False))
