@@ -48,7 +48,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "analysis.meshes": REPORTED,
     "analysis.models": REPORTED,
-    "analysis.replicas": (*REPORTED, "analysis.rank_differences", "analysis.models"),
+    "analysis.replicas": (
+        *REPORTED,
+        "analysis.calls",
+        "analysis.rank_differences",
+        "analysis.models",
+    ),
     "analysis.manual_sync": (
         *REPORTED,
         "analysis.rank_differences",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import inf
+from dataclasses import replace
 from typing import ClassVar
 
 from ddpdoctor.analysis.manual_sync import classify
@@ -14,6 +12,7 @@ from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
 from ddpdoctor.analysis.replicas.causes import Cause
 from ddpdoctor.analysis.replicas.group_findings import united
+from ddpdoctor.analysis.replicas.optimizer_options import SET_ON_SOME, Skew, set_on_some
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import NO_COPIES, Replicas, replicas
 from ddpdoctor.events import (
@@ -21,7 +20,6 @@ from ddpdoctor.events import (
     Hyperparameters,
     OptimizerSeen,
     Replica,
-    SchedulerStep,
     StepDone,
     Unwrapped,
     Wrapped,
@@ -29,7 +27,7 @@ from ddpdoctor.events import (
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.report.declarations import Condition, Effect, When
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
+from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 SCHEDULED = ("lr", "momentum", "betas")
 """The options that torch's schedulers change."""
@@ -85,7 +83,8 @@ class HyperparameterSkew(Check):
 
     ## What it finds
     Options of the optimizer's parameter groups (learning rate, weight decay, momentum, ...) that
-    differ between ranks at the same step: a scheduler stepped on one rank only, `ReduceLROnPlateau`
+    differ between ranks at the same step: a rate that only one rank sets (`if rank == 0:`), a
+    scheduler stepped on one rank only, `ReduceLROnPlateau`
     given a rank-local loss, a rate computed from the rank, optimizer or scheduler state loaded on
     one rank only.
 
@@ -122,6 +121,7 @@ class HyperparameterSkew(Check):
         **state_loading.RULES,
         OTHER_ROUNDS: "all ranks set the same values, but after different numbers of steps",
         DECIDED_APART: "all ranks set the same values, but some in an earlier epoch",
+        SET_ON_SOME: "some ranks set the option under a condition on the rank, the others never do",
         SET_PER_RANK: "the program sets the option, not the same on all ranks",
         SCHEDULER_ON_SOME: "a scheduler is stepped on some ranks only, or more often",
         SET_BESIDES: "the program sets an option that a scheduler also changes",
@@ -258,84 +258,6 @@ def _extent(
     return Steps(skewed[0], differing[-1], len(differing), len(looks))
 
 
-@dataclass(frozen=True)
-class Skew:
-    """Options that differ at a step.
-
-    Attributes:
-        option: the first that differs.
-        first: the step.
-        ranks: those that differ from most.
-        values: of all options that differ, by rank, as text.
-        early: the ranks that set the same values at earlier steps, where nothing else differs.
-    """
-
-    group: Replicas
-    option: str
-    first: int
-    ranks: tuple[int, ...]
-    values: dict[int, tuple[str, ...]]
-    early: tuple[int, ...]
-
-    @cached_property
-    def at(self) -> float:
-        """When it was first seen, on the run's clock."""
-        return min(m.rank.wall(_time(m, self.first)) for m in self.group.members.values())
-
-    @cached_property
-    def calls(self) -> dict[int, list[SchedulerStep]]:
-        """By rank, calls of the optimizer's schedulers; only those before its first step where the
-        options differ at that step."""
-        found = {}
-        for number, member in self.group.members.items():
-            seen = (e.at for e in member.of(OptimizerSeen))
-            before = inf if self.first else next(seen, inf)
-            calls = member.rank.of(SchedulerStep)
-            of = (-1, member.optimizer)
-            found[number] = [c for c in calls if c.optimizer in of and c.at <= before]
-        return found
-
-    @property
-    def stepping(self) -> list[int]:
-        """The ranks that step a scheduler."""
-        return [n for n, calls in self.calls.items() if calls]
-
-    @property
-    def plateau(self) -> bool:
-        """Whether one of the schedulers decides by a metric (`ReduceLROnPlateau`)."""
-        return any("Plateau" in c.kind for calls in self.calls.values() for c in calls)
-
-    @property
-    def stepped_equally(self) -> bool:
-        """Whether all ranks make the same scheduler calls at the same steps."""
-        return len({tuple((c.kind, c.step, c.call) for c in m) for m in self.calls.values()}) == 1
-
-    @property
-    def set_line(self) -> Location | None:
-        """The line of the program that sets the option, on the ranks at fault first."""
-        ranks = self.ranks if self.stepping else self.early or self.ranks
-        members = (self.group.members[n] for n in (*ranks, *self.group.members))
-        spots = (
-            optimizer_options.set_at(m.rank, m.optimizer, self.option, self.first) for m in members
-        )
-        return next((spot for spot in spots if spot is not None), None)
-
-    def related(self, why: Cause) -> tuple[Related, ...]:
-        """Other lines than that of the cause: of the step, too."""
-        step = self.group.line(Hyperparameters, why.ranks or self.early or self.ranks)
-        if step is None or step == why.location:
-            return why.related
-        return (*why.related, Related("applied here", step))
-
-    def line_of(self, number: int, call: SchedulerStep) -> Location | None:
-        return self.group.members[number].rank.location(call.site)
-
-
-def _time(member: Member, step: int) -> float:
-    events = member.of(Hyperparameters)
-    return next((e.at for e in events if e.step >= step), events[-1].at if events else 0.0)
-
-
 def _from_a_load(skew: Skew) -> Cause | None:
     """Only some ranks loaded the state of the optimizer, or of a scheduler, just before."""
     for what in ("optimizer", "scheduler"):
@@ -385,9 +307,19 @@ def _equal_epochs(skew: Skew) -> bool:
     return len(begun) == 1 and len({step for _, _, step in begun.pop()}) > 1
 
 
+def _scheduled(skew: Skew) -> bool:
+    """Whether a scheduler may change the option."""
+    return bool(skew.stepping) and skew.option in SCHEDULED
+
+
+def _set_on_some(skew: Skew) -> Cause | None:
+    """Only some ranks run the line that sets the option."""
+    return None if _scheduled(skew) else set_on_some(skew)
+
+
 def _set_per_rank(skew: Skew) -> Cause | None:
     """A line sets the option, and no scheduler is there to change it."""
-    if skew.set_line is None or (skew.stepping and skew.option in SCHEDULED):
+    if skew.set_line is None or _scheduled(skew):
         return None
     text, label = optimizer_options.set_apart(skew.ranks, skew.group.members)
     return Cause(SET_PER_RANK, text, SAME_VALUE, label, skew.set_line)
@@ -487,6 +419,7 @@ def _unknown_line(skew: Skew) -> Cause:
 EXPLANATIONS: tuple[Callable[[Skew], Cause | None], ...] = (
     _from_a_load,
     _in_different_rounds,
+    _set_on_some,
     _set_per_rank,
     _scheduler_on_some,
     _set_besides,

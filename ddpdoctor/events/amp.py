@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Event, Part
+from .calls import Place
 
 
 class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
@@ -14,7 +15,8 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
             the first groups are recorded.
         read: the last step before this one at which the options were read, and were the earlier
             ones; -1 for none. Light steps do not read them.
-        set_sites: by option that changed, the user's line that assigns it, if one was found.
+        set_sites: by option that changed, the user's line that assigns it, if one was found;
+            `set_through` that line and those of the calls that lead to it, innermost first.
         scheduler: in the first record, the class of the scheduler that was made for the optimizer,
             empty for none; `scheduler_site` the line; `initial` the rates of the groups by which
             schedulers multiply, empty where they have none.
@@ -25,6 +27,7 @@ class Hyperparameters(Event, frozen=True, tag="hyperparameters"):
     groups: tuple[dict[str, float | bool | str], ...]
     site: int = -1
     set_sites: dict[str, int] = {}
+    set_through: dict[str, tuple[Place, ...]] = {}
     scheduler: str = ""
     scheduler_site: int = -1
     initial: tuple[float, ...] = ()

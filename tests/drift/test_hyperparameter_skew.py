@@ -25,13 +25,16 @@ from ddpdoctor.events import (
     Logged,
     OptimizerSeen,
     OptionsRead,
+    Place,
     SchedulerStep,
+    Statement,
     StepDone,
     decode,
     encode,
 )
 from ddpdoctor.events.amp import next_told_at, told_at
-from ddpdoctor.probe.source.call_resolver import item_set_in_frames
+from ddpdoctor.probe.recording.code_locations import Sites
+from ddpdoctor.probe.source.call_resolver import item_set_in_frames, places_of
 from ddpdoctor.probe.training import optimizers
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch, _values
 from ddpdoctor.report.diagnose import diagnose
@@ -187,6 +190,84 @@ def test_an_option_set_by_hand_points_at_the_line_that_sets_it():
     assert (finding.steps.first, finding.steps.last, finding.steps.count) == (4, 9, 6)
 
 
+def head(text, line=30):
+    return Statement(line=line, text=text)
+
+
+ON_ZERO = head("if rank == 0:")
+LOGS = head("if log is not None:", 31)
+FIRST = rate(0, 0.5)
+
+
+def set_here(step, lr, *inside, calls=()):
+    """A rate that the program sets at `LINE`, with these statements around it, and those calls."""
+    places = Place(LINE, inside), *(Place(OTHER, around) for around in calls)
+    return msgspec.structs.replace(
+        rate(step, lr), set_sites={"lr": LINE}, set_through={"lr": places}
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "other", "told"),
+    [
+        ([set_here(0, 0.1, ON_ZERO), rate(2, 0.2)], [FIRST], 30),
+        ([set_here(0, 0.1, ON_ZERO)], [FIRST], 30),
+        ([set_here(0, 0.1, head("if master_process:"))], [FIRST], 30),
+        (
+            [set_here(0, 0.1, head("if warm:"), calls=[(head("if log is not None:", 31),)])],
+            [FIRST],
+            31,
+        ),
+        ([set_here(0, 0.1, calls=[(head("past if rank:"),)])], [FIRST], 30),
+        ([set_here(0, 0.1, calls=[()])], [FIRST], 0),  # nothing keeps the others from it
+        ([set_here(0, 0.1, head("if loss > best:"))], [FIRST], 0),  # nor would it, for good
+        ([set_here(0, 0.1, ON_ZERO)], [set_here(0, 0.4, ON_ZERO)], 0),
+        ([set_here(0, 0.1, ON_ZERO), rate(2, 0.2)], [FIRST, rate(2, 0.7)], 0),
+        ([set_here(0, 0.1, ON_ZERO), scheduled(), rate(2, 0.2)], [FIRST, scheduled()], 0),
+    ],
+)
+def test_a_rate_that_one_rank_alone_sets(setting, other, told):
+    run = run_of({0: setting, 1: other})
+    (finding,) = HyperparameterSkew().examine(run)
+    assert (finding.rule == "set-on-some-ranks") is bool(told)
+    if told:
+        assert (finding.ranks, finding.location.line) == ((1,), 33)
+        assert [r.location.line for r in finding.related] == [told, 40]
+
+
+def test_how_to_set_it_on_every_rank():
+    fixes = []
+    for first in (
+        set_here(0, 0.1, head("if step % 9 == 0 and rank == 0:")),
+        set_here(0, 0.1, calls=[(ON_ZERO,)]),
+    ):
+        (finding,) = HyperparameterSkew().examine(run_of({0: [first], 1: [rate(0, 0.5)]}))
+        fixes.append(finding.fix)
+    assert "under `if step % 9 == 0:`, without `rank == 0`" in fixes[0]
+    assert "run `another_line()` on every rank: move it out of `if rank == 0:`" in fixes[1]
+
+
+def test_the_calls_that_lead_to_a_line_are_known():
+    def set_rate(groups):
+        groups[0]["lr"] = 0.5
+
+    def helper(groups):
+        set_rate(groups)
+
+    def loop(rank=0):
+        if rank == 0:
+            helper([{}])
+        return item_set_in_frames(sys._getframe(), lambda c: c.co_filename == __file__, "lr")
+
+    found = loop()
+    lines = [(one.code, one.line - one.code.co_firstlineno) for one in (found, *found.through)]
+    assert lines == [(set_rate.__code__, 1), (helper.__code__, 1), (loop.__code__, 2)]
+    told = []
+    places = places_of(Sites(told.append), found)
+    assert [event.line for event in told] == [one.line for one in (found, *found.through)]
+    assert [[s.text for s in place.inside] for place in places] == [[], [], ["if rank == 0:"]]
+
+
 def test_a_rate_set_by_hand_beside_a_scheduler_that_all_ranks_step():
     by_hand = Hyperparameters(
         at=0, optimizer=0, step=3, groups=({"lr": 0.05},), site=STEP, set_sites={"lr": STEP}
@@ -269,7 +350,7 @@ def test_an_option_that_is_set_before_the_first_step_was_changed_since_it_was_ma
         changes.append((before[0]["lr"], now[0]["lr"]))
         return {}
 
-    monkeypatch.setattr(HyperparameterWatch.current, "_set_sites", look)
+    monkeypatch.setattr(HyperparameterWatch.current, "_set_through", look)
     optimizer.param_groups[0]["lr"] = 0.05
     told = []
     known = SimpleNamespace(notes={}, number=0)

@@ -10,7 +10,7 @@ from ...events import Statement
 
 ON_RANK = re.compile(
     r"\brank|_rank\b|\br\s*(?:==|!=|%|in\b)|(?:\b|_)RANK|\bis_main|\bmain_process|\bis_master"
-    r"|\bmaster\b|\bis_chief|\bis_leader|rank_zero|rank0|global_zero|process_index|\bis_first"
+    r"|\bmaster(?:_process)?\b|\bis_chief|\bis_leader|rank_zero|rank0|global_zero|process_index|\bis_first"
     r"|\bprimary\b",
 )
 _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")

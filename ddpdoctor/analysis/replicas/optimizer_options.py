@@ -1,20 +1,28 @@
-"""Options of an optimizer's groups, rank by rank and step by step."""
+"""Options of an optimizer's groups, rank by rank and step by step, and where they differ."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
-from ...events import Hyperparameters, OptionsRead
+from ...events import Hyperparameters, OptimizerSeen, OptionsRead, Place, SchedulerStep
 from ...events.amp import FIRST_TOLD, told_at
 from ...events.timing import LONGEST_LIGHT
+from ...report.findings import Related
 from ...run import Location, Rank, ranks_do, ranks_text, some
+from ..calls.guards import guard
 from ..rank_differences import same_value
+from .causes import Cause
+from .replica import Member
+from .replicas import Replicas
 from .thresholds import LACKS_AT_MOST, SCHEDULE
 
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
 
+SET_ON_SOME = "set-on-some-ranks"
 SET_HERE = "set to different values on different ranks"
 
 
@@ -189,9 +197,140 @@ def set_apart(ranks: Collection[int], members: Collection[int]) -> tuple[str, st
 
 def set_at(rank: Rank, optimizer: int, option: str, until: int) -> Location | None:
     """The line of the program that set an option, up to a step."""
-    for event in rank.of(Hyperparameters):
-        known = event.optimizer == optimizer and event.step <= until
-        spot = rank.location(event.set_sites.get(option, -1)) if known else None
+    for event in _setting(rank, optimizer, option):
+        spot = rank.location(event.set_sites[option]) if event.step <= until else None
         if spot is not None:
             return spot
     return None
+
+
+def set_through(rank: Rank, optimizer: int, option: str) -> tuple[Place, ...]:
+    """That line and those of the calls that lead to it, innermost first; empty where the records
+    have none."""
+    found = (event.set_through.get(option, ()) for event in _setting(rank, optimizer, option))
+    return next(found, ())
+
+
+def _setting(rank: Rank, optimizer: int, option: str) -> Iterator[Hyperparameters]:
+    """The records of changes of an option of which the line is known."""
+    for event in rank.of(Hyperparameters):
+        if event.optimizer == optimizer and option in event.set_sites:
+            yield event
+
+
+def moves(rank: Rank, optimizer: int, option: str) -> bool:
+    """Whether a rank ever steps with another value of an option than in its first step."""
+    events = [e for e in rank.of(Hyperparameters) if e.optimizer == optimizer]
+    return len({tuple(str(g.get(option)) for g in e.groups) for e in events}) > 1
+
+
+def is_set(rank: Rank, optimizer: int, option: str) -> bool:
+    """Whether a rank changes an option after its optimizer is made, as far as is known."""
+    known = any(True for _ in _setting(rank, optimizer, option))
+    return known or moves(rank, optimizer, option)
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Options that differ at a step.
+
+    Attributes:
+        option: the first that differs.
+        first: the step.
+        ranks: those that differ from most.
+        values: of all options that differ, by rank, as text.
+        early: the ranks that set the same values at earlier steps, where nothing else differs.
+    """
+
+    group: Replicas
+    option: str
+    first: int
+    ranks: tuple[int, ...]
+    values: dict[int, tuple[str, ...]]
+    early: tuple[int, ...]
+
+    @cached_property
+    def at(self) -> float:
+        """When it was first seen, on the run's clock."""
+        return min(m.rank.wall(_time(m, self.first)) for m in self.group.members.values())
+
+    @cached_property
+    def calls(self) -> dict[int, list[SchedulerStep]]:
+        """By rank, calls of the optimizer's schedulers; only those before its first step where the
+        options differ at that step."""
+        found = {}
+        for number, member in self.group.members.items():
+            seen = (e.at for e in member.of(OptimizerSeen))
+            before = inf if self.first else next(seen, inf)
+            calls = member.rank.of(SchedulerStep)
+            of = (-1, member.optimizer)
+            found[number] = [c for c in calls if c.optimizer in of and c.at <= before]
+        return found
+
+    @property
+    def stepping(self) -> list[int]:
+        """The ranks that step a scheduler."""
+        return [n for n, calls in self.calls.items() if calls]
+
+    @property
+    def plateau(self) -> bool:
+        """Whether one of the schedulers decides by a metric (`ReduceLROnPlateau`)."""
+        return any("Plateau" in c.kind for calls in self.calls.values() for c in calls)
+
+    @property
+    def stepped_equally(self) -> bool:
+        """Whether all ranks make the same scheduler calls at the same steps."""
+        return len({tuple((c.kind, c.step, c.call) for c in m) for m in self.calls.values()}) == 1
+
+    @property
+    def set_line(self) -> Location | None:
+        """The line of the program that sets the option, on the ranks at fault first."""
+        ranks = self.ranks if self.stepping else self.early or self.ranks
+        members = (self.group.members[n] for n in (*ranks, *self.group.members))
+        spots = (set_at(m.rank, m.optimizer, self.option, self.first) for m in members)
+        return next((spot for spot in spots if spot is not None), None)
+
+    def related(self, why: Cause) -> tuple[Related, ...]:
+        """Other lines than that of the cause: of the step, too."""
+        step = self.group.line(Hyperparameters, why.ranks or self.early or self.ranks)
+        if step is None or step == why.location:
+            return why.related
+        return (*why.related, Related("applied here", step))
+
+    def line_of(self, number: int, call: SchedulerStep) -> Location | None:
+        return self.group.members[number].rank.location(call.site)
+
+
+def _time(member: Member, step: int) -> float:
+    events = member.of(Hyperparameters)
+    return next((e.at for e in events if e.step >= step), events[-1].at if events else 0.0)
+
+
+def set_on_some(skew: Skew) -> Cause | None:
+    """Some ranks set the option at a line that has a condition on the rank around it, and on the
+    others it keeps the value of the first step for good."""
+    members = skew.group.members
+    for changes in (is_set, moves):
+        setting = [n for n, m in members.items() if changes(m.rank, m.optimizer, skew.option)]
+        if len(setting) < len(members):
+            break
+    if not 0 < len(setting) < len(members):
+        return None
+    one = members[setting[0]]
+    places = set_through(one.rank, one.optimizer, skew.option)
+    found = guard(one.rank, places)
+    line = one.rank.location(places[0].site) if places else None
+    if found is None or line is None:
+        return None
+    lacking = tuple(n for n in members if n not in setting)
+    where = "" if found.direct else f" in a function that is called ({found.guarded})"
+    return Cause(
+        SET_ON_SOME,
+        text=f"only {ranks_do(setting, 'set')} {skew.option},{where} {found.text}; on "
+        f"{ranks_text(lacking)} it keeps its first value",
+        fix=found.fix,
+        label=f"runs on {ranks_text(setting)} only",
+        location=line,
+        ranks=lacking,
+        related=(found.related,),
+    )

@@ -10,13 +10,16 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
+from ...events import Place
+from ..recording.code_locations import Sites
 from ..recording.frames import variables
 from .ast_cache import function_of, given, other_arm, own_nodes, parts_of, without_gradients
 from .dead_branches import never_runs
+from .statements import enclosing
 
 FRAMES = 12
 """Frames of the user's that are searched, innermost first."""
@@ -49,10 +52,28 @@ class Scope:
 
 @dataclass(frozen=True)
 class Found:
-    """A line of code: the code object and the line number."""
+    """A line of code: the code object and the line number.
+
+    Attributes:
+        through: the calls that lead to it from a running function, innermost first, where the
+            search has followed some.
+    """
 
     code: CodeType
     line: int
+    through: tuple[Found, ...] = field(default=(), compare=False)
+
+
+def places_of(sites: Sites, found: Found) -> tuple[Place, ...]:
+    """A line that was found and the calls that lead to it, innermost first, with the branches
+    around each."""
+    return tuple(
+        Place(
+            sites.number(one.code, one.line),
+            tuple(s for s in enclosing(one.code.co_filename, one.line) if not s.is_loop),
+        )
+        for one in (found, *found.through)
+    )
 
 
 Wanted = Callable[[Any], bool]
@@ -206,7 +227,8 @@ def _settings(
             within = function.__code__, bound, is_user, wanted, value, 1 << 30, depth - 1
             for setting in _settings(*within):
                 passed = _passes_value(call, value) or _has_default(function, value)
-                yield Found(code, call.lineno) if passed else setting
+                here = Found(code, call.lineno)
+                yield here if passed else replace(setting, through=(*setting.through, here))
 
 
 def _by_libraries(

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, ClassVar
 
-from ....events import Hyperparameters, OptionsRead, ScalerStep, SchedulerStep
+from ....events import Hyperparameters, OptionsRead, Place, ScalerStep, SchedulerStep
 from ...recording import hooks, torch_compat
 from ...recording.hooks import Hook, Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
-from ...source.call_resolver import item_set_in_frames
+from ...source.call_resolver import item_set_in_frames, places_of
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.logged_metrics import LoggedMetrics
@@ -125,7 +125,7 @@ class HyperparameterWatch(Watcher):
         if emitted.groups == now:
             return
         scheduler, made = self.scheduled_by.pop(optimizer, ("", -1))
-        set_sites = self._set_sites(recorder, emitted.groups or self.made.pop(optimizer, []), now)
+        through = self._set_through(recorder, emitted.groups or self.made.pop(optimizer, []), now)
         emitted.groups = now
         recorder.emit(
             Hyperparameters(
@@ -134,7 +134,8 @@ class HyperparameterWatch(Watcher):
                 step=step.number,
                 groups=tuple(now),
                 site=step.site,
-                set_sites=set_sites,
+                set_sites={name: places[0].site for name, places in through.items()},
+                set_through=through,
                 scheduler=scheduler,
                 scheduler_site=made,
                 initial=_initial_rates(optimizer) if scheduler else (),
@@ -158,9 +159,9 @@ class HyperparameterWatch(Watcher):
                     OptionsRead(at=time.monotonic(), optimizer=known.number, step=emitted.read)
                 )
 
-    def _set_sites(
+    def _set_through(
         self, recorder: Recorder, before: list[dict[str, Any]], now: list[dict[str, Any]]
-    ) -> dict[str, int]:
+    ) -> dict[str, tuple[Place, ...]]:
         """Lines that assign the options that changed, looked up in the source once per option."""
         pairs = list(zip(before, now, strict=False))
         changed = {n for old, new in pairs for n in new if old.get(n) != new[n]} - self.located
@@ -171,7 +172,7 @@ class HyperparameterWatch(Watcher):
                 sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", name
             )
             if place is not None:
-                found[name] = recorder.sites.number(place.code, place.line)
+                found[name] = places_of(recorder.sites, place)
         return found
 
     def _scaler_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
