@@ -75,9 +75,10 @@ class MetricNotReduced(Check):
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
-    compare by `<` and the like, and records those that changed. When a file is saved or copied, the
-    source of the running functions is searched for a comparison that decides about it, of a number
-    that comes from a loop over a loader: through assignments, arguments and returned values. What
+    compare by `<` and the like, and records those that changed. When a file is saved, copied,
+    renamed or linked, the source of the running functions is searched for a comparison that decides
+    about it, of a number that comes from a loop over a loader: through assignments, arguments and
+    returned values. What
     `ReduceLROnPlateau` is given is recorded, too, and by what numbers a framework decides
     (Lightning's `ModelCheckpoint` and `EarlyStopping`, `EarlyStoppingCallback` of Transformers).
     One that decides about a file is reported if no rank exchanges any values in the evaluation that

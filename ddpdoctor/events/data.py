@@ -407,7 +407,8 @@ class TotalDivided(Event, frozen=True, tag="total-divided"):
 
 
 class SaveDecided(Event, frozen=True, tag="save-decided"):
-    """A file is saved or copied under a condition that compares a result of a loop over a loader.
+    """A file is saved, copied, renamed or linked under a condition that compares a result of a loop
+    over a loader.
 
     Attributes:
         name, value: of the result, None where it could not be read; `compared` is the line that

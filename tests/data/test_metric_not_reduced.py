@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ddpdoctor.checks.data.metric_not_reduced import MetricNotReduced
-from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from readers import loader, prologue
 from recordings import make_run, site
 
+from ddpdoctor.checks.data.metric_not_reduced import MetricNotReduced
+from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.events import (
     CallBlock,
     CallRun,
@@ -169,6 +169,15 @@ def test_a_metric_whose_other_values_are_not_on_record():
     assert (finding.rule, finding.location.line) == ("decides-what-is-saved", 30)
     assert "2 of 4 samples" in finding.summary
     assert judged(run_of([[0.9, 0.8], []], more=exchange("all_reduce", 4))) == []
+
+
+def test_a_metric_that_differs_in_all_its_values_on_record():
+    """It stays what it is after the first evaluation; by the source it comes from the shares."""
+    (finding,) = judged(run_of([[0.9], [0.7]]))
+    assert (finding.rule, finding.location.line) == ("decides-what-is-saved", 30)
+    assert judged(run_of([[0.9], [0.7]], more=exchange("all_reduce", 4))) == []
+    assert judged(run_of([[0.9], [0.7]], saving=False)) == []
+    assert judged(run_of([[0.9], [0.9]])) == []
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,15 @@ FOUND = {
                   "        if self.loss < best:\n            save()\n"
                   "t = Trainer()\nt.validate()\nt.keep()"),
     "comprehension": ("loss", "loss = sum([x for x in held_out])\nif loss < best:\n    save()"),
+    "a meter of a function around it": (
+        "loss", "def validate():\n    meter = []\n    def rounds():\n"
+                "        for x in held_out:\n            meter.append(x)\n"
+                "    rounds()\n    return meter[0]\n"
+                "loss = validate()\nif loss < best:\n    save()"),
+    "a meter that two functions share": (
+        "meter[0]", "meter = []\ndef rounds():\n    for x in held_out:\n"
+                    "        meter.append(x)\ndef keep():\n    if meter[0] < best:\n"
+                    "        save()\nrounds()\nkeep()"),
     "else": ("loss", "loss = evaluate()\nif loss >= best:\n    pass\nelse:\n    save()"),
 }  # fmt: skip
 
@@ -65,6 +74,9 @@ NONE = {
                              "loss = merge(evaluate())\nif loss < best:\n    save()",
     "put together somehow": "loss = evaluate()\nloss = ways[0](loss)\n"
                             "if loss < best:\n    save()",
+    "a meter of the same name": "meter = [3]\ndef rounds():\n    meter = []\n"
+                                "    for x in held_out:\n        meter.append(x)\n"
+                                "rounds()\nif meter[0] < best:\n    save()",
     "another branch": "loss = evaluate()\nif loss < -1:\n    pass\nsave()",
 }  # fmt: skip
 

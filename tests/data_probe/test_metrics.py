@@ -1,7 +1,9 @@
 """Which compared numbers are recorded, and which of them decide what is saved."""
 
+import os
 import shutil
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ddpdoctor.events import ComparedValue, ResultWritten, SaveDecided, decode
 from ddpdoctor.probe.collectives.sync_points import SyncPoints
-from ddpdoctor.probe.recording import patching, recorder
+from ddpdoctor.probe.recording import hooks, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.watchers.data.loaders import Loaders
 from ddpdoctor.probe.watchers.data.metrics import SAVES_AT_MOST, ComparedValues
@@ -33,6 +35,7 @@ def recorded(tmp_path):
 
     yield events
     patching.restore()
+    hooks.forget()
     recorder.current.recorder = None
 
 
@@ -59,17 +62,56 @@ def test_numbers_that_change_with_an_evaluation(recorded, tmp_path):
     assert changed == [(0.5, 1), (0.25, 1), (0.75, 1)]
 
 
-def test_a_checkpoint_that_is_copied_to_be_the_best(recorded, tmp_path):
-    last, best = tmp_path / "last.pt", -1.0
-    held_out = DataLoader(range(2))
+def hard_link(last, best):
+    best.unlink(missing_ok=True)
+    os.link(last, best)
+
+
+KEEPS = {
+    "copyfile": lambda last, best: shutil.copyfile(last, best),
+    "copy": lambda last, best: shutil.copy(last, best),
+    "copy2": lambda last, best: shutil.copy2(last, best),
+    "move": lambda last, best: shutil.move(last, best),
+    "rename": lambda last, best: os.rename(last, best),
+    "replace": lambda last, best: last.replace(best),
+    "link": hard_link,
+    "symlink": lambda last, best: best.with_name(f"{time.monotonic_ns()}").symlink_to(last),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_a_checkpoint_that_is_put_in_place_to_be_the_best(recorded, tmp_path_factory, name):
+    SyncPoints.begin()
+    Files.begin()
+    folder, best = tmp_path_factory.mktemp("kept"), -1.0
+    held_out, last = DataLoader(range(2)), folder / "last.pt"
     for given in (0.5, 0.25, 0.75):
         torch.save({}, last)
         for _ in held_out:
             metric = given
         if metric > best:
             best = metric
-            shutil.copyfile(last, tmp_path / "best.pt")
-    assert [e.value for e in recorded(SaveDecided) if e.name == "metric"] == [0.5, 0.75]
+            KEEPS[name](last, folder / "best.pt")
+    found = recorded(SaveDecided, ResultWritten)
+    assert [e.value for e in found if e.name == "metric"] == [0.5, 0.75]
+
+
+def keep(state, path, is_best):
+    torch.save(state, path / "last.pt")
+    if is_best:
+        shutil.copyfile(path / "last.pt", path / "best.pt")
+
+
+def test_a_copy_holds_what_was_written_before(recorded, tmp_path_factory):
+    """What its callers were given is not written by it."""
+    SyncPoints.begin()
+    Files.begin()
+    path = tmp_path_factory.mktemp("kept")
+    for _ in range(2):
+        for _ in DataLoader(range(2)):
+            metric = 0.5
+        keep({"metric": metric}, path, metric > 0.3)
+    assert {type(e) for e in recorded(SaveDecided, ResultWritten)} == {SaveDecided}
 
 
 @pytest.fixture

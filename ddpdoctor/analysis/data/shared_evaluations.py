@@ -145,13 +145,16 @@ def first_unequal(
 def evaluation_of(rank: Rank, event: SaveDecided, evaluations: list[Loader]) -> Loader | None:
     """The evaluation that the number comes from by the program's source, if no rank exchanges
     values in it or after it. None where the number changed with another loader, too, or where its
-    values on all ranks are on record: they tell more."""
+    values on all ranks are on record and do not differ each time: they tell more."""
     for loader in evaluations:
         reader = loader.readers.get(rank.rank)
         mine = reader is not None and any(e.seen.loader == event.loader for e in reader.epochs)
         if mine and not any(exchanged(loader)):
-            tables = _tables(rank, event, loader)
-            return None if None in tables.values() or all(tables.values()) else loader
+            tables = {n: t for n, t in _tables(rank, event, loader).items() if t is not None}
+            if len(tables) < len(loader.readers):
+                return None
+            rows = _rows(loader, tables) if all(tables.values()) else None
+            return loader if rows is None or (rows and all(map(_differ, rows))) else None
     return None
 
 

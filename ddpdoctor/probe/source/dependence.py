@@ -254,6 +254,7 @@ class Search:
             return
         own = list(_assigned(of.stack, of.depth, name, key))
         yield from own
+        yield from self._changed_within(of.function, name, key)
         if (passed := self._passed(of, name)) is not None:
             for e in passed:
                 entry = e.node if key is None else ast.Subscript(e.node, key, ast.Load())
@@ -262,6 +263,18 @@ class Search:
             for depth in range(of.depth + 1, len(of.stack.lines)):
                 if _encloses(of.stack, depth, of.depth):
                     yield from _assigned(of.stack, depth, name, key)
+                    yield from self._changed_within(of.stack.functions[depth], name, key)
+
+    def _changed_within(
+        self, function: ast.AST | None, name: str, key: ast.expr | None
+    ) -> Iterator[tuple[ast.AST, Expression]]:
+        """What the target's stack does to a variable of a function in functions inside that one."""
+        for depth, (code, _) in enumerate(self.stack.lines):
+            inner, source = self.stack.functions[depth], self.stack.source(depth)
+            if source is None or name in (*code.co_varnames, *code.co_cellvars):
+                continue
+            if inner is not function and _is_inside(source, inner, function):
+                yield from _assigned(self.stack, depth, name, key)
 
     def _passed(self, of: Expression, name: str) -> list[Expression] | None:
         """What the caller gave for a parameter; None for a variable that is none."""
@@ -435,9 +448,14 @@ def _encloses(stack: Stack, depth: int, inner: int) -> bool:
     outer, function, source = stack.functions[depth], stack.functions[inner], stack.source(inner)
     if outer is None or source is None or stack.source(depth) is not source:
         return False
+    return _is_inside(source, function, outer)
+
+
+def _is_inside(source: Source, function: ast.AST | None, outer: ast.AST | None) -> bool:
+    """Whether a function is defined in another one, or is that one."""
     while function is not None and function is not outer:
         function = source.parents.get(function)
-    return function is outer
+    return function is not None
 
 
 def spans(node: ast.AST, line: int) -> bool:

@@ -8,6 +8,7 @@ training, and what it is on every rank.
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import sys
 import time
@@ -41,6 +42,9 @@ SAVES_AT_MOST = 8
 
 RESULTS_AT_MOST = 64
 """Pairs of a line that writes and a loop that are looked at."""
+
+_PUT = ("rename", "into")
+"""Ways to write a file (`FileWritten.how`) that put one in place which was written before."""
 
 LOOPS_SEARCHED = 3
 """Loaders, those iterated last, whose loops may give the number that decides about a save."""
@@ -83,6 +87,8 @@ class ComparedValues(Watcher):
         self.around(base, "_reset", before=self._loader_again, after=self._begun)
         self.around((torch.serialization, torch), "save", before=self._saving)
         self.around(shutil, "copyfile", before=self._saving)
+        for name in ("link", "symlink"):
+            self.around(os, name, before=self._saving)
         when_imported(
             "safetensors.torch",
             lambda module: self.around(module, "save_file", before=self._saving),
@@ -141,6 +147,10 @@ class ComparedValues(Watcher):
                     )
 
     def _saving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self._kept(recorder)
+
+    def _kept(self, recorder: Recorder) -> None:
+        """Record the number that decides about a file that is saved, copied, renamed or linked."""
         frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
         if not frames or (found := self._decision(frames)) is None:
             return
@@ -163,10 +173,14 @@ class ComparedValues(Watcher):
     @on(hooks.writing)
     def _writing(self, recorder: Recorder, written: FileWritten) -> None:
         """Record a result of a loop over a loader that is written to a file which the program
-        opens, each time once for a line and a loop."""
+        opens, each time once for a line and a loop; a file that it renames is one that it keeps."""
+        if written.how in _PUT:
+            self._kept(recorder)
         frames = recorder.sites.user_frames(sys._getframe(1), FRAMES) if self.loops else []
         running = [(frame.f_code, frame.f_lineno) for frame in frames]
         if not running or written.how != "open" or len(self.results) >= RESULTS_AT_MOST:
+            return
+        if _copies(frames[0]):
             return
         for loader, loop in reversed(self.loops.items()):
             key = *running, *loop
@@ -252,6 +266,17 @@ class DividedTotals(Watcher):
                     site=recorder.sites.number(code, division.line),
                 )
             )
+
+
+def _copies(user: FrameType) -> bool:
+    """Whether what this frame of the program's called copies a file, whose content was written
+    before."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not user:
+        if frame.f_globals is vars(shutil):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _number(value: Any) -> float | None:
