@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ddpdoctor.checks.data.metric_not_reduced import MetricNotReduced
+from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from readers import loader, prologue
 from recordings import make_run, site
 
-from ddpdoctor.checks.data.metric_not_reduced import MetricNotReduced
-from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.events import (
     CallBlock,
     CallRun,
