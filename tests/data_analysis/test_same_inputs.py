@@ -150,6 +150,13 @@ def test_ranks_that_go_through_the_same_batches_each_from_another_one() -> None:
     assert not examine(drawn([1, 2, 3, 4] * 4), drawn([2, 3, 4, 1] * 4))
 
 
+def test_toy_data_of_seeds_that_add_step_and_rank_up() -> None:
+    made = [
+        [msgspec.structs.replace(e, drawn=130) for e in drawn(range(n, n + 14))] for n in (1, 2)
+    ]
+    assert not examine(*made)
+
+
 def test_a_state_carried_on_from_another_one_is_not_known_to_be_the_same() -> None:
     """The first of each rollout shows the state that it begins with."""
     mine, same = inputs([1, 2, 3, 4, 5, 6]), inputs([0, 2, 3, 4, 5, 6], carried=True)[1:]

@@ -300,6 +300,8 @@ def inputs_drawn_alike(run: Run, given: Inputs) -> Iterator[EqualInputs]:
         if any(_intended(run.everyone[r], frozenset(together), len(both)) for r in together):
             continue
         events = [given.by_rank[first][n] for n in both]
+        if shift and _drawn(events):
+            continue  # toy data, as where each step has a seed of its own: step + rank
         yield EqualInputs(
             given.kind, together, both, events, _drawn(events), False, -1, False,
             apart=shift, compared=len(compared), generator=generator,
