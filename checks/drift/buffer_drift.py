@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.manual_sync import outer_modules
+from ddpdoctor.analysis.models.wrapped_models import skipped_of
 from ddpdoctor.analysis.replicas import causes
 from ddpdoctor.analysis.replicas.overwritten_buffers import overwritten
 from ddpdoctor.analysis.replicas.replica import Member
@@ -90,7 +91,9 @@ class BufferDrift(Check):
     - SyncBatchNorm, buffers that DDP ignores, counters and random states, and single numbers that
       are registered with `persistent=False`.
     - Buffers that are neither evaluated nor saved are a note at most, and so are those of an
-      evaluated submodule if the model's next forward broadcasts them.
+      evaluated submodule if the model's next forward broadcasts them. A note also of constant
+      buffers that are only saved, if no forward examined calls the module that holds them, and the
+      source of no `forward` reads them outside of an `if` (noise that is kept for pictures).
     """
 
     code = "DDP403"
@@ -247,6 +250,9 @@ class BufferDrift(Check):
         """A finding about buffers that differ at one point, which is at `spot` where known."""
         wrapped = causes.wrap_line(group)
         rule = _rule(group, found, spot)
+        unread = (
+            rule == UNEQUAL_AT_WRAP and found.point in ("kept", "end") and _unread(group, found)
+        )
         if rule == BYPASSED:
             location = spot
             what = "submodule" if found.point == "part" else "model"
@@ -258,7 +264,7 @@ class BufferDrift(Check):
             label = group.any.wrapped.here if broadcast else "buffers are not synchronised"
         return self.finding(
             rule=rule,
-            severity=severity,
+            severity=Severity.NOTE if unread else severity,
             ranks=tuple(sorted(r for g in found.split for r in g)),
             steps=_evaluated(group, found),
             subjects=tuple(found.names),
@@ -267,8 +273,8 @@ class BufferDrift(Check):
             related=related,
             summary=f"{_buffers(found.names)} of {group.any.wrapped.kind} "
             f"{causes.differ(len(found.names), found.split, run)} {when}",
-            cause=CAUSES[rule],
-            fix=_fix(rule, group, found),
+            cause=CAUSES[rule] + UNREAD * unread,
+            fix=KEEP * unread + _fix(rule, group, found),
             fix_kind=FixKind.CHECK,
             evidence=causes.evidence(group, found)
             | {"next_forward_repairs": "yes" if group.any.seen.broadcast else "no"},
@@ -317,6 +323,14 @@ def _rule(group: Replicas, found: Divergence, spot: Location | None) -> str:
     return NOT_BROADCAST
 
 
+def _unread(group: Replicas, found: Divergence) -> bool:
+    """Whether no forward examined called the modules that hold these buffers, on any rank, and no
+    other module's `forward` always reads them."""
+    holders = {name.rpartition(".")[0] for name in found.names}
+    looks = [skipped_of(m.rank, m.model) for m in group.members.values()]
+    return all(looks) and all(holders <= {*e.unread} for told in looks for e in told)
+
+
 CAUSES = {
     BYPASSED: "each rank updated the buffers from its own data, and nothing has broadcast them "
     "since",
@@ -328,6 +342,11 @@ CAUSES = {
     "random numbers), DDP was told not to broadcast buffers, which includes the wrap, and nothing "
     "changed them since",
 }
+UNREAD = (
+    ". Training does not seem to use them: no forward that was examined called the module that "
+    "holds them"
+)
+KEEP = "nothing has to be changed unless a forward reads them. If one does, "
 SEND = (
     "create them from the same values on every rank, or send them once after the wrap "
     "(`dist.broadcast(buffer, src=0)`)"

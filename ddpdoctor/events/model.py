@@ -178,12 +178,15 @@ class ModulesSkipped(Event, frozen=True, tag="modules-skipped"):
     Attributes:
         backward: number of the synchronised backward that this forward leads to.
         site: the line of the forward.
+        unread: of a wrapper that does not broadcast buffers, submodules with own buffers that the
+            forward did not call, and that no `forward` mentions but under an `if`.
     """
 
     model: int
     backward: int
     names: tuple[str, ...] = ()
     site: int = -1
+    unread: tuple[str, ...] = ()
 
 
 class ParameterUse(Event, frozen=True, tag="parameter-use"):

@@ -10,7 +10,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run, steps
 from replicas import LINE, OTHER, digests, replica, run_of
 
-from ddpdoctor.events import FileWritten, LateBuffers, StateTaken, Wrapped
+from ddpdoctor.events import FileWritten, LateBuffers, ModulesSkipped, StateTaken, Wrapped
 from ddpdoctor.events.drift import AGAIN
 from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.watchers.graph import late_buffers
@@ -189,6 +189,36 @@ def test_buffers_that_nothing_changed_differed_from_the_start():
     ranks = {n: [*own_buffers(0, 1 + n, 2), at_the_end(9 + n, 2)] for n in range(2)}
     (finding,) = BufferDrift().examine(make_run(ranks))
     assert finding.rule == "not-broadcast"
+
+
+@pytest.mark.parametrize(("unread", "severity"), [
+    ([["norm"], ["norm"]], Severity.NOTE),
+    ([["norm", "other"], ["norm"]], Severity.NOTE),
+    ([["norm"], []], Severity.WARNING),
+    ([["norm"], None], Severity.WARNING),
+    ([["other"], ["other"]], Severity.WARNING),
+])  # fmt: skip
+@pytest.mark.parametrize("changed", [False, True])
+def test_constant_buffers_that_no_forward_reads_are_only_saved(unread, severity, changed):
+    events = {
+        n: [
+            kept((1 + n, 2), (1 + n + 2 * changed, 2)),
+            *([ModulesSkipped(at=0, model=0, backward=1, unread=tuple(names))] if names else []),
+            *([ModulesSkipped(at=0, model=0, backward=1)] if names == [] else []),
+            *([TAKEN, written()] if n == 0 else []),
+        ]
+        for n, names in enumerate(unread)
+    }
+    (finding,) = BufferDrift().examine(run_of(events, broadcast=False))
+    assert finding.severity is (Severity.WARNING if changed else severity)
+    assert ("unless a forward reads them" in finding.fix) is (finding.severity is Severity.NOTE)
+
+
+def test_constant_buffers_that_no_forward_reads_and_that_are_evaluated():
+    skipped = ModulesSkipped(at=0, model=0, backward=1, unread=("norm",))
+    run = make_run({n: [*own_buffers(0, 1 + n, 2), skipped] for n in range(2)})
+    (finding,) = BufferDrift().examine(run)
+    assert (finding.rule, finding.severity) == ("unequal-at-wrap", Severity.WARNING)
 
 
 def late(step, *values, shapes=((2,), (2,))):

@@ -1,5 +1,7 @@
 """DDP301: what is unused on all ranks, with the cause, and what must stay silent."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
@@ -9,7 +11,7 @@ from wraps import BRANCH, codes, rank, skipped, unused, use, wrap
 
 from ddpdoctor.events import Edited, OptimizerSeen, Wrapped
 from ddpdoctor.probe.training.tracked_model import Model
-from ddpdoctor.probe.watchers.graph.unused_parameters import CallWatch
+from ddpdoctor.probe.watchers.graph.unused_parameters import CallWatch, UnusedParameterWatch
 from ddpdoctor.report.findings import Severity
 
 ALL = ("body", "head", "aux")
@@ -66,6 +68,36 @@ def test_with_what_a_module_is_called_is_seen(grad):
     assert watch.stop() == {""}
     assert watch.called_with_grad == ({""} if grad else set())
     assert not module._forward_pre_hooks
+
+
+class Generator(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("read", "unread", "called"):
+            module = torch.nn.BatchNorm1d(2) if name == "called" else torch.nn.Module()
+            module.register_buffer("values", torch.ones(2))
+            setattr(self, name, module)
+
+    def forward(self, x, fixed=False):
+        noise = self.unread.values if fixed else torch.randn(2)
+        return self.called(x) * self.read.values + noise
+
+
+@pytest.mark.parametrize(("broadcast", "unread"), [(False, ("unread",)), (True, ())])
+def test_modules_whose_buffers_no_forward_reads(broadcast, unread):
+    module, told = Generator(), []
+    model = Model(0, module, list(module.parameters()), [0, 1])
+    recorder = SimpleNamespace(emit=told.append)
+    forward = SimpleNamespace(
+        model=model, grad_enabled=True, error=None,
+        wrapper=SimpleNamespace(broadcast_buffers=broadcast),
+    )  # fmt: skip
+    watcher = UnusedParameterWatch()
+    for _ in range(2):
+        watcher._forward_begins(recorder, forward)
+        module(torch.ones(4, 2))
+        watcher._forward_ends(recorder, forward)
+    assert [(e.names, e.unread) for e in told] == [((), unread)]
 
 
 def test_a_parameter_beside_used_ones_is_told_as_such():

@@ -24,7 +24,7 @@ from ddpdoctor.probe.source import (
     process_order,
     source_text,
 )
-from ddpdoctor.probe.source.source_text import branch_around
+from ddpdoctor.probe.source.source_text import always_mentioned, branch_around
 from ddpdoctor.probe.watchers.memory import memory_holders
 
 
@@ -79,6 +79,34 @@ def test_the_line_that_decides(kind: type) -> None:
     lines, first = inspect.getsourcelines(kind)
     decides = [n for n, line in enumerate(lines, first) if "# decides" in line]
     assert ([found[1]] if found is not None else []) == decides
+
+
+class Helped:
+    def __init__(self):
+        self.aux = None
+
+    def forward(self, x):
+        if x is None:
+            return self.aux
+        return self.helped(x)
+
+    def helped(self, x):
+        return [self.aux(y) for y in x]
+
+
+class Elsewhere:
+    def forward(self, x):
+        return x if x is None else self.aux
+
+    def build(self):
+        return self.aux
+
+
+@pytest.mark.parametrize(("kind", "always"), [
+    (Guarded, True), (InTraining, True), (Helped, True), (Elsewhere, False), (int, False),
+])  # fmt: skip
+def test_an_attribute_that_every_forward_mentions(kind: type, always: bool) -> None:
+    assert always_mentioned([int, kind], "aux") is always
 
 
 PROGRAM = """\

@@ -4,6 +4,7 @@ quoted, where variables are set. Read only after something was found wrong."""
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import re
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,25 @@ def branch_around(module: Any, attribute: str) -> tuple[CodeType, int] | None:
             if line is not None:
                 return code, line
     return None
+
+
+def always_mentioned(kinds: Iterable[type], attribute: str) -> bool:
+    """Whether the `forward` of a class, or a method that it calls, mentions an attribute outside of
+    an `if`."""
+    for kind in kinds:
+        reached, left = set[str](), ["forward"]
+        while left:
+            reached.add(name := left.pop())
+            method = inspect.getattr_static(kind, name, None)
+            code = getattr(getattr(method, "fget", method), "__code__", None)
+            node = function_of(code) if code is not None else None
+            for part, around in _with_branches(node, _Around()) if node is not None else ():
+                if isinstance(part, ast.Attribute):
+                    if part.attr == attribute and not around.branches:
+                        return True
+                    if part.attr not in reached:
+                        left.append(part.attr)
+    return False
 
 
 def call_named(module: Any, names: tuple[str, ...]) -> tuple[CodeType, int] | None:

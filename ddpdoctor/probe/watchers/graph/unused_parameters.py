@@ -18,7 +18,7 @@ from ...recording.recorder import Recorder, shielded
 from ...recording.torch_compat import compiling, ready_indices, without_gradient
 from ...recording.watcher import Watcher, on
 from ...source.call_resolver import setting_in_frames
-from ...source.source_text import branch_around
+from ...source.source_text import always_mentioned, branch_around
 from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
@@ -33,7 +33,8 @@ class Watched:
         unused: positions of unused parameters recorded last; None before the first record.
         called: submodules called in the forwards since the last backward; None if unobserved.
         called_with_grad: those of them that were called with gradients enabled.
-        skipped: submodules not called in a forward, as recorded last.
+        skipped: submodules not called in a forward, those with parameters and those with buffers,
+            as recorded last.
         watch: watches the current forward.
         due: of the next forwards, how many to watch.
         watches: forwards that may still be watched.
@@ -50,7 +51,7 @@ class Watched:
         self.unused: tuple[int, ...] | None = None
         self.called: frozenset[str] | None = None
         self.called_with_grad: frozenset[str] = frozenset()
-        self.skipped: tuple[str, ...] | None = None
+        self.skipped: tuple[set[str], set[str]] | None = None
         self.watch: CallWatch | None = None
         self.due = WATCHED_FORWARDS
         self.watches = WATCHES
@@ -115,7 +116,10 @@ class UnusedParameterWatch(Watcher):
                 watched.called |= called
                 watched.called_with_grad |= watch.called_with_grad
             if forward.error is None:
-                _emit_skipped(recorder, forward.model, watched, watch.owners - called)
+                unread = set[str]()
+                if getattr(forward.wrapper, "broadcast_buffers", True) is False:
+                    unread = watch.holders - called
+                _emit_skipped(recorder, forward.model, watched, watch.owners - called, unread)
 
     @on(lifecycle.forward_failed)
     def _forward_failed(self, recorder: Recorder, forward: Forward) -> None:
@@ -271,20 +275,34 @@ class UnusedParameterWatch(Watcher):
                 _emit_use(recorder, model, watched)
 
 
-def _emit_skipped(recorder: Recorder, model: Model, watched: Watched, skipped: set[str]) -> None:
+def _emit_skipped(
+    recorder: Recorder, model: Model, watched: Watched, skipped: set[str], holders: set[str]
+) -> None:
     """Record skipped modules before the backward: this rank may hang in it."""
-    names = tuple(sorted(skipped))
-    if names != watched.skipped:
-        watched.skipped = names
+    if (skipped, holders) != watched.skipped:
+        watched.skipped = skipped, holders
         recorder.emit(
             ModulesSkipped(
                 at=time.monotonic(),
                 model=model.number,
                 backward=model.synced_backwards + 1,
-                names=names,
+                names=tuple(sorted(skipped)),
                 site=model.forward_site,
+                unread=_unread(model, holders),
             )
         )
+
+
+def _unread(model: Model, holders: set[str]) -> tuple[str, ...]:
+    """Of modules that were not called, those that the source of no other module reads always."""
+    inner = model.inner()
+    if inner is None or not holders:
+        return ()
+    kinds = {type(m) for m in inner.modules() if not type(m).__module__.startswith("torch.")}
+    words = {name: [w for w in name.split(".") if not w.isdigit()] for name in holders}
+    return tuple(
+        sorted(n for n, found in words.items() if found and not always_mentioned(kinds, found[-1]))
+    )
 
 
 def _branches(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> dict[str, int]:
@@ -351,7 +369,7 @@ class CallWatch:
     The hooks are removed at its end, before the user can copy, pickle or compile the module.
 
     Attributes:
-        owners: names of the modules that own parameters themselves.
+        owners: names of the modules that own parameters themselves; `holders`: buffers.
         called: names of those that were called.
         called_with_grad: names of those that were called with gradients enabled.
     """
@@ -360,6 +378,7 @@ class CallWatch:
         import torch
 
         self.owners: set[str] = set()
+        self.holders: set[str] = set()
         self.called_with_grad: set[str] = set()
         self._gradients_on = torch.is_grad_enabled
         self._handles: list[Any] = []
@@ -382,6 +401,8 @@ class CallWatch:
         for name, module in modules:
             if any(p is not None for p in module._parameters.values()):
                 watch.owners.add(name)
+            if any(b is not None for b in module._buffers.values()):
+                watch.holders.add(name)
             watch._handles.append(
                 module.register_forward_pre_hook(shielded("unused.note", watch._note(name)))
             )
