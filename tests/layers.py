@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "analysis.manual_sync": (
         *REPORTED,
+        "analysis.calls",
         "analysis.rank_differences",
         "analysis.replicas",
         "analysis.models",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Event
+from .calls import Place
 
 ABSENT, ZERO = 0, 1
 """The digests of no tensor, and of one that holds zeros only."""
@@ -165,6 +166,8 @@ class OuterDigests(Event, frozen=True, tag="outer-digests"):
         queues: positions of the tensors in which the step before wrote one block of rows or columns
             and left the rest, as what is put into a queue does.
         evaluated: it is about to be called in an evaluation, after `step` steps of the process.
+        update: in the first record, the line that writes to its parameters, as far as the source
+            tells, and the calls that lead to it, innermost first.
     """
 
     module: int
@@ -173,6 +176,7 @@ class OuterDigests(Event, frozen=True, tag="outer-digests"):
     values: str
     queues: tuple[int, ...] = ()
     evaluated: bool = False
+    update: tuple[Place, ...] = ()
 
 
 class OuterStateTaken(Event, frozen=True, tag="outer-state-taken"):
@@ -266,6 +270,8 @@ class Loaded(Event, frozen=True, tag="loaded"):
         model: number of the wrapper, -1 for none.
         step: optimizer steps of this process before it.
         assigned: with `assign=True`, which replaces the model's parameters by others.
+        update: of weights that another module of the program holds, such as moving averages: the
+            line that writes to that one, and the calls that lead to it, innermost first.
     """
 
     what: str
@@ -273,6 +279,7 @@ class Loaded(Event, frozen=True, tag="loaded"):
     step: int
     site: int
     assigned: bool = False
+    update: tuple[Place, ...] = ()
 
     def describe(self) -> str:
         whose = f" of model {self.model}" if self.model >= 0 else ""

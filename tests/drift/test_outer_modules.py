@@ -3,7 +3,7 @@
 import pytest
 from ddpdoctor.checks.drift.buffer_drift import BufferDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
-from replicas import LINE, digests, run_of
+from replicas import LINE, OTHER, digests, run_of
 
 from ddpdoctor.events import (
     EpochEnded,
@@ -11,6 +11,8 @@ from ddpdoctor.events import (
     OuterDigests,
     OuterModule,
     OuterStateTaken,
+    Place,
+    Statement,
     Tensor,
     Wrapped,
 )
@@ -25,9 +27,9 @@ def module(*names, parameters=0, **more):
     return OuterModule(**fields, names=names, shapes=shapes, parameters=parameters, **more)
 
 
-def seen(step, *values, queues=()):
+def seen(step, *values, queues=(), update=()):
     fields = {"at": step, "module": 0, "optimizer": 0, "step": step}
-    return OuterDigests(**fields, values=pack(values), queues=queues)
+    return OuterDigests(**fields, values=pack(values), queues=queues, update=update)
 
 
 def judged(*ranks):
@@ -97,6 +99,37 @@ def test_a_copy_that_one_rank_alone_updates(looks, updating):
     (found,) = judged(*([target, *map(seen, steps, *zip(*rank, strict=True))] for rank in looks))
     assert ("rank 0 updates it" in found.cause) is updating
     assert ("on every rank, or send it" in found.fix) is updating
+
+
+@pytest.mark.parametrize(
+    ("text", "updating", "told"),
+    [
+        ("if rank == 0:", True, True),
+        ("if writer is not None:", True, True),
+        ("if step % 2:", True, False),
+        ("if rank == 0:", False, False),
+    ],
+)
+def test_the_line_that_one_rank_alone_runs_to_update_it(text, updating, told):
+    update = (Place(OTHER, (Statement(line=34, text=text),)),)
+    steps = (AT_START, 4, AT_END)
+    mine, theirs = [(1, 5), (2, 5), (3, 5)], [(1, 5), *([(1, 5)] if updating else [(4, 5)]), (1, 5)]
+    ranks = [
+        [
+            copy_of_encoder(copied=True),
+            seen(AT_START, 1, 5),
+            *(
+                seen(s, *v, update=update * (s == 4))
+                for s, v in zip(steps[1:], rows[1:], strict=True)
+            ),
+        ]
+        for rows in (mine, theirs)
+    ]
+    (found,) = judged(*ranks)
+    assert found.location.line == (35 if told else 33)
+    assert (34 in [r.location.line for r in found.related]) is told
+    assert (f"rank 0 updates it under `{text}`" in found.cause) is told
+    assert ("run this line on every rank" in found.fix) is told
 
 
 @pytest.mark.parametrize(

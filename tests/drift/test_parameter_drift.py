@@ -1,7 +1,11 @@
 """DDP402 on literal events."""
 
+import sys
+from types import SimpleNamespace
+
 import msgspec
 import pytest
+import torch
 from ddpdoctor.checks.drift.gradient_drift import GradientDrift
 from ddpdoctor.checks.drift.optimizer_state_drift import OptimizerStateDrift
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
@@ -16,13 +20,17 @@ from ddpdoctor.events import (
     Loaded,
     OptimizerSeen,
     ParameterWrite,
+    Place,
     ProbeTrouble,
     Rewritten,
+    Statement,
     StepDone,
     Watched,
 )
 from ddpdoctor.events.drift import UNHELD, chosen
 from ddpdoctor.events.pack import pack
+from ddpdoctor.probe.recording.code_locations import Sites
+from ddpdoctor.probe.watchers.gradients import state_loading
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch
 from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 from ddpdoctor.probe.watchers.gradients.state_loading import StateLoading
@@ -329,6 +337,43 @@ def test_the_load_that_only_some_ranks_make_is_blamed(lines, ranks, line, rule):
     run = run_of({n: [*mine, last(n > 0)] for n, mine in loads.items()})
     (finding,) = ParameterDrift().examine(run)
     assert (finding.rule, finding.ranks, finding.location.line) == (rule, ranks, line)
+
+
+@pytest.mark.parametrize(
+    ("heads", "told"),
+    [
+        ([(), ("if rank == 0:",)], True),
+        ([("if rank == 0:",), ()], True),
+        ([("if averages is not None:",), ()], False),  # as on every rank, perhaps
+        ([(), ()], False),
+    ],
+)
+def test_a_load_from_averages_that_one_rank_alone_updates(heads, told):
+    inside = [tuple(Statement(line=34, text=text) for text in place) for place in heads]
+    update = (Place(OTHER, inside[0]), Place(STEP, inside[1]))
+    loads = msgspec.structs.replace(load(step=1), update=update)
+    (finding,) = ParameterDrift().examine(run_of({n: [loads, last(n > 0)] for n in range(2)}))
+    assert (finding.rule, finding.location.line) == ("unequal-loads", 33)
+    assert ([r.location.line for r in finding.related][:2] == [35, 34]) is told
+    line = "another_line()" if inside[0] else "optimizer.step()"
+    assert (f"run `{line}` on every rank" in finding.fix) is told
+
+
+def test_the_module_whose_weights_are_loaded(monkeypatch):
+    net, averages = (torch.nn.Linear(2, 2) for _ in range(2))
+    holder = SimpleNamespace(averages=averages, both=torch.nn.ModuleList([net, averages]))
+    sites = Sites(lambda event: None)
+    monkeypatch.setattr(
+        sites, "kind", lambda code: "user" if code.co_filename == __file__ else "own"
+    )
+
+    def of(state, *modules):
+        recorder = SimpleNamespace(sites=sites)
+        return state_loading._holder(state, net, sys._getframe(), recorder)
+
+    assert holder and of(averages.state_dict(), averages) is averages
+    assert of({k: v.clone() for k, v in averages.state_dict().items()}) is None
+    assert of({}) is None
 
 
 def test_a_rank_that_loads_later_than_another_looks_has_loaded():

@@ -40,10 +40,14 @@ class Guard:
         """The line of the condition, for a finding."""
         return Related("does not hold on every rank", self.location)
 
-    @property
-    def fix(self) -> str:
-        """How to run the line on every rank."""
-        line = "this line" if self.direct else f"`{self.guarded.source.strip()}`"
+    def fix(self, *, at_the_line: bool = True) -> str:
+        """How to run the line on every rank.
+
+        Args:
+            at_the_line: the finding points at the line that was asked for.
+        """
+        this = self.direct and at_the_line
+        line = "this line" if this else f"`{self.guarded.source.strip()}`"
         run = f"run {line} on every rank"
         if (found := part_on_rank(self.head)) and is_plain(found[1]):
             part, rest = found
@@ -53,15 +57,17 @@ class Guard:
         return f"{run}: move it {move} `{self.head.label}`"
 
 
-def guard(rank: Rank, places: tuple[Place, ...]) -> Guard | None:
+def guard(rank: Rank, places: tuple[Place, ...], *, lacks: bool = True) -> Guard | None:
     """The condition nearest to a line that asks for the rank or for what some ranks lack; None
     where there is none, so that every rank may run it.
 
     Args:
         places: the line and the calls that lead to it, innermost first.
+        lacks: a test for None counts: it was seen that some ranks do not do what the line does.
     """
     for number, place in enumerate(places):
-        heads = [*on_rank(place.inside), *(s for s in place.inside if _asks_for_none(s))]
+        heads = on_rank(place.inside)
+        heads += [s for s in place.inside if lacks and _asks_for_none(s)]
         guarded = rank.location(place.site)
         if heads and guarded is not None:
             head = heads[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from msgspec.structs import replace
 
@@ -13,12 +14,14 @@ from ...events import (
     OuterDigests,
     OuterModule,
     OuterStateTaken,
+    Place,
     Wrapped,
 )
 from ...events.drift import AT_END, AT_START
 from ...events.pack import unpack
 from ...report.findings import FixKind, Related, Severity, Steps
 from ...run import Location, Rank, Run, odd_ones, plural, ranks_do, ranks_text, some
+from ..calls.guards import Guard, guard
 from ..replicas import causes
 from ..replicas.majority import Split
 from ..replicas.replicas import divergence, replicas
@@ -84,6 +87,21 @@ class Outer:
     @property
     def any(self) -> OuterModule:
         return next(iter(self.seen.values()))
+
+    @cached_property
+    def update(self) -> tuple[Rank, tuple[Place, ...]] | None:
+        """A rank that alone updates it, and the line, with the calls that lead to it."""
+        if not self.updating or not self.parameters or self.steps[0] == AT_START:
+            return None
+        number = self.updating[0]
+        rank, module = self.ranks[number], self.seen[number].number
+        events = (e for e in rank.of(OuterDigests) if e.module == module and e.update)
+        return next(((rank, event.update) for event in events), None)
+
+    @cached_property
+    def guard(self) -> Guard | None:
+        """The condition that keeps the other ranks from updating it, where the source has one."""
+        return None if self.update is None else guard(*self.update)
 
     @property
     def part(self) -> str:
@@ -172,8 +190,9 @@ class Outer:
             return f"it was {made} on each rank, from weights of its own; {rest}"
         if self.updating:
             idle = sorted(self.ranks.keys() - {*self.updating})
+            under = f" {self.guard.text}" if self.guard is not None else ""
             return (
-                f"{ranks_do(self.updating, 'update')} it, and it stays as it is on "
+                f"{ranks_do(self.updating, 'update')} it{under}, and it stays as it is on "
                 f"{ranks_text(idle)}; {rest}"
             )
         if self.before is None:
@@ -189,6 +208,8 @@ class Outer:
         if not self.parameters:
             return f"{UPDATE}. If each rank is meant to have its own, ignore this"
         sent = "for t in module.state_dict().values(): dist.broadcast(t, src=0)"
+        if self.guard is not None:
+            return f"{self.guard.fix()}, or send the module after each update: `{sent}`"
         if self.updating and self.steps[0] != AT_START:
             return f"update it on every rank, or send it after each update: `{sent}`"
         if self.before is None and self.any.copied and self.part:
@@ -209,6 +230,18 @@ class Outer:
         related = [Related("called here", called)] if called and made and called != made else []
         if self.saved is not None:
             related.append(Related("its state is taken here", self.saved))
+        label = (
+            "copied here, apart from the wrapped model"
+            if one.copied
+            else "what is made here is outside of the wrapped model"
+            if self.wrapped
+            else "what is made here is not kept equal"
+        )
+        where = made or called
+        if self.update is not None and self.guard is not None:
+            rank, places = self.update
+            related[:0] = [self.guard.related, *([Related(label, made)] if made else [])]
+            where, label = rank.location(places[0].site), "updates it, not on every rank"
         steps = Steps.of(sorted({max(s, 0) for s in self.steps if s != AT_END}))
         whose = "which DDP does not wrap" if self.wrapped else "which nothing keeps equal"
         return {
@@ -218,12 +251,8 @@ class Outer:
             # From the first on, they differ at every step that was compared.
             "steps": steps and replace(steps, compared=steps.count),
             "subjects": tuple(names),
-            "location": made or called,
-            "label": "copied here, apart from the wrapped model"
-            if one.copied
-            else "what is made here is outside of the wrapped model"
-            if self.wrapped
-            else "what is made here is not kept equal",
+            "location": where,
+            "label": label,
             "related": tuple(related),
             "summary": f"{what} {some(names)} of {one.kind}, {whose}, "
             f"{causes.differ(len(names), self.split, run)}{self._since()}",

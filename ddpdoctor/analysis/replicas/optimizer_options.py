@@ -328,7 +328,7 @@ def set_on_some(skew: Skew) -> Cause | None:
         SET_ON_SOME,
         text=f"only {ranks_do(setting, 'set')} {skew.option},{where} {found.text}; on "
         f"{ranks_text(lacking)} it keeps its first value",
-        fix=found.fix,
+        fix=found.fix(),
         label=f"runs on {ranks_text(setting)} only",
         location=line,
         ranks=lacking,

@@ -9,6 +9,7 @@ from ...events import Loaded
 from ...report.declarations import When
 from ...report.findings import Condition, Effect, Finding, Related
 from ...run import listed, ranks_do
+from ..calls.guards import Guard, guard
 from ..models.wrap_options import WrapOptions
 from ..rank_differences import extra_by_line
 from .causes import Cause
@@ -110,6 +111,9 @@ class Loads:
             return None
         last, thing = self.by_step[ranks[0]][-1], THINGS[self.what]
         everybody = len(ranks) == len(self.group.members)
+        rank = self.group.members[ranks[0]].rank
+        if everybody and last.update and (found := guard(rank, last.update, lacks=False)):
+            return self._from_a_copy(ranks, last, found)
         return Cause(
             UNEQUAL_LOADS if everybody else LOAD_ON_SOME,
             text=f"every rank loads {thing}, but not the same values"
@@ -120,6 +124,23 @@ class Loads:
             location=self.group.members[ranks[0]].rank.location(last.site),
             ranks=ranks,
             evidence={} if everybody else {LOADED_ONLY_ON: list(ranks)},
+        )
+
+    def _from_a_copy(self, ranks: tuple[int, ...], last: Loaded, found: Guard) -> Cause:
+        """Every rank loads another module's weights, which not every rank updates."""
+        rank = self.group.members[ranks[0]].rank
+        line = rank.location(last.update[0].site)
+        updates = (Related("updates what is loaded, not on every rank", line),) if line else ()
+        return Cause(
+            UNEQUAL_LOADS,
+            text=f"every rank loads {THINGS[self.what]}, but not the same values: they come from a "
+            f"copy that is updated {found.text}, and so not on every rank",
+            fix=f"{found.fix(at_the_line=False)}, or send the copy before it is loaded: "
+            "`for t in copy.state_dict().values(): dist.broadcast(t, src=0)`",
+            label="loads different values on different ranks",
+            location=rank.location(last.site),
+            ranks=ranks,
+            related=(*updates, found.related),
         )
 
     def _cause_on_some(self, some: LoadedOnSome) -> Cause:

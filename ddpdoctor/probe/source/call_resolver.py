@@ -8,6 +8,7 @@ are bounded, as they run within a step.
 from __future__ import annotations
 
 import ast
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -391,13 +392,21 @@ def _into(
     return found if found is not None and is_user(found[0].__code__) else None
 
 
-def entered(call: ast.Call, scope: Scope) -> tuple[types.FunctionType, Scope] | None:
+def entered(
+    call: ast.Call, scope: Scope, *, unwrap: bool = False
+) -> tuple[types.FunctionType, Scope] | None:
     """The function that a call enters, and the scope of its arguments; None for what is no function
-    in Python."""
+    in Python.
+
+    Args:
+        unwrap: enter the function within a decorator such as `torch.no_grad()`.
+    """
     target = resolve(call.func, scope)
     if isinstance(target, types.MethodType) and isinstance(target.__func__, types.FunctionType):
         target = Bound(target.__self__, target.__func__)
     function = target.function if isinstance(target, Bound) else target
+    if unwrap and callable(function):
+        function = inspect.unwrap(function)
     if not isinstance(function, types.FunctionType):
         return None
     values = [resolve(a, scope) for a in call.args if not isinstance(a, ast.Starred)]

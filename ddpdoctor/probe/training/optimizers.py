@@ -32,7 +32,7 @@ from ..recording.torch_compat import (
 )
 from ..recording.watcher import Args, Error, Kwargs, Watcher, on
 from ..recording.weak_references import WeakIdentityMap
-from ..source.own_step import own_step_sites
+from ..source.parameter_writes import own_step_sites
 from . import lifecycle
 from .backwards import Backwards
 from .forwards import Forwards

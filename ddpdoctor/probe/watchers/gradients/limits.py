@@ -146,6 +146,9 @@ may have a factor of its own."""
 
 # state_loading
 
+LOADS_SEARCHED = 8
+"""Loads of weights during training for which the source is searched for what made them."""
+
 LOADS_EMITTED = 1000
 
 EARLY_LOADS = 50

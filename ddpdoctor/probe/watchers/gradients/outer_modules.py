@@ -8,13 +8,14 @@ which of the program's modules these are.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
-from ....events import OuterDigests, OuterModule, OuterStateTaken
+from ....events import OuterDigests, OuterModule, OuterStateTaken, Place
 from ....events.drift import AT_END, AT_START, full
 from ....events.pack import pack
 from ...collectives.process_groups import ProcessGroups
@@ -26,6 +27,8 @@ from ...recording.recorder import Recorder, current_recorder, guarded, shielded
 from ...recording.torch_compat import compiles
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import Reference
+from ...source.call_resolver import places_of
+from ...source.parameter_writes import update_in_frames
 from ...tensors.digests import readable, sums, writes_a_block
 from ...tensors.pending_digests import Arrivals, Waiting
 from ...training import lifecycle
@@ -106,7 +109,7 @@ class OuterModules(Watcher):
             none. `evaluated` are those that were called since, `evaluated_at` the step, and
             `evaluations_seen` how many were waited for.
         copies: by module, its buffers before the step that runs, to see what it writes; `copied`
-            the modules of which this was asked.
+            the modules of which this was asked, `searched` those whose update was searched for.
     """
 
     lost = "modules outside of the wrapped models"
@@ -127,6 +130,7 @@ class OuterModules(Watcher):
         self.evaluations_seen = 0
         self.copies: dict[int, list[Any]] = {}
         self.copied: set[int] = set()
+        self.searched: set[int] = set()
         self.waiting: Arrivals[OuterDigests] = Arrivals()
         self.looking = Subscriptions()
 
@@ -339,8 +343,18 @@ class OuterModules(Watcher):
                 step=step,
                 values="",
                 queues=self._queues(number, tensors[len(found[0]) :], len(found[0])),
+                update=self._update(recorder, number, module) if found[0] else (),
             )
             self.waiting.add(event, Waiting(sums(tensors)[0]))
+
+    def _update(self, recorder: Recorder, number: int, module: Any) -> tuple[Place, ...]:
+        """The line that writes to a module's parameters, searched for once."""
+        if number in self.searched:
+            return ()
+        self.searched.add(number)
+        kind = recorder.sites.kind
+        found = update_in_frames(sys._getframe(1), lambda code: kind(code) == "user", module)
+        return () if found is None else places_of(recorder.sites, found)
 
     def _queues(self, number: int, buffers: list[Any], first: int) -> tuple[int, ...]:
         """The positions of the buffers, counted from `first`, that look like queues by what the

@@ -6,18 +6,23 @@ program can make equal. After each load the whole model is digested at the next 
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import Counter
+from types import FrameType
 from typing import Any
 
-from ....events import Loaded, NamesMissed, StateTaken
+from ....events import Loaded, NamesMissed, Place, StateTaken
+from ...recording.names_in_frames import named
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
+from ...source.call_resolver import places_of
+from ...source.parameter_writes import update_in_frames
 from ...training import lifecycle
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
-from .limits import EARLY_LOADS, LOADS_EMITTED
+from .limits import EARLY_LOADS, LOADS_EMITTED, LOADS_SEARCHED
 from .replica_digests import ReplicaDigests
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -87,7 +92,7 @@ class StateLoading(Watcher):
     Attributes:
         depth, saving: nesting of `load_state_dict` and `state_dict` calls; modules call those of
             their children.
-        emitted: loads recorded.
+        emitted: loads recorded; searched: those of which the source was searched.
         taken: calls of `state_dict`, by line.
         early: loads into an optimizer before its model was wrapped: what, optimizer, time and line.
             The wrap makes weights equal but not these.
@@ -97,7 +102,7 @@ class StateLoading(Watcher):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.emitted = 0
+        self.emitted = self.searched = 0
         self.saving = 0
         self.taken: Counter[int] = Counter()
         self.early: list[tuple[str, weakref.ref[Any], float, int]] = []
@@ -107,7 +112,7 @@ class StateLoading(Watcher):
         import torch.nn
         from torch.optim import Optimizer, lr_scheduler
 
-        self.depth = self.emitted = self.saving = 0
+        self.depth = self.emitted = self.saving = self.searched = 0
         self.taken = Counter()
         self.early = []
         self.around(
@@ -138,7 +143,21 @@ class StateLoading(Watcher):
             return None
         loaded = {id(p) for p in args[0].parameters()}
         assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
-        return "weights", _owners(loaded), recorder.site(), assigned
+        fields = {"assigned": assigned, "update": self._update(recorder, args, kwargs)}
+        return "weights", _owners(loaded), recorder.site(), fields
+
+    def _update(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[Place, ...]:
+        """The line that writes to the module from which weights are loaded during training."""
+        state = args[1] if len(args) > 1 else kwargs.get("state_dict")
+        if not recorder.step or self.searched >= LOADS_SEARCHED or not isinstance(state, dict):
+            return ()
+        self.searched += 1
+        frame, kind = sys._getframe(1), recorder.sites.kind
+        source = _holder(state, args[0], frame, recorder)
+        found = None
+        if source is not None:
+            found = update_in_frames(frame, lambda code: kind(code) == "user", source)
+        return () if found is None else places_of(recorder.sites, found)
 
     def _load_optimizer(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
@@ -155,11 +174,11 @@ class StateLoading(Watcher):
         owners = _owners(_parameter_ids(optimizer)) if WrappedModels.current.count() else []
         if not owners and len(self.early) < EARLY_LOADS:
             self.early.append((what, weakref.ref(optimizer), time.monotonic(), recorder.site()))
-        return what, owners, recorder.site(), False
+        return what, owners, recorder.site(), {}
 
     def _load_scaler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
-        return None if self.depth > 1 else ("scaler", [None], recorder.site(), False)
+        return None if self.depth > 1 else ("scaler", [None], recorder.site(), {})
 
     @on(lifecycle.wrapped)
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
@@ -175,7 +194,7 @@ class StateLoading(Watcher):
         self.depth = max(0, self.depth - 1)
         if token is None or error is not None:
             return
-        what, owners, site, assigned = token
+        what, owners, site, fields = token
         for model in owners:
             if model is not None:
                 ReplicaDigests.current.look_whole(model)
@@ -188,7 +207,7 @@ class StateLoading(Watcher):
                         model=-1 if model is None else model.number,
                         step=recorder.step,
                         site=site,
-                        assigned=assigned,
+                        **fields,
                     )
                 )
 
@@ -219,6 +238,22 @@ class StateLoading(Watcher):
 
 def _parameter_ids(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _holder(state: dict[str, Any], target: Any, frame: FrameType, recorder: Recorder) -> Any:
+    """The module that the running code has a name for and whose parameters a state is, not a copy
+    of them; None for no other than the one that it is loaded into."""
+    import torch
+
+    tensors = torch.Tensor, torch.nn.Parameter
+    storages = {t.data_ptr() for t in state.values() if type(t) in tensors} - {0}
+    for one in named(frame, recorder.sites):
+        if storages and issubclass(type(one.value), torch.nn.Module) and one.value is not target:
+            first: Any = next(one.value.parameters(), None)
+            if type(first) in tensors and first.data_ptr() in storages:
+                apart = all(part is not target for part in one.value.modules())
+                return one.value if apart else None
+    return None
 
 
 def _owners(parameters: set[int]) -> list[Model]:
