@@ -142,7 +142,8 @@ class ImbalancedBatches(Check):
             + (f", mostly on rank {largest}" if steady else "")
             + (", though not from the beginning" if begin else ""),
             cause=_cause(rule, largest, equal_rows),
-            fix=f"use the same batch size on all ranks; if samples differ in size, {_BUCKETS}"
+            fix="use the same batch size on all ranks, unless the loss weights ranks by theirs on "
+            f"purpose; if samples differ in size, {_BUCKETS}"
             if rule == ONE_RANK_MORE
             else _BUCKETS,
             evidence={

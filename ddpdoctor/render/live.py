@@ -122,7 +122,7 @@ def state(run: Run) -> list[str]:
     if last is None:
         return []
     if all(r.state != "lost" and not r.alive for r in run.ranks.values()):
-        return [f"step {reported_steps(last)}", "all ranks have ended"]
+        return [f"step {reported_steps(last)}", "all ranks so far have ended"]
     now = progress.clock(last)
     facts = [f"step {reported_steps(last)}"]
     if run.stall is None and (fast := progress.speed(last, now)) is not None:

@@ -31,9 +31,9 @@ RULE = "outside-the-wrapper"
 RULES = {RULE: "a module outside of every wrapper takes part in training, and ranks differ in it"}
 
 UPDATE = (
-    "update them from values of all ranks: for running means and variances `dist.all_reduce` the "
-    "count, the sum and the sum of squares of what goes into them, not the samples; gather what "
-    "goes into a queue or a bank (`dist.all_gather`)"
+    "update buffers from values of all ranks: for running means and variances `dist.all_reduce` "
+    "the count, the sum and the sum of squares of what goes into them, not the samples; gather "
+    "what goes into a queue or a bank (`dist.all_gather`)"
 )
 """How to make buffers equal that each rank writes to."""
 
@@ -178,12 +178,12 @@ class Outer:
             )
         if self._unequal_evaluations():
             return (
-                "each rank writes values of its own into them, and evaluates "
+                "each rank writes values of its own into the buffers, and evaluates "
                 f"{'its share of the data ' if self.shares else ''}with these, so a result over "
                 f"all ranks is that of no one model; {rest}"
             )
         if not self.parameters:
-            return f"each rank writes values of its own into them; {rest}"
+            return f"each rank writes values of its own into the buffers; {rest}"
         before = one.copied and one.made_at < self.wrapped
         made = "copied before the wrap" if before else "copied" if one.copied else "made"
         if self.steps[0] == AT_START:

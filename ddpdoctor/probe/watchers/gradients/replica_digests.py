@@ -310,7 +310,7 @@ def _emit_replica(recorder: Recorder, watch: Watch) -> None:
 def _detect_join(recorder: Recorder, watch: Watch) -> None:
     """Leave the replicas out if the ranks take different numbers of steps (`Join`)."""
     if not watch.left_out and joins(watch.holding.model.ddp()):
-        watch.left_out = "its ranks take as many steps as they have inputs (`Join`)"
+        watch.left_out = "its ranks take different numbers of steps (`Join`)"
         _emit_replica(recorder, watch)
 
 
