@@ -26,6 +26,7 @@ from ddpdoctor.run import Rank, Run, counted, plural
 
 OF_ITS_BACKWARD = "backward of a forward that bypasses DDP"
 TAKEN = "takes the model out of the wrapper"
+OF_WRAPPER = ".module"
 NAMED = "keeps the model beside the wrapper"
 
 
@@ -35,9 +36,11 @@ class DdpBypassed(Check):
     ## What it finds
     Optimizer steps on gradients of a wrapped model that come from no forward of the wrapper:
     `model.module(x)`, a method of the inner module (`model.module.loss(x)`), the raw model under
-    another name, a wrapper that is made and not used. The finding names the line of that call; if
-    the wrapper is gone, the line that took the model out of it, where it is found. Also
-    if no optimizer holds the model and the program repeatedly applies such gradients itself.
+    another name, a wrapper that is made and not used. The finding names the line of that call; the
+    line that passes the model on without its wrapper (`losses(model.module, x)`), where another
+    function calls it; if the wrapper is gone, the line that took the model out of it, where it is
+    found. Also if no optimizer holds the model and the program repeatedly applies such gradients
+    itself.
 
     ## How it knows
     Before and after every backward, some gradients of each wrapped model and the number of its
@@ -101,7 +104,13 @@ class DdpBypassed(Check):
         call = next((e.call_site for e in reversed(events) if e.call_site >= 0), -1)
         spot = rank.location(call) or rank.location(first.site)
         named = rank.location(first.named_site)
-        at_fault = named if last.discarded else None
+        handing = next((e for e in reversed(events) if e.call_site == call and e.handed), None)
+        handed = rank.location(handing.handed_site) if handing else None
+        argument = handing.handed if handing and handed and not last.discarded else ""
+        if last.discarded:
+            at_fault, label = named, "keeps the model, not the wrapper"
+        else:
+            at_fault, label = handed, "passes the inner model on, not the wrapper"
         bypasses = (
             "bypasses the wrapper" if call >= 0 else "backward of a forward that bypasses DDP"
         )
@@ -114,18 +123,18 @@ class DdpBypassed(Check):
             steps=Steps(first.step, last.step, last.count),
             subjects=(title,),
             location=at_fault or spot,
-            label="keeps the model, not the wrapper" if at_fault else bypasses,
+            label=label if at_fault else bypasses,
             related=models.related(
                 rank,
                 (
-                    *_taken(first, bypasses if at_fault else "", call),
+                    *_taken(first, bypasses if at_fault else "", call, argument),
                     (wrapped.here, wrapped.site),
                     ("backward", first.site),
                 ),
             ),
             summary=f"{_applied(title, last)}, {seen.where}",
             cause=_cause(title, last),
-            fix=_fix(wrapped, wrapper, last),
+            fix=_fix(wrapped, wrapper, last, argument),
             evidence={
                 "steps without synchronisation": last.count,
                 "forwards through the wrapper": last.forwards,
@@ -177,23 +186,32 @@ class DdpBypassed(Check):
         )
 
 
-def _taken(event: Bypassed, bypasses: str, call: int) -> Iterator[tuple[str, int]]:
+def _taken(event: Bypassed, bypasses: str, call: int, handed: str) -> Iterator[tuple[str, int]]:
     """Labels and sites of how the model left its wrapper, and of the call around it if that is not
-    the finding's line."""
+    the finding's line.
+
+    Args:
+        handed: the argument by which it is passed on, empty for none.
+    """
     if event.taken_site != event.named_site:
         yield TAKEN, event.taken_site
     if bypasses:
         yield bypasses, call
-    else:
+    if handed.endswith(OF_WRAPPER):
+        return
+    if handed or not bypasses:
         yield NAMED, event.named_site
 
 
-def _fix(wrapped: Wrapped, wrapper: str, last: Bypassed) -> str:
+def _fix(wrapped: Wrapped, wrapper: str, last: Bypassed, handed: str) -> str:
     called = WrapOptions(wrapped).called
     if last.discarded and wrapped.by:
         return f"{called}; take the model out of the wrapper only to save it, under another name"
     if last.discarded:
         return f"{called}; give the inner model another name: no `{wrapper} = {wrapper}.module`"
+    if handed:
+        name = handed.removesuffix(OF_WRAPPER) if handed.endswith(OF_WRAPPER) else wrapper
+        return f"pass the wrapper on: `{name}`, not `{handed}`"
     return (
         f"{called + ': ' if wrapped.by else 'call the wrapper: '}`{wrapper}(x)`, not "
         f"`{wrapper}.module(x)` or the inner model; call other methods from `forward`"

@@ -234,6 +234,8 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
         within: the class of another module, outside of the wrapped one, in whose `forward` only
             parts of the wrapped one ran; empty if the wrapped one ran, or that is not known.
         within_site: the line that calls that module.
+        handed: the argument, as written, by which a function passes the model on instead of the
+            wrapper, where another one then calls it; `handed_site` the line.
     """
 
     model: int
@@ -248,6 +250,8 @@ class Bypassed(Event, frozen=True, tag="bypassed"):
     taken_site: int = -1
     within: str = ""
     within_site: int = -1
+    handed: str = ""
+    handed_site: int = -1
 
     def describe(self) -> str:
         return f"model {self.model}: stepped with gradients that went around its wrapper"

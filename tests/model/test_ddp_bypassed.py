@@ -109,6 +109,31 @@ def test_the_line_that_took_the_model_out_of_a_wrapper_that_is_gone():
     assert [r.location.line for r in found.related[:2]] == [9, 4]
 
 
+@pytest.mark.parametrize(
+    ("argument", "others", "fix"),
+    [
+        ("net.module", [7, 5], "`net`, not `net.module`"),
+        ("inner", [7, 4], "not `inner`"),
+    ],
+)
+def test_the_line_that_passes_the_model_on_without_its_wrapper(argument, others, fix):
+    lines = [
+        site(60, "train.py", 4, "inner = net.module"),
+        site(61, "train.py", 9, f"loss = losses({argument}, x)"),
+        site(62, "tools.py", 7, "return model(x)"),
+    ]
+    guess, seen = bypassed(call_site=51, named_site=60, taken_site=60), bypassed(1, 2, call_site=62)
+    seen = msgspec.structs.replace(seen, handed=argument, handed_site=61)
+    (found,) = CHECK.examine(make_run({r: rank(*lines, guess, seen) for r in (0, 1)}))
+    assert (found.location.file, found.location.line) == ("train.py", 9)
+    assert [r.location.line for r in found.related[:2]] == others
+    assert found.fix.startswith("pass the wrapper on") and fix in found.fix
+    gone = msgspec.structs.replace(seen, discarded=True)
+    (found,) = CHECK.examine(make_run({r: rank(*lines, guess, gone) for r in (0, 1)}))
+    assert found.location.line == 4
+    assert "pass the wrapper on" not in found.fix
+
+
 def test_a_wrapper_that_a_framework_made():
     made = wrap(by="accelerate.accelerator")
     run = make_run({r: rank(bypassed(discarded=True), wrapped=made) for r in (0, 1)})

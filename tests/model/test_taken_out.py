@@ -7,7 +7,7 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 from ddpdoctor.probe.source.call_resolver import Found
-from ddpdoctor.probe.source.taken_out import TakenOut, taken_out
+from ddpdoctor.probe.source.taken_out import HandedOn, TakenOut, handed_on, taken_out
 
 MODEL = SimpleNamespace()
 
@@ -79,3 +79,55 @@ def test_what_stands_before_the_wrap() -> None:
     made_at = Found(code, code.co_firstlineno + 3)
     assert found(made_at) is None
     assert found() is not None and model is MODEL
+
+
+def loss(model: Any, wrapper: Any) -> HandedOn | None:
+    return handed_on(sys._getframe(1), is_user, MODEL, wrapper)
+
+
+class Held:
+    """Has the model, as a library's helper may, and asks how it came by it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def calls(self, kept: list[Any]) -> HandedOn | None:
+        return loss(self.model, kept[0])
+
+
+def through(model: Any, kept: list[Any]) -> HandedOn | None:
+    return Held(model).calls(kept)
+
+
+def test_an_argument_without_the_wrapper() -> None:
+    code, net = sys._getframe().f_code, wrap()
+    one = through(net.module, [net])
+    assert one is not None
+    assert (one.argument, one.found) == ("net.module", Found(code, code.co_firstlineno + 2))
+    inner = net.module
+    other = through(inner, kept=[net])
+    assert other is not None
+    assert (other.argument, other.found.line) == ("inner", code.co_firstlineno + 6)
+
+
+def test_who_has_the_wrapper_chose_the_model() -> None:
+    net = wrap()
+    assert loss(net.module, net) is None  # called here, where the wrapper is
+
+    def outer(model: Any) -> HandedOn | None:
+        mine = kept[0]
+        return loss(mine.module, mine)
+
+    kept = [net]
+    assert outer(net.module) is None
+
+
+def test_an_argument_before_there_was_a_wrapper() -> None:
+    kept: list[Any] = []
+
+    def train(model: Any) -> HandedOn | None:
+        kept.append(wrap())
+        return through(model, kept)
+
+    one = train(MODEL)
+    assert one is None

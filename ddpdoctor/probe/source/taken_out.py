@@ -1,18 +1,21 @@
-"""Which line of the program took the model out of its wrapper, as `model = model.module` does?
+"""Which line of the program took the model out of its wrapper, as `model = model.module` does, or
+passes the model on without it, as `losses(model.module, x)` does?
 
 Nothing of the user's is executed: the running functions are searched for the statement that gave
-the model the name it has now, and what that statement calls for the attribute of the wrapper.
+the model the name it has now, and what that statement calls for the attribute of the wrapper; or
+the arguments of the calls that they make.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
-from .ast_cache import function_of, own_nodes
-from .call_resolver import Found, Scope, entered, resolve, searched
+from ..recording.frames import variables
+from .ast_cache import covers_line, function_of, given, own_nodes, parts_of, source_of
+from .call_resolver import Found, Scope, entered, first_argument, resolve, searched
 
 ATTRIBUTE = "module"
 """Under which DDP keeps the model."""
@@ -61,6 +64,50 @@ def taken_out(
                 here = Found(user.f_code, statement.lineno)
                 return TakenOut(here, found if found.line else None)
     return None
+
+
+class HandedOn(NamedTuple):
+    """A line that passes the model on instead of its wrapper, and the argument as written."""
+
+    found: Found
+    argument: str
+
+
+def handed_on(
+    caller: FrameType, is_user: Callable[[CodeType], bool], model: Any, wrapper: Any
+) -> HandedOn | None:
+    """How a function that calls the model, and has no wrapper, came by it: the innermost call, of
+    those that led there, with `wrapper.module` among its arguments; else the innermost with the
+    model, in a function that has the wrapper as well."""
+    if _has(caller, variables(caller), wrapper):
+        return None
+    other = None
+    for user, scope in searched(caller.f_back, lambda f: is_user(f.f_code)):
+        for argument in _arguments(user):
+            if resolve(argument, scope) is not model:
+                continue
+            source = source_of(user.f_code.co_filename)
+            text = source.written(argument) if source is not None else ""
+            one = HandedOn(Found(user.f_code, argument.lineno), text)
+            if isinstance(argument, ast.Attribute) and argument.attr == ATTRIBUTE:
+                return one
+            if other is None and _has(user, scope.names, wrapper):
+                other = one
+    return other
+
+
+def _arguments(frame: FrameType) -> Iterator[ast.expr]:
+    """The arguments of the calls on the line that a function executes."""
+    for node in parts_of(frame.f_code):
+        if isinstance(node, ast.Call) and covers_line(node, frame.f_lineno):
+            yield from given(node)
+
+
+def _has(frame: FrameType, names: Mapping[str, Any], wrapper: Any) -> bool:
+    """Whether the wrapper is in a variable of a function, or in an attribute of its object."""
+    stored = getattr(first_argument(frame), "__dict__", None)
+    held = stored.values() if type(stored) is dict else ()
+    return any(value is wrapper for value in (*names.values(), *held))
 
 
 def _targets(statement: ast.Assign) -> Iterator[ast.expr]:

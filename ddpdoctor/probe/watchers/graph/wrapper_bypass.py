@@ -24,7 +24,7 @@ from ...recording.recorder import Recorder, current_recorder
 from ...recording.torch_compat import compiling
 from ...recording.watcher import Watcher, on
 from ...source.call_resolver import Bound, call_in_frames
-from ...source.taken_out import taken_out
+from ...source.taken_out import handed_on, taken_out
 from ...tensors.digests import digests, readable
 from ...training import lifecycle
 from ...training.forwards import Forwards
@@ -61,7 +61,7 @@ class Bypass:
         suspect: the last one, until a step settles it.
         calls: by line of a backward, the line of its forward: observed, or else found by source.
         call_site: line of the first bypassing forward observed since the last suspect, -1 for none.
-        within: as in `Bypassed`, with the site.
+        within, handed: as in `Bypassed`, with the site.
         looks, armed: see `BYPASS_LOOKS` and `ARMED_AT_MOST`.
         count: steps on bypassing gradients so far.
         emitted: lines of forwards on record.
@@ -76,7 +76,7 @@ class Bypass:
         self.suspect: Suspect | None = None
         self.calls: dict[int, int] = {}
         self.call_site = -1
-        self.within = ("", -1)
+        self.within = self.handed = ("", -1)
         self.looks = 0
         self.armed = 0
         self.count = 0
@@ -217,6 +217,8 @@ class WrapperBypass(Watcher):
             taken_site=known.taken[1],
             within=known.within[0],
             within_site=known.within[1],
+            handed=known.handed[0],
+            handed_site=known.handed[1],
         )
         if call not in known.emitted or known.count & (known.count - 1) == 0:
             known.emitted.add(call)
@@ -271,6 +273,7 @@ class WrapperBypass(Watcher):
             if frame is not None:
                 known.call_site = recorder.sites.number(frame.f_code, frame.f_lineno)
                 known.within = self._within(recorder, module, sys._getframe(1))
+                known.handed = self._handed(recorder, frame)
         except Exception as error:
             if (recorder := current_recorder()) is not None:
                 recorder.trouble("bypass.trap", error, self.lost)
@@ -294,6 +297,18 @@ class WrapperBypass(Watcher):
                 outermost = outermost if given[0] else frame
             frame = frame.f_back
         return outermost
+
+    def _handed(self, recorder: Recorder, caller: FrameType) -> tuple[str, int]:
+        """How the caller came by the model, as in `Bypassed`."""
+        model = self.model
+        inner, wrapper = (model.inner(), model.ddp()) if model is not None else (None, None)
+        if inner is None or wrapper is None:
+            return "", -1
+        kind = recorder.sites.kind
+        found = handed_on(caller, lambda code: kind(code) == "user", inner, wrapper)
+        if found is None:
+            return "", -1
+        return found.argument, recorder.sites.number(found.found.code, found.found.line)
 
     def _within(self, recorder: Recorder, called: Any, frame: FrameType | None) -> tuple[str, int]:
         """The class of the outermost module in whose `forward` a part of the model is called, and
