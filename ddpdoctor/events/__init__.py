@@ -88,7 +88,7 @@ from .drift import (
     TrainingMode,
 )
 from .files import FileLocked, FileRead, FileRemoved, FileWritten, FolderMade, SavedPart
-from .groups import GroupDestroyed, GroupReady, InitEntered
+from .groups import GroupDestroyed, GroupReady, InitEntered, ShardedOver
 from .memory import MemoryHeld, MemorySample
 from .model import (
     Bypassed,
@@ -99,7 +99,6 @@ from .model import (
     ReadyTwice,
     SearchCost,
     SentBuffers,
-    ShardedOver,
     StaticGraphBroken,
     Submodule,
     Tensor,

@@ -79,3 +79,17 @@ class GroupDestroyed(Event, frozen=True, tag="group-destroyed"):
 
     def describe(self) -> str:
         return f"destroyed {self.name or 'all process groups'}"
+
+
+class ShardedOver(Event, frozen=True, tag="sharded-over"):
+    """`fully_shard` got a mesh of several dimensions with all ranks: it shards over one dimension
+    and replicates over another, and every rank should read its own data.
+
+    Attributes:
+        ranks: all ranks of the mesh; `groups` are this rank's groups, one for each dimension.
+    """
+
+    RANKS = ("ranks", "groups")
+
+    ranks: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...] = ()

@@ -488,17 +488,3 @@ def examined(made: int, parameters: int) -> bool:
     stride = max(shortest, parameters // PARAMETERS_PER_BACKWARD)
     window, place = divmod(made, stride)
     return place == window % stride
-
-
-class ShardedOver(Event, frozen=True, tag="sharded-over"):
-    """`fully_shard` got a mesh of several dimensions with all ranks: it shards over one dimension
-    and replicates over another, and every rank should read its own data.
-
-    Attributes:
-        ranks: all ranks of the mesh; `groups` are this rank's groups, one for each dimension.
-    """
-
-    RANKS = ("ranks", "groups")
-
-    ranks: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...] = ()
