@@ -64,7 +64,7 @@ QUESTIONS: dict[str, str] = {
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws Seeded EpochBegan IndicesRead EpochEnded ContentRead RowsRead"
         " RowsChosen ForwardInput"
-        " ComparedValue SaveDecided ResultWritten MetricUsed ReducedMetric TotalDivided"
+        " ComparedValue SaveDecided EndDecided ResultWritten MetricUsed ReducedMetric TotalDivided"
         " SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
@@ -115,7 +115,7 @@ WHEN: dict[str, str] = {
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
-        " ResultWritten FlatGradients ShardStates ClippedScaled"
+        " EndDecided ResultWritten FlatGradients ShardStates ClippedScaled"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

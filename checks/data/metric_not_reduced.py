@@ -9,6 +9,7 @@ from ddpdoctor.analysis.data import data_calls
 from ddpdoctor.analysis.data.loaders import Loader
 from ddpdoctor.analysis.data.shared_evaluations import (
     divided_evaluations,
+    ends_apart,
     evaluation_of,
     exchanged,
     first_unequal,
@@ -28,6 +29,7 @@ from ddpdoctor.analysis.data.wrong_results import (
 )
 from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.events import (
+    EndDecided,
     FileWritten,
     MetricUsed,
     ResultDropped,
@@ -64,7 +66,8 @@ class MetricNotReduced(Check):
     ## What it finds
     An evaluation in which each rank takes its share of the data, and whose result differs between
     ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`),
-    what `ReduceLROnPlateau.step` is given, or when a framework stops. Also a sum over one rank's
+    what `ReduceLROnPlateau.step` is given, or when a framework or the program's own loop stops
+    training: once two ranks decide differently, one waits for the other. Also a sum over one rank's
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
     number of ranks. A running total that is summed over the ranks in every round of a loop, and
     goes on from the sum, so that it grows by the number of ranks each time; a tensor that two
@@ -81,6 +84,10 @@ class MetricNotReduced(Check):
     returned values. What
     `ReduceLROnPlateau` is given is recorded, too, and by what numbers a framework decides
     (Lightning's `ModelCheckpoint` and `EarlyStopping`, `EarlyStoppingCallback` of Transformers).
+    Where an evaluation is begun again and steps were taken since, the `break` and `return` of the
+    loops around it are searched in the same way; what else their conditions need has to hold then.
+    It is reported where each rank that evaluates may leave a loop by it, while no values are
+    exchanged, or sent from one rank, in the evaluation or after it.
     One that decides about a file is reported if no rank exchanges any values in the evaluation that
     it comes from, or after it. Another one is reported if it changes with
     evaluations only, over a loader that is divided between ranks, and differs between ranks at
@@ -120,6 +127,8 @@ class MetricNotReduced(Check):
     ## When it stays quiet
     - Metrics that are equal on all ranks: reduced, gathered, or sent from one rank.
     - Metrics that are reduced to the rank that uses them.
+    - Ways out of a loop that one rank decides about and tells the others, or that an option
+      switches off; and loops that take no steps.
     - Evaluations of all the data on each rank, or on one rank only.
     - Numbers that also change with training, such as a training loss.
     - Evaluations after which every rank writes a file of its own, unless a result decides
@@ -169,6 +178,7 @@ class MetricNotReduced(Check):
             decided = self._decisions(run, evaluations[0])
             found += [f for f in decided if f.location not in places]
             found += self._saves(run, evaluations)
+            found += self._ends(run, evaluations)
         yield from found or self._never_reduced(run, evaluations)
 
     def _dropped(self, run: Run) -> Iterator[Finding]:
@@ -355,6 +365,28 @@ class MetricNotReduced(Check):
                 saves=rank.location(event.site),
             )  # fmt: skip
 
+    def _ends(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
+        """Loops that train, and that each rank leaves by the result of its own share."""
+        for place, events in run.by_line(EndDecided, "compared").items():
+            if (loader := ends_apart(run, events, evaluations)) is None:
+                continue
+            number, event = next(iter(events.items()))
+            rank, read = run.ranks[number], loader.samples_read
+            yield self._finding(
+                STOPPED, run, loader, tuple(events), place,
+                {n: e.value for n, e in events.items() if e.value is not None}, event.name,
+                label=f"compares each rank's own `{event.name}`",
+                use=f"each rank ends training or goes on by `{event.name}`, the result of "
+                f"{read[number]} of {sum(read.values())} samples: no collective or message carries "
+                "values in this evaluation or after it",
+                why=f"`{event.name}` comes from each rank's share of the data, and is not reduced "
+                "over the ranks: once they decide differently, those that go on wait for the "
+                "others forever",
+                unequal="",
+                when=rank.wall(event.at),
+                leaves=rank.location(event.site),
+            )  # fmt: skip
+
     def _finding(
         self,
         rule: str,
@@ -373,6 +405,7 @@ class MetricNotReduced(Check):
         fix: str = REDUCE,
         saves: Location | None = None,
         steps: Location | None = None,
+        leaves: Location | None = None,
     ) -> Finding:
         at = loader.first.loop_at if rule in (SAVED, STOPPED) else None
         return self.finding(
@@ -386,6 +419,7 @@ class MetricNotReduced(Check):
                 for text, spot in (
                     ("evaluates one rank's share", at),
                     ("saves here", saves),
+                    ("leaves the loop here", leaves),
                     (f"{subject} steps here", steps),
                 )
                 if spot is not None

@@ -41,6 +41,7 @@ from .codec import decode, encode
 from .data import (
     ComparedValue,
     ContentRead,
+    EndDecided,
     EpochBegan,
     EpochEnded,
     ForwardInput,

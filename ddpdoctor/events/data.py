@@ -425,6 +425,13 @@ class SaveDecided(Event, frozen=True, tag="save-decided"):
     site: int
 
 
+class EndDecided(SaveDecided, frozen=True, tag="end-decided"):
+    """A loop that trains can be left under a condition that compares a result of a loop over a
+    loader; recorded when that one begins again after an optimizer step. `site` is the line that
+    leaves the loop.
+    """
+
+
 class ResultWritten(Event, frozen=True, tag="result-written"):
     """A file is written with a result of a loop over a loader.
 

@@ -14,6 +14,7 @@ from ddpdoctor.events import (
     CallBlock,
     CallRun,
     ComparedValue,
+    EndDecided,
     Logged,
     MessageSize,
     MetricUsed,
@@ -28,12 +29,13 @@ from ddpdoctor.events import (
 from ddpdoctor.probe.source.call_resolver import Scope, resolve
 from ddpdoctor.probe.source.passthrough import dropped, returned_and_dropped
 
-COMPARE, SAVE, VALIDATE, STEP = 11, 12, 13, 14
+COMPARE, SAVE, VALIDATE, STEP, LEAVE = 11, 12, 13, 14, 15
 LINES = [
     site(COMPARE, "train.py", 30, "if loss < best:"),
     site(SAVE, "train.py", 32, "torch.save(model.state_dict(), path)"),
     site(VALIDATE, "train.py", 25, "for x, y in held_out:"),
     site(STEP, "train.py", 33, "scheduler.step(loss)"),
+    site(LEAVE, "train.py", 31, "break"),
 ]
 TRAIN, HELD_OUT = 0, 1
 OTHER_VALUES = [[0.9, 0.8, 0.85], [0.7, 0.75, 0.6]]
@@ -62,13 +64,23 @@ def every_time(op):
     return [*first, *(run for _, _, run in others)]
 
 
-def run_of(values=OTHER_VALUES, *, more=(), after=HELD_OUT, shared=True, saving=True, grad=False):
+def may_end(number):
+    return EndDecided(
+        at=0, name="loss", value=number, step=8, compared=COMPARE, loader=HELD_OUT, site=LEAVE
+    )
+
+
+def run_of(
+    values=OTHER_VALUES, *, more=(), after=HELD_OUT, shared=True, saving=True, grad=False, ends=(),
+    wrapped=True,
+):  # fmt: skip
     """Two ranks that evaluate after each epoch of 4 steps.
 
     Args:
         values: of the metric, by rank.
         more: events of rank 0.
         after: the loader with which the metric changes; shared: each rank evaluates its share.
+        ends: the ranks that may leave the loop by it.
     """
 
     def events(rank):
@@ -79,7 +91,9 @@ def run_of(values=OTHER_VALUES, *, more=(), after=HELD_OUT, shared=True, saving=
                           **share)  # fmt: skip
         mine = [value(4 * n + 4, v, after=after) for n, v in enumerate(values[rank])]
         decided = [saved(4, values[0][0])] if rank == 0 and saving else []
-        return [*prologue(2), *LINES, *train, *held_out, *mine, *decided,
+        decided += [may_end(values[rank][0])] if rank in ends else []
+        begin = prologue(2, wrapped=wrapped)
+        return [*begin, *LINES, *train, *held_out, *mine, *decided,
                 *(more if rank == 0 else ())]  # fmt: skip
 
     return make_run({n: events(n) for n in range(2)})
@@ -178,6 +192,29 @@ def test_a_metric_that_differs_in_all_its_values_on_record():
     assert judged(run_of([[0.9], [0.7]], more=exchange("all_reduce", 4))) == []
     assert judged(run_of([[0.9], [0.7]], saving=False)) == []
     assert judged(run_of([[0.9], [0.9]])) == []
+
+
+def test_a_loop_that_each_rank_leaves_by_its_own_metric():
+    (finding,) = judged(run_of(saving=False, ends=(0, 1)))
+    assert (finding.rule, finding.severity.value) == ("decides-when-to-stop", "warning")
+    assert (finding.location.line, finding.ranks) == (30, (0, 1))
+    assert [r.location.line for r in finding.related] == [25, 31]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"values": [OTHER_VALUES[0]] * 2},
+        {"shared": False},
+        {"ends": (0,)},  # rank 1 leaves by something else
+        {"wrapped": False},  # no rank waits for another one
+        {"more": exchange("all_reduce", 4)},
+        {"more": exchange("broadcast", 4)},  # rank 0 may decide for all
+        {"more": exchange("broadcast_object_list", 8)},
+    ],
+)
+def test_loops_that_ranks_leave_together(run):
+    assert judged(run_of(**{"saving": False, "ends": (0, 1), **run})) == []
 
 
 @pytest.mark.parametrize(

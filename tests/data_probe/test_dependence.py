@@ -1,14 +1,16 @@
-"""Which comparison of a result of an evaluation decides about a line, and whether a loss is
+"""Which comparison of a result of an evaluation decides about a line or a loop's end, and whether a loss is
 computed from what a call gave, in programs that run."""
 
 import ast
 import linecache
 import sys
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 
-from ddpdoctor.probe.source.decisions import deciding
+from ddpdoctor.probe.source.call_resolver import Scope
+from ddpdoctor.probe.source.decisions import deciding, ending
 from ddpdoctor.probe.source.dependence import in_loss
 
 EVALUATE = """
@@ -77,6 +79,7 @@ NONE = {
     "a meter of the same name": "meter = [3]\ndef rounds():\n    meter = []\n"
                                 "    for x in held_out:\n        meter.append(x)\n"
                                 "rounds()\nif meter[0] < best:\n    save()",
+    "two values at once": "loss, other = evaluate(), 3\nif other < best:\n    save()",
     "another branch": "loss = evaluate()\nif loss < -1:\n    pass\nsave()",
 }  # fmt: skip
 
@@ -96,9 +99,10 @@ class Program:
             file.write(text)
         linecache.checkcache(self.file)
         self.loop = self.saved = None
+        self.scopes = []
         names = {"held_out": self, "train": [1.0, 2.0], "save": self.save, "best": 1e9, "rank": 0,
                  "math": __import__("math"), "file": __file__, "store": Store(),
-                 "ways": [float]}  # fmt: skip
+                 "ways": [float], "block": nullcontext(), "known": lambda: True}  # fmt: skip
         exec(compile(text, self.file, "exec"), names)
 
     def stack(self):
@@ -111,6 +115,11 @@ class Program:
 
     def __iter__(self):
         self.loop = self.stack()
+        frame, self.scopes = sys._getframe(1), []
+        while frame is not None:
+            if (frame.f_code, frame.f_lineno) in self.loop:
+                self.scopes.append(Scope(frame.f_locals, frame.f_globals))
+            frame = frame.f_back
         return iter([0.5, 0.25])
 
     def save(self):
@@ -120,6 +129,10 @@ class Program:
         assert self.saved, "nothing was saved"
         found = deciding(self.saved, self.loop)
         return ast.unparse(found.value) if found is not None else None
+
+    def ended_by(self):
+        found = ending(self.loop, self.scopes)
+        return ast.unparse(found[0].value) if found is not None else None
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -131,6 +144,71 @@ def test_a_result_that_decides(tmp_path, name):
 @pytest.mark.parametrize("name", NONE)
 def test_what_is_no_result(tmp_path, name):
     assert Program(tmp_path, NONE[name]).decided_by() is None
+
+
+ENDS = {
+    "plain": ("loss", "if loss < best:\n    break"),
+    "returns": ("loss", "if loss < best:\n    return"),
+    "patience": ("loss", "if loss < least:\n    least, bad = loss, 0\nelse:\n    bad += 1\n"
+                         "    if bad >= 2:\n        break"),
+    "the other arm": ("loss", "if loss < least:\n    least = loss\nelse:\n    break"),
+    "a function": ("loss", "if better(loss):\n    break"),
+    "after the warm-up": ("loss", "if epoch < warm_up:\n    continue\nif loss < best:\n    break"),
+    "switched on": ("loss", "if early and (loss < best or epoch == 9):\n    break"),
+    "in a block": ("loss", "with block:\n    if loss < best:\n        break"),
+}  # fmt: skip
+
+GOES_ON = {
+    "nothing": "pass",
+    "by the epoch": "if epoch > 5:\n    break",
+    "a threshold of another number": "if least < best:\n    break",
+    "switched off": "if late and loss < best:\n    break",
+    "switched off outside": "if late:\n    if loss < best:\n        break",
+    "switched off by a number": "if limit > 0 and loss < best:\n    break",
+    "not known to be switched on": "if known() and loss < best:\n    break",
+    "still warming up": "if epoch < 5:\n    continue\nif loss < best:\n    break",
+    "another loop": "for _ in range(2):\n    if loss < best:\n        break",
+    "the next round": "if loss < best:\n    continue",
+    "saved": "if loss < best:\n    save()",
+    "put together in files": "loss = merge(loss)\nif loss < best:\n    break",
+}
+
+TRAINS = """
+def better(x):
+    return x < best
+def merge(x):
+    return float(len(open(file).read())) + x
+def train():
+    least, bad, warm_up, early, late, limit = 9e9, 0, 1, True, False, 0
+    for epoch in range(1, 3):
+        loss = evaluate()
+"""
+
+
+def way_out(tmp_path, body, loop="for epoch in range(1, 3):"):
+    text = TRAINS.replace("for epoch in range(1, 3):", loop)
+    return Program(tmp_path, text + textwrap.indent(body, " " * 8) + "\ntrain()").ended_by()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_result_that_ends_the_loop_around(tmp_path, name):
+    value, body = ENDS[name]
+    assert way_out(tmp_path, body) == value
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_loops_that_no_result_ends(tmp_path, name):
+    assert way_out(tmp_path, GOES_ON[name]) is None
+
+
+@pytest.mark.parametrize(
+    ("test", "value"),
+    [("epoch < 9 and not done", "loss"), ("epoch < 9", None), ("not done or late", "loss")],
+)
+def test_a_condition_of_the_loop_itself(tmp_path, test, value):
+    loop = f"epoch, done = 0, False\n    while {test}:"
+    body = "epoch += 1\nif loss < least:\n    done = True"
+    assert way_out(tmp_path, body, loop) == value
 
 
 GATHERS = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ddpdoctor.events import ComparedValue, ResultWritten, SaveDecided, decode
+from ddpdoctor.events import ComparedValue, EndDecided, ResultWritten, SaveDecided, decode
 from ddpdoctor.probe.collectives.sync_points import SyncPoints
 from ddpdoctor.probe.recording import hooks, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
@@ -161,6 +161,28 @@ def test_objects_of_the_program_are_not_asked(recorded, tmp_path):
 def test_a_line_that_saves_often(recorded, tmp_path):
     run(tmp_path / "best.pt", [n / 10 for n in range(20)])
     assert len(recorded(SaveDecided)) == SAVES_AT_MOST
+
+
+def train_until(target, steps, rounds=3):
+    held_out = DataLoader(range(2))
+    for _ in range(rounds):
+        recorder.current.recorder.step += steps
+        for _ in held_out:
+            metric = 0.5
+        if metric > target:
+            break
+
+
+@pytest.mark.parametrize(("steps", "values"), [(4, [0.5]), (0, [])])
+def test_a_loop_that_trains_and_is_left_by_a_metric(recorded, steps, values):
+    """One that only evaluates, with other settings each time, is no training."""
+    train_until(0.75, steps)
+    assert [e.value for e in recorded(EndDecided) if e.name == "metric"] == values
+
+
+def test_a_loop_of_one_round(recorded):
+    train_until(0.75, 4, rounds=1)
+    assert recorded(EndDecided) == []
 
 
 def write_results(path, rounds):

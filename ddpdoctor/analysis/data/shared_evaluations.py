@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ...events import (
+    Averaged,
     ComparedValue,
+    EndDecided,
     EpochBegan,
     MessageSize,
     MetricUsed,
     SaveDecided,
     SchedulerStep,
     Signature,
+    Wrapped,
 )
 from ...events.operations import operation
 from ...run import Location, Rank, Run
@@ -34,16 +37,22 @@ TO_FEW_RANKS = data_calls.EXCHANGES - {"all_reduce"}
 """Collectives after which one rank may know the whole result and the others not. After an
 `all_reduce` the result is equal on all ranks."""
 
+Decided: TypeAlias = SaveDecided | EndDecided
 
-def exchanged(loader: Loader) -> list[bool]:
+
+def exchanged(loader: Loader, ops: Set[str] = data_calls.EXCHANGES) -> list[bool]:
     """For each evaluation, whether some rank reduces or gathers values of its own in it or after
-    it, before the next optimizer step."""
+    it, before the next optimizer step.
+
+    Args:
+        ops: the collectives that count.
+    """
     count = max(len(reader.epochs) for reader in loader.readers.values())
     if any(_sends(reader.rank) for reader in loader.readers.values()):
         return [True] * count  # at which steps is not on record
     return [
         any(
-            data_calls.values_exchanged(reader.rank, step)
+            data_calls.values_exchanged(reader.rank, step, ops)
             for reader in loader.readers.values()
             for epoch in reader.epochs[n : n + 1]
             for step in {epoch.began.step, epoch.began.step + epoch.steps}
@@ -142,7 +151,7 @@ def first_unequal(
     return call, values, f"{len(unequal)} of {len(calls)}"
 
 
-def evaluation_of(rank: Rank, event: SaveDecided, evaluations: list[Loader]) -> Loader | None:
+def evaluation_of(rank: Rank, event: Decided, evaluations: list[Loader]) -> Loader | None:
     """The evaluation that the number comes from by the program's source, if no rank exchanges
     values in it or after it. None where the number changed with another loader, too, or where its
     values on all ranks are on record and do not differ each time: they tell more."""
@@ -156,6 +165,20 @@ def evaluation_of(rank: Rank, event: SaveDecided, evaluations: list[Loader]) -> 
             rows = _rows(loader, tables) if all(tables.values()) else None
             return loader if rows is None or (rows and all(map(_differ, rows))) else None
     return None
+
+
+def ends_apart(
+    run: Run, events: Mapping[int, EndDecided], evaluations: list[Loader]
+) -> Loader | None:
+    """The evaluation of which each rank's own result decides when the rank stops training with the
+    others; None where not all ranks decide, or values are sent from one rank in it or after it, so
+    that one may decide for all."""
+    number, event = next(iter(events.items()))
+    loader = evaluation_of(run.ranks[number], event, evaluations)
+    if loader is None or not loader.readers.keys() <= events.keys():
+        return None
+    together = run.any(Wrapped) or run.any(Averaged)
+    return loader if together and not any(exchanged(loader, data_calls.SPREADS)) else None
 
 
 def unreduced(
@@ -179,7 +202,7 @@ def unreduced(
     return None
 
 
-def _tables(rank: Rank, event: SaveDecided, loader: Loader) -> dict[int, dict[int, float] | None]:
+def _tables(rank: Rank, event: Decided, loader: Loader) -> dict[int, dict[int, float] | None]:
     """By rank of a loader and by step, the values of the number that a rank decides by, as far as
     they are on record; None for a rank where it changes with another loader, too."""
     place = rank.location(event.compared)

@@ -1,14 +1,18 @@
 """Which values does a function compare, and which of them, a result of an evaluation, decides
-whether a line runs? And does a line write a result to a file?"""
+whether a line runs, or a loop around the evaluation ends? And does a line write a result to a
+file?
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .ast_cache import Function, Source, called_name, given, own_nodes, source_of
+from .call_resolver import Scope, resolve
 from .dependence import NO_RESULT, Expression, Line, Loop, Search, Stack, may_exchange, names, spans
 
 COMPARED_AT_MOST = 8
@@ -16,6 +20,7 @@ COMPARED_AT_MOST = 8
 
 CHOOSE = ("min", "max")
 _ASSIGNED = (ast.Assign, ast.AnnAssign)
+_JUMPS = (ast.Return, ast.Continue, ast.Break)
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
@@ -50,6 +55,123 @@ def deciding(running: list[Line], evaluating: list[Line]) -> Decision | None:
             if found := search.compared(Expression(stack, depth, test), set()):
                 return None if may_exchange(search) else found
     return None
+
+
+def ending(evaluating: list[Line], scopes: list[Scope]) -> tuple[Decision, Line] | None:
+    """The comparison that decides whether a loop around an evaluation is left, by a value that
+    comes from the evaluation, and the line that leaves it; of the innermost loop that has one.
+
+    What else has to hold there is looked up: a way out that is switched off is none.
+
+    Args:
+        evaluating: the stack in which the loop of the evaluation began, with the variables there.
+    """
+    stack = Stack(evaluating)
+    loop = Loop(stack)
+    if loop.node is None:
+        return None
+    for depth, (code, line) in enumerate(evaluating):
+        function = stack.functions[depth]
+        nodes = [*own_nodes(function)] if function is not None else []
+        around = [n for n in nodes if isinstance(n, _LOOPS) and any(spans(s, line) for s in n.body)]
+        for left in reversed(around):
+            for leaves, conditions in _ways_out(left):
+                way = _WayOut(stack, depth, loop, scopes[depth])
+                if all(way.may_hold(*c) for c in conditions) and way.found is not None:
+                    return None if may_exchange(way.search) else (way.found, (code, leaves))
+    return None
+
+
+_LOOPS = (ast.For, ast.While)
+_BLOCKS = ("body", "orelse", "finalbody")
+
+_Conditions = tuple[tuple[ast.expr, bool], ...]
+"""Tests, each with whether it has to be true."""
+
+
+def _ways_out(loop: ast.For | ast.While) -> Iterator[tuple[int, _Conditions]]:
+    """The lines that leave a loop, with the conditions under which they do."""
+    if isinstance(loop, ast.While):
+        yield loop.lineno, ((loop.test, False),)
+    yield from _leaving(loop.body, (), nested=False)
+
+
+def _leaving(
+    block: list[ast.stmt], under: _Conditions, *, nested: bool
+) -> Iterator[tuple[int, _Conditions]]:
+    """The statements of a block that leave the loop around it.
+
+    Args:
+        nested: the block is in another loop inside that one, which `break` leaves.
+    """
+    for statement in block:
+        if isinstance(statement, ast.Return) or (isinstance(statement, ast.Break) and not nested):
+            yield statement.lineno, under
+        elif isinstance(statement, ast.If):
+            test = statement.test
+            yield from _leaving(statement.body, (*under, (test, True)), nested=nested)
+            yield from _leaving(statement.orelse, (*under, (test, False)), nested=nested)
+            if isinstance(statement.body[-1], _JUMPS):
+                under = (*under, (test, False))
+        elif isinstance(statement, (ast.With, ast.AsyncWith, ast.Try)):
+            yield from _leaving(statement.body, under, nested=nested)
+        elif isinstance(statement, _LOOPS):
+            yield from _leaving(statement.body, under, nested=True)
+
+
+class _WayOut:
+    """A way out of a loop.
+
+    Attributes:
+        found: the comparison that decides about it, of the conditions asked so far.
+    """
+
+    def __init__(self, stack: Stack, depth: int, loop: Loop, scope: Scope) -> None:
+        self.stack = stack
+        self.depth = depth
+        self.scope = scope
+        self.search = _Decisions(stack, loop)
+        self.found: Decision | None = None
+
+    def may_hold(self, test: ast.expr, wanted: bool) -> bool:
+        """Whether a condition is as wanted now, or depends on the evaluation."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.may_hold(test.operand, not wanted)
+        if isinstance(test, ast.BoolOp):
+            every = isinstance(test.op, ast.And) is wanted
+            parts = [self.may_hold(value, wanted) for value in test.values]
+            return all(parts) if every else any(parts)
+        found = self.search.compared(Expression(self.stack, self.depth, test), set())
+        self.found = self.found or found
+        return found is not None or _truth(test, self.scope) is wanted
+
+
+def _truth(test: ast.expr, scope: Scope) -> bool | None:
+    """Whether a condition holds; None if that is not known."""
+    if not isinstance(test, ast.Compare):
+        value = resolve(test, scope)
+        return bool(value) if isinstance(value, _PLAIN) else None
+    kind, *more = test.ops
+    left, right = resolve(test.left, scope), resolve(test.comparators[0], scope)
+    if isinstance(kind, ast.IsNot) and ast.unparse(test.comparators[0]) == "None":
+        return True if left is not None else None
+    alike = isinstance(left, str) is isinstance(right, str)
+    if more or not (isinstance(left, _PLAIN) and isinstance(right, _PLAIN) and alike):
+        return None
+    return _COMPARE[type(kind)](left, right) if type(kind) in _COMPARE else None
+
+
+_PLAIN = (bool, int, float, str)
+"""Types whose comparison runs no code of the user's."""
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 class _Decisions(Search):
@@ -119,7 +241,7 @@ def _conditions(function: ast.AST, line: int) -> list[ast.expr]:
             for s in block
             if isinstance(s, ast.If)
             and (s.end_lineno or 0) < line
-            and isinstance(s.body[-1], (ast.Return, ast.Continue, ast.Break))
+            and isinstance(s.body[-1], _JUMPS)
         ]
         if not around or isinstance(around[-1], ast.ClassDef | Function):
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from types import CodeType
 from typing import NamedTuple, TypeAlias
 
@@ -357,9 +357,9 @@ def _assigned(
         key: of the entry that is asked for; None for the whole.
     """
     for node, values in stack.statements(depth):
-        for target, into in _targets(node):
+        for target, into, alone in _targets(node):
             if target == name and (into is None or key is None or _same(into, key)):
-                for value in values:
+                for value in values if alone is None else [alone]:
                     part = value if into is not None else _entry(value, key)
                     if part is not None:
                         yield node, Expression(stack, depth, part)
@@ -379,11 +379,12 @@ def _same(key: ast.expr, other: ast.expr) -> bool:
     return not constant or ast.unparse(key) == ast.unparse(other)
 
 
-def _targets(node: ast.AST) -> list[tuple[str, ast.expr | None]]:
+def _targets(node: ast.AST) -> list[tuple[str, ast.expr | None, ast.expr | None]]:
     """The variables and attributes that a node gives a value, with the key of the entry, or None
-    for the whole."""
+    for the whole, and the value of that one alone in `a, b = 1, 2`."""
+    alone: ast.expr | None = None
     if isinstance(node, ast.Assign):
-        targets: list[ast.expr] = [*node.targets]
+        targets, alone = [*node.targets], node.value
     elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
         targets = [node.target]
     elif isinstance(node, ast.Call) and called_name(node) in INTO:
@@ -392,18 +393,26 @@ def _targets(node: ast.AST) -> list[tuple[str, ast.expr | None]]:
         targets = [node.func.value]
     else:
         targets = [node] if isinstance(node, ast.expr) else []
-    found: list[tuple[str, ast.expr | None]] = []
-    while targets:
-        target = targets.pop()
+    pairs = [(target, alone) for target in targets]
+    found: list[tuple[str, ast.expr | None, ast.expr | None]] = []
+    while pairs:
+        target, alone = pairs.pop()
         if isinstance(target, (ast.Tuple, ast.List)):
-            targets += target.elts
+            pairs += zip(target.elts, _elements(alone, target), strict=True)
         elif isinstance(target, ast.Starred):
-            targets.append(target.value)
+            pairs.append((target.value, None))
         elif isinstance(target, ast.Subscript):
-            found.append((ast.unparse(target.value), target.slice))
+            found.append((ast.unparse(target.value), target.slice, alone))
         elif isinstance(target, (ast.Name, ast.Attribute)):
-            found.append((ast.unparse(target), None))
+            found.append((ast.unparse(target), None, alone))
     return found
+
+
+def _elements(value: ast.expr | None, of: ast.Tuple | ast.List) -> Sequence[ast.expr | None]:
+    """What each of some targets gets of a value; None where that is not written out."""
+    parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+    starred = any(isinstance(part, ast.Starred) for part in (*parts, *of.elts))
+    return parts if len(parts) == len(of.elts) and not starred else [None] * len(of.elts)
 
 
 def names(node: ast.expr) -> Iterator[ast.expr]:

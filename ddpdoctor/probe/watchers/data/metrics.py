@@ -1,4 +1,5 @@
-"""Which numbers does the program compare, when do they change, and do they decide what is saved?
+"""Which numbers does the program compare, when do they change, and do they decide what is saved, or
+when a loop that trains ends?
 
 The numbers that running functions compare are read when an iteration over a loader begins, and when
 the process group is destroyed. So it is known whether one changes with an evaluation or with
@@ -17,7 +18,14 @@ from math import isfinite
 from types import FrameType
 from typing import Any
 
-from ....events import ComparedValue, FileWritten, ResultWritten, SaveDecided, TotalDivided
+from ....events import (
+    ComparedValue,
+    EndDecided,
+    FileWritten,
+    ResultWritten,
+    SaveDecided,
+    TotalDivided,
+)
 from ...recording import hooks
 from ...recording.code_locations import USER
 from ...recording.frames import variables
@@ -25,7 +33,7 @@ from ...recording.import_hooks import when_imported
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import FRAMES, Scope, resolve, searched
-from ...source.decisions import Decision, compared, deciding, written_result
+from ...source.decisions import Decision, compared, deciding, ending, written_result
 from ...source.dependence import Line
 from ...source.division import totals_divided
 from .loaders import Loaders
@@ -40,8 +48,14 @@ ITERATIONS_LOOKED_AT = 200
 SAVES_AT_MOST = 8
 """Saves by one line at which they are read."""
 
+ENDS_AT_MOST = 8
+"""Rounds of a loop around an evaluation in which it is asked what may end it."""
+
 RESULTS_AT_MOST = 64
 """Pairs of a line that writes and a loop that are looked at."""
+
+_COUNTS = (int, bool)
+"""Types of numbers of epochs and of calls."""
 
 _PUT = ("rename", "into")
 """Ways to write a file (`FileWritten.how`) that put one in place which was written before."""
@@ -60,9 +74,11 @@ class ComparedValues(Watcher):
             their lines; the last one comes last.
         saves: by line, how often a file was saved.
         decisions: by the lines of a save and a loop, what decides; results: what is written.
+        began: by the lines of a loop over a loader, the steps taken when it began last, and how
+            often it has begun again.
     """
 
-    lost = "which metrics decide what is saved"
+    lost = "which metrics decide what is saved, or when training ends"
     after = (Loaders,)
 
     def __init__(self) -> None:
@@ -74,6 +90,7 @@ class ComparedValues(Watcher):
         self.saves: Counter[Line] = Counter()
         self.decisions: dict[tuple[Line, ...], Decision | None] = {}
         self.results: dict[tuple[Line, ...], str | None] = {}
+        self.began: dict[tuple[Line, ...], tuple[int, int]] = {}
 
     def install(self) -> None:
         import torch
@@ -113,9 +130,42 @@ class ComparedValues(Watcher):
             self.last = -1 if number is None else number
             self.iterations += 1
             self.loops.pop(self.last, None)
-            self.loops[self.last] = recorder.sites.user_lines(sys._getframe(1), FRAMES)
+            frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
+            self.loops[self.last] = [(frame.f_code, frame.f_lineno) for frame in frames]
             if len(self.loops) > LOOPS_SEARCHED:
                 self.loops.pop(next(iter(self.loops)))
+            if self.iterations <= ITERATIONS_LOOKED_AT:
+                self._again(recorder, frames)
+
+    def _again(self, recorder: Recorder, frames: list[FrameType]) -> None:
+        """Record what decides about the end of a loop in which this one over a loader began before,
+        and a step was taken since."""
+        running = self.loops[self.last]
+        key, now = (*running,), recorder.step
+        before, times = self.began.get(key, (now, -1))
+        if times >= 0 and now == before:
+            times = ENDS_AT_MOST  # there are rounds without a step
+        self.began[key] = now, times + 1
+        if not 0 <= times < ENDS_AT_MOST:
+            return
+        found = ending(running, [Scope(variables(f), f.f_globals) for f in frames])
+        if found is None:
+            return
+        self.began[key] = now, ENDS_AT_MOST
+        decision, (leaving, line) = found
+        value = _value(decision, frames)
+        if type(value) not in _COUNTS:
+            recorder.emit(
+                EndDecided(
+                    at=time.monotonic(),
+                    name=ast.unparse(decision.value),
+                    value=_number(value),
+                    step=now,
+                    compared=recorder.sites.number(decision.code, decision.line),
+                    loader=self.last,
+                    site=recorder.sites.number(leaving, line),
+                )
+            )
 
     def _read(self, recorder: Recorder) -> None:
         """Record the compared numbers that changed since the last iteration began."""
@@ -154,17 +204,16 @@ class ComparedValues(Watcher):
         frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
         if not frames or (found := self._decision(frames)) is None:
             return
-        loader, (code, node, line) = found
-        scopes = (Scope(variables(f), f.f_globals) for f in frames if f.f_code is code)
-        value = resolve(node, next(scopes, Scope({}, {})))
-        if type(value) not in (int, bool):  # a number of epochs, of calls
+        loader, decision = found
+        value = _value(decision, frames)
+        if type(value) not in _COUNTS:
             recorder.emit(
                 SaveDecided(
                     at=time.monotonic(),
-                    name=ast.unparse(node),
+                    name=ast.unparse(decision.value),
                     value=_number(value),
                     step=recorder.step,
-                    compared=recorder.sites.number(code, line),
+                    compared=recorder.sites.number(decision.code, decision.line),
                     loader=loader,
                     site=recorder.site(),
                 )
@@ -266,6 +315,12 @@ class DividedTotals(Watcher):
                     site=recorder.sites.number(code, division.line),
                 )
             )
+
+
+def _value(decision: Decision, frames: list[FrameType]) -> Any:
+    """What is compared, as far as the running functions still know it."""
+    scopes = (Scope(variables(f), f.f_globals) for f in frames if f.f_code is decision.code)
+    return resolve(decision.value, next(scopes, Scope({}, {})))
 
 
 def _copies(user: FrameType) -> bool:
