@@ -62,6 +62,8 @@ class ModelNotWrapped(Check):
       that group exchanges little afterwards (losses)
     - beside all_to_all in forward and backward (sequence parallelism), if all parameters start
       equal, all gradients differ, and nothing is exchanged before a step
+    - beside all_to_all, for parameters that all ranks have, if another part of the model is
+      wrapped, and their gradients differ and are complete before the backward's first all_to_all
     - for ranks that start equal to those that average in a group without them
 
     ## Why it hurts
@@ -78,6 +80,7 @@ class ModelNotWrapped(Check):
       different models.
     - Hyperparameter searches: without a sampler that shards the data, the models created on one
       line differ in shape between ranks, or are trained with other options from the first step on.
+    - Tables and experts that are divided among the ranks by all_to_all.
     - A line makes three or more such models beside a wrapped one (test-time adaptation).
     - A manual synchronisation leaves out some parameters of a model (see `parameter-drift`).
     - Copies of what DDP averages, flat or in another precision.

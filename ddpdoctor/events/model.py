@@ -352,6 +352,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
         running: steps so far that ended while an asynchronous collective with their gradients ran
             that nobody had waited for; `running_site` is the line of one.
         within: elements passed to collectives inside the backwards since the last step.
+        local: positions whose gradients were complete before the first `all_to_all` of the last
+            backward (packed); looked at before steps 1 to 4, beside `all_to_all` only.
         just: all parameters themselves were passed to collectives since the last step.
         last: recorded when the run was over, after `step` steps; the gradients mean nothing.
     """
@@ -387,6 +389,7 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     copied: float = 0.0
     copied_site: int = -1
     within: int = 0
+    local: str = ""
 
 
 class ReadyTwice(Event, frozen=True, tag="ready-twice"):

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...events import GroupReady, Unwrapped
+import msgspec
+
+from ...events import GroupReady, Unwrapped, UnwrappedState
 from ...events.drift import ABSENT, ZERO
+from ...events.pack import pack, unpack
 from ...run import Rank, Run
 from . import unwrapped_rules as rules
 from .copies import (
@@ -19,7 +22,7 @@ from .copies import (
     states_of,
     step_of,
 )
-from .thresholds import ENOUGH, LOOKS_BESIDE
+from .thresholds import ACTIVATIONS, ENOUGH, LOOKS, LOOKS_BESIDE
 from .unwrapped_rules import Alone
 
 
@@ -36,6 +39,7 @@ def beside(run: Run, optimizer: int) -> Iterator[Alone]:
     if (copies := _sequence_parallel(run, optimizer)) is not None:
         every = range(len(copies.names))
         yield Alone(rules.SEQUENCE_PARALLEL, copies, copies.looks[0], every, world=run.world_size)
+    yield from _after_all_to_all(run, optimizer)
 
 
 def _groups(run: Run, optimizer: int) -> Iterator[Copies]:
@@ -117,6 +121,87 @@ def _sequence_parallel(run: Run, optimizer: int) -> Copies | None:
     own = (row for h in copies.parameters for row in h.gradients)
     alone = all(len(set(row)) == len(row) or {*row} <= {ABSENT, ZERO} for row in own)
     return copies if alone else None
+
+
+def _after_all_to_all(run: Run, optimizer: int) -> Iterator[Alone]:
+    """Parameters of the same names and shapes on all ranks that come after the last `all_to_all` of
+    the forward, while another part of the model is wrapped: each rank computes their gradients from
+    samples of its own, and nothing reduces them.
+
+    Tables and experts that are divided among the ranks get theirs from the `all_to_all` of the
+    backward.
+    """
+    events = {
+        n: [e for e in rank.of(Unwrapped) if e.optimizer == optimizer]
+        for n, rank in run.ranks.items()
+    }
+    owned = {n: each[0] for n, each in events.items() if len(each) == 1}
+    if len(owned) < max(2, run.world_size) or len({e.kind for e in owned.values()}) > 1:
+        return
+    if not all(e.kind and e.wrapped and not e.sharded for e in owned.values()):
+        return
+    shared = set.intersection(*({p.look for p in e.parameters} for e in owned.values()))
+    names = {str(look[0]) for look in shared}
+    for n, event in owned.items():
+        names &= _local(event, states_of(run.ranks[n], optimizer))
+    while names:
+        members = {n: (run.ranks[n], _only(e, names)) for n, e in owned.items()}
+        tables = {
+            n: {s.step: _part(owned[n], s, names) for s in states_of(r, optimizer) if s.each}
+            for n, (r, _) in members.items()
+        }
+        copies = Copies(members, aligned(tables))
+        own = zip(copies.names, copies.parameters, strict=True)
+        apart = {n for n, h in own if h.present and not any(h.agree) and not any(h.equal[1:])}
+        if apart == names:
+            break
+        names = apart
+    if not names or len(copies.looks) < LOOKS_BESIDE or not _reduces_nothing(copies):
+        return
+    every = next(iter(owned.values())).parameters
+    rest = tuple(p.name for p in every if p.name not in names)
+    yield Alone(
+        rules.AFTER_ALL_TO_ALL, copies, copies.looks[0], range(len(names)),
+        others=range(len(rest)), world=run.world_size, example=rest,
+    )  # fmt: skip
+
+
+def _local(event: Unwrapped, states: list[UnwrappedState]) -> set[str]:
+    """The parameters whose gradients came before the `all_to_all` of the backward at every look
+    after the first step, and were passed to no collective."""
+    looks = [s for s in states if s.each and s.local]
+    if len(looks) < LOOKS:
+        return set()
+    local = set.intersection(*({*unpack(s.local)} for s in looks))
+    handed = {position for s in states for position in unpack(s.handed)}
+    return {event.parameters[p].name for p in local - handed}
+
+
+def _only(event: Unwrapped, names: set[str]) -> Unwrapped:
+    """The record of some of the parameters."""
+    kept = tuple(p for p in event.parameters if p.name in names)
+    return msgspec.structs.replace(event, parameters=kept)
+
+
+def _part(event: Unwrapped, state: UnwrappedState, names: set[str]) -> UnwrappedState:
+    """What was recorded of some of the parameters."""
+    rows, count = unpack(state.each), len(event.parameters)
+    places = [i for i, p in enumerate(event.parameters) if p.name in names]
+    gradients, values = ([rows[i + begin] for i in places] for begin in (0, count))
+    return msgspec.structs.replace(
+        state, each=pack([*gradients, *values]), handed="",
+        gradients=hash(tuple(gradients)), parameters=hash(tuple(values)),
+    )  # fmt: skip
+
+
+def _reduces_nothing(copies: Copies) -> bool:
+    """Whether no collective carried gradients between backward and step, nor any parameters."""
+    first = copies.looks[0]
+    return not any(
+        s.exchanged != "all-to-all" or s.averaged != first[n].averaged
+        or s.other >= ACTIVATIONS or s.late or s.shared or s.completed or s.inside or s.running
+        for look in copies.looks for n, s in look.items()
+    )  # fmt: skip
 
 
 def _only_swaps(copies: Copies) -> bool:

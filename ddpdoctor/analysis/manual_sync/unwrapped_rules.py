@@ -4,6 +4,7 @@ the record of it, and what is said of each class."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from ...events import OptimizerSeen, Unwrapped
 from ...report.findings import Confidence, Evidence, Severity, Steps
@@ -122,6 +123,22 @@ class Alone(Case):
             wrap = f"`{name} = DistributedDataParallel({name})`"
             own = f"; what else it has (methods, attributes) is then at `{name}.module`"
         return f"{wrap} before the optimizer is built, and train through it{own}"
+
+    @property
+    def wrap_part(self) -> str:
+        """What to do about a module of a model of which other parts are wrapped."""
+        paths = [subject.split(".")[:-1] for subject in self.subjects]
+        same_words = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
+        name = ".".join(words[0] for words in same_words)
+        mixed = any(f"{other}.".startswith(f"{name}.") for other in self.example)
+        wrap = "wrap the module that holds them in DistributedDataParallel"
+        if name and self.event.name and not mixed and not any(map(str.isdigit, name.split("."))):
+            part = f"{self.event.name}.{name}"
+            wrap = f"`{part} = DistributedDataParallel({part})`"
+        average = "its gradient" if self.few == 1 else "their gradients"
+        return (
+            f"{wrap} before the optimizer is built, or average {average} before the step: {AVERAGE}"
+        )
 
     @property
     def besides(self) -> str:
@@ -290,6 +307,27 @@ SEQUENCE_PARALLEL = replace(
 
 # Something synchronises other parameters of the model.
 
+AFTER_ALL_TO_ALL = Rule(
+    name="after-all-to-all",
+    when="beside parts that are divided, a part that every rank holds is not wrapped",
+    severity=Severity.WARNING,
+    confidence=Confidence.SUSPECTED,
+    spots=("made", "step"),
+    label="a part of it is not wrapped",
+    related=(("applied here", "step"),),
+    summary="{c.few} of the {c.all} parameters of {c.owner} without a wrapper {c.few:is|are} "
+    "trained {c.where}, but nothing synchronises {c.few:its gradient|their gradients}, which "
+    "{c.few:differs|differ}",
+    cause="every rank has {c.few:this parameter|these}, and uses {c.few:it|them} on samples of its "
+    "own, after the last all_to_all of the forward: the all_to_all of the backward carries nothing "
+    "of {c.few:its gradient|their gradients}, and no other collective does",
+    fix="{c.wrap_part}",
+    evidence=lambda c: {
+        "parameters": f"{c.few} of {c.all}",
+        "steps compared": c.compared,
+        "values differ from the start": "no" if same(c.look) else "yes",
+    },
+)
 LEFT_OUT = Rule(
     name="left-out-by-optimizer",
     when="the optimizer's step synchronises other parameters of the model",
@@ -368,7 +406,7 @@ RULES = {
     rule.name: rule.when
     for rule in (
         NEVER_WRAPPED, SYNCED_AFTER_STEP, RESULT_UNUSED, WITHOUT_HOOK, LEFT_OUT,
-        OTHERS_EXCHANGED, OTHER_OPTIMIZER_SYNCED, INDEPENDENT_MODELS, OUTSIDE_GROUP,
-        DATA_PARALLEL_GROUP, SEQUENCE_PARALLEL, EQUAL_REPLICAS,
+        AFTER_ALL_TO_ALL, OTHERS_EXCHANGED, OTHER_OPTIMIZER_SYNCED, INDEPENDENT_MODELS,
+        OUTSIDE_GROUP, DATA_PARALLEL_GROUP, SEQUENCE_PARALLEL, EQUAL_REPLICAS,
     )
 }  # fmt: skip

@@ -87,3 +87,10 @@ FLAT_LOOKS = 16
 
 FLAT_NAMES = 100
 """Parameters that are named."""
+
+FIGURES = 32
+"""So many numbers between the all_to_all of forward and backward are no figures for a log: they may
+combine what the ranks have computed."""
+
+LOCAL_STEPS = 4
+"""Before the steps up to this one it is seen which gradients precede the backward's all_to_all."""

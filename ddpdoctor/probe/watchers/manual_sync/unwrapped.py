@@ -37,12 +37,14 @@ from .exchanges import Exchanges
 from .limits import (
     ABSENCES_EMITTED,
     CHANGES_AT_MOST,
+    LOCAL_STEPS,
     LOOK_AGAIN,
     SMALL_MODEL,
     UNWRAPPED_EMITTED,
     UNWRAPPED_FIRST,
 )
-from .parallelism import Parallelism
+from .local_gradients import LocalGradients
+from .parallelism import ALL_TO_ALL, Parallelism
 from .pending_works import PendingWorks
 from .unused_allreduce import UnusedAllreduce
 
@@ -64,6 +66,7 @@ class UnwrappedParameters:
         changes: extra digests so far, see `CHANGES_AT_MOST`.
         absent: positions of the parameters that had no gradient at the last step; absences: how
             often that is on record.
+        local: positions whose gradient came before the all_to_all of the last backward.
         waiting: states whose digests are still on their way from a device.
     """
 
@@ -86,12 +89,13 @@ class UnwrappedParameters:
         self.changes = 0
         self.absent: tuple[int, ...] = ()
         self.absences = 0
+        self.local: list[int] = []
         self.waiting: Arrivals[UnwrappedState] = Arrivals()
 
 
 class UnwrappedModels(Watcher):
     lost = "models that are trained without a wrapper"
-    after = (Exchanges,)  # records what the program exchanges itself
+    after = (Exchanges, LocalGradients)  # record what the program exchanges itself
 
     def __init__(self) -> None:
         # Outermost modules, numbered in the order in which they were recorded.
@@ -149,10 +153,13 @@ class UnwrappedModels(Watcher):
         if known.just and step.number and known.changes < CHANGES_AT_MOST:
             due, known.changes = True, known.changes + 1
         known.complete = complete
+        known.local = LocalGradients.current.leave(step.known.number)
         if due and any(p.grad is not None for p in alive):
             _record_state(recorder, step.known.number, known, step.number)
         known.completed += complete
         known.inside += Exchanges.current.all_passed_in_backward(every)
+        if known.exchanged == ALL_TO_ALL and step.number < LOCAL_STEPS and not step.closure:
+            LocalGradients.current.follow(step.known.number, known.parameters)
 
     def _unwrapped_parameters(
         self, recorder: Recorder, optimizer: Any, step: Step
@@ -305,6 +312,7 @@ def _record_state(
         copied=copied,
         copied_site=copied_site,
         within=0 if last else Exchanges.current.elements_in_backward(),
+        local=pack(known.local) if closely else "",
         running=running,
         running_site=running_site,
         just=known.just and not last,
