@@ -11,7 +11,8 @@ from typing import ClassVar
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrap_order import WrapOrder, wrap_order
 from ddpdoctor.analysis.models.wrapped_models import Reason
-from ddpdoctor.events import Tensor, Unwrapped, UnwrappedState, Wrapped
+from ddpdoctor.events import OptimizerSeen, Tensor, Unwrapped, UnwrappedState, Wrapped
+from ddpdoctor.events.pack import unpack
 from ddpdoctor.report.declarations import Effect, When, seen, several_ranks
 from ddpdoctor.report.errors import ErrorKind
 from ddpdoctor.report.findings import Check, Evidence, Finding, Related, Severity
@@ -19,6 +20,8 @@ from ddpdoctor.run import Location, Rank, Run, listed, ranks_text
 
 REPORTED = 12
 """Rows of the table of differences."""
+
+OPTIMIZER_ORDER = "optimizer-order"
 
 REASONS = {
     "different-names": Reason(
@@ -33,6 +36,14 @@ REASONS = {
         "hash): {effect}",
         fix="register layers in the same order on every rank: `for name in sorted(names)`, not "
         "`for name in set(names)`",
+    ),
+    OPTIMIZER_ORDER: Reason(
+        "the models are equal, and the optimizer has their parameters in another order",
+        cause="the ranks' models are equal, but {optimizer} has the parameters in another order "
+        "(it comes from a set, or from sorting by a hash or an id, say): {effect}",
+        fix="sort the parameters by what is equal on all ranks, such as their name or their "
+        "position in `model.parameters()`; never by `hash` of a text or `id`, nor take them from a "
+        "set",
     ),
     "different-shapes": Reason(
         "the same parameters have other shapes",
@@ -51,6 +62,7 @@ REASONS = {
         fix="freeze the same parameters on every rank, or on none, before the wrap",
     ),
 }
+UNSTEADY = "this order differs between processes"
 PROPERTIES = {
     "different-shapes": "shape",
     "different-dtypes": "dtype",
@@ -121,7 +133,7 @@ class ModelMismatch(Check):
     Lists of parameters that differ between the ranks of a group when the model is wrapped (or, if
     gradients are synchronised manually, when the optimizer first steps): other names, another
     order, other shapes or dtypes, or frozen on some ranks only. Also the same models wrapped in
-    another order.
+    another order, and an optimizer that has the parameters of equal models in another order.
 
     ## How it knows
     When the wrapper is made, before it communicates, each rank records the model's parameters:
@@ -228,19 +240,29 @@ class ModelMismatch(Check):
         rule, *more = _rules(mismatch)
         kind = here.origin.kind or "the model"
         origin = "wrapped here" if isinstance(odd.origin, Wrapped) else "made here"
+        subject = f"{kind} differs between ranks"
+        location, lines = _made_at(odd, first), [(origin, odd.origin.site)]
+        if rule == OPTIMIZER_ORDER and isinstance(odd.origin, Unwrapped):
+            made = _optimizer(odd)
+            subject = f"{_optimizer_kind(odd)} has the parameters of {kind} in another order"
+            location = odd.rank.location(made.site) if made is not None else location
+            lines = [
+                *((UNSTEADY, n) for n in odd.origin.unsteady),
+                (f"{kind} is {origin}", odd.origin.site),
+            ]
         return self.finding(
             rule=rule,
             ranks=mismatch.ranks,
             subjects=tuple(
                 dict.fromkeys(p.name for i in places[:REPORTED] for p in odd.parameters[i : i + 1])
             ),
-            location=_made_at(odd, first),
+            location=location,
             label=f"differs: {_difference(mismatch, one, other)}",
-            related=models.related(odd.rank, ((origin, odd.origin.site),)),
-            summary=f"{kind} differs between ranks: parameter {first} is "
+            related=models.related(odd.rank, lines),
+            summary=f"{subject}: parameter {first} is "
             f"{_described(one)} on rank {here.rank.rank} and {_described(other)} on rank "
             f"{there.rank.rank}",
-            cause=_cause(here, rule, more),
+            cause=_cause(odd, rule, more),
             fix=REASONS[rule].fix,
             evidence=_compared(mismatch),
             at=mismatch.at,
@@ -376,13 +398,38 @@ def _rules(mismatch: Mismatch) -> list[str]:
     lists = mismatch.here.parameters, mismatch.there.parameters
     names, others = ([p.name for p in each] for each in lists)
     if names != others:
-        return ["parameter-order" if set(names) == set(others) else "different-names"]
+        if set(names) != set(others):
+            return ["different-names"]
+        models_own = _as_registered(mismatch.here), _as_registered(mismatch.there)
+        same = models_own[0] == models_own[1] and bool(models_own[0])
+        return [OPTIMIZER_ORDER if same else "parameter-order"]
     pairs = list(zip(*lists, strict=True))
     return [
         rule
         for rule, what in PROPERTIES.items()
         if any(getattr(p, what) != getattr(q, what) for p, q in pairs)
     ]
+
+
+def _as_registered(each: ParameterList) -> list[tuple[object, ...]]:
+    """The parameters that an optimizer has in the order in which the module has them, with their
+    positions there; empty where that is not known."""
+    places = unpack(each.origin.places) if isinstance(each.origin, Unwrapped) else []
+    known = len(places) == len(each.parameters)
+    rows = zip(places, each.parameters, strict=True) if known else ()
+    return sorted((place, p.name, p.shape, p.dtype) for place, p in rows)
+
+
+def _optimizer(each: ParameterList) -> OptimizerSeen | None:
+    """The optimizer whose list it is."""
+    number = each.origin.optimizer if isinstance(each.origin, Unwrapped) else -1
+    events = (e for e in each.rank.of(OptimizerSeen) if e.optimizer == number)
+    return next(events, None)
+
+
+def _optimizer_kind(each: ParameterList) -> str:
+    made = _optimizer(each)
+    return made.kind if made is not None else "the optimizer"
 
 
 def _cause(here: ParameterList, rule: str, more: list[str]) -> str:
@@ -395,7 +442,7 @@ def _cause(here: ParameterList, rule: str, more: list[str]) -> str:
         else "collectives match by the order of their calls, so gradients that are reduced in the "
         "order of the parameters are mixed"
     )
-    return REASONS[rule].cause.format(effect=effect)
+    return REASONS[rule].cause.format(effect=effect, optimizer=_optimizer_kind(here))
 
 
 def _made_at(each: ParameterList, place: int) -> Location | None:

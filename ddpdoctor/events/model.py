@@ -297,6 +297,10 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
             parameter without a module.
         sharded: the module has other parameters, of which each rank holds a piece (FSDP).
         memory: as of `Wrapped`.
+        places: packed, the position of each of these parameters among all that the module has;
+            empty if some belong to no module, or to another one.
+        unsteady: where that is not ascending, lines of the optimizer's class on which an order
+            differs between processes (`hash` of a text, a set).
     """
 
     optimizer: int
@@ -309,6 +313,8 @@ class Unwrapped(Event, frozen=True, tag="unwrapped"):
     name: str = ""
     sharded: bool = False
     memory: str = ""
+    places: str = ""
+    unsteady: tuple[int, ...] = ()
 
     def describe(self) -> str:
         count = len(self.parameters)

@@ -1,5 +1,5 @@
-"""Which comparison of a result of an evaluation decides about a line or a loop's end, and whether a loss is
-computed from what a call gave, in programs that run."""
+"""Which comparison of a result of an evaluation decides about a line or a loop's end, and whether a
+loss is computed from what a call gave, in programs that run."""
 
 import ast
 import linecache

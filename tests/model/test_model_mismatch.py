@@ -6,7 +6,16 @@ from ddpdoctor.checks.model.model_mismatch import ModelMismatch
 from recordings import make_run, site, steps
 from wraps import codes, group, parameters, rank, sites, wrap
 
-from ddpdoctor.events import CallSite, Place, Submodule, Tensor, Unwrapped, UnwrappedState
+from ddpdoctor.events import (
+    CallSite,
+    OptimizerSeen,
+    Place,
+    Submodule,
+    Tensor,
+    Unwrapped,
+    UnwrappedState,
+)
+from ddpdoctor.events.pack import pack
 
 CHECK = ModelMismatch()
 
@@ -104,6 +113,27 @@ def test_gradients_that_are_reduced_by_hand():
     shares = (("body",), ("head",))
     zero = make_run({r: by_hand(share, "gradients") for r, share in enumerate(shares)})
     assert codes(zero, CHECK) == [], "each rank's optimizer holds a share of the parameters"
+
+
+@pytest.mark.parametrize(
+    ("other", "rule"),
+    [([2, 3, 0, 1], "optimizer-order"), ([0, 1, 2, 3], "parameter-order"), ([], "parameter-order")],
+)
+def test_an_optimizer_that_has_the_parameters_of_equal_models_in_another_order(other, rule):
+    def events(layers, places):
+        seen = Unwrapped(
+            at=0, optimizer=0, kind="Net", parameters=parameters(layers), places=pack(places)
+        )
+        state = UnwrappedState(
+            at=0, optimizer=0, step=0, gradients=1, parameters=1, exchanged="gradients"
+        )
+        made = OptimizerSeen(at=0, optimizer=0, kind="Muon", site=11)
+        return [*sites(), group((0, 1)), made, seen, state, *steps(3)]
+
+    orders = {0: events(("body", "head"), [0, 1, 2, 3]), 1: events(("head", "body"), other)}
+    (found,) = CHECK.examine(make_run(orders))
+    assert found.rule == rule
+    assert found.summary.startswith("Muon has") is (rule == "optimizer-order")
 
 
 MAKERS = {"actor": 60, "critic": 61, "judge": 62}

@@ -22,7 +22,9 @@ from ...recording.names_in_frames import name_of
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Kwargs, Watcher, on
 from ...recording.weak_references import Reference, WeakIdentityMap
+from ...source import process_order
 from ...source.call_resolver import assignment_in_frames
+from ...source.process_order import Place
 from ...tensors.collective_payload import PassedGradients
 from ...tensors.digests import sums
 from ...tensors.pending_digests import Arrivals, Waiting
@@ -186,6 +188,10 @@ class UnwrappedModels(Watcher):
         names, roots = ModuleOrigins.current.named_roots(parameters)
         alone = roots or (parameters if len(parameters) == 1 else [])
         one = name_of(id(alone[0]), sys._getframe(1), recorder.sites) if alone else None
+        places = _places(parameters[:UNWRAPPED_EMITTED], roots)
+        unsteady: list[Place] = []
+        if places != sorted(places):
+            unsteady = process_order.places(type(step.optimizer()), ())
         recorder.emit(
             Unwrapped(
                 at=time.monotonic(),
@@ -202,6 +208,8 @@ class UnwrappedModels(Watcher):
                 name=one.name if one else "",
                 sharded=bool(roots) and any(map(_sharded, roots[0].parameters())),
                 memory=shared_memory(parameters),
+                places=pack(places),
+                unsteady=tuple(recorder.sites.place(p.file, p.line, "") for p in unsteady),
             ),
             vital=True,
         )
@@ -214,6 +222,13 @@ class UnwrappedModels(Watcher):
     def _leaving(self, recorder: Recorder, _: None) -> None:
         # Do not wait for a device: it may hang.
         _finish(recorder, wait=False)
+
+
+def _places(parameters: list[Any], roots: list[Any]) -> list[int]:
+    """As in `Unwrapped`."""
+    known = {id(p): n for n, p in enumerate(roots[0].parameters())} if roots else {}
+    every = all(id(p) in known for p in parameters)
+    return [known[id(p)] for p in parameters] if every else []
 
 
 def _record_absent(
