@@ -70,8 +70,9 @@ class DataOverlap(LoaderCheck):
     - samples that are picked at random, from a generator in the same state on all ranks
     - samples that every rank reads several times, to draw other inputs from them each time (answers
       to a prompt), where all ranks draw the same
-    - a loop without a loader that feeds the same slices or the same random positions, or of several
-      inputs one that is the same on all ranks while others differ (a warning)
+    - a loop without a loader that feeds the same slices or the same random positions (always, for a
+      while, or each rank some forwards later), or of several inputs one that is the same on all
+      ranks while others differ (a warning)
 
     Also where this begins only later in the run.
 
@@ -85,9 +86,10 @@ class DataOverlap(LoaderCheck):
     to 262,144.
 
     Without loaders, the inputs of wrapped models, and of models of `fully_shard`, are compared, at
-    the first 16 forwards, then at every eighth and ever fewer. Without a wrapper, it is some values
-    of each rank's own gradients before the program synchronises them, in four steps. Only host
-    memory is read.
+    the first 16 forwards, then at every eighth and ever fewer. Inputs that come some forwards apart
+    count if eight do, each once on a rank, and a global generator is in the same state then.
+    Without a wrapper, it is some values of each rank's own gradients before the program
+    synchronises them, in four steps. Only host memory is read.
 
     Selections overlap if the last samples of one are the first of another (at least three in ten),
     or if nine in ten samples are equal; the data beneath must be the same on all ranks, and both
