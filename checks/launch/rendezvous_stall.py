@@ -116,6 +116,8 @@ class RendezvousStall(Check):
 
     def examine(self, run: Run) -> Iterable[Finding]:
         waiting = [r for r in run.ranks.values() if _waits(r)]
+        if run.stall is None:
+            waiting = [r for r in waiting if not _given_up_since_a_stop(r)]
         if run.store_used_before and (met_nobody := _met_nobody(run, waiting)):
             yield self._after_restart(run, met_nobody)
             return
@@ -428,6 +430,12 @@ def _gave_up(rank: Rank) -> bool:
     """Whether a rank raised torch's error about a timeout or a lost connection."""
     raised = rank.exception
     return raised is not None and any(word in raised.message for word in TIMEOUTS)
+
+
+def _given_up_since_a_stop(rank: Rank) -> bool:
+    """Whether a rank lost the others after the user had stopped the run, on any node."""
+    raised, stop = rank.exception, rank.stopped
+    return _gave_up(rank) and bool(raised and stop and stop.by != "doctor" and stop.at <= raised.at)
 
 
 def _exits_before(came: Rank, left: Location | None) -> list[Location]:

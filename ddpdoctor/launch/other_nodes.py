@@ -73,7 +73,7 @@ class OtherNodes:
         self._monitor, self._report = monitor, report
         self._kept: list[str] = []
         self._said: list[str] = []
-        self._stop = ""
+        self._stop = self._ended = ""
         self._final = b""
         self._final_at, self._waits = 0.0, ""
         self._told = 0
@@ -136,9 +136,16 @@ class OtherNodes:
 
     def _order(self) -> None:
         address = self._last_words.address if self._last_words else Address()
-        orders = Orders(tuple(self._said), self._stop, self._final, address)
+        orders = Orders(tuple(self._said), self._stop, self._final, address, self._ended)
         if orders != self._desk.orders() and orders != Orders():
             self._desk.write_orders(orders)
+
+    def tell_end(self, reason: str) -> None:
+        """The user ends this node: where it is the first one, the others are told."""
+        standing = self._desk.standing()
+        if standing is not None and standing.role == LEADS:
+            self._ended = f"{reason} (node {standing.node})"
+            self._order()
 
     def hand_on(self) -> None:
         """Wait until the other nodes have read why the run is stopped."""
@@ -223,6 +230,10 @@ class OtherNodes:
         orders = self._desk.orders() or Orders()
         lines = list(orders.notices[self._told :])
         self._told = max(self._told, len(orders.notices))
+        if orders.ended and not self._ended:
+            self._ended = orders.ended
+            self._monitor.stopped("terminate", orders.ended)
+            lines.append(f"the first node was stopped: {orders.ended}")
         now = time.monotonic()
         if reason and self._own is None:
             self._own = reason, now

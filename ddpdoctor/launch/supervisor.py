@@ -219,8 +219,11 @@ class Supervisor:
         if by == "doctor" and not self._ask(self._monitor.rank_pids, {-1}):
             self._unheard -= TORCHRUNS_S  # who has no rank has nothing to save
         self._ask(lambda: self._monitor.stopped(by, reason), None)
-        if self._others and by == "doctor":
-            self._others.hand_on()
+        if (others := self._others) and by == "doctor":
+            others.hand_on()
+        elif others:
+            word = "Ctrl-C" if by == "interrupt" else reason
+            self._ask(lambda: others.tell_end(word), None)
         self._send(number)
         if self._all_ranks and by == "doctor":
             for pid in self._ranks():

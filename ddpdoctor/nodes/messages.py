@@ -69,6 +69,7 @@ class Orders(msgspec.Struct, frozen=True):
     Attributes:
         notices: lines for their users, all so far.
         stop: why the run is stopped; empty where it is not.
+        ended: in words, what the user ended the first node with; empty for nothing.
         report: at the end, the report as `findings.json` has it.
         address: where to ask for the report if the store ends before there is one.
     """
@@ -77,6 +78,7 @@ class Orders(msgspec.Struct, frozen=True):
     stop: str = ""
     report: bytes = b""
     address: Address = Address()
+    ended: str = ""
 
 
 def packed(message: msgspec.Struct, version: str = "0") -> bytes:

@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     RankStood,
     StackFrame,
     StallSeen,
+    Stopped,
 )
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Confidence, Finding
@@ -99,6 +100,17 @@ def test_torch_gave_up() -> None:
     run = make_run({0: [*entered(0), raised], 1: []}, ended={0: 1, 1: -15})
     (finding,) = found(run)
     assert finding.ranks == (1,)
+
+
+@pytest.mark.parametrize(("stopped", "told"), [(8, False), (10, True)])
+def test_ranks_that_lost_the_others_since_the_user_stopped_a_node(stopped, told) -> None:  # type: ignore[no-untyped-def]
+    raised = ExceptionRaised(
+        at=START + 9, kind="torch.distributed.DistNetworkError",
+        message="Failed to recv, got 0 bytes. Connection was likely closed.",
+    )  # fmt: skip
+    stops = [Stopped(at=START + stopped, by="terminate", reason="Ctrl-C (node 0)")]
+    run = make_run({0: [*entered(0), raised], 1: []}, ended={0: 1, 1: -15}, nodes={0: stops})
+    assert bool(found(run)) is told
 
 
 @pytest.mark.parametrize("launcher", ["run", "exec", "checkup"])

@@ -484,6 +484,26 @@ def test_the_verdict_comes_after_the_end_of_the_store(
     assert late.verdict() is None and "could not be asked" in late.shortfall()
 
 
+def test_the_end_of_the_first_node_by_its_user_is_told_once(
+    place: SimpleNamespace, tmp_path: Path
+) -> None:
+    standing_of(place.desk, role=LEADS, heard={1: Heard("h1", time.monotonic())})
+    place.others.tell_end("Ctrl-C")
+    told: list[tuple[str, str]] = []
+    monitor = SimpleNamespace(
+        record=lambda event: None, settle=lambda: None, unheard=False,
+        stopped=lambda by, reason: told.append((by, reason)),
+    )  # fmt: skip
+    second = RunFolder(tmp_path / "second")
+    other, desk = OtherNodes(second, monitor, lambda status, by: None), Desk(second.path)
+    standing_of(desk, role=FOLLOWS, node=1, at=time.monotonic())
+    desk.write_orders(place.desk.orders())
+    lines, reason = other.look([], None)
+    assert (lines, reason) == (["the first node was stopped: Ctrl-C (node 0)"], None)
+    assert other.look([], None) == ([], None)
+    assert told == [("terminate", "Ctrl-C (node 0)")]
+
+
 class Kept:
     """Keeps what nodes bring in memory."""
 
