@@ -26,7 +26,13 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
     readers = {reader.rank.rank for reader in loader.of(loader.readers, begun=begun)}
     if loader.trains and readers and all(trains_alone(loader.readers[r]) for r in readers):
         return []
-    if loader.trains and any(_exchanges_activations(run.everyone[r]) for r in readers):
+    by_hand = {r: _group_by_hand(run.everyone[r]) for r in readers} if loader.trains else {}
+    in_groups = bool(by_hand) and all(by_hand.values())
+    if (
+        loader.trains
+        and not in_groups
+        and any(_exchanges_activations(run.everyone[r]) for r in readers)
+    ):
         return []
     on_mesh = data_parallel(run)
     wrapped = {r: s for r in readers if (s := _wrap_group(run.everyone[r]))}
@@ -34,11 +40,7 @@ def partners(run: Run, loader: Loader, *, begun: bool = False) -> list[frozenset
         sets = set(on_mesh)
     elif wrapped:
         sets = set(wrapped.values())
-    elif (
-        loader.trains
-        and (by_hand := {r: _group_by_hand(run.everyone[r]) for r in readers})
-        and (all(by_hand.values()))
-    ):
+    elif in_groups:
         sets = {ranks for ranks in by_hand.values() if ranks is not None}
     elif loader.trains and not all(_averages(loader.readers[r]) for r in readers):
         return []
