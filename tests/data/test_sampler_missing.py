@@ -400,6 +400,21 @@ def test_a_model_that_each_rank_trains_for_itself(
     assert bool(examine(mine, mine)) is finds
 
 
+@pytest.mark.parametrize("group", [1, 0])
+def test_layers_that_exchange_in_backwards_beside_groups_that_average(group: int) -> None:
+    """Where all ranks average, they may hold parts of one sequence, and need equal samples."""
+    states = [
+        UnwrappedState(at=0, optimizer=0, step=n, gradients=1, parameters=1, group=group,
+                       exchanged="in backward", complete=True) for n in range(3)
+    ]  # fmt: skip
+    ends = {"backwards": 25, "collectives": 50}
+    run = make_run({
+        r: [*prologue(4, wrapped=False, group=(r % 2, r % 2 + 2)), *states,
+            *loader(0, [EVERYTHING], content=1, ends=ends)] for r in range(4)
+    })  # fmt: skip
+    assert bool(found(SamplerMissing(), run)) is (group == 1)
+
+
 @pytest.mark.parametrize(("total", "ranks", "silent"), [
     (200, (0, 1), True),  # each sample once for each rank
     (600, (0, 1), True),  # three times
