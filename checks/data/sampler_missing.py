@@ -21,10 +21,13 @@ from ddpdoctor.analysis.data.loader_check import (
 )
 from ddpdoctor.analysis.data.loader_faults import replaceable
 from ddpdoctor.analysis.data.sharing_ranks import divisions
+from ddpdoctor.analysis.models.wrap_options import divided
+from ddpdoctor.events import Wrapped
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Finding, Severity
-from ddpdoctor.run import Run, whom
+from ddpdoctor.run import Rank, Run, whom
 
+NOT_DIVIDED = "no-distributed-sampler"
 YIELDS = "{sampler} yields {yielded} on every rank{order}"
 
 
@@ -54,7 +57,9 @@ class SamplerMissing(LoaderCheck):
 
     ## How to fix it
     `sampler = DistributedSampler(dataset)`, `DataLoader(dataset, sampler=sampler)` without
-    `shuffle=True`, and `sampler.set_epoch(epoch)` at the start of every epoch.
+    `shuffle=True`, and `sampler.set_epoch(epoch)` at the start of every epoch. Where a framework
+    wraps the model, let it divide the loader, too: `accelerator.prepare(loader)`,
+    `fabric.setup_dataloaders(loader)`, `trainer.fit(model, loader)`.
 
     ## When it stays quiet
     - Only one rank iterates the loader.
@@ -76,7 +81,7 @@ class SamplerMissing(LoaderCheck):
     name = "sampler-missing"
     severity = Severity.ERROR
     words: ClassVar[Mapping[str, Words]] = {
-        "no-distributed-sampler": Words(
+        NOT_DIVIDED: Words(
             "training with a sampler that could be a DistributedSampler",
             YIELDS,
             "`sampler = DistributedSampler(dataset{share})`, {passed}`sampler.set_epoch(epoch)` "
@@ -107,7 +112,16 @@ class SamplerMissing(LoaderCheck):
         ),
     }
     rules = when(words)
-    effects = (Effect(("identical-augmentation",), when=(When.SAME_LINE,)),)
+    effects = (
+        Effect(("identical-augmentation",), when=(When.SAME_LINE,)),
+        # It is planned by the length of the only loader that trains.
+        Effect(
+            ("schedule-length-mismatch",),
+            of=(NOT_DIVIDED,),
+            rules=("loader-not-prepared",),
+            when=(When.IS_ERROR, When.SAME_RANKS),
+        ),
+    )
 
     def examine(self, run: Run) -> Iterable[Finding]:
         for fault in self.faults(run):
@@ -120,11 +134,13 @@ class SamplerMissing(LoaderCheck):
         began = (
             r.rank.wall(e.began.at) for r in fault.readers if (e := audit.epochs.get(r.rank.rank))
         )
+        share = _share(divisions(run, fault.loader), run.world_size)
+        by_framework = _by_framework(reader.rank) if not share else ""
         return self.of_fault(
             fault,
             {
                 "yielded": _yielded(audit, missing),
-                "share": _share(divisions(run, fault.loader), run.world_size),
+                "share": share,
                 "order": ", in the same order" if audit.same_order else "",
                 "each": "batches" if reader.seen.batch_sampler else "indices",
                 "passed": "`batch_sampler=BatchSampler(sampler, ...)`, "
@@ -140,7 +156,15 @@ class SamplerMissing(LoaderCheck):
             f"{since(reader)}{doubt(fault)}",
             evidence={**figures(audit), "same order": audit.same_order, **fault.evidence},
             at=min(began),
+            **({"fix": by_framework} if by_framework and fault.rule == NOT_DIVIDED else {}),
         )
+
+
+def _by_framework(rank: Rank) -> str:
+    """What has the framework divide the loader that wraps this rank's models; empty where the
+    program wraps them, or that is not known."""
+    ways = {divided(wrapped.by) for wrapped in rank.of(Wrapped)}
+    return ways.pop() if len(ways) == 1 else ""
 
 
 def _share(sets: list[frozenset[int]], world: int) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from ddpdoctor.analysis.data.loaders import batch_size, loaders
+from ddpdoctor.analysis.data.division import Shares, batches_of_whole, epochs_of_shares
 from ddpdoctor.analysis.models.wrap_options import planned
 from ddpdoctor.events import Hyperparameters, ScheduleEnded, SchedulerStep, StepDone
 from ddpdoctor.report.declarations import seen
@@ -27,6 +27,7 @@ UNDIVIDED = "counts-undivided-batches"
 MICRO_BATCHES = "counts-micro-batches"
 DIVIDED_TWICE = "divided-twice"
 TOO_OFTEN = "stepped-too-often"
+NOT_PREPARED = "loader-not-prepared"
 PATIENCE = "patience-counted-per-rank"
 STEPS = "steps-counted-per-rank"
 EPOCHS = "epochs-counted-per-rank"
@@ -82,20 +83,6 @@ STEP = Unit(
     f"{KEEP_OUT}, or {MULTIPLY}",
     Severity.NOTE,
 )
-
-
-class Epochs(NamedTuple):
-    """What one rank trained on: complete epochs of a loader that is divided between ranks.
-
-    Attributes:
-        number: of the epochs; `batches` of this rank in each; `ranks` that share the data.
-        undivided: the fewest and the most batches that all of the data would give one process.
-    """
-
-    number: int
-    batches: int
-    ranks: int
-    undivided: tuple[int, int]
 
 
 class Backwards(NamedTuple):
@@ -162,6 +149,8 @@ class ScheduleLengthMismatch(Check):
     severity = Severity.WARNING
     rules: ClassVar[Mapping[str, str]] = {
         TOO_OFTEN: "the schedule is as long as the run, but is stepped several times per step",
+        NOT_PREPARED: "the plan counts the batches of a loader that Accelerate was not given to "
+        "divide, and it steps the scheduler once for each rank",
         UNDIVIDED: "the plan counts the batches of the whole data set, not those of one rank",
         MICRO_BATCHES: "the plan counts batches, the scheduler is stepped once per optimizer step",
         DIVIDED_TWICE: "the plan counts the batches of one rank, divided by the ranks again",
@@ -354,9 +343,9 @@ def _mismatch(run: Run, rank: Rank, event: ScheduleEnded) -> Mismatch | None:
     if (own := _once_per_rank(run, event)) is not None and own.planned > own.steps * (1 + EXACTLY):
         event = own
     if event.calls > event.steps * (1 + EXACTLY):
-        return _too_often(run, event, done)
+        return _too_often(run, rank, event, done)
     micro = done.micro
-    epochs = _epochs(run, rank)
+    epochs = epochs_of_shares(run, rank)
     if epochs is None or event.calls not in _steps(epochs.number, epochs.batches, micro):
         return None
     if event.planned > event.calls:
@@ -373,7 +362,7 @@ def _once_per_rank(run: Run, event: ScheduleEnded) -> ScheduleEnded | None:
     return replace(event, planned=event.planned // size, calls=event.steps, counted=event.steps)
 
 
-def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | None:
+def _too_often(run: Run, rank: Rank, event: ScheduleEnded, done: Backwards) -> Mismatch | None:
     if abs(event.planned - event.steps) > max(1, EXACTLY * event.steps):
         return None
     after = f"after {event.planned} of {event.calls} calls " + (
@@ -389,8 +378,9 @@ def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | No
         )
     if _close(event.calls / event.planned, run.world_size):
         prepared = event.by.startswith("accelerate")
+        whole = batches_of_whole(run, rank) if prepared else 0
         return Mismatch(
-            TOO_OFTEN,
+            NOT_PREPARED if event.planned in _steps(1, whole, done.micro) else TOO_OFTEN,
             run.world_size,
             "the plan counts optimizer steps, but the scheduler steps once for each of the "
             f"{run.world_size} ranks in every one"
@@ -400,7 +390,7 @@ def _too_often(run: Run, event: ScheduleEnded, done: Backwards) -> Mismatch | No
     return None
 
 
-def _too_long(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | None:
+def _too_long(event: ScheduleEnded, epochs: Shares, micro: int) -> Mismatch | None:
     ended = f"the run ended after {event.calls} of {event.planned} steps, before the rate came down"
     if micro > 1 and event.planned == epochs.number * epochs.batches:
         return Mismatch(
@@ -433,7 +423,7 @@ def _too_long(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | No
     return None
 
 
-def _too_short(event: ScheduleEnded, epochs: Epochs, micro: int) -> Mismatch | None:
+def _too_short(event: ScheduleEnded, epochs: Shares, micro: int) -> Mismatch | None:
     factor = epochs.ranks
     if not _close(event.calls / event.planned, factor):
         return None
@@ -462,26 +452,6 @@ def _backwards(rank: Rank, optimizer: int) -> Backwards:
             usual[round(event.backwards / event.count)] += event.count
             backwards += event.backwards
     return Backwards(max(1, usual.most_common(1)[0][0]) if usual else 1, backwards)
-
-
-def _epochs(run: Run, rank: Rank) -> Epochs | None:
-    """The epochs of the only loader that this rank trained on; None where they were not all
-    complete, or are not known."""
-    mine = [each.readers[rank.rank] for each in loaders(run) if rank.rank in each.readers]
-    training = [reader for reader in mine if reader.trains]
-    if len(training) != 1:
-        return None
-    seen, epochs = training[0].seen, training[0].epochs
-    size = batch_size(training)
-    if min(seen.length, seen.batches, size) < 1:
-        return None
-    ranks = seen.replicas
-    if ranks < 2:  # a sampler that does not say among how many ranks it divides the batches
-        ranks = run.world_size if seen.batches == seen.length // size // run.world_size else 0
-    if ranks < 2 or not all(epoch.whole for epoch in epochs):
-        return None
-    undivided = seen.length // size, -(-seen.length // size)
-    return Epochs(epochs[-1].number + 1, seen.batches, ranks, undivided)
 
 
 def _steps(epochs: int, batches: int, per_step: int) -> range:

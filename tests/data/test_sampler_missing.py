@@ -11,7 +11,15 @@ from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from readers import fingerprints, found, loader, prologue, run_of
 from recordings import make_run
 
-from ddpdoctor.events import Event, ForwardInput, Payload, ProbeTrouble, StepDone, UnwrappedState
+from ddpdoctor.events import (
+    Event,
+    ForwardInput,
+    Payload,
+    ProbeTrouble,
+    StepDone,
+    UnwrappedState,
+    Wrapped,
+)
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Finding, Severity, Steps
 
@@ -31,6 +39,22 @@ def test_ranks_that_read_the_same_samples() -> None:
     assert finding.ranks == (0, 1)
     assert finding.location is not None and finding.location.line == 11
     assert finding.evidence["same order"] is False
+
+
+@pytest.mark.parametrize(("by", "sampler", "fix"), [
+    ("", "RandomSampler", "DistributedSampler"),
+    ("accelerate.accelerator", "RandomSampler", "accelerator.prepare"),
+    ("lightning.fabric.fabric", "RandomSampler", "setup_dataloaders"),
+    ("accelerate.accelerator", "Weighted", "keep the selection"),  # a choice of the program's
+])  # fmt: skip
+def test_a_loader_that_a_framework_would_divide(by: str, sampler: str, fix: str) -> None:
+    read = loader(0, [EVERYTHING], content=1, sampler=sampler)
+    wrap = Wrapped(at=0, model=1, wrapper="DistributedDataParallel", kind="Net", group=0, site=-1,
+                   by=by)  # fmt: skip
+    ranks = [[*prologue(2, wrapped=False), wrap, *read] for _ in range(2)]
+    (finding,) = found(SamplerMissing(), make_run(dict(enumerate(ranks))))
+    assert fix in finding.fix
+    assert ("DistributedSampler" in finding.fix) is (not by)
 
 
 def test_a_loader_that_comes_late_in_the_training() -> None:

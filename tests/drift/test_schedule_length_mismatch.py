@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from ddpdoctor.checks.data.sampler_missing import SamplerMissing
 from ddpdoctor.checks.drift.schedule_length_mismatch import ScheduleLengthMismatch
 from readers import loader, prologue
 from recordings import make_run, site
@@ -116,6 +117,24 @@ def test_stepped_once_for_each_rank():
     assert "Accelerate" not in finding.cause and "once per optimizer step" in finding.fix
     (finding,) = judged(schedule(30, 60, steps=30, by="accelerate.scheduler"))
     assert "Accelerate" in finding.cause and "`accelerator.prepare`" in finding.fix
+
+
+@pytest.mark.parametrize(("micro", "by", "divided", "rule"), [
+    (1, "accelerate.scheduler", False, "loader-not-prepared"),
+    (4, "accelerate.scheduler", False, "loader-not-prepared"),
+    (1, "", False, "stepped-too-often"),  # the program's own steps
+    (1, "accelerate.scheduler", True, "stepped-too-often"),
+])  # fmt: skip
+def test_a_plan_of_a_loader_that_accelerate_does_not_divide(micro, by, divided, rule):
+    """Of 20 batches in each of 3 epochs, or of 10 that each rank has of them."""
+    steps = (30 if divided else 60) // micro
+    event = schedule(steps, 2 * steps, steps=steps, by=by)
+    (finding,) = judged(event, micro=micro, divided=divided)
+    assert finding.rule == rule
+    words = dict.fromkeys(("summary", "cause", "fix"), "")
+    cause = SamplerMissing().finding(rule="no-distributed-sampler", ranks=(0, 1), **words)
+    (effect,) = [e for e in SamplerMissing().effects if finding.check in e.checks]
+    assert effect.covers(cause, finding) is (rule == "loader-not-prepared")
 
 
 def test_a_scheduler_that_steps_for_each_rank_and_a_plan_for_as_many():

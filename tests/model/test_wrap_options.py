@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.analysis.models.wrap_options import WrapOptions, planned
+from ddpdoctor.analysis.models.wrap_options import WrapOptions, divided, planned
 from ddpdoctor.events import Wrapped
 
 
@@ -65,3 +65,16 @@ def test_other_options() -> None:
     )
     assert options("").drop_static == "remove `static_graph=True`"
     assert options("lightningx.core").unused.endswith("where lightningx wraps the model")
+
+
+@pytest.mark.parametrize(("by", "words"), [
+    ("", ""),
+    ("lightning.pytorch.trainer.trainer", "`trainer.fit(...)`"),
+    ("lightning.fabric.fabric", "`fabric.setup_dataloaders(loader)`"),
+    ("lightning_fabric.fabric", "`fabric.setup_dataloaders(loader)`"),
+    ("transformers.trainer", "`self.accelerator.prepare(loader)`"),
+    ("accelerate.accelerator", "`accelerator.prepare(...)`"),
+    ("mmengine.runner", ""),
+])  # fmt: skip
+def test_what_divides_a_loader(by: str, words: str) -> None:
+    assert words in divided(by) if words else not divided(by)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ...events import Payload
-from ...run import Run
+from ...run import Rank, Run
 from .content import Agreement
 from .datasets import differences, judged
 from .epoch_audit import Audit, by_chance
@@ -138,3 +139,53 @@ def _skewed(audit: Audit) -> bool:
     seen = [e.seen for e in audit.epochs.values()]
     own = all(s.own_order and s.shuffle is None for s in seen) and not by_chance(audit)
     return own or any(s.shuffle for s in seen)
+
+
+class Shares(NamedTuple):
+    """What one rank trained on: complete epochs of a loader that is divided between ranks.
+
+    Attributes:
+        number: of the epochs; `batches` of this rank in each; `ranks` that share the data.
+        undivided: the fewest and the most batches that all of the data would give one process.
+    """
+
+    number: int
+    batches: int
+    ranks: int
+    undivided: tuple[int, int]
+
+
+def epochs_of_shares(run: Run, rank: Rank) -> Shares | None:
+    """The epochs of the only loader that this rank trained on; None where they were not all
+    complete, or are not known."""
+    reader = _only_trained(run, rank)
+    if reader is None:
+        return None
+    seen, epochs = reader.seen, reader.epochs
+    size = batch_size([reader])
+    if min(seen.length, seen.batches, size) < 1:
+        return None
+    ranks = seen.replicas
+    if ranks < 2:  # a sampler that does not say among how many ranks it divides the batches
+        ranks = run.world_size if seen.batches == seen.length // size // run.world_size else 0
+    if ranks < 2 or not all(epoch.whole for epoch in epochs):
+        return None
+    undivided = seen.length // size, -(-seen.length // size)
+    return Shares(epochs[-1].number + 1, seen.batches, ranks, undivided)
+
+
+def batches_of_whole(run: Run, rank: Rank) -> int:
+    """The batches of the only loader that this rank trained on, in all epochs, where each has all
+    of the data; 0 where that is not so, or not known."""
+    reader = _only_trained(run, rank)
+    if reader is None or min(reader.seen.length, reader.seen.batches) < 1:
+        return 0
+    length, size, batches = reader.seen.length, batch_size([reader]), reader.seen.batches
+    whole = batches in (length // size, -(-length // size))
+    return batches * (reader.epochs[-1].number + 1) if whole else 0
+
+
+def _only_trained(run: Run, rank: Rank) -> Reader | None:
+    mine = [each.readers[rank.rank] for each in loaders(run) if rank.rank in each.readers]
+    training = [reader for reader in mine if reader.trains]
+    return training[0] if len(training) == 1 else None

@@ -19,6 +19,7 @@ EQUAL_BATCHES = "equal batches"
 COUNTED = "counted"
 WRAPPED = "wrapped"
 PLANNED = "planned"
+DIVIDED = "divided"
 
 AT_THE_END = "_epoch_end"
 """How Lightning's hooks end in which a metric of a whole epoch is computed."""
@@ -33,6 +34,8 @@ _LIGHTNING = {
     WRAPPED: "trainer.fit(...)",
     PLANNED: "plan with `total_steps=self.trainer.estimated_stepping_batches`, which counts the "
     "optimizer steps of one rank (`self.train_dataloader()` is not divided yet)",
+    DIVIDED: "pass the loader to `trainer.fit(...)`, or return it from `train_dataloader()`: the "
+    "Trainer divides it, unless it is given `use_distributed_sampler=False`",
     "": "Trainer(strategy=DDPStrategy({option}))",
 }
 _FABRIC = {
@@ -40,6 +43,8 @@ _FABRIC = {
     NO_UNUSED: 'Fabric(strategy="ddp")',
     WRAPPED: "fabric.setup(...)",
     CALLED: "keep what `fabric.setup(...)` returns and call it",
+    DIVIDED: "iterate what `fabric.setup_dataloaders(loader)` returns, which divides the data "
+    "among the ranks",
     "": "Fabric(strategy=DDPStrategy({option}))",
 }
 _TRAINER = {
@@ -47,6 +52,8 @@ _TRAINER = {
     EQUAL_BATCHES: "let the data begin again at its end and set `TrainingArguments(max_steps=N)`",
     WRAPPED: "trainer.train()",
     COUNTED: "TrainingArguments(average_tokens_across_devices=True)",
+    DIVIDED: "return `self.accelerator.prepare(loader)` from `get_train_dataloader`, which divides "
+    "the batches among the ranks",
     REENTRANT: 'TrainingArguments(gradient_checkpointing_kwargs={{"use_reentrant": False}})',
     "": "TrainingArguments(ddp_{option})",
 }
@@ -54,6 +61,8 @@ _ACCELERATE = {
     WRAPPED: "accelerator.prepare(...)",
     EACH_ONCE: "accelerator.gather_for_metrics(...)",
     CALLED: "keep what `accelerator.prepare(...)` returns and call it",
+    DIVIDED: "pass the loader to `accelerator.prepare(...)` and iterate what that returns, which "
+    "divides the batches among the ranks",
     "": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({option})])",
 }
 
@@ -107,6 +116,12 @@ def equal_batches(by: str, least: int) -> str:
         least: the smallest number of batches that a rank has.
     """
     return framework_of(by).get(EQUAL_BATCHES, "").format(least=least)
+
+
+def divided(by: str) -> str:
+    """What has a framework divide a loader among the ranks, as a sentence; empty where that is not
+    known."""
+    return framework_of(by).get(DIVIDED, "")
 
 
 def planned(by: str) -> str:
