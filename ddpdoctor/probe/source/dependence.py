@@ -105,18 +105,48 @@ class Stack:
     def source(self, depth: int) -> Source | None:
         return source_of(self.lines[depth][0].co_filename)
 
-    def statements(self, depth: int) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
-        """The nodes of a function that give something a value, with these values."""
-        function = self.functions[depth]
-        for node in own_nodes(function) if function is not None else ():
-            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
-                yield node, [node.value] if node.value is not None else []
-            elif isinstance(node, ast.For):
-                yield node.target, [node.iter]
-            elif isinstance(node, ast.Call) and called_name(node) in _KNOWN:
-                yield node, given(node)
-            elif isinstance(node, ast.Call) and called_name(node) in INTO:
-                yield node, [node]
+    def given(self, depth: int, name: str) -> list[Given]:
+        """What a function assigns to a variable or attribute, and to entries of it."""
+        function, source = self.functions[depth], self.source(depth)
+        if function is None or source is None:
+            return []
+        return source.once(_given, function).get(name, [])
+
+
+class Given(NamedTuple):
+    """A statement that gives something a value.
+
+    Attributes:
+        into: the key of the entry that gets it, None for the whole.
+        values: what it may get.
+    """
+
+    node: ast.AST
+    into: ast.expr | None
+    values: list[ast.expr]
+
+
+def _given(source: Source, function: ast.AST) -> dict[str, list[Given]]:
+    """By variable or attribute of a function, the statements that give it a value."""
+    found: dict[str, list[Given]] = {}
+    for node, values in _statements(function):
+        for target, into, alone in _targets(node):
+            got = values if alone is None else [alone]
+            found.setdefault(target, []).append(Given(node, into, got))
+    return found
+
+
+def _statements(function: ast.AST) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
+    """The nodes of a function that give something a value, with these values."""
+    for node in own_nodes(function):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+            yield node, [node.value] if node.value is not None else []
+        elif isinstance(node, ast.For):
+            yield node.target, [node.iter]
+        elif isinstance(node, ast.Call) and called_name(node) in _KNOWN:
+            yield node, given(node)
+        elif isinstance(node, ast.Call) and called_name(node) in INTO:
+            yield node, [node]
 
 
 class Loop:
@@ -356,13 +386,12 @@ def _assigned(
     Args:
         key: of the entry that is asked for; None for the whole.
     """
-    for node, values in stack.statements(depth):
-        for target, into, alone in _targets(node):
-            if target == name and (into is None or key is None or _same(into, key)):
-                for value in values if alone is None else [alone]:
-                    part = value if into is not None else _entry(value, key)
-                    if part is not None:
-                        yield node, Expression(stack, depth, part)
+    for node, into, values in stack.given(depth, name):
+        if into is None or key is None or _same(into, key):
+            for value in values:
+                part = value if into is not None else _entry(value, key)
+                if part is not None:
+                    yield node, Expression(stack, depth, part)
 
 
 def _entry(value: ast.expr, key: ast.expr | None) -> ast.expr | None:
