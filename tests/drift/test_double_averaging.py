@@ -255,6 +255,12 @@ def test_two_lines_of_one_step_may_be_a_start():
     "size = dist.get_world_size(); loss = loss / size",
     "rank, n = dist.get_rank(), dist.get_world_size(); loss = loss / n",
     "loss = loss * (1.0 / world_size)",
+    "loss = loss / opt['world_size']",
+    "loss = loss / float(opt.get('world_size', 1))",
+    "opt = {'n': dist.get_world_size()}; loss = loss / opt['n']",
+    "opt = dict(n=dist.get_world_size()); loss /= opt.get('n')",
+    "opt['n'] = int(os.environ['WORLD_SIZE']); loss = loss / opt['n']",
+    "W = [dist.get_world_size()]; loss = loss / W[0]",
     'loss = loss / int(os.environ["WORLD_SIZE"])',
 ])  # fmt: skip
 def test_lines_that_divide_by_the_world_size(line, tmp_path):
@@ -272,6 +278,12 @@ def test_lines_that_divide_by_the_world_size(line, tmp_path):
     "accum = 2; loss = loss / accum",
     "loss = loss / (",
     "loss = loss / (accum * world_size)",
+    "opt = {'n': dist.get_world_size()}; loss = loss / n",
+    "opt = {'n': 2, 'm': dist.get_world_size()}; loss = loss / opt['n']",
+    "W = [dist.get_world_size(), 2]; loss = loss / W[1]",
+    "W = [dist.get_world_size()]; loss = loss / V[0]",
+    "loss = loss / counts[0]",
+    "loss = loss / opt['accum_per_world']",
 ])  # fmt: skip
 def test_lines_that_divide_by_something_else(line, tmp_path):
     path = tmp_path / "train.py"

@@ -35,14 +35,12 @@ class _Names(NamedTuple):
 
 def _names_in(source: Source) -> _Names:
     statements = [node for node in source.nodes if isinstance(node, ast.Assign)]
+    assigned = [pair for s in statements for target in s.targets for pair in _pairs(target, s.value)]
+    assigned += [pair for node in source.nodes for pair in _entries(node)]
     sizes: set[str] = set()
     for _ in range(2):  # twice, for `n = dist.get_world_size(); m = n` in any order
-        for node in statements:
-            if _is_size(node.value, sizes):
-                sizes |= {n for target in node.targets for n in _names(target)}
-            elif len(node.targets) == 1:
-                sizes |= _unpacked(node.targets[0], node.value, sizes)
-    return _Names(frozenset(sizes), _assigned_once(source, statements))
+        sizes |= {name for name, value in assigned if _is_size(value, sizes)}
+    return _Names(frozenset(sizes - {""}), _assigned_once(source, statements))
 
 
 def _assigned_once(source: Source, statements: list[ast.Assign]) -> dict[str, ast.expr]:
@@ -54,35 +52,55 @@ def _assigned_once(source: Source, statements: list[ast.Assign]) -> dict[str, as
     return {name: value for name, value in values.items() if places[name] == 1}
 
 
-def _unpacked(target: ast.expr, value: ast.expr, names: Collection[str]) -> set[str]:
-    """Names assigned the world size in `rank, size = dist.get_rank(), dist.get_world_size()`."""
-    if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
-        return set()
-    pairs = zip(target.elts, value.elts, strict=False)
-    return {n for t, v in pairs if _is_size(v, names) for n in _names(t)}
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    """The names that are assigned to with what each is given: two in `a, b = c, d`, and `a[0]` in
+    `a = [c]`."""
+    values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+    if isinstance(target, ast.Tuple):
+        return [(_name(t), v) for t, v in zip(target.elts, values, strict=False)]
+    return [(_name(target), value), *((f"{_name(target)}[{n}]", v) for n, v in enumerate(values))]
+
+
+def _entries(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """The keys of a dictionary, as they are looked up, with what is under them."""
+    if isinstance(node, ast.Dict):
+        return [(_looked_up(k), v) for k, v in zip(node.keys, node.values, strict=True) if k]
+    if isinstance(node, ast.Call) and called_name(node) in ("dict", "update"):
+        return [(f"['{k.arg}']", k.value) for k in node.keywords if k.arg]
+    return []
 
 
 def _names(target: ast.expr) -> set[str]:
     return {last_name(target)} - {""}
 
 
+def _name(node: ast.expr) -> str:
+    """What an expression goes by: the last part of a dotted name, `c` in `a.b.c`; what is looked
+    up, `['c']` in `a["c"]` and `a.get("c")`, with the name it is looked up in for a number; empty
+    for any other expression."""
+    if isinstance(node, ast.Subscript):
+        key = _looked_up(node.slice)
+        return key if "'" in key else key and last_name(node.value) + key
+    if isinstance(node, ast.Call) and node.args and called_name(node) in ("get", "getenv"):
+        return _looked_up(node.args[0])
+    return last_name(node)
+
+
+def _looked_up(key: ast.expr) -> str:
+    return f"[{key.value!r}]" if isinstance(key, ast.Constant) else ""
+
+
 def _is_size(node: ast.expr, names: Collection[str]) -> bool:
     """Whether an expression is the world size, by its name or by what the name was assigned."""
-    if name := last_name(node):
-        known = name in names or bool(_SIZE.search(name.lower()))
-        return known and not _OTHER.search(name.lower())
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, ast.Constant) and node.slice.value == "WORLD_SIZE"
+    if name := _name(node):
+        word = name.strip("[']").lower()
+        return (name in names or bool(_SIZE.search(word))) and not _OTHER.search(word)
     if isinstance(node, ast.Call):
         called = called_name(node)
-        if called in ("int", "float", "max", "tensor", "get", "getenv"):
-            return any(_is_size(a, names) or _is_variable(a) for a in node.args)
+        if called in ("int", "float", "max", "tensor"):
+            return any(_is_size(a, names) for a in node.args)
         return bool(_SIZE.search(called.lower()))
     return False
-
-
-def _is_variable(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == "WORLD_SIZE"
 
 
 def divided_by_world_size(file: str, line: int, *, product: bool = False) -> str:
