@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.models.gathered_losses import gathered_losses
 from ddpdoctor.analysis.models.loss_weights import (
     UNEQUAL,
+    by_count,
     by_element,
     dispersion,
     spread,
@@ -18,6 +20,7 @@ from ddpdoctor.analysis.models.loss_weights import (
 from ddpdoctor.analysis.models.wrap_options import counted
 from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
+from ddpdoctor.analysis.replicas.optimizer_options import factorless
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas, sharded_models
 from ddpdoctor.events import (
@@ -26,7 +29,6 @@ from ddpdoctor.events import (
     GatheredInGraph,
     GatheredWithoutGradient,
     LossMeans,
-    OptimizerSeen,
     ReducedInGraph,
     ShardedModel,
 )
@@ -53,9 +55,6 @@ DIFFERENTIABLE = (
     "`from torch.distributed.nn.functional import all_gather`, and "
     "`torch.cat(all_gather(tensor))`, whose backward sums over the ranks"
 )
-
-ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "lion", "adafactor")
-"""Parts of the names of optimizers that divide each gradient by its own size."""
 
 
 class LossScaleMismatch(Check):
@@ -226,7 +225,7 @@ class LossScaleMismatch(Check):
             cause=f"{_averager(group)} averages the ranks' means, whatever each is a mean of: an "
             f"element of one rank counts {middle:.2g} times as much as one of another (median of "
             f"these; at most {factors[worst]:.2g})",
-            fix=_by_count(counted(group.any.wrapped.by)),
+            fix=_fix(group, known),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "elements that count": [
@@ -259,7 +258,7 @@ class LossScaleMismatch(Check):
             f"{spelled})",
             cause=f"{_averager(group)} averages the ranks' means, whatever each is a mean of: an "
             "element of a rank with few of them counts more",
-            fix=_by_count(counted(group.any.wrapped.by)) + "; where each sample is to count the "
+            fix=_fix(group, known) + "; where each sample is to count the "
             "same, whatever its size, take the mean of each sample first",
             fix_kind=FixKind.TEMPLATE,
             evidence={
@@ -321,7 +320,7 @@ class LossScaleMismatch(Check):
         backward = member.rank.location(event.backward_site)
         first = own_step(member, event.step)
         last = max(first, member.last_step)
-        scaled = _takes_out_factors(member)
+        scaled = factorless(member)
         if same:
             severity = Severity.NOTE if scaled else Severity.WARNING
             summary = (
@@ -404,38 +403,33 @@ class LossScaleMismatch(Check):
             )
 
 
-def _takes_out_factors(member: Member) -> str:
-    """The optimizer of a model whose updates a common factor of all gradients does not change;
-    empty for another one."""
-    kinds = [e.kind for e in member.rank.of(OptimizerSeen) if member.model in e.models]
-    known = [k for k in kinds if any(word in k.lower() for word in ADAPTIVE)]
-    return known[0] if kinds and len(known) == len(kinds) else ""
-
-
 def _averager(group: Replicas) -> str:
     """What averages the gradients."""
     return "DDP" if group.any.model >= 0 else "FSDP"
 
 
-def _by_count(option: str) -> str:
-    """What to do; option: the code that has the framework do it, where it has one."""
-    by_hand = (
-        "reduce with `sum`, `dist.all_reduce(count)` the number of elements that count, and use "
-        "`loss = local_sum * world_size / count`"
-    )
-    return f"set {option}; in a loss of your own, {by_hand}" if option else by_hand
+def _fix(group: Replicas, known: Iterable[int]) -> str:
+    last = group.any.last_step
+    backwards = Counter(s for s in _optimizer_steps(group, known).values() if s < last)
+    accumulates = max(backwards.values(), default=1) > 1
+    return by_count(counted(group.any.wrapped.by), accumulates=accumulates)
 
 
 def _steps(group: Replicas, unequal: Iterable[int], known: Iterable[int]) -> Steps:
     """The optimizer steps of the forwards that are unequal, among those of the known ones."""
+    step = _optimizer_steps(group, known)
+    steps = sorted({step[f] for f in unequal})
+    since = sum(s >= steps[0] for s in {*step.values()})
+    return Steps(steps[0], steps[-1], len(steps), since)
+
+
+def _optimizer_steps(group: Replicas, forwards: Iterable[int]) -> dict[int, int]:
+    """By forward, the optimizer step it belongs to."""
     member = group.any
     last = max(0, member.last_step)
     total = {e.forward: e.step for e in member.of(LossMeans)}
     total |= {e.forward: e.step for e in member.of(BatchSeen) if e.step >= 0}
-    step = {f: min(last, own_step(member, total[f]) if f in total else f) for f in known}
-    steps = sorted({step[f] for f in unequal})
-    since = sum(s >= steps[0] for s in {*step.values()})
-    return Steps(steps[0], steps[-1], len(steps), since)
+    return {f: min(last, own_step(member, total[f]) if f in total else f) for f in forwards}
 
 
 def _row(sizes: dict[int, int]) -> dict[str, int]:

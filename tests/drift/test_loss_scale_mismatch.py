@@ -214,6 +214,19 @@ def test_steps_are_those_of_the_optimizer_where_gradients_are_accumulated():
     }
     (finding,) = LossScaleMismatch().examine(run_of(ranks, count=9))
     assert finding.steps == Steps(first=1, last=4, count=4, compared=4)
+    assert "micro-batches" not in finding.fix
+
+
+def test_the_count_is_of_all_micro_batches_of_a_step():
+    ranks = {
+        n: [
+            msgspec.structs.replace(batch(f, 8, "mean"), valid=pair[n], step=f // 2)
+            for f, pair in enumerate(FEW_AND_MANY)
+        ]
+        for n in range(2)
+    }
+    (finding,) = LossScaleMismatch().examine(run_of(ranks, count=4))
+    assert "over all micro-batches of the optimizer step before its first forward" in finding.fix
 
 
 @pytest.mark.parametrize(("counts", "more"), [

@@ -43,3 +43,25 @@ def by_element(event: BatchSeen) -> float:
 def spread(values: Iterable[float]) -> float:
     known = list(values)
     return max(known) / min(known)
+
+
+def by_count(option: str, *, accumulates: bool) -> str:
+    """What to do so that each element counts the same on all ranks.
+
+    Args:
+        option: the code that has the framework do it, where it has one.
+        accumulates: several backwards belong to one optimizer step.
+    """
+    if accumulates:
+        by_hand = (
+            "reduce with `sum`, add up the number of elements that count over all micro-batches "
+            "of the optimizer step before its first forward, `dist.all_reduce(count)` that, and "
+            "use `loss = local_sum * world_size / count` for each micro-batch, without dividing "
+            "by the number of micro-batches"
+        )
+    else:
+        by_hand = (
+            "reduce with `sum`, `dist.all_reduce(count)` the number of elements that count, and "
+            "use `loss = local_sum * world_size / count`"
+        )
+    return f"set {option}; in a loss of your own, {by_hand}" if option else by_hand

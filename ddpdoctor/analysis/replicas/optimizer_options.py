@@ -22,6 +22,9 @@ from .thresholds import LACKS_AT_MOST, SCHEDULE
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
 
+ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "lion", "adafactor")
+"""Parts of the names of optimizers that divide each gradient by its own size."""
+
 SET_ON_SOME = "set-on-some-ranks"
 SET_HERE = "set to different values on different ranks"
 
@@ -334,3 +337,11 @@ def set_on_some(skew: Skew) -> Cause | None:
         ranks=lacking,
         related=(found.related,),
     )
+
+
+def factorless(member: Member) -> str:
+    """The optimizer of a model whose updates a common factor of all gradients does not change;
+    empty for another one."""
+    kinds = [e.kind for e in member.rank.of(OptimizerSeen) if member.model in e.models]
+    known = [k for k in kinds if any(word in k.lower() for word in ADAPTIVE)]
+    return known[0] if kinds and len(known) == len(kinds) else ""

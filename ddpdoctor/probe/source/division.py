@@ -35,7 +35,9 @@ class _Names(NamedTuple):
 
 def _names_in(source: Source) -> _Names:
     statements = [node for node in source.nodes if isinstance(node, ast.Assign)]
-    assigned = [pair for s in statements for target in s.targets for pair in _pairs(target, s.value)]
+    assigned = [
+        pair for s in statements for target in s.targets for pair in _pairs(target, s.value)
+    ]
     assigned += [pair for node in source.nodes for pair in _entries(node)]
     sizes: set[str] = set()
     for _ in range(2):  # twice, for `n = dist.get_world_size(); m = n` in any order
