@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,19 @@ def test_who_has_the_wrapper_chose_the_model() -> None:
 
     kept = [net]
     assert outer(net.module) is None
+
+
+def test_an_argument_that_partial_was_given() -> None:
+    code, net = sys._getframe().f_code, wrap()
+    compute = partial(loss, net.module, net)
+    one = compute()
+    assert one is not None
+    assert (one.argument, one.found) == ("net.module", Found(code, code.co_firstlineno + 2))
+    same = partial(through, kept=[net])
+    one = same(net.module)
+    assert one is not None and one.found.line == code.co_firstlineno + 7
+    given_the_wrapper = partial(loss, net)
+    assert given_the_wrapper(net) is None
 
 
 def test_an_argument_before_there_was_a_wrapper() -> None:

@@ -14,7 +14,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from ..recording.frames import variables
-from .ast_cache import covers_line, function_of, given, own_nodes, parts_of, source_of
+from .ast_cache import called_name, covers_line, function_of, given, own_nodes, parts_of, source_of
 from .call_resolver import Found, Scope, entered, first_argument, resolve, searched
 
 ATTRIBUTE = "module"
@@ -78,12 +78,12 @@ def handed_on(
 ) -> HandedOn | None:
     """How a function that calls the model, and has no wrapper, came by it: the innermost call, of
     those that led there, with `wrapper.module` among its arguments; else the innermost with the
-    model, in a function that has the wrapper as well."""
-    if _has(caller, variables(caller), wrapper):
-        return None
+    model, in a function that has the wrapper as well. A function that has the wrapper itself came
+    by it where `partial` was given the model."""
+    chosen = _has(caller, variables(caller), wrapper)
     other = None
-    for user, scope in searched(caller.f_back, lambda f: is_user(f.f_code)):
-        for argument in _arguments(user):
+    for user, scope in searched(caller if chosen else caller.f_back, lambda f: is_user(f.f_code)):
+        for argument in _prepared(user) if chosen else [*_arguments(user), *_prepared(user)]:
             if resolve(argument, scope) is not model:
                 continue
             source = source_of(user.f_code.co_filename)
@@ -93,14 +93,32 @@ def handed_on(
                 return one
             if other is None and _has(user, scope.names, wrapper):
                 other = one
+        if chosen:
+            break
     return other
 
 
 def _arguments(frame: FrameType) -> Iterator[ast.expr]:
     """The arguments of the calls on the line that a function executes."""
+    for call in _running(frame):
+        yield from given(call)
+
+
+def _prepared(frame: FrameType) -> Iterator[ast.expr]:
+    """The arguments that `partial` was given before for what is called on that line."""
+    called = {call.func.id for call in _running(frame) if isinstance(call.func, ast.Name)}
+    for node in parts_of(frame.f_code) if called else ():
+        if isinstance(node, ast.Assign) and isinstance(call := node.value, ast.Call):
+            names = {target.id for target in _targets(node) if isinstance(target, ast.Name)}
+            if called & names and called_name(call) == "partial":
+                yield from given(call)
+
+
+def _running(frame: FrameType) -> Iterator[ast.Call]:
+    """The calls on the line that a function executes."""
     for node in parts_of(frame.f_code):
         if isinstance(node, ast.Call) and covers_line(node, frame.f_lineno):
-            yield from given(node)
+            yield node
 
 
 def _has(frame: FrameType, names: Mapping[str, Any], wrapper: Any) -> bool:
