@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.data import data_calls
@@ -22,12 +22,16 @@ from ddpdoctor.analysis.data.wrong_results import (
     AGAIN,
     DIVIDED,
     TWICE,
+    UNUSED,
+    UNWAITED,
     WRITTEN,
     divided_totals,
+    dropped_results,
     repeated_totals,
     written_by_some,
 )
 from ddpdoctor.analysis.models.wrap_options import reduced
+from ddpdoctor.analysis.replicas.replicas import replicas
 from ddpdoctor.events import (
     EndDecided,
     FileWritten,
@@ -47,7 +51,6 @@ STOPPED = "decides-when-to-stop"
 SCHEDULED = "decides-the-schedule"
 ONE_RANK = "reduced-to-one-rank"
 NEVER = "never-reduced"
-UNUSED = "result-not-used"
 ONE_SHARE = "one-share-only"
 
 SHOWN = 4
@@ -74,16 +77,16 @@ class MetricNotReduced(Check):
     lines sum. An evaluation on one rank, through a sampler that gives it a share only; or one on
     all ranks, of which one rank writes what it computed from its share to a file. And values that
     are reduced in a copy, or gathered, where nobody uses the result: a warning where the
-    values require gradients, else a note.
+    values require gradients, else a note. And asynchronous collectives that nobody waits for.
 
     ## How it knows
     When an iteration over a loader begins, each rank reads the numbers that its running functions
     compare by `<` and the like, and records those that changed. When a file is saved, copied,
     renamed or linked, the source of the running functions is searched for a comparison that decides
     about it, of a number that comes from a loop over a loader: through assignments, arguments and
-    returned values. What
-    `ReduceLROnPlateau` is given is recorded, too, and by what numbers a framework decides
-    (Lightning's `ModelCheckpoint` and `EarlyStopping`, `EarlyStoppingCallback` of Transformers).
+    returned values. What `ReduceLROnPlateau` is given is recorded, too (also a training loss, where
+    the ranks train copies of a model), and by what numbers a framework decides (Lightning's
+    `ModelCheckpoint` and `EarlyStopping`, `EarlyStoppingCallback` of Transformers).
     Where an evaluation is begun again and steps were taken since, the `break` and `return` of the
     loops around it are searched in the same way; what else their conditions need has to hold then.
     It is reported where each rank that evaluates may leave a loop by it, while no values are
@@ -99,7 +102,8 @@ class MetricNotReduced(Check):
     of one rank's share. So is one that is reduced at some times only.
     The source around each collective tells whether it reduces a copy (`torch.tensor(x)`,
     `x.clone()`, `x / n`) or gathers into something that is used for nothing else, or is returned
-    to a caller that drops it; it is told where this happens at least twice after the first
+    to a caller that drops it; and whether what a call with `async_op=True` returns is dropped, so
+    that nobody can wait for it. It is told where this happens at least twice after the first
     optimizer step.
     Of the first calls of `all_reduce` after the first optimizer step that sum up to 64 numbers, the
     values before and after are compared: a total is reported that is, four times in a row at one
@@ -148,6 +152,7 @@ class MetricNotReduced(Check):
         DIVIDED: "a sum over one rank's share is divided by the number of samples of all ranks",
         STOPPED: "training ends or goes on by a metric that differs between ranks",
         UNUSED: "values are reduced in a copy, or gathered, and the result is not used",
+        UNWAITED: "nobody waits for an asynchronous collective before its result is used",
         AGAIN: "a running total is summed over the ranks again and again",
         ONE_SHARE: "one rank evaluates alone, through a sampler that gives it a share",
         TWICE: "two lines sum the same tensor over the ranks",
@@ -163,60 +168,26 @@ class MetricNotReduced(Check):
             return why
         if any(run.any(of) for of in (TotalDivided, ResultDropped, TotalReducedAgain)):
             return None
-        if not divided_evaluations(run) and not unread_shares(run):
+        given = metrics_given(run, SchedulerStep)
+        if not given and not divided_evaluations(run) and not unread_shares(run):
             return "no evaluation was seen to be divided between ranks"
         return None
 
     def examine(self, run: Run) -> Iterable[Finding]:
         told = (*divided_totals(run), *repeated_totals(run), *written_by_some(run))
-        found = [*(self.finding(**fields) for fields in told), *self._dropped(run)]
+        found = [self.finding(**fields) for fields in (*told, *dropped_results(run))]
         found += self._one_share(run)
         evaluations = divided_evaluations(run)
+        shared: list[Collection[int]] = [e.readers for e in evaluations]
+        for ranks in (shared or [group.members for group in replicas(run)])[:1]:
+            found += self._schedules(run, ranks)
         if evaluations:
-            found += self._schedules(run, evaluations[0])
             places = {finding.location for finding in found}
             decided = self._decisions(run, evaluations[0])
             found += [f for f in decided if f.location not in places]
             found += self._saves(run, evaluations)
             found += self._ends(run, evaluations)
         yield from found or self._never_reduced(run, evaluations)
-
-    def _dropped(self, run: Run) -> Iterator[Finding]:
-        """Reductions whose results nobody uses."""
-        for line, events in run.by_line(ResultDropped, "dropped_site").items():
-            rank, event = next((run.ranks[n], e) for n, e in events.items())
-            reduced = rank.location(event.site)
-            away = reduced not in (None, line)
-            op = event.op
-            yield self.finding(
-                rule=UNUSED,
-                severity=Severity.WARNING if event.learns else Severity.NOTE,
-                ranks=tuple(events),
-                subjects=(event.name,),
-                location=line,
-                label="drops what it returns"
-                if away or event.name == op
-                else f"nothing uses `{event.name}` after this",
-                related=(Related("the collective", reduced),) if away and reduced else (),
-                summary=f"the result of an {op} is not used: "
-                + (
-                    f"`{event.name}` is a copy, and what it was copied from keeps this rank's own "
-                    "values"
-                    if event.copy
-                    else "the program goes on with this rank's own values"
-                )
-                + (", which require gradients" if event.learns else ""),
-                cause="`all_reduce` changes the tensor that it is given, which is a copy here"
-                if event.copy
-                else f"nothing reads what `{event.name}` "
-                + ("returns" if event.name == op else "holds"),
-                fix=f"use what it returns: `x = {line.source.strip()}`, or `return` it"
-                if away or event.name == op
-                else f"use `{event.name}` after the call, in place of "
-                + ("what it was copied from" if event.copy else "what it was gathered from"),
-                fix_kind=FixKind.TEMPLATE,
-                at=rank.wall(event.at),
-            )
 
     def _one_share(self, run: Run) -> Iterator[Finding]:
         """Evaluations of which some ranks read their shares, and the others never theirs."""
@@ -279,9 +250,10 @@ class MetricNotReduced(Check):
                 at=reader.rank.wall(alone[0].began.at),
             )
 
-    def _schedules(self, run: Run, loader: Loader) -> Iterator[Finding]:
+    def _schedules(self, run: Run, sharing: Collection[int]) -> Iterator[Finding]:
+        """Schedules of the ranks that share an evaluation, or else train copies of a model."""
         for line, by_rank in metrics_given(run, SchedulerStep).items():
-            if (found := first_unequal(by_rank, loader)) is None:
+            if (found := first_unequal(by_rank, sharing)) is None:
                 continue
             call, values, unequal = found
             event = next(iter(by_rank.values()))[call]
@@ -293,7 +265,7 @@ class MetricNotReduced(Check):
             logged, rank = event.logged, run.everyone[next(iter(by_rank))]
             logs = rank.location(logged.site) if logged is not None else None
             yield self._finding(
-                rule, run, loader, tuple(by_rank), logs or line, values, event.kind,
+                rule, None, tuple(by_rank), logs or line, values, event.kind,
                 label=f"logs each rank's own `{logged.name}`"
                 if logged is not None and logs is not None
                 else "steps with each rank's own metric",
@@ -313,7 +285,7 @@ class MetricNotReduced(Check):
     def _decisions(self, run: Run, loader: Loader) -> Iterator[Finding]:
         """What a framework decides by a number that is logged by name."""
         for line, by_rank in metrics_given(run, MetricUsed).items():
-            if (found := first_unequal(by_rank, loader)) is None:
+            if (found := first_unequal(by_rank, loader.readers)) is None:
                 continue
             call, values, unequal = found
             number, calls = next(iter(by_rank.items()))
@@ -321,7 +293,7 @@ class MetricNotReduced(Check):
             logged = event.logged
             stops = "Stopping" in event.kind
             yield self._finding(
-                STOPPED if stops else SAVED, run, loader, tuple(by_rank),
+                STOPPED if stops else SAVED, loader, tuple(by_rank),
                 line, values, event.kind,
                 label=f"{'hands over' if stops else 'logs'} each rank's own `{logged.name}`",
                 use=f"{event.kind} decides by `{logged.name}`, which differs between ranks",
@@ -355,7 +327,7 @@ class MetricNotReduced(Check):
             else:
                 continue
             yield self._finding(
-                SAVED, run, loader, ranks, place, values, event.name,
+                SAVED, loader, ranks, place, values, event.name,
                 label=f"compares {_whose(ranks)} own `{event.name}`",
                 use=use,
                 why=f"`{event.name}` comes from each rank's share of the data, and is not reduced "
@@ -373,7 +345,7 @@ class MetricNotReduced(Check):
             number, event = next(iter(events.items()))
             rank, read = run.ranks[number], loader.samples_read
             yield self._finding(
-                STOPPED, run, loader, tuple(events), place,
+                STOPPED, loader, tuple(events), place,
                 {n: e.value for n, e in events.items() if e.value is not None}, event.name,
                 label=f"compares each rank's own `{event.name}`",
                 use=f"each rank ends training or goes on by `{event.name}`, the result of "
@@ -390,8 +362,7 @@ class MetricNotReduced(Check):
     def _finding(
         self,
         rule: str,
-        run: Run,
-        loader: Loader,
+        loader: Loader | None,
         ranks: tuple[int, ...],
         line: Location,
         values: Mapping[int, float | None],
@@ -407,7 +378,7 @@ class MetricNotReduced(Check):
         steps: Location | None = None,
         leaves: Location | None = None,
     ) -> Finding:
-        at = loader.first.loop_at if rule in (SAVED, STOPPED) else None
+        at = loader.first.loop_at if loader is not None else None
         return self.finding(
             rule=rule,
             ranks=ranks,

@@ -179,6 +179,7 @@ class ParameterDrift(Check):
             of=("mismatched-gradients",),
             when=(When.NOT_BEFORE, Condition("of its calls", _of_its_calls)),
         ),
+        Effect(("metric-not-reduced",), of=("async-not-awaited",), when=(When.SAME_LINE,)),
         Effect(("buffer-drift",), when=(_DIFFER, When.NOT_BEFORE)),
         Effect(
             ("optimizer-state-drift",),

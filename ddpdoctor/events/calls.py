@@ -290,6 +290,7 @@ class ResultDropped(Event, frozen=True, tag="result-dropped"):
         op: the collective; `step`: optimizer steps of this process before it.
         copy: they are reduced in a copy.
         learns: they require gradients, in a place where torch records what is computed of them.
+        handle: it is the handle of an asynchronous call that is dropped, so that nobody waits.
     """
 
     name: str
@@ -299,6 +300,7 @@ class ResultDropped(Event, frozen=True, tag="result-dropped"):
     op: str = "all_reduce"
     copy: bool = True
     learns: bool = False
+    handle: bool = False
 
 
 class TotalReducedAgain(Event, frozen=True, tag="total-reduced-again"):

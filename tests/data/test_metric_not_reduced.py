@@ -9,6 +9,7 @@ from ddpdoctor.checks.data.metric_not_reduced import MetricNotReduced
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from readers import loader, prologue
 from recordings import make_run, site
+from replicas import replica
 
 from ddpdoctor.events import (
     CallBlock,
@@ -519,6 +520,43 @@ def test_a_result_that_nobody_uses(dropped_at, fix):
     assert finding.location.line == (32 if dropped_at == SAVE else 30)
     assert [r.location.line for r in finding.related] == [30] * (dropped_at == SAVE)
     assert fix in finding.fix
+
+
+def test_a_copy_that_is_made_in_the_call_and_a_handle_that_nobody_keeps():
+    copy = ResultDropped(at=0, name="torch.tensor(x)", site=SAVE, dropped_site=SAVE, step=4)
+    handle = ResultDropped(at=0, name="all_reduce", site=COMPARE, dropped_site=COMPARE, step=4,
+                           copy=False, handle=True)  # fmt: skip
+    run = make_run({n: [*prologue(2), *LINES, copy, handle] for n in range(2)})
+    one, other = judged(run)
+    assert (one.rule, one.severity.value) == ("result-not-used", "note")
+    assert "`totals = torch.tensor(x)`" in one.fix
+    assert (other.rule, other.severity.value) == ("never-waited-for", "warning")
+    assert "leave out `async_op=True`" in other.fix
+
+
+@pytest.mark.parametrize(("values", "copies", "found"), [
+    ([[0.9, 0.8], [0.7, 0.75]], True, 1),
+    ([[0.9, 0.8], [0.9, 0.8]], True, 0),
+    ([[0.9, 0.8], [0.7, 0.75]], False, 0),
+])  # fmt: skip
+def test_a_schedule_of_a_training_loss(values, copies, found):
+    """Of copies of a model: other ranks may plan as they like."""
+    ranks = {
+        n: [
+            *(replica() if copies else prologue(2, wrapped=False)),
+            *LINES,
+            *(
+                SchedulerStep(
+                    at=0, kind="ReduceLROnPlateau", step=4 * c, call=c, site=STEP, metric=v
+                )
+                for c, v in enumerate(values[n])
+            ),
+        ]
+        for n in range(2)
+    }
+    run = make_run(ranks)
+    assert MetricNotReduced().unobserved(run) is None
+    assert [f.rule for f in judged(run)] == ["decides-the-schedule"] * found
 
 
 def test_a_total_that_is_summed_again():

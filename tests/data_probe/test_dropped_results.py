@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpdoctor.events import ResultDropped, decode
-from ddpdoctor.probe.collectives.call_hooks import Call
+from ddpdoctor.probe.collectives.call_hooks import Call, Issued
 from ddpdoctor.probe.recording import recorder
 from ddpdoctor.probe.watchers.manual_sync.unused_allreduce import DroppedResults
 from ddpdoctor.storage.run_folder import EventWriter
@@ -20,13 +20,40 @@ def returned(x):
 def reduces(x):
     copy = x.clone()
     dist.all_reduce(copy)
+def reduces_in_the_call(x):
+    total = 1.0
+    dist.all_reduce(torch.tensor(total))
+def reduces_in_place(x):
+    dist.all_reduce(x.view(2))
+    dist.all_reduce(torch.zeros(1))
+def starts(x):
+    dist.all_reduce(x, async_op=True)
+def keeps(x):
+    work = dist.all_reduce(x, async_op=True)
+def waits(x):
+    work = dist.all_reduce(x, async_op=True)
+    work.append(1)
+    works = [dist.all_reduce(x, async_op=True)]
+    works.clear()
+def _started(x):
+    return dist.all_reduce(x, async_op=True)
+def has_it_started(x):
+    _started(x)
+def has_it_sent(x):
+    dist.reduce(x, 0, async_op=True)
 """
 TORCHS = """
 class dist:
     def all_gather(every, x):
         called(Call("all_gather", 0, False, (x,)))
-    def all_reduce(x):
+    def all_reduce(x, async_op=False):
         called(Call("all_reduce", 0, False, (x,)))
+        if async_op:
+            issued(Issued(0, ()))
+            return []
+    def reduce(x, to, async_op=False):
+        called(Call("reduce", 0, False, (x,)))
+        issued(Issued(0, ()))
 """
 LIBRARYS = """
 class lib:
@@ -49,6 +76,7 @@ class Program:
     def _run(self, text, path, name):
         called = partial(self.watcher._called, self.recorder)
         names = {"__name__": name, "called": called, "Call": Call, "torch": torch}
+        names |= {"issued": partial(self.watcher._issued, self.recorder), "Issued": Issued}
         if name == "__main__":
             path.write_text(text)
         exec(compile(text, str(path), "exec"), names)
@@ -79,3 +107,29 @@ def test_what_is_dropped_twice(program, function, grad, trained, told):
             program.names[function](value)
         assert len(program.dropped()) == (times > 0)
     assert program.dropped() == [told]
+
+
+@pytest.mark.parametrize(("function", "told"), [
+    ("reduces_in_the_call", ["torch.tensor(total)"]),
+    ("reduces_in_place", []),
+    ("starts", ["all_reduce"]),
+    ("keeps", ["work"]),
+    ("waits", []),
+    ("has_it_started", ["all_reduce"]),
+    ("has_it_sent", []),
+])  # fmt: skip
+def test_copies_made_in_the_call_and_handles(program, function, told):
+    for _ in range(3):
+        program.names[function](torch.ones(2))
+    assert [name for name, *_ in program.dropped()] == told
+
+
+def test_the_code_of_a_file_itself(program, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("for n in range(3):\n    copy = x.clone()\n    dist.all_reduce(copy)\n")
+    names = {**program.names, "x": torch.ones(2)}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert [name for name, *_ in program.dropped()] == ["copy"]
+    path.write_text(path.read_text() + "def late():\n    return copy\n")
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert len(program.dropped()) == 1

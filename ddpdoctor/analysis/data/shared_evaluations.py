@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import TypeAlias, TypeVar
 
 from ...events import (
@@ -136,16 +136,16 @@ def metrics_given(run: Run, of: type[Used]) -> dict[Location, dict[int, dict[int
 
 
 def first_unequal(
-    by_rank: Mapping[int, Mapping[int, Used]], loader: Loader
+    by_rank: Mapping[int, Mapping[int, Used]], ranks: Collection[int]
 ) -> tuple[int, dict[int, float | None], str] | None:
-    """The first call in which the numbers of all ranks of a loader differ, these, and in how many
-    calls they do, in words; None where they differ in few."""
+    """The first call in which the numbers of all these ranks differ, these, and in how many calls
+    they do, in words; None where they differ in few."""
     common = set.intersection(*(set(calls) for calls in by_rank.values()))
     calls: dict[int, dict[int, float | None]] = {
         c: {n: m[c].metric for n, m in by_rank.items()} for c in sorted(common)
     }
     unequal = {c: values for c, values in calls.items() if _differ(values)}
-    if set(by_rank) != set(loader.readers) or len(unequal) < FEWEST:
+    if set(by_rank) != set(ranks) or len(unequal) < FEWEST:
         return None
     call, values = next(iter(unequal.items()))
     return call, values, f"{len(unequal)} of {len(calls)}"

@@ -1,19 +1,20 @@
-"""Results of evaluations that are divided by too much, summed over the ranks too often, or written
-by some ranks only: what `metric-not-reduced` says of them."""
+"""Results of evaluations that are divided by too much, summed over the ranks too often, not used
+after they were reduced, or written by some ranks only: what `metric-not-reduced` says of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ...events import ResultWritten, TotalDivided, TotalReducedAgain
-from ...report.findings import FixKind, Related
+from ...events import ResultDropped, ResultWritten, TotalDivided, TotalReducedAgain
+from ...report.findings import FixKind, Related, Severity
 from ...run import Run, counted, ranks_do
 from .loaders import Loader, loaders
 from .shared_evaluations import divided_evaluations, exchanged, read_apart
 
 DIVIDED, AGAIN, TWICE = "divided-by-all", "total-reduced-again", "reduced-twice"
 WRITTEN = "written-by-some-ranks"
+UNUSED, UNWAITED = "result-not-used", "never-waited-for"
 
 EXAMPLES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".webp", ".bmp", ".tif", ".tiff",
             ".mp4", ".wav", ".mp3", ".flac")  # fmt: skip
@@ -65,6 +66,56 @@ def divided_totals(run: Run) -> Iterator[dict[str, Any]]:
                     },
                     "at": reader.rank.wall(event.at),
                 }
+
+
+def dropped_results(run: Run) -> Iterator[dict[str, Any]]:
+    """Collectives whose results nobody uses, or whose handles nobody waits for."""
+    for line, events in run.by_line(ResultDropped, "dropped_site").items():
+        rank, event = next((run.ranks[n], e) for n, e in events.items())
+        reduced = rank.location(event.site)
+        away = reduced not in (None, line)
+        name, op = event.name, event.op
+        severity = Severity.WARNING if event.learns or event.handle else Severity.NOTE
+        label = f"nothing uses `{name}` after this"
+        summary = f"the result of an {op} is not used: "
+        if event.handle:
+            label = "nobody waits for it" if not away else "drops the handle that it returns"
+            summary = (
+                f"nobody waits for an asynchronous {op}: its handle is dropped, and what reads the "
+                "tensor next may get values from before it"
+            )
+            cause = f"`{op}` with `async_op=True` returns at once, and goes on in the background"
+            fix = "leave out `async_op=True`; or keep what it returns, and call `wait()` on that "
+            fix += "before the result is read"
+        elif event.copy:
+            summary += f"`{name}` is a copy, and what it was copied from keeps this rank's own "
+            summary += "values"
+            cause = "`all_reduce` changes the tensor that it is given, which is a copy here"
+            fix = f"use `{name}` after the call, in place of what it was copied from"
+            if not name.isidentifier():
+                fix = f"keep the copy, `totals = {name}`, reduce that, and use `totals` after the "
+                fix += "call, in place of what it was copied from"
+        else:
+            summary += "the program goes on with this rank's own values"
+            cause = f"nothing reads what `{name}` {'returns' if name == op else 'holds'}"
+            fix = f"use `{name}` after the call, in place of what it was gathered from"
+        if not event.handle and (away or name == op):
+            label = "drops what it returns"
+            fix = f"use what it returns: `x = {line.source.strip()}`, or `return` it"
+        yield {
+            "rule": UNWAITED if event.handle else UNUSED,
+            "severity": severity,
+            "ranks": tuple(events),
+            "subjects": (name,),
+            "location": line,
+            "label": label,
+            "related": (Related("the collective", reduced),) if away and reduced else (),
+            "summary": summary + (", which require gradients" if event.learns else ""),
+            "cause": cause,
+            "fix": fix,
+            "fix_kind": FixKind.TEMPLATE,
+            "at": rank.wall(event.at),
+        }
 
 
 def repeated_totals(run: Run) -> Iterator[dict[str, Any]]:

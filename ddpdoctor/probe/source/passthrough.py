@@ -22,7 +22,8 @@ from .ast_cache import (
 LINES_LIMIT = 100
 """Lines from the head of a function to the call: longer functions are no mere helpers."""
 _CHOICES = (ast.IfExp, ast.BoolOp, ast.Compare)
-_NOT_SENT = ("group", "async_op")
+ASYNC = "async_op"
+_NOT_SENT = ("group", ASYNC)
 """Arguments of collectives that do not say what is sent."""
 _OF_MANY = ("len", "sum", "min", "max", "any", "all")
 """These reduce an argument to one value, which is no longer the argument."""
@@ -180,42 +181,61 @@ class Dropped(NamedTuple):
 def dropped(frame: FrameType) -> Dropped | None:
     """Where the result of the collective of `torch.distributed` that a frame is about to call is
     dropped, if the function uses what it is written to, a copy or a list of its own, for nothing
-    else, or returns it to callers that drop it."""
+    else, or returns it to callers that drop it; a copy may be made in the call itself."""
     code = frame.f_code
     nodes, calls = _calls(frame)
     written = [
         (n.args[0], last_name(n.func)) for n in calls if last_name(n.func) in INTO and n.args
     ]
-    if len(written) != 1 or not isinstance(result := written[0][0], ast.Name):
+    if len(written) != 1:
         return None
-    name, op = result.id, written[0][1]
-    if name not in code.co_varnames or name in _parameters(code):
+    result, op = written[0]
+    reduces = op == "all_reduce"
+    if reduces and _is_copy(result):
+        return Dropped(ast.unparse(result), code, frame.f_lineno, copy=True)
+    if not isinstance(result, ast.Name) or not _is_own(code, name := result.id):
         return None
     made = [
         n.value
         for n in nodes
         if isinstance(n, ast.Assign) and any(_is(target, name) for target in n.targets)
     ]
-    reduces = op == "all_reduce"
     if not made or not all(map(_is_copy if reduces else _is_new, made)):
         return None
     found = _unused(frame, nodes, name, result)
     return found and found._replace(copy=reduces)
 
 
+def _is_own(code: CodeType, name: str) -> bool:
+    """Whether a name is a variable of a function, or of a file's own code, and no parameter."""
+    return name in (code.co_names if code.co_name == "<module>" else code.co_varnames) and (
+        name not in _parameters(code)
+    )
+
+
 def returned_and_dropped(frame: FrameType) -> Dropped | None:
     """The same for a function of a library that returns what it gathers or reduces."""
     nodes, calls = _calls(frame)
     named = [n for n in calls if last_name(n.func) in RETURNING]
-    if len(named) != 1:
-        return None
-    (call,) = named
+    return _dropped_value(frame, nodes, named[0]) if len(named) == 1 else None
+
+
+def handle_dropped(frame: FrameType) -> Dropped | None:
+    """The same for the handle that an asynchronous collective returns, without which nobody can
+    wait for it."""
+    nodes, calls = _calls(frame)
+    named = [n for n in calls if any(k.arg == ASYNC for k in n.keywords)]
+    return _dropped_value(frame, nodes, named[0]) if len(named) == 1 else None
+
+
+def _dropped_value(frame: FrameType, nodes: list[ast.AST], call: ast.Call) -> Dropped | None:
+    """Where the value of a call of a frame is dropped."""
     for node in nodes:
         if isinstance(node, ast.Expr) and node.value is call:
             return Dropped(last_name(call.func), frame.f_code, frame.f_lineno)
         if isinstance(node, ast.Assign) and node.value is call and len(node.targets) == 1:
             target = node.targets[0]
-            if isinstance(target, ast.Name) and target.id in frame.f_code.co_varnames:
+            if isinstance(target, ast.Name) and _is_own(frame.f_code, target.id):
                 return _unused(frame, nodes, target.id, None)
     if any(isinstance(n, ast.Return) and n.value is call for n in nodes):
         return _dropped_by_caller(last_name(call.func), frame)
@@ -225,7 +245,7 @@ def returned_and_dropped(frame: FrameType) -> Dropped | None:
 def _calls(frame: FrameType) -> tuple[list[ast.AST], list[ast.Call]]:
     """The nodes of the function of a frame, and the calls on its line."""
     function = function_of(frame.f_code)
-    nodes = list(own_nodes(function)) if isinstance(function, ast.FunctionDef) else []
+    nodes = list(own_nodes(function)) if isinstance(function, (ast.FunctionDef, ast.Module)) else []
     return nodes, [n for n in nodes if isinstance(n, ast.Call) and covers_line(n, frame.f_lineno)]
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from ....events import ResultDropped
 from ...collectives import call_hooks
-from ...collectives.call_hooks import Call
+from ...collectives.call_hooks import Call, Issued
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
-from ...source.passthrough import dropped, returned_and_dropped
+from ...source.passthrough import Dropped, dropped, handle_dropped, returned_and_dropped
 from ...tensors.collective_payload import memory_of
 from ...tensors.digests import readable
 from ...tensors.limits import FLAT
@@ -31,6 +31,9 @@ from .limits import COPIES_FIRST, COPIES_LAST
 
 MANY = 2
 """Times that a result is dropped before it is told: once may be a trial of the connection."""
+
+TO_ONE = ("reduce", "gather", "gather_object", "scatter")
+"""Collectives in which most ranks only send: they need not wait."""
 
 _PLAIN = ("ddpdoctor.", "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d")
 """Modules of the collectives that write into their arguments."""
@@ -42,38 +45,64 @@ CALLS_AT_MOST = 1000
 class DroppedResults(Watcher):
     """
     Attributes:
-        seen: by file and line of the collective, how often its result was dropped; `MANY` where it
-            is used, or told.
+        seen: by file and line of the collective, and whether it is about the handle of an
+            asynchronous one, how often that or the result was dropped; `MANY` where it is used, or
+            told.
         calls: looked at so far.
+        op: the last call; empty for one whose result says nothing.
     """
 
     lost = "results of collectives that are dropped"
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[str, int], int] = {}
+        self.seen: dict[tuple[str, int, bool], int] = {}
         self.calls = 0
+        self.op = ""
 
     @on(call_hooks.called)
     def _called(self, recorder: Recorder, call: Call) -> None:
-        if not recorder.step or self.calls >= CALLS_AT_MOST or call.p2p:
-            return
-        if call.op in ("barrier", "broadcast"):
+        self.op = "" if call.p2p or call.op == "barrier" else call.op
+        frame = self._caller(recorder, handle=False)
+        if frame is None or self.op == "broadcast":
             return
         import torch
 
-        self.calls += 1
-        frame = recorder.sites.user_frame(sys._getframe(1))
-        if frame is None:
-            return
-        place = frame.f_code.co_filename, frame.f_lineno
-        times = self.seen.get(place, 0)
-        if times >= MANY:
-            return
         returns = _through_library(frame)
         found = returned_and_dropped(frame) if returns else dropped(frame)
-        self.seen[place] = MANY if found is None else times + 1
         # A library may call from the forward of an autograd function, which runs without gradients.
         learns = returns or torch.is_grad_enabled()
+        learns = learns and any(t.requires_grad for t in call.tensors)
+        self._tell(recorder, frame, found, learns=learns)
+
+    @on(call_hooks.issued)
+    def _issued(self, recorder: Recorder, _: Issued) -> None:
+        if self.op in TO_ONE:
+            return
+        frame = self._caller(recorder, handle=True)
+        if frame is not None and not _through_library(frame):
+            self._tell(recorder, frame, handle_dropped(frame), handle=True)
+
+    def _caller(self, recorder: Recorder, *, handle: bool) -> FrameType | None:
+        """The function of the program that makes the call, where its line is to be looked at."""
+        if not recorder.step or self.calls >= CALLS_AT_MOST or not self.op:
+            return None
+        self.calls += 1
+        frame = recorder.sites.user_frame(sys._getframe(2))
+        if frame is None or self.seen.get(_place(frame, handle), 0) >= MANY:
+            return None
+        return frame
+
+    def _tell(
+        self,
+        recorder: Recorder,
+        frame: FrameType,
+        found: Dropped | None,
+        *,
+        learns: bool = False,
+        handle: bool = False,
+    ) -> None:
+        place = _place(frame, handle)
+        self.seen[place] = MANY if found is None else self.seen.get(place, 0) + 1
         if found is not None and self.seen[place] == MANY:
             recorder.emit(
                 ResultDropped(
@@ -82,11 +111,16 @@ class DroppedResults(Watcher):
                     site=recorder.site(),
                     dropped_site=recorder.sites.number(found.code, found.line),
                     step=recorder.step,
-                    op=call.op,
+                    op=self.op,
                     copy=found.copy,
-                    learns=learns and any(t.requires_grad for t in call.tensors),
+                    learns=learns,
+                    handle=handle,
                 )
             )
+
+
+def _place(frame: FrameType, handle: bool) -> tuple[str, int, bool]:
+    return frame.f_code.co_filename, frame.f_lineno, handle
 
 
 def _through_library(user: FrameType) -> bool:
