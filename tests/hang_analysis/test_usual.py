@@ -36,3 +36,19 @@ def test_a_call_of_every_third_round_that_a_rank_left_out(
     if told:
         assert finding.ranks == (1,)
         assert str(finding.location) == "train.py:16"
+
+
+def test_a_call_that_is_due_for_one_rank_only(tmp_path: Path) -> None:
+    """Both made it in the first round; then each has a period of its own."""
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    loop, inside = (8, "for step in range(200):"), ((13, "if step % every == 0:"),)
+    for tape in made.values():
+        tape.call("DDP backward", 12, inside=(loop,), step=0)
+        tape.call(line=16, inside=(*inside, loop), numel=1, step=1)
+        for step in range(1, 5):
+            tape.call("DDP backward", 12, inside=(loop,), step=step)
+    made[0].call("DDP backward", 12, inside=(loop,), step=5, state=State.BEGUN, at=START + 5)
+    made[1].call(line=16, inside=(*inside, loop), numel=1, step=5, state=State.BEGUN, at=START + 5)
+    (finding,) = CollectiveMismatch().examine(run_of(tmp_path, made, now=START + 7))
+    assert (finding.rule, finding.ranks) == ("branch", (1,))
+    assert str(finding.location) == "train.py:16"

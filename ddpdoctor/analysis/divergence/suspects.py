@@ -3,9 +3,9 @@ is at fault."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ...events import StackFrame
 from ..calls.call_logs import CallLogs, CallRecord, GroupCalls
@@ -167,20 +167,26 @@ def left_out(
     past = list(known.window(ours, max(0, index - HISTORY), min(index, HISTORY)))
     said = [(m.what, m.text) for m in past]
     in_training = [(m.what, m.text) for m in past if m.step > 0]  # without what sets it up
-    return _next(said, made) or _next(in_training, made) or _due(said, made)
+    return _next(said, said, made) or _next(in_training, said, made) or _due(said, made)
 
 
-def _next(said: list[Said], made: dict[int, CallRecord]) -> Missed | None:
-    """The call that came next in every earlier round."""
-    after = [then for now, then in itertools.pairwise(said) if now == said[-1]]
+def _next(said: list[Said], every: list[Said], made: dict[int, CallRecord]) -> Missed | None:
+    """The call that came next in every earlier round.
+
+    Args:
+        every: what was said in all rounds, also before training.
+    """
+    after = [then for now, then in pairwise(said) if now == said[-1]]
     after = after[1:]  # in the first round DDP makes an additional call of its own
     if len(after) < HABIT or len(set(after)) > 1:
         return None
     kept = [m for m in made.values() if (m.what, m.text) == after[0]]
-    rest = {r: m for r, m in made.items() if m not in kept}
-    if not kept or not rest or any((m.what, m.text) not in said for m in rest.values()):
+    rest = {r: (m.what, m.text) for r, m in made.items() if m not in kept}
+    if not kept or not rest or any(other not in said for other in rest.values()):
         return None
-    if any(_loop_lines(kept[0]) - _loop_lines(m) for m in rest.values()):
+    if any(other != said[-1] and (said[-1], other) in pairwise(every) for other in rest.values()):
+        return None  # it came next once, as what is logged in the first step
+    if any(_loop_lines(kept[0]) - _loop_lines(made[r]) for r in rest):
         return None  # they may have finished one of the loops around it
     return kept[0], tuple(sorted(rest)), len(after)
 
@@ -190,7 +196,7 @@ def _due(said: list[Said], made: dict[int, CallRecord]) -> Missed | None:
     for one in made.values():
         what = (one.what, one.text)
         places = [n for n, s in enumerate(said) if s == what]
-        rounds = [said[x:y] for x, y in itertools.pairwise([*places, len(said)])][1:]
+        rounds = [said[x:y] for x, y in pairwise([*places, len(said)])][1:]
         rest = {r: m for r, m in made.items() if (m.what, m.text) != what}
         if len(rounds) <= HABIT or any(r != rounds[0] for r in rounds) or not rest:
             continue
