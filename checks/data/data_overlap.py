@@ -59,7 +59,8 @@ class DataOverlap(LoaderCheck):
     `DistributedSampler`:
 
     - an `IterableDataset` that is not sharded by rank or by worker
-    - ranks that read the same files
+    - ranks that read the same files, also where each holds a list of its own, which a set, a
+      listing, a shuffle or `hash` made in each process
     - a loader that is continued on all ranks from the state of one rank's loader (torchdata's
       `StatefulDataLoader`), although each rank made a dataset of its own
     - a stream of files or parts of which each rank takes its share from an order of its own
@@ -220,10 +221,8 @@ class DataOverlap(LoaderCheck):
         "overlapping-lists": Words(
             "the lists of files, or of parts, that the ranks read overlap",
             "of the {every} entries of `{list}` that the ranks hold together, {several} are in the "
-            "lists of several ranks: each rank takes its share of an order of its own",
-            "bring the list into one order on all ranks before each takes its share: "
-            "`sorted(...)`, or `Random(seed).shuffle(files)` without the rank in the seed, then "
-            "`files[rank::world_size]`",
+            "lists of several ranks: {order}",
+            "{same}",
             "reads files, or parts, that other ranks read too",
         ),
         "overlapping-shares": Words(
@@ -432,6 +431,8 @@ def _spot(fault: LoaderFault) -> Location | None:
     """The line that makes the overlapping `Subset` or that gives the loader its state, or else the
     one that makes the loader."""
     reader = fault.readers[0]
+    if fault.rule == "overlapping-lists" and len(reader.seen.per_process) == 1:
+        return reader.rank.location(reader.seen.per_process[0].site)
     if fault.rule == "restored-alike":
         began = reader.epochs[fault.first_epoch].began
         return reader.rank.location(began.restored_site) or reader.made_at

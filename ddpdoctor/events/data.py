@@ -90,8 +90,8 @@ class LoaderSeen(Event, frozen=True, tag="loader"):
         holds: the data set keeps an array or a list, and not only numbers.
         per_process: such lines, those of the data set's class first.
         persistent: the workers are kept from one iteration to the next.
-        listed: the lists of texts (files, say) that an iterable data set holds; the `pieces` of
-            each are digests of all entries.
+        listed: the lists of texts (files, say) that the data set holds, of one with indices those
+            with a text for each sample; the `pieces` of each are digests of all entries.
     """
 
     loader: int

@@ -21,6 +21,7 @@ from ddpdoctor.events import (
     Event,
     GroupReady,
     Payload,
+    PerProcess,
     RowsRead,
     Signature,
 )
@@ -78,6 +79,30 @@ def test_lists_of_files_that_overlap(first: list[int], second: list[int], severa
     for finding in told:
         assert f"{several} of 13" in finding.summary
         assert "`files`" in finding.cause
+
+
+@pytest.mark.parametrize(("how", "second", "rule", "fix"), [
+    ("set", [*range(5, 13)], "overlapping-lists", "sorted("),
+    ("hash", [*range(5, 13)], "overlapping-lists", "zlib.crc32("),
+    ("", [*range(5, 13)], "", ""),
+    ("set", [*range(8, 16)], "", ""),
+])  # fmt: skip
+def test_a_list_of_each_rank_in_an_order_of_its_process(
+    how: str, second: list[int], rule: str, fix: str
+) -> None:
+    """Where nothing in the source makes the order, each rank may well have what it chose."""
+    causes = (PerProcess(how, 4),) if how else ()
+    ranks = [
+        loader(
+            0, [[*range(8)]], length=8, content=number, listed=listing(files), per_process=causes
+        )
+        for number, files in enumerate(([*range(8)], second))
+    ]
+    told = found(DataOverlap(), run_of(*ranks))
+    assert [f.rule for f in told] == [rule] * bool(rule)
+    for finding in told:
+        assert finding.location is not None and finding.location.line == 21
+        assert fix in finding.fix
 
 
 COUNTING = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]

@@ -252,6 +252,20 @@ def test_small_shards_made_by_hand_and_read_whole(entries: int, listed: bool) ->
     assert not found(SamplerMissing(), run)
 
 
+@pytest.mark.parametrize(("seen", "told"), [(1, 0), (2, 1)])
+def test_samples_that_are_not_made_of_what_differs(seen: int, told: int) -> None:
+    """What stands at equal indices is the same on both ranks."""
+    share = {"distributed": True, "replicas": 2, "total_size": 100}
+    ranks = [
+        loader(
+            0, [EVERYTHING[rank::2], EVERYTHING[1 - rank :: 2]], sampler_rank=rank,
+            payloads=(payload("text", 1 + rank, 5),), content=1 + rank * (seen - 1), **share,
+        )  # type: ignore[arg-type]
+        for rank in range(2)
+    ]  # fmt: skip
+    assert len(examine(*ranks)) == told
+
+
 def test_data_sets_that_agree() -> None:
     assert not examine(part(0, payload("text", 1)), part(1, payload("text", 1)))
 

@@ -255,6 +255,24 @@ def test_the_lists_that_a_stream_holds() -> None:
     assert not listed(_Stream(["only"]))
 
 
+class _Named(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, files: list[object]) -> None:
+        self.files, self.labels, self.classes = files, ["a"] * len(files), ["a", "b"]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def test_the_lists_with_a_text_for_each_sample() -> None:
+    files: list[object] = ["a.png", "b.png", "c.png"]
+    (one,) = listed(_Named(files))
+    assert (one.name, one.length) == ("files", 3)
+    (pairs,) = listed(torch.utils.data.Subset(_Named([(f, 0) for f in files]), [0]))
+    assert pairs.pieces == one.pieces
+    assert not listed(_Named([1, 2, 3]))
+    assert not listed(torch.utils.data.TensorDataset(torch.ones(3)))
+
+
 class _Views(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Entries by their index, by a random one, and labels that do not tell samples apart."""
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ...run import Run
-from .content import Agreement, agreement, equal_positions
+from .content import Agreement, agreement, any_column_differs, equal_positions
 from .datasets import (
     difference,
     differences,
@@ -31,7 +31,7 @@ from .parts import divided, leaking, overlapping
 from .rng_state import equal_generators
 from .sharing_ranks import groups_of, partners, sampler_fits
 from .split_layers import split_layers
-from .streams import stream_fault, worker_faults
+from .streams import overlapping_lists, stream_fault, worker_faults
 from .thresholds import FEWEST_SHARED
 
 PLAIN = ("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
@@ -165,6 +165,8 @@ def _skew(audit: Audit) -> str:
 def _different_datasets(d: Division) -> LoaderFault | None:
     if not d.differing:
         return None
+    if agreement(d.readers) is Agreement.SAME and not any_column_differs(d.readers):
+        return None  # the samples are not made of what differs
     fault = _mismatch(d, d.readers, d.audits[0])
     if (of := divided(d.readers)) and all(r.seen.sampler_length > 0 for r in d.readers):
         read = sum(r.seen.sampler_length for r in d.readers)
@@ -332,9 +334,13 @@ def _divided(d: Division) -> Intended | None:
     return Intended.DIVIDED if meant else None
 
 
-def _own_samples(d: Division) -> Intended | None:
-    own = d.samples is Agreement.DIFFERENT or known_different(d.readers)
-    return Intended.OWN_SAMPLES if own else None
+def _own_samples(d: Division) -> LoaderFault | Intended | None:
+    """Whether each rank holds samples of its own: a share, of a list in an order of its own where
+    the source gives it one."""
+    if d.samples is not Agreement.DIFFERENT and not known_different(d.readers):
+        return None
+    ordered = all(r.seen.per_process for r in d.readers)
+    return (overlapping_lists(d.loader, d.readers) if ordered else None) or Intended.OWN_SAMPLES
 
 
 def _repeated_on_purpose(d: Division) -> LoaderFault | Intended | None:

@@ -22,6 +22,18 @@ from .thresholds import (
     WHOLE,
 )
 
+BY_ORDER = (
+    "each rank takes its share of an order of its own",
+    "bring the list into one order on all ranks before each takes its share: `sorted(...)`, or "
+    "`Random(seed).shuffle(files)` without the rank in the seed, then `files[rank::world_size]`",
+)
+BY_HASH = (
+    "`hash` of a text gives another number in each process, and so another share",
+    "divide by a number that is the same on all ranks: `zlib.crc32(name.encode())` in place of "
+    "`hash(name)`",
+)
+"""Why the lists of ranks overlap, and what to do."""
+
 
 class Sharing(NamedTuple):
     """Which ranks deliver the same samples of a stream.
@@ -143,7 +155,7 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
         number = partly.epoch
         found = Sharing(frozenset(r.rank.rank for r in readers), (partly.common, partly.of))
     if not found.ranks:
-        return _overlapping_lists(loader, readers)
+        return overlapping_lists(loader, readers)
     if _by_chance(readers, number, found):
         return None
     common, of = found.best
@@ -186,7 +198,7 @@ def stream_fault(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
     )
 
 
-def _overlapping_lists(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
+def overlapping_lists(loader: Loader, readers: list[Reader]) -> LoaderFault | None:
     """Ranks whose data sets hold lists of files, or of other parts, that overlap: no rank has all
     that another has. What fills lists up to one length is no overlap."""
     lists: dict[str, list[set[int]]] = {}
@@ -201,16 +213,28 @@ def _overlapping_lists(loader: Loader, readers: list[Reader]) -> LoaderFault | N
         if len(sets) == len(readers) and enough and all(mine < every for mine in sets):
             several = sum(sum(entry in mine for mine in sets) > 1 for entry in every)
             sizes = {r.rank.rank: of for r, (_, of) in zip(readers, common, strict=True)}
+            order, same = BY_HASH if _by_hash(readers[0]) else BY_ORDER
             return LoaderFault(
                 "data-overlap",
                 "overlapping-lists",
                 loader,
                 tuple(sorted(r.rank.rank for r in readers)),
                 readers,
-                facts={"list": name, "several": several, "every": len(every)},
+                facts={
+                    "list": name,
+                    "several": several,
+                    "every": len(every),
+                    "order": order,
+                    "same": same,
+                },
                 evidence={"entries by rank": sizes},
             )
     return None
+
+
+def _by_hash(reader: Reader) -> bool:
+    """Whether only a `hash` may give the process a share of its own."""
+    return {place.how for place in reader.seen.per_process} == {"hash"}
 
 
 def partly_shared(readers: list[Reader]) -> PartlyShared | None:

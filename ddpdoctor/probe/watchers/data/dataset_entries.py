@@ -154,3 +154,10 @@ def _is_object(value: Any) -> bool:
     if isinstance(value, (type, FunctionType, ModuleType)) or hasattr(type(value), "dtype"):
         return False
     return hasattr(value, "__dict__") or (type(value) is dict and len(value) <= OBJECTS)
+
+
+def length(of: Any) -> int:
+    try:
+        return len(of)
+    except Exception:  # of the user's class, which need not have one
+        return -1

@@ -11,7 +11,7 @@ import re
 import weakref
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -19,7 +19,7 @@ from ....events import Layer, Payload
 from ....events.pack import pack
 from ...recording.watcher import Watcher
 from ...tensors.sample_digests import digest, digests_of_rows, holds_objects
-from .dataset_entries import at_index, kept
+from .dataset_entries import at_index, innermost, kept, length
 
 PAYLOADS_AT_MOST = 12
 """Payloads recorded of one data set."""
@@ -28,7 +28,7 @@ WHOLE = 8192
 """Entries that are digested: all of shorter lists, else this many at regular distances."""
 
 PARTS_LISTED = 4096
-"""Texts in a list of an iterable data set beyond which it is not recorded."""
+"""Texts in a list of a data set beyond which it is not recorded."""
 
 PARTS_COMPARED = 16
 """Parts of the entries that are compared one by one."""
@@ -262,8 +262,26 @@ def _names(values: Any) -> bool:
 
 
 def listed(dataset: Any) -> tuple[Payload, ...]:
-    """The lists of texts that an iterable data set, or one inside it, holds: files, shards."""
-    return tuple(itertools.islice(_listed(dataset, "", 0), PAYLOADS_AT_MOST))
+    """The lists of texts that a data set holds: the files or shards of an iterable one, or of one
+    inside it; of any other those with an entry for each sample."""
+    import torch.utils.data as data
+
+    if isinstance(dataset, data.IterableDataset):
+        return tuple(itertools.islice(_listed(dataset, "", 0), PAYLOADS_AT_MOST))
+    held, count = list(kept(inner := innermost(dataset)).items()), length(inner)
+    named = ((name, _first_of_each(v)) for name, v in held if _has_length(v, count))
+    found = (_list_of(texts, name) for name, texts in named if _names(texts))
+    return tuple(itertools.islice(found, PAYLOADS_AT_MOST))
+
+
+def _has_length(values: Any, count: int) -> bool:
+    return isinstance(values, (list, tuple)) and 1 < len(values) == count <= PARTS_LISTED
+
+
+def _first_of_each(values: Sequence[Any]) -> Sequence[Any]:
+    """Of pairs, such as a path and a label, what comes first."""
+    pairs = all(isinstance(v, (list, tuple)) and v for v in values)
+    return [v[0] for v in values] if pairs else values
 
 
 def _listed(dataset: Any, path: str, depth: int) -> Iterator[Payload]:

@@ -30,10 +30,11 @@ from ...training import lifecycle
 from ...training.records import Forward, Loading, Step
 from ...training.steady_state import Plan, Stage, steady_state
 from . import samplers
+from .dataset_entries import length
 from .dataset_parts import DatasetParts
 from .iteration import EPOCHS_IN_FULL, Iteration, LoaderLine
 from .own_generators import OwnDraws
-from .samplers import innermost, integer, length, weakly_referenceable
+from .samplers import innermost, integer, weakly_referenceable
 from .sharding import Sharding
 from .worker_rng import WorkerRNG
 

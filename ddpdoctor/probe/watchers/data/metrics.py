@@ -36,8 +36,8 @@ from ...source.call_resolver import FRAMES, Scope, resolve, searched
 from ...source.decisions import Decision, compared, deciding, ending, written_result
 from ...source.dependence import Line
 from ...source.division import totals_divided
+from .dataset_entries import length
 from .loaders import Loaders
-from .samplers import length
 
 VALUES_AT_MOST = 400
 """Values recorded."""

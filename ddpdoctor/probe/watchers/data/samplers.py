@@ -21,6 +21,7 @@ from ...recording.recorder import Recorder
 from ...source import process_order
 from ...tensors.sample_digests import digest_state
 from . import dataset_entries, dataset_parts
+from .dataset_entries import length
 from .dataset_parts import DatasetParts
 
 _SEEDS = ("manual_seed", "seed", "Random", "RandomState", "default_rng")
@@ -72,8 +73,6 @@ def restored(dataset: Any, state: Any, site: int) -> Restored:
 def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
     """Examine a data set. It may hold any objects of the user, so this may raise; the caller then
     records the loader without."""
-    from torch.utils.data import IterableDataset
-
     return MadeOf(
         dataset_parts.payloads(dataset),
         DatasetParts.current.layers(dataset),
@@ -81,7 +80,7 @@ def made_of(recorder: Recorder, dataset: Any) -> MadeOf:
         dataset_entries.ignores_index(dataset),
         dataset_entries.holds_entries(dataset),
         _per_process(recorder, dataset),
-        dataset_parts.listed(dataset) if isinstance(dataset, IterableDataset) else (),
+        dataset_parts.listed(dataset),
     )
 
 
@@ -386,10 +385,3 @@ def integer(value: Any) -> int | None:
 def integer_of(owner: Any, name: str) -> int:
     found = integer(getattr(owner, name, None))
     return -1 if found is None else found
-
-
-def length(of: Any) -> int:
-    try:
-        return len(of)
-    except Exception:  # of the user's class, which need not have one
-        return -1
