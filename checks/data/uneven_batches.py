@@ -360,7 +360,8 @@ def _known(epochs: dict[int, Epoch]) -> dict[int, int]:
 
 def _consumed(run: Run, epochs: dict[int, Epoch]) -> dict[int, int]:
     """Batches delivered, by rank, if one rank is exhausted and another continues; empty
-    otherwise."""
+    otherwise. No rank waits in one more than its loader has, where the others had as many as
+    theirs."""
     exhausted = {r: e.batches for r, e in epochs.items() if e.exhausted}
     if not exhausted:
         return {}
@@ -368,9 +369,16 @@ def _consumed(run: Run, epochs: dict[int, Epoch]) -> dict[int, int]:
     if several and any(e.ended is None for e in epochs.values()):
         return {}  # steps do not tell of batches
     least = min(exhausted.values())
+    planned = all(epochs[r].began.batches == n for r, n in exhausted.items())
     counts = {
         # a rank without an end on record that took as many steps waits in one more
-        r: e.batches + (e.ended is None and e.batches >= least and _in_a_batch(run.everyone[r]))
+        r: e.batches
+        + (
+            e.ended is None
+            and e.batches >= least
+            and not (planned and e.batches == e.began.batches)
+            and _in_a_batch(run.everyone[r])
+        )
         for r, e in epochs.items()
     }
     behind = [r for r, n in counts.items() if n < least]

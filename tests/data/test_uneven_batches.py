@@ -282,6 +282,14 @@ def test_a_rank_that_waits_for_a_batch_is_not_said_to_have_it(phase: Phase, told
         assert bool(found(UnevenBatches(), run)) is told
 
 
+def test_a_rank_that_works_after_its_last_batch_waits_in_no_other() -> None:
+    """It evaluates, say: both ranks have as many batches as their loaders said."""
+    assert not examine([*part(24, ended=False), *steps(4, first=2)], part(24))
+    more = loader(0, [list(range(24))], ended=False, exhausted=False)  # whose length is 7
+    (finding,) = examine([*more, *steps(4, first=2)], part(24))
+    assert "7 on rank 0" in finding.summary
+
+
 def test_several_steps_for_a_batch_do_not_tell_of_batches() -> None:
     """Rank 1 is still in its last batch, for which it takes more steps than rank 0 did for its."""
 
