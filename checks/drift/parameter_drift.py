@@ -15,6 +15,7 @@ from ddpdoctor.analysis.manual_sync import (
 from ddpdoctor.analysis.meshes import mesh_drift
 from ddpdoctor.analysis.replicas import (
     causes,
+    gradient_patterns,
     manual_edits,
     separate_groups,
     skipped_steps,
@@ -22,6 +23,7 @@ from ddpdoctor.analysis.replicas import (
     tensor_writes,
 )
 from ddpdoctor.analysis.replicas.causes import Cause
+from ddpdoctor.analysis.replicas.missed_backwards import BACKWARD
 from ddpdoctor.analysis.replicas.moving import divided
 from ddpdoctor.analysis.replicas.replicas import (
     NO_COPIES,
@@ -180,6 +182,13 @@ class ParameterDrift(Check):
             when=(When.NOT_BEFORE, Condition("of its calls", _of_its_calls)),
         ),
         Effect(("metric-not-reduced",), of=("async-not-awaited",), when=(When.SAME_LINE,)),
+        Effect(
+            ("collective-mismatch", "rank-exited-early"),
+            of=(skipped_steps.MISSED,),
+            when=(
+                Condition("with a backward of DDP", lambda _, other: BACKWARD in other.subjects),
+            ),
+        ),
         Effect(("buffer-drift",), when=(_DIFFER, When.NOT_BEFORE)),
         Effect(
             ("optimizer-state-drift",),
@@ -237,20 +246,44 @@ class ParameterDrift(Check):
 
     def _skipped(self, group: Replicas, skipped: Skipped) -> Finding:
         ranks, step, made, taken = skipped.ranks, skipped.step, skipped.backwards, skipped.taken
+        missed = skipped.rule == skipped_steps.MISSED
         least, who, kind = min(made.values()), ranks_text(skipped.ranks), group.any.wrapped.kind
+        until = ""
+        if skipped.together >= 0:
+            until = f", until they are equal again at step {skipped.together}"
+        cause = (
+            "DDP averaged the gradients on all ranks, but not all ranks applied them: the "
+            f"parameters differ by the missing updates{until}"
+        )
+        fix = (
+            "take the step on every rank; if a step is to be skipped, decide it from values that "
+            "are equal on all ranks (all-reduce the condition)"
+        )
         if taken:
             summary = (
                 f"{who} took {taken[ranks[0]]} optimizer steps of {kind} in {least} synchronised "
                 f"backwards, the other ranks took {max(taken.values())}"
+            )
+        elif missed:
+            summary = (
+                f"a backward of {who} before step {step} did not reach {kind}: that step follows "
+                f"{least} synchronised backwards there, {max(made.values())} on other ranks"
+            )
+            cause = (
+                "a loss that does not depend on the wrapped model synchronises nothing: the next "
+                f"backward of {who} is matched with this one of the other ranks, and so on, so "
+                "that each averages gradients of other steps"
+            )
+            fix = (
+                "compute the loss of every rank from the model's output in every step, multiplied "
+                "by 0 where there is nothing to learn from (`out.sum() * 0`); or let all ranks "
+                "skip the step, by a condition that is all-reduced"
             )
         else:
             summary = (
                 f"{who} skipped an optimizer step of {kind}: step {step} follows "
                 f"{made[ranks[0]]} synchronised backwards there, {least} on other ranks"
             )
-        until = ""
-        if skipped.together >= 0:
-            until = f", until they are equal again at step {skipped.together}"
         evidence: dict[str, object] = {
             "synchronised_backwards" + ("" if taken else "_before_the_step"): [
                 {"rank": n, "backwards": count, **({"steps": taken[n]} if taken else {})}
@@ -262,17 +295,18 @@ class ParameterDrift(Check):
                 {"rank": n, "updates": count} for n, count in skipped.fewer.items()
             ]
         return self.finding(
-            rule=skipped_steps.FEWER if taken else skipped_steps.SKIPPED,
+            rule=skipped.rule,
             ranks=ranks,
             steps=skipped.steps,
             subjects=tuple(group.names("parameters")),
-            location=causes.step_line(group, ranks),
-            label="skipped at least once, on some ranks only",
+            location=(missed and gradient_patterns.backward_line(group.members[ranks[0]], step))
+            or causes.step_line(group, ranks),
+            label="reaches no parameter of the model at least once, on some ranks only"
+            if missed
+            else "skipped at least once, on some ranks only",
             summary=summary,
-            cause="DDP averaged the gradients on all ranks, but not all ranks applied them: the "
-            f"parameters differ by the missing updates{until}",
-            fix="take the step on every rank; if a step is to be skipped, decide it from values "
-            "that are equal on all ranks (all-reduce the condition)",
+            cause=cause,
+            fix=fix,
             evidence=evidence,
             at=min(m.rank.wall(causes.step_time(m, step)) for m in group.members.values()),
         )

@@ -1,5 +1,6 @@
 """Steps that some ranks leave out: how many, and until when the copies are apart."""
 
+import msgspec
 import pytest
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import steps
@@ -54,6 +55,30 @@ def test_all_steps_from_one_on():
 def test_copies_that_are_equal_again_are_apart_until_then(apart, steps):
     finding = told(rank(), rank(skips=(2,), apart=apart))
     assert finding.steps == steps
+
+
+def misses(backward, *, synced):
+    """A rank whose loss does not reach the model once: it runs a backward less, and as many
+    steps."""
+    made = [n + 1 - (n >= backward) for n in range(COUNT)]
+    rows = {n: [m, 2, 3, 4 + (n > backward)] for n, m in enumerate(made)}
+    looks = digests("parameters", rows, backwards=tuple(made))
+    done = [
+        msgspec.structs.replace(e, backwards=1, synced=int(n != backward or synced))
+        for n, e in enumerate(steps(COUNT, site=STEP))
+    ]
+    return [looks, *done]
+
+
+def test_a_backward_that_reaches_nothing():
+    usual = misses(COUNT, synced=True)
+    (finding,) = ParameterDrift().examine(
+        run_of({0: usual, 1: misses(2, synced=False), 2: usual}, count=0)
+    )
+    assert (finding.rule, finding.ranks) == ("missed-backward", (1,))
+    assert finding.steps == Steps(2, 5, 4)
+    (finding,) = ParameterDrift().examine(run_of({0: usual, 1: misses(2, synced=True)}, count=0))
+    assert (finding.rule, finding.ranks) == ("skipped-step", (0,))
 
 
 def test_no_step_left_out():

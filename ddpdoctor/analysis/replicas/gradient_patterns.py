@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...events import SyncPattern
+from ...run import Location
 from ..rank_differences import series
 from .replica import Member
 
@@ -28,3 +29,9 @@ def patterns(member: Member) -> Iterator[Span]:
     of = {"model": member.model, "optimizer": member.optimizer}
     for spans in series(member.rank, SyncPattern, "step", **of).spans(member.last_step):
         yield Span(*spans)
+
+
+def backward_line(member: Member, step: int) -> Location | None:
+    """The line of the backward before a step of a rank, as far as it is known."""
+    known = [span.pattern for span in patterns(member) if span.first <= step]
+    return member.rank.location(known[-1].backward_site) if known else None

@@ -1,20 +1,24 @@
-"""Optimizer steps that some ranks skip: known from the synchronised backwards, which all ranks run
-together."""
+"""Optimizer steps that some ranks skip, and backwards that some ranks do not synchronise: known
+from the synchronised backwards, which all ranks run together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...events import StepDone
 from ...report.findings import Steps
 from .evaluations import Row
 from .missed_backwards import MissedBackwards
+from .replica import Member
 from .replicas import Replicas, by_rank, divergence
 
 SKIPPED = "skipped-step"
 FEWER = "fewer-steps"
+MISSED = "missed-backward"
 
 RULES = {
+    MISSED: "some ranks take a step after a backward that reaches no parameter of the model",
     SKIPPED: "some ranks take a step after more synchronised backwards than others",
     FEWER: "some ranks take fewer steps in all, for equally many synchronised backwards",
 }
@@ -25,6 +29,7 @@ class Skipped:
     """Steps that some ranks skipped.
 
     Attributes:
+        rule: of which of `RULES`; of `MISSED` the ranks skipped no step, but a backward before it.
         step: the first that not all ranks took after equally many synchronised backwards.
         backwards: by rank, the synchronised backwards before it; of the whole run where `taken`
             is known.
@@ -34,6 +39,7 @@ class Skipped:
         fewer: by rank, how many steps are skipped until the end, where that is known.
     """
 
+    rule: str
     ranks: tuple[int, ...]
     step: int
     backwards: dict[int, int]
@@ -45,14 +51,31 @@ class Skipped:
 
 def before_a_step(group: Replicas) -> Skipped | None:
     """Steps skipped before a step that some ranks took after more synchronised backwards than
-    others. Backwards that others are known to have missed do not count."""
+    others, or backwards that these others missed. Those that they are known to have missed by an
+    unsynchronised step do not count."""
     tables = by_rank(group, "parameters", "step")
+    equal = -1
     for key in sorted({k for table in tables.values() for k in table}):
         made = {n: table[key][2] for n, table in tables.items() if key in table}
         if (least := min(made.values())) < max(made.values()):
+            behind = tuple(n for n, m in made.items() if m == least)
+            if all(_reached_nothing(group.members[n], equal, key) for n in behind):
+                return _skipped(MISSED, group, behind, key, made)
             ranks = tuple(n for n, m in made.items() if m > least)
-            return _skipped(group, ranks, key, made, together=_together(group, tables, least))
+            together = _together(group, tables, least)
+            return _skipped(SKIPPED, group, ranks, key, made, together=together)
+        equal = key
     return None
+
+
+def _reached_nothing(member: Member, after: int, step: int) -> bool:
+    """Whether a backward between two steps of a rank did not communicate, although all backwards
+    before did."""
+    done = [e for e in member.rank.of(StepDone) if e.optimizer == member.optimizer]
+    before = [e for e in done if e.step <= after]
+    since = [e for e in done if after < e.step and e.step - e.count < step]
+    usual = all(e.synced == e.backwards for e in before)
+    return bool(before) and usual and any(e.synced < e.backwards for e in since)
 
 
 def in_the_end(group: Replicas) -> Skipped | None:
@@ -66,10 +89,11 @@ def in_the_end(group: Replicas) -> Skipped | None:
     if most > max(made.values()) or divergence(group, "parameters", "end") is None:
         return None  # some apply gradients twice, or the skipped steps made no difference
     ranks = tuple(n for n, count in taken.items() if count < most)
-    return _skipped(group, ranks, min(taken.values()), made, taken)
+    return _skipped(FEWER, group, ranks, min(taken.values()), made, taken)
 
 
 def _skipped(
+    rule: str,
     group: Replicas,
     ranks: tuple[int, ...],
     step: int,
@@ -82,8 +106,9 @@ def _skipped(
     last = max(step, (most if together < 0 else together) - 1)
     ends = _ends(group)
     whole = len(ends) == len(steps) and len({row[2] for row in ends.values()}) == 1
-    fewer = {n: most - steps[n] for n in ranks} if whole else {}
+    fewer = {n: most - steps[n] for n in ranks} if whole and rule != MISSED else {}
     return Skipped(
+        rule,
         ranks,
         step,
         made,
