@@ -40,8 +40,9 @@ from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Tabl
 from ddpdoctor.run import Location, Rank, Run, counted, listed, ranks_text, some, whom
 
 SHARD_INPUTS = (
-    "shard the data: `data[rank::world_size]`; if positions are drawn at random, seed with the "
-    "rank: `torch.manual_seed(seed + rank)` after the model is built"
+    "shard the data: `data[rank::world_size]`; if positions are drawn at random, seed what draws "
+    "them with the rank: `torch.manual_seed(seed + rank)` after the model is built, or "
+    "`manual_seed(seed + rank)` of the generator that is passed"
 )
 
 SETS_NAMED = 3
@@ -114,6 +115,8 @@ class DataOverlap(LoaderCheck):
     - The samples differ.
     - Each rank draws its stream with replacement, from a random state of its own.
     - Selections overlap by little, or all ranks have some samples in common.
+    - No step applies what equal inputs give (a warm-up), or each rank computes another loss from
+      them, and the model draws no random numbers: each takes other parts of them.
     - One rank sends the inputs to the others (broadcast, scatter), or they are shared within a
       tensor-parallel group or between the stages of a pipeline.
     - The ranks exchange tensors in a smaller process group of their own in every step, or have one
@@ -373,7 +376,7 @@ class DataOverlap(LoaderCheck):
                 **({"differed last at": same.differed} if same.late else {}),
                 "digests": [f"{e.digest:08x}" for e in same.events[:8]],
                 "numbers per input": same.event.numbers,
-                "inputs are random": same.drawn,
+                **({"inputs are random": same.drawn} if same.drawn else {}),
             },
             at=rank.wall(same.event.at),
         )

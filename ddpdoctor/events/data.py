@@ -472,6 +472,9 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
         batch: numbers in the largest part of the batch that a loader delivered last.
         states: digests of the states of torch's, numpy's and Python's global generators; empty
             where a loader feeds the model.
+        step: optimizer steps of this process before it; -1 if unknown.
+        inside: lower bound for the random numbers drawn from global generators in the recorded
+            forward before it and its backward (by dropout, say); -1 if unknown.
     """
 
     model: int
@@ -492,5 +495,7 @@ class ForwardInput(Event, frozen=True, tag="forward-input"):
     sizes: tuple[int, ...] = ()
     batch: int = 0
     states: tuple[int, ...] = ()
+    step: int = -1
+    inside: int = -1
 
     RANKS = ("ranks",)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.data.data_overlap import DataOverlap
 from readers import found, loader, prologue, run_of
-from recordings import make_run
+from recordings import make_run, steps
 
 from ddpdoctor.analysis.data.forward_inputs import sharded_inputs
 from ddpdoctor.analysis.data.loaders import loaders
@@ -20,6 +20,7 @@ from ddpdoctor.events import (
     Event,
     ForwardInput,
     GroupReady,
+    LossValues,
     Signature,
     Unwrapped,
 )
@@ -42,6 +43,33 @@ def test_a_plain_loop_that_takes_the_same_samples_everywhere() -> None:
     (finding,) = examine(inputs([1, 2, 3, 4, 5]), inputs([1, 2, 3, 4, 5]))
     assert finding.severity is Severity.ERROR
     assert finding.location is not None and finding.location.line == 21
+
+
+@pytest.mark.parametrize(("count", "told"), [(20, 0), (3, 1)])
+def test_forwards_before_one_step_are_a_warm_up(count: int, told: int) -> None:
+    """Unless the run took no more steps than that."""
+    ranks = [[*inputs([1, 2, 3, 4, 5], step=0), *steps(count)] for _ in range(2)]
+    assert len(examine(*ranks)) == told
+
+
+@pytest.mark.parametrize(("apart", "inside", "told"), [
+    (0.2, 0, 0),  # each rank takes other parts of what the model gives, or other targets
+    (1e-6, 0, 1),
+    (0.2, 4, 1),  # dropout
+    (0.2, -1, 1),  # unknown
+])  # fmt: skip
+def test_ranks_that_compute_other_losses_from_the_same_inputs(
+    apart: float, inside: int, told: int
+) -> None:
+    def rank(number: int) -> list[Event]:
+        given = [
+            msgspec.structs.replace(e, step=n, inside=inside)
+            for n, e in enumerate(inputs([1, 2, 3, 4, 5]))
+        ]
+        values = tuple(2.0 - 0.1 * n + apart * number for n in range(5))
+        return [*given, *steps(5), LossValues(at=0, steps=tuple(range(5)), values=values)]
+
+    assert len(examine(rank(0), rank(1))) == told
 
 
 def sharded(digests: Sequence[int], ranks: tuple[int, ...]) -> list[Event]:

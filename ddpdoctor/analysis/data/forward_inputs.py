@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...events import Averaged, ForwardInput, GroupReady, Unwrapped, Wrapped
+from ...events import Averaged, ForwardInput, GroupReady, LossValues, Unwrapped, Wrapped
 from ...run import Rank, Run
 from .data_calls import exchange_in_own_group, received_from_peers
 from .loaders import Reader, batch_size
 from .rng_state import NAMES
 from .thresholds import DRAWN_SHARE, FEWEST, LATER, NO_ACCIDENT, RICH, TOY_DRAWS
+
+SAME_LOSS = 1e-3
+"""Relative difference of the ranks' losses up to which they are computed from the same values."""
 
 
 @dataclass(eq=False)
@@ -160,7 +163,8 @@ class EqualInputs:
         constant: they (nearly) never change over time: toy data.
         part: only this one of several inputs is the same, counted from 0; -1 for all.
         intended: one of the ranks sent them to the others, or the ranks exchange what they compute
-            from them in a smaller group of their own.
+            from them in a smaller group of their own, or each computes another loss from them; or
+            no step applies what most of them give.
         apart: the first rank gets them so many forwards later than the others (negative: earlier);
             None where they are the same ones at each forward, to the end.
         compared: where `apart` is a number, how many inputs of the first rank are on record.
@@ -233,7 +237,8 @@ def equal_inputs(run: Run, given: Inputs) -> Iterator[EqualInputs]:
             same,
             events,
             _drawn(events),
-            all(_intended(run.everyone[r], frozenset(ranks), len(same)) for r in ranks),
+            all(_intended(run.everyone[r], frozenset(ranks), len(same)) for r in ranks)
+            or _other_work(run, ranks, events),
             common[begin - 1] if begin else -1,
             constant,
         )
@@ -261,10 +266,10 @@ def equal_parts(run: Run, given: Inputs) -> Iterator[EqualInputs]:
         if rich and all(len(d) == 1 for d in digests):
             if len(set().union(*digests)) < NO_ACCIDENT:
                 continue
+            events = [f[0] for f in forwards]
             intended = all(
                 _intended(run.everyone[r], frozenset(ranks), len(numbers)) for r in ranks
-            )
-            events = [f[0] for f in forwards]
+            ) or _other_work(run, ranks[:1], events)
             yield EqualInputs(given.kind, ranks, numbers, events, False, intended, -1, False, part)
             return
 
@@ -329,6 +334,28 @@ def _once(forwards: dict[int, ForwardInput]) -> dict[int, int]:
 
 def _intended(rank: Rank, ranks: frozenset[int], times: int) -> bool:
     return received_from_peers(rank) >= times or exchange_in_own_group(rank, ranks, times)
+
+
+def _other_work(run: Run, ranks: Sequence[int], events: Sequence[ForwardInput]) -> bool:
+    """Whether equal inputs are no work done twice: no step applies what most of these forwards of
+    the first rank give (a warm-up), or each rank computes another loss from them, although the
+    model draws no random numbers, since each takes other parts or targets."""
+    steps = sorted({e.step for e in events} - {-1})
+    if len(steps) == 1 and any(run.everyone[r].steps > len(events) for r in ranks):
+        return True
+    if any(e.inside > 0 for e in events) or not any(e.inside == 0 for e in events):
+        return False
+    losses = [
+        {
+            s: v
+            for e in run.everyone[r].of(LossValues)
+            for s, v in zip(e.steps, e.values, strict=True)
+        }
+        for r in ranks
+    ]
+    known = [[table[s] for table in losses] for s in steps if all(s in t for t in losses)]
+    apart = sum(max(row) - min(row) > SAME_LOSS * max(map(abs, row)) for row in known)
+    return len(known) >= FEWEST and 2 * apart > len(known)
 
 
 def _equal_to_the_end(

@@ -37,7 +37,8 @@ class _Inputs:
     Attributes:
         due: the next forward is recorded.
         delivered: batches that loaders had delivered before the last recorded forward.
-        positions: of the random generators when the last step or backward ended.
+        positions: of the random generators when the last step or backward ended; `begun` when the
+            last recorded forward began, `inside` what was drawn in it and its backward.
         fed: a loader delivered a batch for the last forward; then generators do not matter.
         own: memory of the last forward's output, to recognise a recurrent state that is fed back.
     """
@@ -46,6 +47,8 @@ class _Inputs:
         self.due = True
         self.delivered = 0
         self.positions: tuple[Position, ...] | None = None
+        self.begun: tuple[Position, ...] | None = None
+        self.inside = -1
         self.fed = False
         self.own: set[Any] = set()
 
@@ -136,6 +139,9 @@ class ForwardInputs(Watcher):
         known = self._models.get(model)
         if known is not None and known.due and not known.fed:
             known.positions = rng_state.positions()
+            if known.begun is not None:
+                known.inside = rng_state.drawn(known.begun, known.positions)
+                known.begun = None
 
 
 def sampled(forward: int) -> bool:
@@ -165,6 +171,7 @@ def _record(
     found_in = content(inputs, own)
     before, known.positions = known.positions, None
     now = None if known.fed else rng_state.positions()
+    known.begun, inside, known.inside = now, known.inside, -1
     recorder.emit(
         ForwardInput(
             at=time.monotonic(),
@@ -186,5 +193,7 @@ def _record(
             batch=latest_batch.numbers,
             kind=model.kind if isinstance(model, Sharded) else "",
             ranks=model.ranks if isinstance(model, Sharded) else (),
+            step=recorder.step,
+            inside=inside,
         )
     )
