@@ -44,7 +44,6 @@ from .data import (
     EndDecided,
     EpochBegan,
     EpochEnded,
-    ForwardInput,
     IndicesRead,
     Layer,
     LoaderSeen,
@@ -125,7 +124,7 @@ from .node import (
     SpawnFailed,
     Stopped,
 )
-from .numerics import LossValues, NonFinite
+from .numerics import ForwardInput, LossValues, NonFinite
 from .optimizer import OptimizerSeen, Ownership, ParameterWrite, StepDone
 from .process import (
     ExceptionPassed,

@@ -1,4 +1,4 @@
-"""NaN and infinity."""
+"""What goes into a forward, the loss, NaN and infinity."""
 
 from __future__ import annotations
 
@@ -78,3 +78,56 @@ class LossValues(Event, frozen=True, tag="loss"):
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
+
+
+class ForwardInput(Event, frozen=True, tag="forward-input"):
+    """The inputs of a forward of a wrapped or sharded model, at selected forwards, the same ones on
+    every rank.
+
+    Attributes:
+        model: its number; negative for one that `fully_shard` shards, whose class is `kind` and
+            whose data `ranks` divide among them.
+        forward: number of the forward with gradients, per model.
+        digest: of the content of the inputs, 0 if they could not be read (on a device).
+        numbers: how many numbers the inputs hold; `rows` how many samples.
+        parts: if there are several inputs, a digest of each of the first ones; `sizes` how many
+            numbers they hold.
+        begins: if the input is a slice of another tensor's rows, the first row.
+        fed: a DataLoader delivered a batch since the last forward, or the inputs are its last one.
+        drawn: lower bound for the random numbers drawn from global generators since the last step;
+            -1 if unknown.
+        training: the model was in `train()` mode.
+        carried: some input was the output of the last forward (a recurrent state); it is not
+            digested.
+        loaders: those whose last batch the inputs are, or are views of; empty if unknown (copies on
+            another device).
+        batch: numbers in the largest part of the batch that a loader delivered last.
+        states: digests of the states of torch's, numpy's and Python's global generators; empty
+            where a loader feeds the model.
+        step: optimizer steps of this process before it; -1 if unknown.
+        inside: lower bound for the random numbers drawn from global generators in the recorded
+            forward before it and its backward (by dropout, say); -1 if unknown.
+    """
+
+    model: int
+    forward: int
+    site: int
+    digest: int
+    numbers: int
+    rows: int
+    fed: bool
+    drawn: int = -1
+    training: bool = True
+    begins: int = 0
+    carried: bool = False
+    loaders: tuple[int, ...] = ()
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    batch: int = 0
+    states: tuple[int, ...] = ()
+    step: int = -1
+    inside: int = -1
+
+    RANKS = ("ranks",)
