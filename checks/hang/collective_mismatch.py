@@ -40,7 +40,8 @@ class CollectiveMismatch(Check):
     ## How it knows
     Every rank records each collective before it calls it, in a file that outlives the process: its
     number in the group, its arguments and the lines that led there; also DDP's own, in the wrap, a
-    forward or a backward, with the models that take part in it. These records are compared between
+    forward or a backward, with the models that take part in it, and whether a forward also
+    broadcasts the order of new buckets. These records are compared between
     ranks, number by number: by the node's monitor once a rank has been in a call for a second, and
     again for the report. The finding is proven. Where every rank concerned waits for another one,
     or for one that is gone, the deadlock is proven too, and the run is stopped unless `--on-hang

@@ -24,6 +24,7 @@ class Signature(Event, frozen=True, tag="signature"):
         sends, receives: for `batch_isend_irecv`, the peer of each message.
         model: number of the wrapped model that communicates, -1 if it may be several; models: in a
             backward through several, the numbers of all of them, empty if unknown.
+        rebuilds: a forward in which DDP also broadcasts the order of its new buckets.
     """
 
     RANKS = ("ranks", "root", "sends", "receives")
@@ -41,11 +42,13 @@ class Signature(Event, frozen=True, tag="signature"):
     receives: tuple[int, ...] = ()
     model: int = -1
     models: tuple[int, ...] = ()
+    rebuilds: bool = False
 
     @property
     def text(self) -> str:
         """`all_reduce(SUM, float32[2, 3])`."""
         parts = [self.reduce_op] if self.reduce_op else []
+        parts += ["rebuilds its buckets"] if self.rebuilds else []
         if self.root >= 0:
             parts.append(f"root {self.root}")
         if self.dtype:

@@ -53,6 +53,20 @@ def test_barrier_on_rank_0_while_others_reduce(tmp_path: Path) -> None:
     assert finding.evidence["call_number"] == 2
 
 
+def test_a_forward_on_rank_0_while_ddp_rebuilds_its_buckets_on_the_others(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("DDP forward", 12, "model(x)").call("DDP backward", 13, "loss.backward()")
+    late = {"step": 1, "at": START + 5, "state": State.BEGUN}
+    made[0].call("DDP forward", 8, "model(sample)", inside=ON_ZERO, **late)
+    made[1].call("DDP forward", 12, "model(x)", rebuilds=True, **late)
+    (finding,) = found(run_of(tmp_path, made, now=START + 7))
+    assert (finding.rule, finding.ranks) == ("branch", (0,))
+    assert finding.location is not None
+    assert finding.location.line == 8
+    assert "model.module" in finding.fix
+
+
 def test_not_stuck_while_one_of_them_still_moves(tmp_path: Path) -> None:
     made = tapes()
     made[0].call("barrier", 8, state=State.BEGUN, at=START + 5)

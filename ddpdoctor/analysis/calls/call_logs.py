@@ -452,7 +452,7 @@ def _what(signature: Signature, key: GroupKey | None, models: tuple[int, ...]) -
     ):
         numel = -1  # NCCL takes tensors of different sizes
     return (
-        signature.op,
+        (signature.op, signature.rebuilds),
         numel,
         signature.dtype,
         signature.device,

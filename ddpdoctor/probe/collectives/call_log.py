@@ -54,7 +54,7 @@ class CallLog:
         self.recorder = recorder
         self.ring = TimedRing(recorder.directory / f"{recorder.stem}.ring", recorder)
         self.signatures: dict[Key, int] = {}
-        self._of_models: dict[tuple[str, int, tuple[int, ...]], int] = {}
+        self._of_models: dict[tuple[str, int, tuple[int, ...], bool], int] = {}
         call_sites = CallSites(recorder)
         self.here, self.at = call_sites.here, call_sites.at
         self._groups: dict[int, GroupLog] = {}
@@ -111,6 +111,8 @@ class CallLog:
         model: int,
         now: float,
         models: tuple[int, ...] = (),
+        *,
+        rebuilds: bool = False,
     ) -> int:
         """Log a collective that DDP issues itself; returns its number in the ring.
 
@@ -119,19 +121,20 @@ class CallLog:
         Args:
             model: number of the wrapped model, -1 if it may be one of several.
             models: in a backward through several, all of them.
+            rebuilds: in a forward, DDP also rebuilds its buckets.
         """
-        key = op, model, models
+        key = op, model, models, rebuilds
         signature = self._of_models.get(key)
         if signature is None:
             signature = self._add_signature(
-                key, op, None, False, None, -1, (), model=model, models=models
+                key, op, None, False, None, -1, (), model=model, models=models, rebuilds=rebuilds
             )
             self._of_models[key] = signature
         return self._log(group, signature, self.at(frame), now)
 
     def recurring(self, group: int, op: str, model: int) -> Recurring | None:
         """A collective that DDP issues itself and may issue again; None if it has not yet."""
-        log, signature = self._groups.get(group), self._of_models.get((op, model, ()))
+        log, signature = self._groups.get(group), self._of_models.get((op, model, (), False))
         return None if log is None or signature is None else Recurring(group, log, signature)
 
     def log_recurring(self, known: Recurring, frame: FrameType, moved: bool, now: float) -> int:
@@ -340,6 +343,7 @@ class CallLog:
         receives: tuple[int, ...] = (),
         model: int = -1,
         models: tuple[int, ...] = (),
+        rebuilds: bool = False,
     ) -> int:
         number = self.signatures[key] = len(self.signatures)
         self.recorder.emit(
@@ -358,6 +362,7 @@ class CallLog:
                 receives=receives,
                 model=model,
                 models=models,
+                rebuilds=rebuilds,
             ),
             vital=True,
         )

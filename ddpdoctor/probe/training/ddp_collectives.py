@@ -71,8 +71,11 @@ class DDPCollectives(Watcher):
         ddp, model = forward.wrapper, forward.model
         if (self.buffers or model.rebuilds) and model.group >= 0:
             certain = self.broadcasts(ddp)
-            if certain or _rebuilds(forward):
-                call = log.of_model(model.group, "DDP forward", forward.frame, model.number, now)
+            rebuilds = _rebuilds(forward)
+            if certain or rebuilds:
+                of = "DDP forward", forward.frame, model.number
+                rebuilds &= model.made_at is not None  # else perhaps before it was seen
+                call = log.of_model(model.group, *of, now, rebuilds=rebuilds)
                 before = -1 if certain else sequence_number(getattr(ddp, "process_group", None))
                 self.forwards.append((model, call, before))
 
@@ -211,7 +214,9 @@ def _settled(recorder: Recorder, number: Any, result: Any, error: Error) -> None
 
 
 def _rebuilds(forward: Forward) -> bool:
-    """Whether DDP may rebuild its buckets in this forward: once, after the first synchronised
-    backward."""
+    """Whether DDP rebuilds its buckets in this forward: once, after the first synchronised backward
+    (with `static_graph`, the second)."""
     model = forward.model
-    return model.rebuilds and forward.grad_enabled and model.synced_backwards > 0
+    return (
+        model.rebuilds and forward.grad_enabled and model.synced_backwards > int(model.static_graph)
+    )
