@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ddpdoctor.analysis.manual_sync import classify
-from ddpdoctor.analysis.manual_sync.copies import trained_copies
+from ddpdoctor.analysis.manual_sync.synced_replicas import member_of, synced_replicas
 from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
 from ddpdoctor.analysis.replicas.causes import Cause
@@ -19,15 +18,12 @@ from ddpdoctor.events import (
     EpochBegan,
     Hyperparameters,
     OptimizerSeen,
-    Replica,
     StepDone,
-    Unwrapped,
-    Wrapped,
 )
 from ddpdoctor.events.amp import told_at
 from ddpdoctor.report.declarations import Condition, Effect, When
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
-from ddpdoctor.run import Rank, Run, equal_ranks, odd_ones, ranks_do, ranks_text
+from ddpdoctor.run import Run, equal_ranks, odd_ones, ranks_do, ranks_text
 
 SCHEDULED = ("lr", "momentum", "betas")
 """The options that torch's schedulers change."""
@@ -212,14 +208,7 @@ class HyperparameterSkew(Check):
 
 
 def _copies(run: Run) -> list[Replicas]:
-    return [*replicas(run), *_manually_synced(run), *_in_pieces(run)]
-
-
-def _manually_synced(run: Run) -> Iterator[Replicas]:
-    """Copies without a wrapper that apply equal gradients from the first step on."""
-    for copies in trained_copies(run):
-        if classify.equal_gradients(copies):
-            yield Replicas({n: _member(*pair) for n, pair in copies.members.items()})
+    return [*replicas(run), *synced_replicas(run), *_in_pieces(run)]
 
 
 def _in_pieces(run: Run) -> Iterator[Replicas]:
@@ -228,19 +217,12 @@ def _in_pieces(run: Run) -> Iterator[Replicas]:
     for number, rank in run.ranks.items():
         for event in rank.of(OptimizerSeen):
             if len(event.pieces) > 1:
-                groups.setdefault((event.optimizer, event.pieces), {})[number] = _member(
+                groups.setdefault((event.optimizer, event.pieces), {})[number] = member_of(
                     rank, event
                 )
     for (_, pieces), members in groups.items():
         if set(members) == set(pieces):
             yield Replicas(members)
-
-
-def _member(rank: Rank, event: Unwrapped | OptimizerSeen) -> Member:
-    """A rank's copy, described like one with a wrapper."""
-    seen = Replica(at=event.at, model=-1, optimizer=event.optimizer, ranks=(), parameters="")
-    origin = Wrapped(at=event.at, model=-1, wrapper="", kind=event.kind, group=-1, site=event.site)
-    return Member(rank, seen, origin)
 
 
 def _extent(

@@ -263,11 +263,13 @@ class Sketch(Event, frozen=True, tag="sketch"):
 
 
 class Loaded(Event, frozen=True, tag="loaded"):
-    """`load_state_dict` was called. `what` is `weights` of a wrapped model, its `optimizer`, a
-    `scheduler` of that optimizer, or a gradient `scaler`.
+    """`load_state_dict` was called. `what` is `weights` of a model, its `optimizer`, a `scheduler`
+    of that optimizer, or a gradient `scaler`.
 
     Attributes:
-        model: number of the wrapper, -1 for none.
+        model: number of the wrapper, -1 for none; optimizer: of a model without one, the number of
+            an optimizer that trains it, else -1. What all ranks exchange before the first step is
+            not recorded of weights that were loaded earlier.
         step: optimizer steps of this process before it.
         assigned: with `assign=True`, which replaces the model's parameters by others.
         update: of weights that another module of the program holds, such as moving averages: the
@@ -280,6 +282,7 @@ class Loaded(Event, frozen=True, tag="loaded"):
     site: int
     assigned: bool = False
     update: tuple[Place, ...] = ()
+    optimizer: int = -1
 
     def describe(self) -> str:
         whose = f" of model {self.model}" if self.model >= 0 else ""

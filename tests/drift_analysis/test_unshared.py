@@ -6,7 +6,7 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import AbsentGradients, Averaged, Unwrapped, UnwrappedState
+from ddpdoctor.events import AbsentGradients, Averaged, Loaded, Unwrapped, UnwrappedState
 from ddpdoctor.events.pack import pack, unpack
 
 LAYERS = ("body", "head")
@@ -139,6 +139,16 @@ def test_copies_that_were_never_equal():
     (found,) = found_in(apart=(0, 1, 2, 3))
     assert (found.rule, found.severity.value) == ("unequal-start", "error")
     assert (found.location.line, found.steps.first) == (3, 0)
+
+
+def test_a_start_from_weights_that_one_rank_alone_loaded():
+    rows = {rank: list(states(rank, apart=range(4))) for rank in (0, 1)}
+    for what, line in (("weights", 5), ("optimizer", 6)):
+        load = Loaded(at=0, what=what, model=-1, step=0, site=line, optimizer=0)
+        rows[0][:0] = [site(line, "train.py", line, f"{what}.load_state_dict(state)"), load]
+    (found,) = found_with(rows)
+    assert (found.rule, found.ranks, found.location.line) == ("load-on-some-ranks", (0,), 5)
+    assert [r.location.line for r in found.related] == [6, 9]
 
 
 @pytest.mark.parametrize("kwargs", [

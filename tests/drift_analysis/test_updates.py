@@ -4,9 +4,10 @@ import msgspec
 import pytest
 from ddpdoctor.checks.drift.hyperparameter_skew import HyperparameterSkew
 from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
+from recordings import site
 from test_unshared import found_with, run_with, states
 
-from ddpdoctor.events import Hyperparameters
+from ddpdoctor.events import Hyperparameters, Loaded
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.diagnose import diagnose
 from ddpdoctor.report.findings import Severity
@@ -33,8 +34,9 @@ def looks(rank, *, parted=PARTED, still=False, healed=False, own=(), every=False
         )
 
 
-def found_in(**kwargs):
-    return found_with({rank: list(looks(rank, **kwargs)) for rank in (0, 1)})
+def found_in(loads=None, **kwargs):
+    loads = loads or {}
+    return found_with({r: [*loads.get(r, ()), *looks(r, **kwargs)] for r in (0, 1)})
 
 
 def test_a_rank_that_applies_no_update():
@@ -42,6 +44,27 @@ def test_a_rank_that_applies_no_update():
     assert (found.severity, found.ranks, found.steps.first) == (Severity.ERROR, (1,), 1)
     assert found.subjects == ("body.bias", "head.bias")
     assert found.location.line == 9
+
+
+LOAD = (site(4, "train.py", 5, "load(path)"),
+        Loaded(at=0, what="optimizer", model=-1, step=0, site=4, optimizer=0))  # fmt: skip
+
+
+def test_updates_that_differ_as_one_rank_alone_loaded_the_optimizer():
+    (found,) = found_in(loads={1: LOAD})
+    assert (found.rule, found.ranks) == ("load-on-some-ranks", (1,))
+    assert (found.location.line, found.steps.first) == (5, 1)
+
+
+def test_a_load_on_every_rank_explains_nothing():
+    (found,) = found_in(loads={0: LOAD, 1: LOAD})
+    assert (found.rule, found.location.line) == ("unequal-updates", 9)
+
+
+def test_a_load_of_another_optimizer_explains_nothing():
+    event = msgspec.structs.replace(LOAD[1], optimizer=1)
+    (found,) = found_in(loads={1: (LOAD[0], event)})
+    assert found.rule == "unequal-updates"
 
 
 def test_updates_that_differ():
@@ -58,6 +81,20 @@ def test_updates_that_differ():
 ])  # fmt: skip
 def test_traps(kwargs):
     assert found_in(**kwargs) == []
+
+
+def test_gradients_that_agree_are_exchanged_by_whatever_means():
+    """In hooks of the backward, say: enough is exchanged in each step to make them equal."""
+    rows = {}
+    for rank in (0, 1):
+        rate = Hyperparameters(at=0, optimizer=0, step=0, groups=({"lr": 0.1 + rank},), site=2)
+        inside = (
+            msgspec.structs.replace(s, exchanged="in backward", elements=100 * s.step)
+            for s in looks(rank, every=True)
+        )
+        rows[rank] = [rate, *inside]
+    (found,) = diagnose(run_with(rows), [ParameterDrift(), HyperparameterSkew()]).findings
+    assert (found.check, found.rule) == ("hyperparameter-skew", "unknown-line")
 
 
 def told_with_rates(*rates, **kwargs):

@@ -11,6 +11,7 @@ from ddpdoctor.probe.training.wrapped_models import WrappedModels  # noqa: E402
 from ddpdoctor.probe.watchers.gradients import state_loading  # noqa: E402
 from ddpdoctor.probe.watchers.gradients.replica_digests import ReplicaDigests  # noqa: E402
 from ddpdoctor.probe.watchers.gradients.state_loading import StateLoading  # noqa: E402
+from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges  # noqa: E402
 
 
 class Active:
@@ -45,6 +46,29 @@ def test_it_is_told_once_its_model_is_wrapped(monkeypatch):
 def test_the_optimizer_of_another_model(monkeypatch):
     one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     assert loaded(monkeypatch, one, other) == []
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_loads_into_a_model_that_no_wrapper_trains(monkeypatch, sent):
+    monkeypatch.setattr(StateLoading.current, "early", [])
+    monkeypatch.setattr(StateLoading.current, "depth", 0)
+    monkeypatch.setattr(WrappedModels.current, "count", lambda: 0)
+    monkeypatch.setattr(Exchanges.current, "all_carried_since", lambda mark, parameters: sent)
+    recorder, model = Active(), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.nn.Linear(2, 1)
+    for begin, into in (
+        (StateLoading.current._load_module, model),
+        (StateLoading.current._load_module, other),
+        (StateLoading.current._load_optimizer, optimizer),
+    ):
+        StateLoading.current._load_ends(recorder, begin(recorder, (into, {}), {}), None, None)
+    assert recorder.emitted == []
+    StateLoading.current._unwrapped(recorder, (4, list(model.parameters())))
+    assert [(e.what, e.model, e.optimizer) for e in recorder.emitted] == [
+        *([] if sent else [("weights", -1, 4)]),
+        ("optimizer", -1, 4),
+    ]
 
 
 def test_a_scheduler_is_loaded_into_the_model_of_its_optimizer(monkeypatch):

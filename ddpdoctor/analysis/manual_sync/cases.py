@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
 
+import msgspec
+
 from ...report.findings import Check, Confidence, Evidence, Finding, Related, Severity, Steps
 from ...run import Location, named, plural, ranks_text
+from ..replicas.causes import Cause
 from .copies import Copies, Rows, step_of
 
 SHOWN = 20
@@ -60,6 +63,7 @@ class Case:
         beside: another optimizer's part of the model, which is synchronised.
         remarks: templates that go on with the cause.
         example: names for these.
+        load: what some ranks alone load, where that explains it.
     """
 
     rule: Rule
@@ -72,12 +76,13 @@ class Case:
     beside: Copies | None = None
     remarks: tuple[str, ...] = ()
     example: tuple[str, ...] = ()
+    load: Cause | None = None
 
     def finding(self, check: Check) -> Finding:
-        rule = self.rule
+        rule, load = self.rule, self.load
         spots = map(self.spot, rule.spots)
         places = [(text, self.spot(name)) for text, name in rule.related]
-        return check.finding(
+        found = check.finding(
             rule=rule.name,
             severity=self.severity,
             confidence=self.confidence,
@@ -94,6 +99,13 @@ class Case:
             evidence=rule.evidence(self),
             at=self.at,
         )
+        if load is None:
+            return found
+        return msgspec.structs.replace(
+            found, rule=load.rule, ranks=load.ranks, location=load.location, label=load.label,
+            related=(*load.related, *found.related), cause=load.text, fix=load.fix,
+            evidence={**found.evidence, **load.evidence},
+        )  # fmt: skip
 
     def say(self, *templates: str) -> str:
         return Template().format("".join(templates), c=self)

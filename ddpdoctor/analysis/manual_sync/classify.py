@@ -7,6 +7,7 @@ collectives themselves comes before what only follows from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import takewhile
 
 import msgspec
@@ -16,6 +17,8 @@ from ...events.drift import ABSENT, ZERO
 from ...events.pack import unpack
 from ...report.findings import Check, Finding
 from ...run import Run, named, ranks_text
+from ..replicas import state_loading
+from ..replicas.causes import Cause
 from . import divergence, rules
 from .cases import Case, WithoutGradient
 from .copies import (
@@ -31,6 +34,7 @@ from .copies import (
     trained_copies,
 )
 from .divergence import Divergence
+from .synced_replicas import as_replicas
 from .thresholds import ENOUGH, LOOKS, LOOKS_SINCE_STOPPED
 
 
@@ -60,7 +64,26 @@ def cases(run: Run) -> Iterator[Case]:
     for copies in every:
         answers = (classify(copies, every) for classify in CLASSES)
         if (case := next((a for a in answers if a is not None), None)) is not None:
-            yield case
+            yield replace(case, load=_load_before(case))
+
+
+def _load_before(case: Case) -> Cause | None:
+    """What some ranks alone load before copies differ whose gradients agree."""
+    if case.rule not in UNEQUAL_VALUES:
+        return None
+    group, begin = as_replicas(case.copies), case.begin
+    earlier = (step for look in case.copies.looks if (step := step_of(look)) < begin)
+    equal = max(earlier, default=-1)
+    windows = {
+        "weights": range(equal + 1, begin + 1),
+        "optimizer": range(max(equal, 0), begin),  # applies with the next step
+    }
+    until = max(case.copies.members[n][0].wall(state.at) for n, state in case.look.items())
+    for what, steps in windows.items():
+        loads = state_loading.Loads(group, what, until, steps)
+        if loads.on_some is not None:
+            return loads.cause()
+    return None
 
 
 def judged(run: Run) -> bool:
@@ -75,12 +98,6 @@ def judged(run: Run) -> bool:
         or divergence.synced_once(c, [])
         for c in trained_copies(run)
     )
-
-
-def equal_gradients(copies: Copies) -> bool:
-    """Whether the program synchronises the gradients, which agree at every look from before the
-    first step on, but was not seen to keep the parameters equal that way."""
-    return copies.steady and copies.agree_from_start and not copies.kept_equal
 
 
 # Classes of single parameters.
@@ -277,7 +294,7 @@ def _unequal_updates(copies: Copies, every: list[Copies]) -> Case | None:
     if any(not all(h.equal) for i, h in enumerate(copies.parameters) if i not in differ):
         return None
     kept = [i for i in trained if i not in differ and copies.parameters[i].moved]
-    if not differ or not (kept or copies.steady):
+    if not differ or not (kept or copies.steady or copies.agreed):
         return None
     first = min(differ.values())
     news = [
@@ -366,6 +383,11 @@ def _positions(copies: Copies, wanted: Callable[[History], bool]) -> list[int]:
 def _any_moved(copies: Copies, positions: list[int]) -> bool:
     return any(copies.parameters[i].moved for i in positions)
 
+
+UNEQUAL_VALUES = (
+    rules.UNEQUAL_START, rules.UPDATES_DIFFER, rules.UNEQUAL_UPDATES, rules.EDIT_AFTER_SYNC,
+)  # fmt: skip
+"""Rules by which copies differ though equal gradients are applied: what a rank loads does that."""
 
 CLASSES: tuple[Callable[[Copies, list[Copies]], Case | None], ...] = (
     not_awaited,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...events import Event, Replica, StepDone, Wrapped
+from ...events import Event, Loaded, Replica, StepDone, Wrapped
 from ...run import Location, Rank
 
 E = TypeVar("E", bound=Event)
@@ -38,6 +38,11 @@ class Member:
         wanted = {"model": self.model, "optimizer": self.optimizer, **fields}
         named = {n: v for n, v in wanted.items() if n in kind.__struct_fields__}
         return [e for e in self.rank.of(kind) if all(getattr(e, n) == v for n, v in named.items())]
+
+    def loads(self, what: str) -> list[Loaded]:
+        """The loads of weights or of a state into this copy."""
+        without_wrapper = self.optimizer if self.model < 0 else -1
+        return self.of(Loaded, what=what, optimizer=without_wrapper)
 
     def line(self, kind: type[E], /, **fields: object) -> Location | None:
         """The first known line in such events."""

@@ -66,7 +66,7 @@ class Loads:
     def __init__(self, group: Replicas, what: str, until: float, steps: range = EVER) -> None:
         self.group, self.what, self.until, self.steps = group, what, until, steps
         every = {
-            n: [e for e in m.of(Loaded, what=what) if steps == EVER or own_step(m, e.step) in steps]
+            n: [e for e in m.loads(what) if steps == EVER or own_step(m, e.step) in steps]
             for n, m in group.members.items()
         }
         self.made = {
@@ -81,6 +81,10 @@ class Loads:
 
     def _line(self, number: int, event: Loaded) -> str:
         return str(self.group.members[number].rank.location(event.site))
+
+    def _thing(self, what: str) -> str:
+        wrapped = self.group.any.model >= 0
+        return THINGS[what] if wrapped else THINGS[what].removesuffix(" after the wrap")
 
     @cached_property
     def on_some(self) -> LoadedOnSome | None:
@@ -109,7 +113,7 @@ class Loads:
         ranks = tuple(sorted(n for n, mine in self.by_step.items() if mine))
         if not ranks:
             return None
-        last, thing = self.by_step[ranks[0]][-1], THINGS[self.what]
+        last, thing = self.by_step[ranks[0]][-1], self._thing(self.what)
         everybody = len(ranks) == len(self.group.members)
         rank = self.group.members[ranks[0]].rank
         if everybody and last.update and (found := guard(rank, last.update, lacks=False)):
@@ -133,8 +137,8 @@ class Loads:
         updates = (Related("updates what is loaded, not on every rank", line),) if line else ()
         return Cause(
             UNEQUAL_LOADS,
-            text=f"every rank loads {THINGS[self.what]}, but not the same values: they come from a "
-            f"copy that is updated {found.text}, and so not on every rank",
+            text=f"every rank loads {self._thing(self.what)}, but not the same values: they come "
+            f"from a copy that is updated {found.text}, and so not on every rank",
             fix=f"{found.fix(at_the_line=False)}, or send the copy before it is loaded: "
             "`for t in copy.state_dict().values(): dist.broadcast(t, src=0)`",
             label="loads different values on different ranks",
@@ -150,7 +154,7 @@ class Loads:
             for more in THINGS
             if more not in (self.what, "weights") and (line := self._with_it(more, ranks))
         }
-        thing = listed([THINGS[each] for each in (self.what, *also_loaded)])
+        thing = listed([self._thing(each) for each in (self.what, *also_loaded)])
         facts: dict[str, object] = {LOADED_ONLY_ON: list(ranks)}
         if also_loaded:
             facts[LOADED_TOO] = list(also_loaded)
@@ -182,7 +186,7 @@ class Loads:
         else:
             return None
         spot = self.group.members[ranks[0]].rank.location(event.site)
-        return Related(f"loads {THINGS[what]}", spot) if spot else None
+        return Related(f"loads {self._thing(what)}", spot) if spot else None
 
     def _fix(self, number: int, event: Loaded, also_loaded: bool = False) -> str:
         if self.what != "weights":
@@ -194,10 +198,16 @@ class Loads:
         fix = "load the same weights on every rank, or "
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun
             fix += "into a copy of the model if only one rank needs them (to evaluate)"
+        elif self.group.any.model < 0:
+            fix += "broadcast the parameters afterwards: `for p in model.parameters(): "
+            fix += "dist.broadcast(p.data, src=0)`"
         else:
             wrapping = WrapOptions(self.group.members[number].wrapped).wrapping
             fix += f"before {wrapping}, which broadcasts rank 0's parameters"
-        return fix + "; load the optimizer's state on every rank: DDP never copies it" * also_loaded
+        if not also_loaded:
+            return fix
+        reason = ": DDP never copies it" if self.group.any.model >= 0 else ", too"
+        return f"{fix}; load the optimizer's state on every rank{reason}"
 
 
 def loaded(group: Replicas, what: str, found: Divergence) -> Cause | None:
@@ -265,6 +275,4 @@ def equal_again(group: Replicas, found: Divergence) -> bool:
 
 def reloads(group: Replicas, what: str, after: float) -> bool:
     """Whether anything was loaded later."""
-    return any(
-        m.rank.wall(e.at) > after for m in group.members.values() for e in m.of(Loaded, what=what)
-    )
+    return any(m.rank.wall(e.at) > after for m in group.members.values() for e in m.loads(what))

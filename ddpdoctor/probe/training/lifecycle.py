@@ -1,10 +1,12 @@
 """The hooks of training: moments that watchers subscribe to.
 
-They are fired by `wrapped_models`, `forwards`, `backwards`, `optimizers`, and the watcher of
-loaders.
+They are fired by `wrapped_models`, `forwards`, `backwards`, `optimizers`, and the watchers of
+loaders and of models without a wrapper.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from ..recording.hooks import Hook
 from .limits import PULSE_S, PULSES_PER_PACE, SLOWEST_S
@@ -44,6 +46,9 @@ step_inside: Hook[Step] = Hook("step inside")
 """A step begins inside a backward, maybe under DDP's lock; the other hooks of a step do not fire
 for it."""
 step_ends: Hook[Step] = Hook("step ends")
+unwrapped: Hook[tuple[int, list[Any]]] = Hook("unwrapped")
+"""(optimizer, parameters): before its first step, those that it trains outside of any wrapper; and
+again where they change."""
 closure_ends: Hook[Step] = Hook("closure ends")
 """Just before `step_ends` if the step had a closure: only now are the gradients its own."""
 pulse: Hook[Step] = Hook("pulse")

@@ -1,7 +1,8 @@
 """When are weights, optimizer and scheduler states loaded or saved, and at which line?
 
-DDP makes weights equal at the wrap; what is loaded afterwards, or into an optimizer, only the
-program can make equal. After each load the whole model is digested at the next step.
+DDP makes weights equal at the wrap; what is loaded afterwards, or into an optimizer or a model
+without a wrapper, only the program can make equal. After each load the whole wrapped model is
+digested at the next step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import time
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,8 @@ from ...source.parameter_writes import update_in_frames
 from ...training import lifecycle
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
+from ..manual_sync.exchanges import Exchanges
+from ..manual_sync.unwrapped import optimizers_of
 from .limits import EARLY_LOADS, LOADS_EMITTED, LOADS_SEARCHED
 from .replica_digests import ReplicaDigests
 
@@ -87,6 +91,28 @@ def _prefix(missing: list[str], unexpected: list[str]) -> tuple[str, bool, int] 
     return None
 
 
+@dataclass(frozen=True)
+class Load:
+    """A load into something that no wrapper is known to train, for the event `Loaded`.
+
+    Attributes:
+        into: the module, or the optimizer.
+        exchanged: what was exchanged before it, see `Exchanges.mark`.
+    """
+
+    what: str
+    into: weakref.ref[Any]
+    at: float
+    step: int
+    site: int
+    exchanged: tuple[int, int]
+
+    @property
+    def parameters(self) -> set[int]:
+        into = self.into()
+        return set() if into is None else _parameter_ids(into)
+
+
 class StateLoading(Watcher):
     """
     Attributes:
@@ -94,8 +120,8 @@ class StateLoading(Watcher):
             their children.
         emitted: loads recorded; searched: those of which the source was searched.
         taken: calls of `state_dict`, by line.
-        early: loads into an optimizer before its model was wrapped: what, optimizer, time and line.
-            The wrap makes weights equal but not these.
+        early: loads before the model was wrapped, or trained without a wrapper. The wrap makes
+            weights equal but not the optimizer's state.
     """
 
     lost = "loads of weights and optimizer states"
@@ -105,7 +131,7 @@ class StateLoading(Watcher):
         self.emitted = self.searched = 0
         self.saving = 0
         self.taken: Counter[int] = Counter()
-        self.early: list[tuple[str, weakref.ref[Any], float, int]] = []
+        self.early: list[Load] = []
 
     def install(self) -> None:
         import torch.amp
@@ -139,12 +165,13 @@ class StateLoading(Watcher):
 
     def _load_module(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
-        if self.depth > 1 or not WrappedModels.current.count():
+        if self.depth > 1:
             return None
-        loaded = {id(p) for p in args[0].parameters()}
-        assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
-        fields = {"assigned": assigned, "update": self._update(recorder, args, kwargs)}
-        return "weights", _owners(loaded), recorder.site(), fields
+        owners, fields = _owners(args[0]), {}
+        if owners:
+            assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
+            fields = {"assigned": assigned, "update": self._update(recorder, args, kwargs)}
+        return "weights", owners, recorder.site(), fields, args[0]
 
     def _update(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[Place, ...]:
         """The line that writes to the module from which weights are loaded during training."""
@@ -171,30 +198,37 @@ class StateLoading(Watcher):
         return self._for_optimizer(recorder, "scheduler", optimizer)
 
     def _for_optimizer(self, recorder: Recorder, what: str, optimizer: Any) -> Any:
-        owners = _owners(_parameter_ids(optimizer)) if WrappedModels.current.count() else []
-        if not owners and len(self.early) < EARLY_LOADS:
-            self.early.append((what, weakref.ref(optimizer), time.monotonic(), recorder.site()))
-        return what, owners, recorder.site(), {}
+        return what, _owners(optimizer), recorder.site(), {}, optimizer
 
     def _load_scaler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1
-        return None if self.depth > 1 else ("scaler", [None], recorder.site(), {})
+        return None if self.depth > 1 else ("scaler", [None], recorder.site(), {}, None)
 
     @on(lifecycle.wrapped)
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
         mine = {id(p) for ref in model.parameters if (p := ref()) is not None}
-        for what, reference, at, site in list(self.early):
-            optimizer = reference()
-            if optimizer is not None and mine & _parameter_ids(optimizer):
-                recorder.emit(
-                    Loaded(at=at, what=what, model=model.number, step=recorder.step, site=site)
-                )
+        for load in self.early:
+            if load.what != "weights" and mine & load.parameters:
+                recorder.emit(_event(load, model=model.number))
+
+    @on(lifecycle.unwrapped)
+    def _unwrapped(self, recorder: Recorder, trained: tuple[int, list[Any]]) -> None:
+        optimizer, parameters = trained
+        mine = {id(p) for p in parameters}
+        for load in self.early:
+            sent = load.what == "weights" and Exchanges.current.all_carried_since(
+                load.exchanged, parameters
+            )
+            if not sent and mine & load.parameters:
+                recorder.emit(_event(load, optimizer=optimizer))
 
     def _load_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth = max(0, self.depth - 1)
         if token is None or error is not None:
             return
-        what, owners, site, fields = token
+        what, owners, site, fields, into = token
+        if not owners:
+            self._load_without_wrapper(recorder, what, into, site)
         for model in owners:
             if model is not None:
                 ReplicaDigests.current.look_whole(model)
@@ -210,6 +244,16 @@ class StateLoading(Watcher):
                         **fields,
                     )
                 )
+
+    def _load_without_wrapper(self, recorder: Recorder, what: str, into: Any, site: int) -> None:
+        mark = Exchanges.current.mark()
+        load = Load(what, weakref.ref(into), time.monotonic(), recorder.step, site, mark)
+        optimizers = optimizers_of(load.parameters)
+        if not optimizers and len(self.early) < EARLY_LOADS:
+            self.early.append(load)
+        self.emitted += len(optimizers)
+        for optimizer in optimizers if self.emitted <= LOADS_EMITTED else ():
+            recorder.emit(_event(load, optimizer=optimizer))
 
     def _state_dict_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.saving += 1  # modules ask their children
@@ -236,8 +280,22 @@ class StateLoading(Watcher):
         self.saving = max(0, self.saving - 1)
 
 
-def _parameter_ids(optimizer: Any) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _event(load: Load, *, model: int = -1, optimizer: int = -1) -> Loaded:
+    return Loaded(
+        at=load.at,
+        what=load.what,
+        model=model,
+        step=load.step,
+        site=load.site,
+        optimizer=optimizer,
+    )
+
+
+def _parameter_ids(into: Any) -> set[int]:
+    """Identities of the parameters of an optimizer, or of a module."""
+    if hasattr(into, "param_groups"):
+        return {id(p) for group in into.param_groups for p in group["params"]}
+    return {id(p) for p in into.parameters()}
 
 
 def _holder(state: dict[str, Any], target: Any, frame: FrameType, recorder: Recorder) -> Any:
@@ -256,7 +314,11 @@ def _holder(state: dict[str, Any], target: Any, frame: FrameType, recorder: Reco
     return None
 
 
-def _owners(parameters: set[int]) -> list[Model]:
+def _owners(into: Any) -> list[Model]:
+    """The wrapped models that hold parameters of an optimizer, or of a module."""
+    if not WrappedModels.current.count():
+        return []
+    parameters = _parameter_ids(into)
     return [
         model
         for model in WrappedModels.current.live()

@@ -391,6 +391,17 @@ class Exchanges(Watcher):
         whole = len(groups) == 1 and sizes.keys() == {e.memory for e in every}
         return groups.pop() if whole else -1
 
+    def mark(self) -> tuple[int, int]:
+        """A moment, for `all_carried_since`."""
+        return self.number, len(self.earlier) + len(self.recent)
+
+    def all_carried_since(self, mark: tuple[int, int], parameters: Sequence[Any]) -> bool:
+        """Whether collectives carried all these parameters themselves since a moment, as far as no
+        step has ended in between."""
+        number, count = mark
+        since = [*self.earlier, *self.recent][count:] if number == self.number else []
+        return {memory_of(p) for p in parameters} <= {e.memory for e in since if not e.gathered}
+
     def enough_for(self, parameters: Sequence[Any], since: int) -> bool:
         """Whether enough numbers were exchanged since `numbers_passed()` was `since` to synchronise
         these parameters, in whatever form."""

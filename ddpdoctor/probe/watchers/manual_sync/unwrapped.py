@@ -182,6 +182,7 @@ class UnwrappedModels(Watcher):
         known.held, known.models = held, WrappedModels.current.count()
         if mine:
             self._emit(recorder, step, mine)
+            lifecycle.unwrapped.fire(recorder, (step.known.number, mine))
         return known
 
     def _emit(self, recorder: Recorder, step: Step, parameters: list[Any]) -> None:
@@ -335,6 +336,16 @@ def _record_state(
     )
     known.waiting.add(state, Waiting(gradients), Waiting(values))
     _write(recorder, known, wait=False)
+
+
+def optimizers_of(parameters: set[int]) -> list[int]:
+    """The optimizers that train any of these parameters outside of wrappers."""
+    known = ((o, o.notes.get(UnwrappedParameters)) for o in Optimizers.current.known())
+    return [
+        optimizer.number
+        for optimizer, held in known
+        if held and any((p := ref()) is not None and id(p) in parameters for ref in held.parameters)
+    ]
 
 
 def _several_ranks() -> bool:
