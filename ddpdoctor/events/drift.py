@@ -274,6 +274,7 @@ class Loaded(Event, frozen=True, tag="loaded"):
         assigned: with `assign=True`, which replaces the model's parameters by others.
         update: of weights that another module of the program holds, such as moving averages: the
             line that writes to that one, and the calls that lead to it, innermost first.
+        places: `site`, and the calls that lead to it, innermost first.
     """
 
     what: str
@@ -283,6 +284,7 @@ class Loaded(Event, frozen=True, tag="loaded"):
     assigned: bool = False
     update: tuple[Place, ...] = ()
     optimizer: int = -1
+    places: tuple[Place, ...] = ()
 
     def describe(self) -> str:
         whose = f" of model {self.model}" if self.model >= 0 else ""

@@ -112,6 +112,16 @@ def test_a_load_on_one_rank_is_the_cause():
     assert finding.ranks == (0,)
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_the_condition_under_which_one_rank_alone_loads(step):
+    resume = Place(OTHER, (Statement(line=34, text="if rank == 0:"),))
+    loads = msgspec.structs.replace(load(step=step), places=(Place(LINE), resume))
+    (finding,) = ParameterDrift().examine(run_of({0: [loads, last(True)], 1: [last(False)]}))
+    assert (finding.rule, finding.location.line) == ("load-on-some-ranks", 33)
+    assert finding.related[0].location.line == 34
+    assert finding.fix.startswith("run `another_line()` on every rank: move it out of")
+
+
 def test_an_edit_on_one_rank_is_the_cause():
     ranks = {
         0: [edit(changed=False), digests("parameters", SAME)],

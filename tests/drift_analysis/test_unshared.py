@@ -6,7 +6,15 @@ from ddpdoctor.checks.drift.parameter_drift import ParameterDrift
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import AbsentGradients, Averaged, Loaded, Unwrapped, UnwrappedState
+from ddpdoctor.events import (
+    AbsentGradients,
+    Averaged,
+    Loaded,
+    Place,
+    Statement,
+    Unwrapped,
+    UnwrappedState,
+)
 from ddpdoctor.events.pack import pack, unpack
 
 LAYERS = ("body", "head")
@@ -144,11 +152,12 @@ def test_copies_that_were_never_equal():
 def test_a_start_from_weights_that_one_rank_alone_loaded():
     rows = {rank: list(states(rank, apart=range(4))) for rank in (0, 1)}
     for what, line in (("weights", 5), ("optimizer", 6)):
-        load = Loaded(at=0, what=what, model=-1, step=0, site=line, optimizer=0)
+        under = Place(line, (Statement(line=4, text="if rank == 0:"),))
+        load = Loaded(at=0, what=what, model=-1, step=0, site=line, optimizer=0, places=(under,))
         rows[0][:0] = [site(line, "train.py", line, f"{what}.load_state_dict(state)"), load]
     (found,) = found_with(rows)
     assert (found.rule, found.ranks, found.location.line) == ("load-on-some-ranks", (0,), 5)
-    assert [r.location.line for r in found.related] == [6, 9]
+    assert [r.location.line for r in found.related] == [6, 4, 9]
 
 
 @pytest.mark.parametrize("kwargs", [

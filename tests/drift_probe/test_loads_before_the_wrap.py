@@ -17,6 +17,7 @@ from ddpdoctor.probe.watchers.manual_sync.exchanges import Exchanges  # noqa: E4
 class Active:
     def __init__(self):
         self.step = 0
+        self.sites = SimpleNamespace(user_lines=lambda frame, most: [])
         self.emitted = []
 
     def site(self):

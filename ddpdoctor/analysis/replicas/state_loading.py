@@ -155,6 +155,7 @@ class Loads:
             if more not in (self.what, "weights") and (line := self._with_it(more, ranks))
         }
         thing = listed([self._thing(each) for each in (self.what, *also_loaded)])
+        found = None if some.here else guard(self.group.members[ranks[0]].rank, some.event.places)
         facts: dict[str, object] = {LOADED_ONLY_ON: list(ranks)}
         if also_loaded:
             facts[LOADED_TOO] = list(also_loaded)
@@ -162,17 +163,18 @@ class Loads:
             text = f"{ranks_do(ranks, 'load')} {thing} more often than the other ranks"
         else:
             place = " at this line" * some.others
-            text = f"{ranks_do(ranks, 'load')} {thing}{place}, the other ranks do not"
+            under = f" {found.text}" if found else ""
+            text = f"{ranks_do(ranks, 'load')} {thing}{place}{under}, the other ranks do not"
         return Cause(
             LOAD_ON_SOME,
             text=text,
             fix="load the same on every rank"
             if some.others
-            else self._fix(ranks[0], some.event, bool(also_loaded)),
+            else self._fix(ranks[0], some.event, bool(also_loaded), found),
             label="some ranks run this line more often" if some.here else ONLY_SOME,
             location=self.group.members[ranks[0]].rank.location(some.event.site),
             ranks=ranks,
-            related=tuple(also_loaded.values()),
+            related=(*also_loaded.values(), *([found.related] if found else [])),
             evidence=facts,
         )
 
@@ -188,21 +190,26 @@ class Loads:
         spot = self.group.members[ranks[0]].rank.location(event.site)
         return Related(f"loads {self._thing(what)}", spot) if spot else None
 
-    def _fix(self, number: int, event: Loaded, also_loaded: bool = False) -> str:
+    def _fix(
+        self, number: int, event: Loaded, also_loaded: bool = False, under: Guard | None = None
+    ) -> str:
         if self.what != "weights":
+            same = "load the same state on every rank (`torch.load(path, map_location=...)`)"
             return (
-                "load the same state on every rank (`torch.load(path, map_location=...)`); if only "
-                "one rank has the file, load it there and send it: "
+                f"{under.fix() if under else same}; if only one rank has the file, load it there "
+                "and send it: "
                 "`box = [state]; dist.broadcast_object_list(box, src=0); state = box[0]`"
             )
-        fix = "load the same weights on every rank, or "
+        fix = f"{under.fix()}; or " if under else "load the same weights on every rank, or "
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun
+            fix += "load them " * bool(under)
             fix += "into a copy of the model if only one rank needs them (to evaluate)"
         elif self.group.any.model < 0:
             fix += "broadcast the parameters afterwards: `for p in model.parameters(): "
             fix += "dist.broadcast(p.data, src=0)`"
         else:
             wrapping = WrapOptions(self.group.members[number].wrapped).wrapping
+            fix += "load the weights " * bool(under)
             fix += f"before {wrapping}, which broadcasts rank 0's parameters"
         if not also_loaded:
             return fix

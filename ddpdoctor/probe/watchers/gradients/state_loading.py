@@ -7,19 +7,22 @@ digested at the next step.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-from ....events import Loaded, NamesMissed, Place, StateTaken
+from msgspec.structs import replace
+
+from ....events import CALLERS, Loaded, NamesMissed, Place, StateTaken
 from ...recording.names_in_frames import named
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
-from ...source.call_resolver import places_of
+from ...source.call_resolver import Found, places_of
 from ...source.parameter_writes import update_in_frames
 from ...training import lifecycle
 from ...training.tracked_model import Model
@@ -93,18 +96,16 @@ def _prefix(missing: list[str], unexpected: list[str]) -> tuple[str, bool, int] 
 
 @dataclass(frozen=True)
 class Load:
-    """A load into something that no wrapper is known to train, for the event `Loaded`.
+    """A load into something that no wrapper is known to train.
 
     Attributes:
+        event: without the model, or the optimizer.
         into: the module, or the optimizer.
         exchanged: what was exchanged before it, see `Exchanges.mark`.
     """
 
-    what: str
+    event: Loaded
     into: weakref.ref[Any]
-    at: float
-    step: int
-    site: int
     exchanged: tuple[int, int]
 
     @property
@@ -122,6 +123,7 @@ class StateLoading(Watcher):
         taken: calls of `state_dict`, by line.
         early: loads before the model was wrapped, or trained without a wrapper. The wrap makes
             weights equal but not the optimizer's state.
+        places: of loads, by the lines that led to them.
     """
 
     lost = "loads of weights and optimizer states"
@@ -132,6 +134,7 @@ class StateLoading(Watcher):
         self.saving = 0
         self.taken: Counter[int] = Counter()
         self.early: list[Load] = []
+        self.places: dict[tuple[tuple[CodeType, int], ...], tuple[Place, ...]] = {}
 
     def install(self) -> None:
         import torch.amp
@@ -141,6 +144,7 @@ class StateLoading(Watcher):
         self.depth = self.emitted = self.saving = self.searched = 0
         self.taken = Counter()
         self.early = []
+        self.places = {}
         self.around(
             torch.nn.Module, "load_state_dict", before=self._load_module, after=self._load_ends
         )
@@ -208,52 +212,53 @@ class StateLoading(Watcher):
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
         mine = {id(p) for ref in model.parameters if (p := ref()) is not None}
         for load in self.early:
-            if load.what != "weights" and mine & load.parameters:
-                recorder.emit(_event(load, model=model.number))
+            if load.event.what != "weights" and mine & load.parameters:
+                recorder.emit(replace(load.event, model=model.number))
 
     @on(lifecycle.unwrapped)
     def _unwrapped(self, recorder: Recorder, trained: tuple[int, list[Any]]) -> None:
         optimizer, parameters = trained
         mine = {id(p) for p in parameters}
         for load in self.early:
-            sent = load.what == "weights" and Exchanges.current.all_carried_since(
+            sent = load.event.what == "weights" and Exchanges.current.all_carried_since(
                 load.exchanged, parameters
             )
             if not sent and mine & load.parameters:
-                recorder.emit(_event(load, optimizer=optimizer))
+                recorder.emit(replace(load.event, optimizer=optimizer))
 
     def _load_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.depth = max(0, self.depth - 1)
         if token is None or error is not None:
             return
         what, owners, site, fields, into = token
-        if not owners:
-            self._load_without_wrapper(recorder, what, into, site)
+        at, places = time.monotonic(), self._places(recorder)
+        event = Loaded(
+            at=at, what=what, model=-1, step=recorder.step, site=site, places=places, **fields
+        )
+        trained = [] if owners else optimizers_of(_parameter_ids(into))
+        if not (owners or trained) and len(self.early) < EARLY_LOADS:
+            self.early.append(Load(event, weakref.ref(into), Exchanges.current.mark()))
         for model in owners:
             if model is not None:
                 ReplicaDigests.current.look_whole(model)
-            self.emitted += 1
-            if self.emitted <= LOADS_EMITTED:
-                recorder.emit(
-                    Loaded(
-                        at=time.monotonic(),
-                        what=what,
-                        model=-1 if model is None else model.number,
-                        step=recorder.step,
-                        site=site,
-                        **fields,
-                    )
-                )
+                event = replace(event, model=model.number)
+            self._emit(recorder, event)
+        for optimizer in trained:
+            self._emit(recorder, replace(event, optimizer=optimizer))
 
-    def _load_without_wrapper(self, recorder: Recorder, what: str, into: Any, site: int) -> None:
-        mark = Exchanges.current.mark()
-        load = Load(what, weakref.ref(into), time.monotonic(), recorder.step, site, mark)
-        optimizers = optimizers_of(load.parameters)
-        if not optimizers and len(self.early) < EARLY_LOADS:
-            self.early.append(load)
-        self.emitted += len(optimizers)
-        for optimizer in optimizers if self.emitted <= LOADS_EMITTED else ():
-            recorder.emit(_event(load, optimizer=optimizer))
+    def _emit(self, recorder: Recorder, event: Loaded) -> None:
+        self.emitted += 1
+        if self.emitted <= LOADS_EMITTED:
+            recorder.emit(event)
+
+    def _places(self, recorder: Recorder) -> tuple[Place, ...]:
+        """The line that loads and the calls that lead to it."""
+        lines = tuple(recorder.sites.user_lines(sys._getframe(1), CALLERS))
+        if lines and lines not in self.places:
+            first, *through = (Found(*line) for line in lines)
+            found = dataclasses.replace(first, through=tuple(through))
+            self.places[lines] = places_of(recorder.sites, found)
+        return self.places.get(lines, ())
 
     def _state_dict_begins(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.saving += 1  # modules ask their children
@@ -278,17 +283,6 @@ class StateLoading(Watcher):
 
     def _state_dict_ends(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         self.saving = max(0, self.saving - 1)
-
-
-def _event(load: Load, *, model: int = -1, optimizer: int = -1) -> Loaded:
-    return Loaded(
-        at=load.at,
-        what=load.what,
-        model=model,
-        step=load.step,
-        site=load.site,
-        optimizer=optimizer,
-    )
 
 
 def _parameter_ids(into: Any) -> set[int]:
