@@ -169,7 +169,8 @@ def lost(run: Run) -> list[str]:
             parts.setdefault(trouble.lost or trouble.part, []).append(rank.rank)
     monitors = [t for node in run.nodes.values() for t in node.of(ProbeTrouble)]
     lost += sorted({f"the monitor failed: {t.lost or t.error}" for t in monitors})
-    lost += [f"not observed on {ranks_text(r)}: {what}" for what, r in parts.items()]
+    failed = "an error in ddpdoctor itself on"
+    lost += [f"{failed} {ranks_text(r)}; not observed: {what}" for what, r in parts.items()]
     return lost
 
 

@@ -129,7 +129,7 @@ class Ledger:
         return [a for a in ACCOUNTS if any(r.accounts[a] >= SHOWN_SHARE * r.wall_s for r in ranks)]
 
     def efficiency(self) -> str:
-        """`4 ranks did the work of 2.9: they trained for 73 % of their time, 17 % was lost waiting
+        """`4 ranks did the work of 2.9: they worked for 73 % of their time, 17 % was lost waiting
         for rank 2, 10 % to loading`."""
         whole = self.training_s
         if len(self.ranks) < 2 or whole <= 0:
@@ -149,7 +149,7 @@ class Ledger:
         (share, what), *others = parts
         lost_to = [f"{share} was lost {what}", *(" ".join(other) for other in others)]
         used = f"{max(work, 0.0) / len(self.ranks):.0%}".replace("%", " %")
-        return f"{said}: they trained for {used} of their time, {', '.join(lost_to)}"
+        return f"{said}: they worked for {used} of their time, {', '.join(lost_to)}"
 
     def much_lost(self) -> str:
         """`efficiency` of a run in which ranks lost a considerable share of their time in ways that

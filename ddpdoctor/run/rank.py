@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -288,8 +289,19 @@ class Rank(Facts):
 
     def step_time(self) -> float | None:
         """Median seconds of a step, the first few left out; None after one step, which began with
-        the program."""
-        times = [e.wall_s / max(1, e.count) for e in self.of(StepDone)]
+        the program. Of several optimizers that step in turn, between two steps of the one that
+        takes the most."""
+        done = self.of(StepDone)
+        steps: Counter[int] = Counter()
+        for event in done:
+            steps[event.optimizer] += event.count
+        most = max(steps, key=lambda n: steps[n], default=-1)
+        times, since = [], 0.0
+        for event in done:
+            since += event.wall_s
+            if event.optimizer == most:
+                times.append(since / max(1, event.count))
+                since = 0.0
         return statistics.median(times[3:] or times[1:]) if times[1:] else None
 
     @property

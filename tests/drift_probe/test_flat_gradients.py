@@ -55,6 +55,23 @@ def test_tensors_that_hold_something_else(recorded):
     assert recorded(3)
 
 
+class Sharded(torch.Tensor):
+    """As a DTensor, it cannot be viewed as a flat one."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten):
+            raise RuntimeError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_gradients_that_are_sharded(recorded):
+    head = recorded.model["head"]
+    head.bias.grad = torch.zeros(1).as_subclass(Sharded)
+    (event,) = recorded(3)
+    assert event.numel == 3 and not recorded.watcher.layouts
+
+
 def flat_of(model, begin, numel=11, factor=1.0):
     """A tensor that holds the head's gradients from one element on."""
     flat = torch.zeros(numel)

@@ -142,7 +142,7 @@ def test_a_clean_run_says_on_what_grounds() -> None:
     assert "not observed" not in text
 
 
-LOST = "4 ranks did the work of 2.1: they trained for 52 % of their time, 31 % was lost otherwise"
+LOST = "4 ranks did the work of 2.1: they worked for 52 % of their time, 31 % was lost otherwise"
 
 
 @pytest.mark.parametrize("write", [render.text, render.markdown, page.html])

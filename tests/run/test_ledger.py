@@ -70,7 +70,7 @@ def test_ranks_that_are_late_in_turn_within_a_stretch_wait_for_no_one() -> None:
 def test_the_work_of_fewer_ranks() -> None:
     words = ledger_of(two_ranks().ranks).efficiency()
     assert words == (
-        "2 ranks did the work of 1.1: they trained for 57 % of their time, 41 % was lost waiting "
+        "2 ranks did the work of 1.1: they worked for 57 % of their time, 41 % was lost waiting "
         "for rank 0"
     )
 

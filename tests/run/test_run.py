@@ -17,6 +17,15 @@ def test_steps_that_were_joined_count_each() -> None:
     assert run.ranks[0].step_time() == pytest.approx(0.02)
 
 
+def test_a_step_of_two_optimizers_in_turn() -> None:
+    """As of a model and a head: each is half of an iteration later than the other."""
+    done = [
+        StepDone(at=0, optimizer=n % 2, step=n // 2, site=-1, wall_s=(0.03, 0.01)[n % 2])
+        for n in range(12)
+    ]
+    assert make_run({0: done}).ranks[0].step_time() == pytest.approx(0.04)
+
+
 def took(optimizer: int, count: int, since: float, backward_s: float = 0.5) -> list[StepDone]:
     """So many steps of a second each."""
     return [

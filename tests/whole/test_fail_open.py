@@ -119,7 +119,7 @@ HARD_TIMES = {
     "no more files": Trouble(
         setup="import resource",
         during="step or resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))",
-        told="not observed on ranks 0-1: memory of this rank",
+        told="on ranks 0-1; not observed: memory of this rank",
     ),
     "another torch": Trouble(
         setup="import types\n"

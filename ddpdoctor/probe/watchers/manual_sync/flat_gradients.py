@@ -12,6 +12,7 @@ from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
+from ...tensors.digests import readable
 from ...tensors.flat_layout import PACKED, flat_layout
 from ...training.backwards import Backwards
 from ...training.module_origins import ModuleOrigins
@@ -54,7 +55,9 @@ class FlatGradients(Watcher):
         whole = sum(p.numel() for p in every)
         if not missing or not held <= numel:
             return
-        if tensor.device.type == "cpu":  # reading another one would wait for the device
+        gradients = [p.grad for p in every if p.grad is not None]
+        # To read another device would wait for it, and shards (DTensors) are laid out otherwise.
+        if all(map(readable, (tensor, *gradients))):
             layouts = (flat_layout(tensor, order) for order in _orders(every))
             if found := next((layout for layout in layouts if layout), ""):
                 self.layouts[numel] = found
