@@ -35,7 +35,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ],
 )
 def test_terms_divided_by_the_count(loss: Loss, divided: bool) -> None:
-    counts = [_Count(torch.tensor([COUNT]), 0, 1, None, "", 0)]
+    counts = [_Count(torch.tensor([COUNT]), (), 0, 1, None, "", 0)]
     x = torch.ones(4, requires_grad=True)
     for count in (torch.tensor(COUNT), torch.tensor([COUNT])):
         root: Any = loss(x, count).grad_fn
@@ -57,17 +57,9 @@ def nothing(count: torch.Tensor) -> None:
     (halved, nothing, False),  # `reduce_mean`
 ])  # fmt: skip
 def test_a_count_that_is_divided_by_the_number_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, before: Any, after: Any, counted: bool
+    watched: Any, before: Any, after: Any, counted: bool
 ) -> None:
-    model = SimpleNamespace(pending=1, pending_sync=True, group=0, number=0)
-    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
-    monkeypatch.setattr(loss_counts, "group_size", lambda model: 2)
-    watcher, told = LossCounts(), []
-    watcher.plain = torch.Tensor
-    sites = SimpleNamespace(user_frame=lambda frame: None)
-    recorder: Any = SimpleNamespace(
-        step=3, site=lambda: 5, sites=sites, emit=lambda event, **_: told.append(event)
-    )
+    watcher, recorder, told = watched
     weight = torch.ones(4, requires_grad=True)
     for n in range(12):
         count = torch.tensor(float(37 + n))
@@ -79,3 +71,38 @@ def test_a_count_that_is_divided_by_the_number_of_ranks(
         loss = weight.sum() / count
         watcher._backward_begins(recorder, Backward(n, 7, (loss,), 0.0))
     assert bool([e for e in told if isinstance(e, LossCounted)]) is counted
+
+
+@pytest.mark.parametrize(("divides", "counted"), [
+    (lambda own, every: every.sum(), True),
+    (lambda own, every: own, False),
+    (lambda own, every: every.float().mean(), False),
+])  # fmt: skip
+@pytest.mark.parametrize("op", ["all_gather", "all_gather_into_tensor"])
+def test_counts_that_are_gathered_and_summed(
+    watched: Any, op: str, divides: Any, counted: bool
+) -> None:
+    watcher, recorder, told = watched
+    weight = torch.ones(4, requires_grad=True)
+    for n in range(12):
+        own, other = torch.tensor(37 + n), torch.tensor(5 + n)
+        every = torch.stack([own, other])
+        outputs = tuple(every) if op == "all_gather" else (every,)
+        watcher._called(recorder, Call(op, 0, False, (own,), outputs=outputs))
+        loss = weight.sum() / divides(own, every).item()
+        watcher._backward_begins(recorder, Backward(n, 7, (loss,), 0.0))
+    assert bool([e for e in told if isinstance(e, LossCounted)]) is counted
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    model = SimpleNamespace(pending=1, pending_sync=True, group=0, number=0)
+    monkeypatch.setattr(WrappedModels.current, "live", lambda: [model])
+    monkeypatch.setattr(loss_counts, "group_size", lambda model: 2)
+    watcher, told = LossCounts(), []
+    watcher.plain = torch.Tensor
+    sites = SimpleNamespace(user_frame=lambda frame: None)
+    recorder: Any = SimpleNamespace(
+        step=3, site=lambda: 5, sites=sites, emit=lambda event, **_: told.append(event)
+    )
+    return watcher, recorder, told

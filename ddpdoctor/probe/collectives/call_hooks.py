@@ -21,6 +21,7 @@ class Call:
         peers: global ranks on the other side of a point-to-point call, -1 for any.
         messages: of a point-to-point call, for each message its function (`isend`), the peer and
             the tensor. Watchers must not keep these.
+        outputs: the tensors that the results are written to, where these are others.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Call:
     reduction: Any = None
     peers: tuple[int, ...] = ()
     messages: tuple[tuple[str, int, Any], ...] = ()
+    outputs: tuple[Any, ...] = ()
 
     @property
     def carries_values(self) -> bool:

@@ -36,8 +36,8 @@ class Kind:
         reduces: it has a parameter `op`.
         sized: ranks must pass equal numbers of elements.
         p2p: point-to-point rather than collective.
-        gathered, outputs: names of the parameters that are an object to gather, and a list of
-            tensors to write to; empty if there are none.
+        gathered, outputs: names of the parameters that are an object to gather, and the tensor, or
+            list of tensors, to write to; empty if there are none.
     """
 
     op: str
@@ -60,7 +60,9 @@ KINDS = {
     "all_gather": Kind("all_gather", "tensor", outputs="tensor_list"),
     "all_gather_coalesced": Kind("all_gather_coalesced"),
     "all_gather_single": Kind("all_gather_into_tensor", "input_tensor"),
-    "all_gather_into_tensor": Kind("all_gather_into_tensor", "input_tensor"),
+    "all_gather_into_tensor": Kind(
+        "all_gather_into_tensor", "input_tensor", outputs="output_tensor"
+    ),
     "gather": Kind("gather", "tensor", root="dst", outputs="gather_list"),
     "scatter": Kind("scatter", "tensor", root="src"),
     "reduce_scatter": Kind("reduce_scatter", "output", reduces=True, sized=False),
@@ -241,7 +243,12 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         sent = tuple((m.op.__name__, int(m.peer), m.tensor) for m in messages)
         if kind.p2p and hasattr(tensor, "numel"):
             sent = ((kind.op, root, tensor),)
-        call = call_hooks.Call(kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers, sent)
+        outputs = None
+        if kind.outputs:
+            outputs = args[outputs_at] if outputs_at < given else kwargs.get(kind.outputs)
+        call = call_hooks.Call(
+            kind.op, number, kind.p2p, _tensors(passed), reduce_op, peers, sent, _tensors(outputs)
+        )
         call_hooks.called.fire(recorder, call)
         log = call_log_of(recorder)
         if number < 0 or log is None or not ProcessGroups.current.exist():
@@ -254,7 +261,6 @@ def _reader(original: Callable[..., Any], kind: Kind) -> Callable[..., int | Non
         elif gathers:
             GatheredResults.current.record_tensor(recorder, site, tensor)
         if kind.outputs:
-            outputs = args[outputs_at] if outputs_at < given else kwargs.get(kind.outputs)
             OutputLists.current.look(recorder, site, kind.op, outputs)
         if messages:
             return log.point_to_point(number, kind.op, site, -1, sends, receives)

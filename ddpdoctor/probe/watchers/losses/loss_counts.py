@@ -29,6 +29,8 @@ from ..gradients.gradient_sync import GradientSync
 from .limits import COUNTED_BACKWARDS, COUNTS_KEPT, SMALLEST_COUNT, TERM_NODES
 from .loss_scaling import group_size
 
+GATHERS = ("all_gather", "all_gather_into_tensor")
+
 MOST_NUMBERS, MOST_BYTES = 4, 256
 """Of a tensor that may hold a count, and of its storage: it is kept until the next backward."""
 
@@ -39,15 +41,17 @@ counts are by chance, too."""
 
 
 class _Count(NamedTuple):
-    """A small tensor that was summed over a group.
+    """Small tensors of all ranks of a group, that were summed or gathered.
 
     Attributes:
+        tensor: that holds the sum; `gathered` those of the ranks, which the program may sum.
         site: the line of the call; code: of the user's function with it; name: of the variable that
             holds the tensor there, empty for none.
         version: how often it was written to before the call.
     """
 
     tensor: Any
+    gathered: tuple[Any, ...]
     group: int
     site: int
     code: CodeType | None
@@ -57,13 +61,21 @@ class _Count(NamedTuple):
     @property
     def as_reduced(self) -> bool:
         """Whether it still holds the sum: nothing has been written to it since."""
-        return bool(writes(self.tensor) == self.version)
+        return bool(self.gathered) or bool(writes(self.tensor) == self.version)
+
+    def sums(self, size: int) -> list[float]:
+        """The sums over the ranks, of which the group has so many."""
+        if not self.gathered:
+            return [float(v) for v in self.tensor.detach().flatten().tolist()]
+        numbers = [float(v) for t in self.gathered for v in t.detach().flatten().tolist()]
+        each = len(numbers) // size
+        return [sum(numbers[n::each]) for n in range(each)] if each else []
 
 
 class LossCounts(Watcher):
     """
     Attributes:
-        counts: small tensors that were summed over a group since the last backward.
+        counts: small tensors that were summed or gathered in a group since the last backward.
         looked: backwards with such a sum before them; emitted: sites of those on record.
         seen: by site of the backward, in how many a count was the divisor, and the first step.
         parts: lines that sum what was written to before and is no whole number: each rank divides
@@ -88,24 +100,33 @@ class LossCounts(Watcher):
 
     @on(call_hooks.called)
     def _called(self, recorder: Recorder, call: call_hooks.Call) -> None:
-        if self.looked >= COUNTED_BACKWARDS or call.op != "all_reduce" or call.p2p:
+        if self.looked >= COUNTED_BACKWARDS or len(self.counts) >= COUNTS_KEPT or call.p2p:
             return
-        if call.reduces_by != "SUM" or len(self.counts) >= COUNTS_KEPT:
-            return
-        for tensor in call.tensors:
-            small = type(tensor) is self.plain and 0 < tensor.numel() <= MOST_NUMBERS
-            if not small or not tensor.is_cpu or tensor.requires_grad:
-                continue
-            if tensor.untyped_storage().nbytes() > MOST_BYTES:
-                continue
-            frame = recorder.sites.user_frame(sys._getframe(1))
-            known = variables(frame) if frame is not None else {}
-            name = next((n for n, value in known.items() if value is tensor), "")
-            code = frame.f_code if frame is not None else None
-            site, version = recorder.site(), writes(tensor)
-            if version and not all(float(v).is_integer() for v in tensor.flatten().tolist()):
-                self.parts.add(site)
-            self.counts.append(_Count(tensor, call.group, site, code, name, version))
+        if call.op in GATHERS:
+            known = call.outputs and all(t.is_cpu for t in call.outputs)
+            if known and len(call.tensors) == 1 and self._small(call.tensors[0]):
+                self._keep(recorder, call, call.tensors[0], call.outputs)
+        elif call.op == "all_reduce" and call.reduces_by == "SUM":
+            for tensor in filter(self._small, call.tensors):
+                self._keep(recorder, call, tensor, ())
+
+    def _small(self, tensor: Any) -> bool:
+        small = type(tensor) is self.plain and 0 < tensor.numel() <= MOST_NUMBERS
+        if not small or not tensor.is_cpu or tensor.requires_grad:
+            return False
+        return bool(tensor.untyped_storage().nbytes() <= MOST_BYTES)
+
+    def _keep(
+        self, recorder: Recorder, call: call_hooks.Call, tensor: Any, gathered: tuple[Any, ...]
+    ) -> None:
+        frame = recorder.sites.user_frame(sys._getframe(2))
+        known = variables(frame) if frame is not None else {}
+        name = next((n for n, value in known.items() if value is tensor), "")
+        code = frame.f_code if frame is not None else None
+        site, version = recorder.site(), writes(tensor)
+        if version and not all(float(v).is_integer() for v in tensor.flatten().tolist()):
+            self.parts.add(site)
+        self.counts.append(_Count(tensor, gathered, call.group, site, code, name, version))
 
     @on(lifecycle.backward_begins, fast_path=False)
     def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
@@ -166,7 +187,7 @@ def _divisor_in(path: list[Any], counts: list[_Count], size: int) -> tuple[float
         if "AllReduce" in name or "AllGather" in name or abs(divisor * size - 1) < 1e-6:
             return None
         if found is None and divisor >= SMALLEST_COUNT and divisor != size:
-            equal = (c for c in counts if divisor in c.tensor.detach().flatten().tolist())
+            equal = (c for c in counts if divisor in c.sums(size))
             if (count := next(equal, None)) is not None:
                 found = divisor, count
     return found
