@@ -224,7 +224,7 @@ def _rows_of_samples(division: Division, audit: Audit, reader: Reader) -> Rows |
     )
     if any(others) or epoch.samples < 1:
         return None
-    for rows in rows_used_whole(rank, step):
+    for rows in rows_used_whole(rank, epoch.began):
         tensors, rest = divmod(rows.rows, epoch.samples)
         if (
             rest == 0
@@ -254,7 +254,7 @@ def _gathering(readers: list[Reader]) -> tuple[bool, Location | None]:
     line. Repeated samples can be dropped from these, but not from sums."""
     for reader in readers:
         for epoch in reader.epochs:
-            found = gathered(reader.rank, epoch.began.step)
+            found = gathered(reader.rank, epoch.began)
             if found is not None and found.numbers >= epoch.samples:
                 return True, reader.rank.location(found.site)
     return False, None

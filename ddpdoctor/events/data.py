@@ -169,6 +169,8 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
         restored: digest of the state that the loader was given before (`load_state_dict` of
             torchdata's), at the line `restored_site`; 0 if there was none. `restored_over` is one
             of what the data set held until then.
+        calls: how many collectives of each group the rank had called: `g0, n0, g1, n1, ...`; none
+            in older records.
     """
 
     loader: int
@@ -185,6 +187,7 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
     restored: int = 0
     restored_over: int = 0
     restored_site: int = -1
+    calls: tuple[int, ...] = ()
 
     def describe(self) -> str:
         return f"loader {self.loader}: epoch {self.epoch} began (step {self.step})"

@@ -4,13 +4,14 @@ rank sends to others, values exchanged in groups."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from ...events import (
     CallBlock,
     CallRun,
     CallSite,
+    EpochBegan,
     GatheredWhole,
     GroupReady,
     ObjectsGathered,
@@ -42,22 +43,17 @@ class Gathered:
     site: int
 
 
-def gathered(rank: Rank, step: int) -> Gathered | None:
-    """What the rank gathered after `step` optimizer steps and before the next; None for nothing."""
+def gathered(rank: Rank, evaluation: EpochBegan) -> Gathered | None:
+    """What the rank gathered in an evaluation or after it, before the next optimizer step; None for
+    nothing."""
     sizes = {s.id: s.numel for s in rank.of(Signature) if s.op in GATHERS}
     if not sizes:
         return None
     objects = {e.call_site: e.entries for e in rank.of(ObjectsGathered)}
-    blocks = {
-        b.id: b.codes for b in rank.of(CallBlock) if not sizes.keys().isdisjoint(b.codes[::2])
-    }
     found: Counter[int] = Counter()
-    for run in rank.of(CallRun):
-        codes = blocks.get(run.block, ())
-        for signature, place in zip(codes[::2], codes[1::2], strict=True):
-            if signature in sizes and (times := _times(run, step)):
-                size = sizes[signature]
-                found[place] += times * (objects.get(place, UNKNOWN) if size < 0 else size)
+    for signature, place, times in _calls(rank, sizes.keys(), evaluation.step, evaluation):
+        size = sizes[signature]
+        found[place] += times * (objects.get(place, UNKNOWN) if size < 0 else size)
     if not found:
         return None
     most = max(found, key=lambda place: found[place])
@@ -81,40 +77,61 @@ class Rows:
     by: str
 
 
-def rows_used_whole(rank: Rank, step: int) -> list[Rows]:
-    """What the rank gathered after `step` optimizer steps and before the next, by lines after which
-    nothing selects among the rows."""
+def rows_used_whole(rank: Rank, evaluation: EpochBegan) -> list[Rows]:
+    """What the rank gathered in an evaluation or after it, before the next optimizer step, by lines
+    after which nothing selects among the rows."""
     whole = {e.call_site: e.by for e in rank.of(GatheredWhole)}
     if not whole:
         return []
     sizes = {s.id: s.shape[0] for s in rank.of(Signature) if s.op in GATHERS and s.shape}
-    blocks = {b.id: b.codes for b in rank.of(CallBlock) if not sizes.keys().isdisjoint(b.codes)}
     rows: Counter[int] = Counter()
     calls: Counter[int] = Counter()
-    for run in rank.of(CallRun):
-        codes = blocks.get(run.block, ())
-        for signature, place in zip(codes[::2], codes[1::2], strict=True):
-            if signature in sizes and place in whole and (times := _times(run, step)):
-                rows[place] += times * sizes[signature]
-                calls[place] += times
+    for signature, place, times in _calls(rank, sizes.keys(), evaluation.step, evaluation):
+        if place in whole:
+            rows[place] += times * sizes[signature]
+            calls[place] += times
     lines = {s.id: s.line for s in rank.of(CallSite)}
     return [Rows(n, calls[p], lines.get(p, -1), whole[p]) for p, n in rows.items()]
 
 
-def values_exchanged(rank: Rank, step: int, ops: Set[str] = EXCHANGES) -> bool:
+def values_exchanged(
+    rank: Rank, step: int, ops: Set[str] = EXCHANGES, *, since: EpochBegan | None = None
+) -> bool:
     """Whether the program reduced or gathered values, by one of `ops`, after `step` optimizer steps
-    and before the next."""
+    and before the next.
+
+    Args:
+        since: only what was called after this iteration over a loader began counts.
+    """
     made = {s.id for s in rank.of(Signature) if s.op in ops and not s.op.startswith("DDP")}
-    blocks = {b.id for b in rank.of(CallBlock) if not made.isdisjoint(b.codes[::2])}
-    return any(run.block in blocks and _times(run, step) for run in rank.of(CallRun))
+    return any(_calls(rank, made, step, since))
 
 
-def _times(run: CallRun, step: int) -> int:
-    """How often a block of calls was made after `step` optimizer steps and before the next."""
+def _calls(
+    rank: Rank, wanted: Set[int], step: int, since: EpochBegan | None
+) -> Iterator[tuple[int, int, int]]:
+    """Signature, call site and number of calls with one of these signatures, after `step` optimizer
+    steps and before the next, in no order."""
+    known = since.calls if since is not None else ()
+    before = dict(zip(known[::2], known[1::2], strict=True))
+    blocks = {b.id: b.codes for b in rank.of(CallBlock) if not wanted.isdisjoint(b.codes[::2])}
+    for run in rank.of(CallRun):
+        codes = blocks.get(run.block, ())
+        length = len(codes) // 2
+        for index, (signature, place) in enumerate(zip(codes[::2], codes[1::2], strict=True)):
+            # In its group the call has the number `run.first + length * repetition + index`.
+            passed = -((run.first + index - before.get(run.group, 0)) // length)
+            if signature in wanted and (times := _times(run, step, max(0, passed))):
+                yield signature, place, times
+
+
+def _times(run: CallRun, step: int, passed: int) -> int:
+    """How often a block of calls was made after `step` optimizer steps and before the next, not
+    counting its first `passed` repetitions."""
     if run.every == 0:
-        return run.repeat if step == run.step else 0
+        return max(0, run.repeat - passed) if step == run.step else 0
     round_, between = divmod(step - run.step, run.every)
-    return int(between == 0 and 0 <= round_ < run.repeat)
+    return int(between == 0 and passed <= round_ < run.repeat)
 
 
 def sums_over_all(rank: Rank) -> bool:

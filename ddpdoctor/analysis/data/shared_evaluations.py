@@ -52,7 +52,7 @@ def exchanged(loader: Loader, ops: Set[str] = data_calls.EXCHANGES) -> list[bool
         return [True] * count  # at which steps is not on record
     return [
         any(
-            data_calls.values_exchanged(reader.rank, step, ops)
+            data_calls.values_exchanged(reader.rank, step, ops, since=epoch.began)
             for reader in loader.readers.values()
             for epoch in reader.epochs[n : n + 1]
             for step in {epoch.began.step, epoch.began.step + epoch.steps}
@@ -196,7 +196,7 @@ def unreduced(
         varies = all(len({*table.values()}) >= FEWEST for table in tables.values())
         ops = TO_FEW_RANKS if varies else data_calls.EXCHANGES
         steps = {step for t in tables.values() for step in t}
-        if not unequal or unequal == rows[:1] or _exchanged(rank, steps, ops):
+        if not unequal or unequal == rows[:1] or _exchanged(loader, rank, steps, ops):
             continue
         return loader, unequal[0], len(unequal), len(rows)
     return None
@@ -236,10 +236,11 @@ def _at(table: Mapping[int, float], step: int) -> float | None:
     return table[max(known)] if (known := [s for s in table if s <= step]) else None
 
 
-def _exchanged(rank: Rank, steps: Set[int], ops: Set[str]) -> bool:
+def _exchanged(loader: Loader, rank: Rank, steps: Set[int], ops: Set[str]) -> bool:
     """Whether the rank took part in one of these collectives of the program's own after one of
-    these steps and before the next."""
-    return any(data_calls.values_exchanged(rank, step, ops) for step in steps)
+    these steps and before the next, but not before it began to read the loader there."""
+    began = {e.began.step: e.began for e in reversed(loader.readers[rank.rank].epochs)}
+    return any(data_calls.values_exchanged(rank, s, ops, since=began.get(s)) for s in steps)
 
 
 def _differ(values: Mapping[int, float | None]) -> bool:

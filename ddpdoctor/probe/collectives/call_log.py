@@ -103,6 +103,10 @@ class CallLog:
         known = self._groups.get(group)
         return known.next if known else 0
 
+    def counts(self) -> tuple[int, ...]:
+        """How many collectives of each group were logged so far: `g0, n0, g1, n1, ...`."""
+        return tuple(n for group, log in [*self._groups.items()] for n in (group, log.next))
+
     def of_model(
         self,
         group: int,

@@ -256,6 +256,7 @@ class Loaders(Watcher):
                 given=self.restored.pop(loader, samplers.Restored()),
                 epochs_set=self.epochs_set,
                 joined=self.joins > 0,
+                calls=log.counts() if (log := recorder.call_log) is not None else (),
             )
             recorder.emit(began, vital=True)
         iteration.notes = WorkerRNG.current.share(

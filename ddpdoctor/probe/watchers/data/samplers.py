@@ -179,6 +179,7 @@ def epoch_began(
     given: Restored,
     epochs_set: MutableMapping[Any, int],
     joined: bool,
+    calls: tuple[int, ...],
 ) -> EpochBegan:
     """The event that an iteration begins.
 
@@ -187,6 +188,7 @@ def epoch_began(
         given: the state that it begins with.
         epochs_set: calls of `set_epoch`, by sampler.
         joined: inside of a `Join` context.
+        calls: of `EpochBegan`.
     """
     sampler = innermost(loader)
     seed = getattr(iterator, "_base_seed", None)
@@ -206,6 +208,7 @@ def epoch_began(
         restored=given.state,
         restored_over=given.over,
         restored_site=given.site,
+        calls=calls,
     )
 
 
