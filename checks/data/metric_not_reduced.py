@@ -83,14 +83,16 @@ class MetricNotReduced(Check):
     When an iteration over a loader begins, each rank reads the numbers that its running functions
     compare by `<` and the like, and records those that changed. When a file is saved, copied,
     renamed or linked, the source of the running functions is searched for a comparison that decides
-    about it, of a number that comes from a loop over a loader: through assignments, arguments and
-    returned values. What `ReduceLROnPlateau` is given is recorded, too (also a training loss, where
-    the ranks train copies of a model), and by what numbers a framework decides (Lightning's
-    `ModelCheckpoint` and `EarlyStopping`, `EarlyStoppingCallback` of Transformers).
+    about it, of a number that comes from a loop over a loader: through assignments, arguments,
+    returned values, and attributes that methods of an object set. What `ReduceLROnPlateau` is given
+    is recorded, too (also a training loss, where the ranks train copies of a model), and by what
+    numbers a framework decides (Lightning's `ModelCheckpoint` and `EarlyStopping`,
+    `EarlyStoppingCallback` of Transformers).
     Where an evaluation is begun again and steps were taken since, the `break` and `return` of the
     loops around it are searched in the same way; what else their conditions need has to hold then.
     It is reported where each rank that evaluates may leave a loop by it, while no values are
-    exchanged, or sent from one rank, in the evaluation or after it.
+    exchanged, or sent from one rank, in the evaluation or after it. What was exchanged before the
+    evaluation began, as the meters of training, is not counted.
     One that decides about a file is reported if no rank exchanges any values in the evaluation that
     it comes from, or after it. Another one is reported if it changes with
     evaluations only, over a loader that is divided between ranks, and differs between ranks at
@@ -185,8 +187,10 @@ class MetricNotReduced(Check):
             places = {finding.location for finding in found}
             decided = self._decisions(run, evaluations[0])
             found += [f for f in decided if f.location not in places]
-            found += self._saves(run, evaluations)
-            found += self._ends(run, evaluations)
+            ends = list(self._ends(run, evaluations))
+            worse = {finding.location for finding in ends}
+            found += [f for f in self._saves(run, evaluations) if f.location not in worse]
+            found += ends
         yield from found or self._never_reduced(run, evaluations)
 
     def _one_share(self, run: Run) -> Iterator[Finding]:

@@ -73,7 +73,7 @@ def may_end(number):
 
 def run_of(
     values=OTHER_VALUES, *, more=(), after=HELD_OUT, shared=True, saving=True, grad=False, ends=(),
-    wrapped=True,
+    wrapped=True, calls=(),
 ):  # fmt: skip
     """Two ranks that evaluate after each epoch of 4 steps.
 
@@ -82,13 +82,15 @@ def run_of(
         more: events of rank 0.
         after: the loader with which the metric changes; shared: each rank evaluates its share.
         ends: the ranks that may leave the loop by it.
+        calls: how many collectives each group had called when an evaluation began.
     """
 
     def events(rank):
         share = {"replicas": 2, "sampler_rank": rank, "distributed": True} if shared else {}
         train = loader(TRAIN, [[rank, 2 + rank]] * 3, replicas=2, sampler_rank=rank)
         held_out = loader(HELD_OUT, [[rank, 2 + rank]] * 3, trains=False, loop_site=VALIDATE,
-                          ends={"grad_enabled": grad}, began={"step": [0, 4, 8]},
+                          ends={"grad_enabled": grad},
+                          began={"step": [0, 4, 8], "calls": calls},
                           **share)  # fmt: skip
         mine = [value(4 * n + 4, v, after=after) for n, v in enumerate(values[rank])]
         decided = [saved(4, values[0][0])] if rank == 0 and saving else []
@@ -268,6 +270,25 @@ def test_an_evaluation_that_is_put_together_at_some_times_only():
     assert "2 of 3 times exchange no values in it or after it by collectives or messages" in (
         found.summary
     )
+
+
+@pytest.mark.parametrize(("before", "told"), [((), False), ((0, 0), False), ((0, 1), True)])
+def test_only_what_follows_the_begin_of_the_evaluation_counts(before, told):
+    """As of meters of training that are reduced after its last step, before the evaluation."""
+    gathers = run_of(more=exchange("all_gather", 4), calls=before)
+    assert [f.rule for f in judged(gathers)] == ["decides-what-is-saved"] * told
+    ends = run_of(saving=False, ends=(0, 1), more=exchange("all_reduce", 4), calls=before)
+    assert [f.rule for f in judged(ends)] == ["decides-when-to-stop"] * told
+
+
+@pytest.mark.parametrize(("before", "told"), [(2, False), (3, True)])
+def test_calls_of_a_block_that_recurs_before_and_after_an_evaluation(before, told):
+    sums = Signature(at=0, id=1, op="all_reduce", dtype="float32", shape=(1,), numel=1)
+    meets = Signature(at=0, id=2, op="barrier")
+    block = CallBlock(at=0, id=1, codes=(2, 0, 1, 0))
+    run = CallRun(at=0, group=0, first=1, block=1, repeat=1, step=4, every=0)
+    called = run_of(saving=False, ends=(0, 1), more=[sums, meets, block, run], calls=(0, before))
+    assert [f.rule for f in judged(called)] == ["decides-when-to-stop"] * told
 
 
 @pytest.mark.parametrize("op", ["barrier", "broadcast", "DDP forward"])

@@ -11,7 +11,7 @@ import pytest
 
 from ddpdoctor.probe.source.call_resolver import Scope
 from ddpdoctor.probe.source.decisions import deciding, ending
-from ddpdoctor.probe.source.dependence import in_loss
+from ddpdoctor.probe.source.passthrough import in_loss
 
 EVALUATE = """
 def evaluate():
@@ -20,6 +20,28 @@ def evaluate():
         total += x
         count += 1
     return total / count
+"""
+
+KEEPER = """
+class Keeper:
+    def __init__(self):
+        self.best, self.better, self.ready = 9e9, True, True
+    def see(self, loss):
+        if loss < self.best:
+            self.best, self.better = loss, True
+    def __call__(self, value):
+        score = -value
+        self.note(score)
+    def note(self, score):
+        self.better = score < self.best
+        self.ready = True
+    def ask(self, loss):
+        store.set("loss", loss)
+        self.better = min(store.get("loss"), loss) < self.best
+    @property
+    def improves(self):
+        return self.better
+keeper = Keeper()
 """
 
 FOUND = {
@@ -56,6 +78,25 @@ FOUND = {
                     "        meter.append(x)\ndef keep():\n    if meter[0] < best:\n"
                     "        save()\nrounds()\nkeep()"),
     "else": ("loss", "loss = evaluate()\nif loss >= best:\n    pass\nelse:\n    save()"),
+    "a generator around it": (
+        "stats['loss']", "def log_every(x):\n    for item in x:\n        yield item\n"
+                         "def means():\n    meters = {'loss': []}\n"
+                         "    for x in log_every(held_out):\n        meters['loss'].append(x)\n"
+                         "    return {name: sum(m) for name, m in meters.items()}\n"
+                         "stats = means()\nif stats['loss'] < best:\n    save()"),
+    "a method of what the loop changes": (
+        "loss", "class Log:\n    def mean(self):\n        return sum(self.meters['x'])\n"
+                "log = Log()\nlog.meters = {'x': []}\nfor x in held_out:\n"
+                "    log.meters['x'].append(x)\nloss = log.mean()\nif loss < best:\n    save()"),
+    "an object that iterates": (
+        "loss", "class Prefetcher:\n    def __iter__(self):\n"
+                "        return iter([x for x in held_out])\n"
+                "loss = 0\nfor x in Prefetcher():\n    loss += x\nif loss < best:\n    save()"),
+    "a flag of an object": (
+        "loss", KEEPER + "keeper.see(evaluate())\nif keeper.better:\n    save()"),
+    "a flag by way of another": (
+        "score", KEEPER + "keeper(evaluate())\nif rank == 0 and keeper.better:\n    save()"),
+    "a property": ("loss", KEEPER + "keeper.see(evaluate())\nif keeper.improves:\n    save()"),
 }  # fmt: skip
 
 NONE = {
@@ -81,6 +122,16 @@ NONE = {
                                 "rounds()\nif meter[0] < best:\n    save()",
     "two values at once": "loss, other = evaluate(), 3\nif other < best:\n    save()",
     "another branch": "loss = evaluate()\nif loss < -1:\n    pass\nsave()",
+    "a generator that trains": "def log_every(x):\n    for item in x:\n        yield item\n"
+                               "mean = 0\nfor x in log_every(train):\n    mean += x\n"
+                               "loss = evaluate()\nif mean < best:\n    save()",
+    "a flag of another object": KEEPER + "other = Keeper()\nother.see(3)\n"
+                                         "keeper.see(evaluate())\nif other.better:\n    save()",
+    "another attribute of what the loop changes": (
+        KEEPER + "for x in held_out:\n    keeper.seen = x\nif keeper.best > best:\n    save()"),
+    "another flag": KEEPER + "keeper.see(evaluate())\nif keeper.ready:\n    save()",
+    "a flag put together in a store": KEEPER + "keeper.ask(evaluate())\nif keeper.better:\n"
+                                               "    save()",
 }  # fmt: skip
 
 
@@ -106,20 +157,16 @@ class Program:
         exec(compile(text, self.file, "exec"), names)
 
     def stack(self):
-        frame, found = sys._getframe(2), []
+        frame, found, self.scopes = sys._getframe(2), [], []
         while frame is not None:
             if frame.f_code.co_filename == self.file and frame.f_code.co_name != "<listcomp>":
                 found.append((frame.f_code, frame.f_lineno))
+                self.scopes.append(Scope(frame.f_locals, frame.f_globals))
             frame = frame.f_back
         return found
 
     def __iter__(self):
         self.loop = self.stack()
-        frame, self.scopes = sys._getframe(1), []
-        while frame is not None:
-            if (frame.f_code, frame.f_lineno) in self.loop:
-                self.scopes.append(Scope(frame.f_locals, frame.f_globals))
-            frame = frame.f_back
         return iter([0.5, 0.25])
 
     def save(self):
@@ -127,7 +174,7 @@ class Program:
 
     def decided_by(self):
         assert self.saved, "nothing was saved"
-        found = deciding(self.saved, self.loop)
+        found = deciding(self.saved, self.loop, self.scopes)
         return ast.unparse(found.value) if found is not None else None
 
     def ended_by(self):
@@ -156,6 +203,8 @@ ENDS = {
     "after the warm-up": ("loss", "if epoch < warm_up:\n    continue\nif loss < best:\n    break"),
     "switched on": ("loss", "if early and (loss < best or epoch == 9):\n    break"),
     "in a block": ("loss", "with block:\n    if loss < best:\n        break"),
+    "an object that stops": ("score", "stopper(loss)\nif stopper.early_stop:\n    break"),
+    "a property": ("score", "stopper(loss)\nif stopper.done:\n    break"),
 }  # fmt: skip
 
 GOES_ON = {
@@ -170,16 +219,31 @@ GOES_ON = {
     "another loop": "for _ in range(2):\n    if loss < best:\n        break",
     "the next round": "if loss < best:\n    continue",
     "saved": "if loss < best:\n    save()",
+    "an object that sees another number": "stopper(least)\nif stopper.early_stop:\n    break",
     "put together in files": "loss = merge(loss)\nif loss < best:\n    break",
 }
 
 TRAINS = """
+class Stopper:
+    best, bad, early_stop = -9e9, 0, False
+    def __call__(self, value):
+        score = -value
+        if score < self.best:
+            self.bad += 1
+            if self.bad >= 3:
+                self.early_stop = True
+        else:
+            self.best, self.bad = score, 0
+    @property
+    def done(self):
+        return self.bad >= 3
 def better(x):
     return x < best
 def merge(x):
     return float(len(open(file).read())) + x
 def train():
     least, bad, warm_up, early, late, limit = 9e9, 0, 1, True, False, 0
+    stopper = Stopper()
     for epoch in range(1, 3):
         loss = evaluate()
 """

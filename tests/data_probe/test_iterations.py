@@ -33,6 +33,22 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
     writer.close()
 
 
+class Calls:
+    """Of a recorder, with so many calls of two groups."""
+
+    def counts(self) -> tuple[int, ...]:
+        return 0, 7, 3, 2
+
+
+def test_how_many_collectives_were_called_before(recorder: Recorder, tmp_path: Path) -> None:
+    recorder.call_log = Calls()
+    list(utils.DataLoader(utils.TensorDataset(torch.arange(4))))
+    recorder.call_log = None
+    recorder.writer.close()
+    (began,) = (e for e in Lines(tmp_path / "rank-0.jsonl").events() if isinstance(e, EpochBegan))
+    assert began.calls == (0, 7, 3, 2)
+
+
 class Again:
     """Of a batch sampler or sampler, without an end."""
 

@@ -213,6 +213,16 @@ def dotted(node: ast.AST) -> str:
     return last_name(node)
 
 
+def attribute_of(owner: ast.expr, read: ast.Attribute) -> ast.Attribute:
+    """The same attribute of an object."""
+    return ast.copy_location(ast.Attribute(owner, read.attr, ast.Load()), owner)
+
+
+def owner_of(call: ast.Call) -> str:
+    """The object whose method a call runs, as it is written; empty if it is no such name."""
+    return dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
 def covers_line(node: ast.AST, line: int) -> bool:
     """Whether a node spans a line. True for nodes without a position, such as `ast.arguments`."""
     return _first_line(node, line) <= line <= (getattr(node, "end_lineno", None) or line)

@@ -3,6 +3,7 @@ Nothing of the user's is executed."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,8 @@ def called_by(begun: Iterable[tuple[FunctionType, type]]) -> set[CodeType]:
     seen = {function.__code__ for function, _ in ahead}
     first = set(seen)
     for function, owner in ahead:
-        for found in _named(function, owner) if _is_users(function) else ():
-            if found.__code__ not in seen and _is_users(found) and len(ahead) < MOST:
+        for found in _named(function, owner) if is_users(function) else ():
+            if found.__code__ not in seen and is_users(found) and len(ahead) < MOST:
                 seen.add(found.__code__)
                 ahead.append((found, owner))
     return seen - first
@@ -46,7 +47,7 @@ def called_in(frame: FrameType, text: str) -> set[CodeType]:
     directly or not."""
     scope = Scope(variables(frame), frame.f_globals)
     found = (_resolved(path, scope) for path in set(_CALLED.findall(text)))
-    begun = [it for it in found if it is not None and _is_users(it[0])]
+    begun = [it for it in found if it is not None and is_users(it[0])]
     return {function.__code__ for function, _ in begun} | called_by(begun)
 
 
@@ -65,7 +66,19 @@ def _resolved(path: str, scope: Scope) -> tuple[FunctionType, type] | None:
     return (forward, type(found)) if isinstance(forward, FunctionType) else None
 
 
-def _is_users(function: FunctionType) -> bool:
+def method_called(call: ast.Call, name: str, owner: Any) -> FunctionType | None:
+    """The method that a call runs of an object with this name; None if it runs none of its."""
+    if ast.unparse(call.func) == name:
+        called = "__call__"
+    elif isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == name:
+        called = call.func.attr
+    else:
+        return None
+    found = attribute(owner, called)
+    return found.function if isinstance(found, Bound) else None
+
+
+def is_users(function: FunctionType) -> bool:
     return classify(function.__code__.co_filename) == "user"
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-from .ast_cache import Function, Source, called_name, given, own_nodes, source_of
+from ..recording.code_locations import classify
+from .ast_cache import Function, Source, called_name, dotted, given, own_nodes, source_of
 from .call_resolver import Scope, resolve
-from .dependence import NO_RESULT, Expression, Line, Loop, Search, Stack, may_exchange, names, spans
+from .dependence import NO_RESULT, Expression, Line, Loop, Search, Stack, names, spans
 
 COMPARED_AT_MOST = 8
 """Values of one function: more are compared in code that works on data."""
@@ -22,6 +24,12 @@ CHOOSE = ("min", "max")
 _ASSIGNED = (ast.Assign, ast.AnnAssign)
 _JUMPS = (ast.Return, ast.Continue, ast.Break)
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
+_ASKS_A_STORE = ("get", "multi_get", "add", "wait", "compare_set")
+"""Methods of a store of `torch.distributed`, by which ranks may exchange values."""
+_READS = ("open", "load", "loadtxt", "read_text", "read_bytes", "fromfile", "memmap")
+"""Functions that read a file, which another rank may have written."""
 
 
 class Decision(NamedTuple):
@@ -37,18 +45,21 @@ class Decision(NamedTuple):
     line: int
 
 
-def deciding(running: list[Line], evaluating: list[Line]) -> Decision | None:
+def deciding(
+    running: list[Line], evaluating: list[Line], scopes: Sequence[Scope] = ()
+) -> Decision | None:
     """The comparison that decides whether the innermost line of a stack runs, by a value that comes
     from a loop; the nearest one.
 
     Args:
         running: the stack; evaluating: the one in which the loop began.
+        scopes: the variables of `running`.
     """
     began = Stack(evaluating)
     loop = Loop(began)
     if loop.node is None:
         return None
-    search, stack = _Decisions(began, loop), Stack(running)
+    search, stack = _Decisions(began, loop), Stack(running, scopes)
     for depth, (_, line) in enumerate(running):
         function = stack.functions[depth]
         for test in _conditions(function, line) if function is not None else ():
@@ -66,7 +77,7 @@ def ending(evaluating: list[Line], scopes: list[Scope]) -> tuple[Decision, Line]
     Args:
         evaluating: the stack in which the loop of the evaluation began, with the variables there.
     """
-    stack = Stack(evaluating)
+    stack = Stack(evaluating, scopes)
     loop = Loop(stack)
     if loop.node is None:
         return None
@@ -254,6 +265,51 @@ def _conditions(function: ast.AST, line: int) -> list[ast.expr]:
         if not block:
             break
     return found[::-1]
+
+
+def may_exchange(search: Search) -> bool:
+    """Whether a value that was searched for may have been put together with those of other ranks
+    by other means than collectives and messages, which are recorded: in a store, in files, or in a
+    function that the source does not name."""
+    for way in search.ways:
+        if any(_exchanges(node) for body in way.methods() for node in ast.walk(body)):
+            return True
+        for of, call in way.passed_on():
+            source = of.stack.source(of.depth)
+            if not dotted(call.func) and not isinstance(call.func, ast.Attribute):
+                return True
+            files = [source, *source.once(_imported, source.tree)] if source is not None else []
+            bodies = (body for file in files for body in file.defined.get(called_name(call), ()))
+            if any(_exchanges(node) for body in bodies for node in ast.walk(body)):
+                return True
+    return False
+
+
+def _imported(source: Source, tree: ast.AST) -> list[Source]:
+    """The other files of the program that a file imports."""
+    names: set[str] = set()
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(alias.name for alias in node.names)}
+    found: list[Source] = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.rpartition(".")[2] not in {n.rpartition(".")[2] for n in names} or not file:
+            continue
+        if classify(file) == "user" and (other := source_of(file)) is not None:
+            found.append(other)
+    return found
+
+
+def _exchanges(node: ast.AST) -> bool:
+    """Whether a node reads a file, or asks a store."""
+    if not isinstance(node, ast.Call):
+        return False
+    owner = dotted(node.func).rpartition(".")[0].lower()
+    asks = called_name(node) in _ASKS_A_STORE and "store" in owner
+    return asks or called_name(node) in _READS
 
 
 def compared(code: CodeType) -> tuple[ast.expr, ...]:

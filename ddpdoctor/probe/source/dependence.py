@@ -8,27 +8,31 @@ that the loop assigned, or the call gave. Nothing of the user's is executed.
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Collection, Iterator, Sequence
-from types import CodeType
-from typing import NamedTuple, TypeAlias
+import inspect
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import NamedTuple, Protocol, TypeAlias
 
-from ..recording.code_locations import classify
 from .ast_cache import (
     Function,
     Source,
+    attribute_of,
     called_name,
     covers_line,
     dotted,
     function_of,
     given,
     own_nodes,
+    owner_of,
     source_of,
 )
-from .passthrough import INTO
+from .call_graph import is_users, method_called
+from .call_resolver import Scope, resolve
 
 STEPS = 400
 """Expressions looked at in one search."""
+METHODS_DEEP = 3
+"""How many calls of methods that have returned are followed."""
 
 NO_RESULT = (
     "len", "isnan", "isfinite", "isinf", "isinstance", "hasattr", "get_rank", "range", "time",
@@ -37,11 +41,8 @@ NO_RESULT = (
 """Calls that do not return their argument in another form."""
 _KNOWN = ("append", "update", "add", "extend", "insert", "step", "push", "setdefault")
 """Methods that hand their arguments over to their object."""
-
-_ASKS_A_STORE = ("get", "multi_get", "add", "wait", "compare_set")
-"""Methods of a store of `torch.distributed`, by which ranks may exchange values."""
-_READS = ("open", "load", "loadtxt", "read_text", "read_bytes", "fromfile", "memmap")
-"""Functions that read a file, which another rank may have written."""
+INTO = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
+"""Functions of `torch.distributed` that write their result into the first argument."""
 
 Line: TypeAlias = tuple[CodeType, int]
 """A running function and the line that it executes. A list of them is a stack, innermost first."""
@@ -81,6 +82,13 @@ class Link(NamedTuple):
         if self.before is not None:
             yield from self.before.passed_on()
 
+    def methods(self) -> Iterator[ast.AST]:
+        """The methods that have returned and that the value went through."""
+        stack = self.of.stack
+        yield from (f for f in stack.functions[: len(stack.owners)] if f is not None)
+        if self.before is not None:
+            yield from self.before.methods()
+
     def _takes(self, call: ast.Call) -> bool:
         """Whether a call is given the variable, or the result of another call where there is
         none."""
@@ -95,12 +103,32 @@ class Stack:
     """The functions of a stack.
 
     Attributes:
+        scopes: the variables of the innermost functions, as far as they are known.
         functions: the definitions, None for those without source.
+        owners: the innermost functions are methods that were called and have returned, of these
+            objects, as each one's caller writes it.
     """
 
-    def __init__(self, lines: list[Line]) -> None:
+    def __init__(self, lines: list[Line], scopes: Sequence[Scope] = ()) -> None:
         self.lines = lines
+        self.scopes = scopes
         self.functions = [function_of(code) for code, _ in lines]
+        self.owners: list[ast.expr] = []
+
+    def within(self, depth: int, owner: ast.expr, method: CodeType, line: int) -> Stack:
+        """The stack in a method of an object that a function calls on a line."""
+        own = Scope(dict.fromkeys(method.co_varnames[:1], resolve(owner, self.scopes[depth])), {})
+        lines = [(method, method.co_firstlineno), (self.lines[depth][0], line)]
+        stack = Stack([*lines, *self.lines[depth + 1 :]], [own, *self.scopes[depth:]])
+        stack.owners = [owner, *self.owners[depth:]]
+        return stack
+
+    def in_caller(self, depth: int, read: ast.Attribute) -> Expression | None:
+        """What an attribute of its object, which a method that has returned reads, is in the
+        function that called the method."""
+        if depth >= len(self.owners) or ast.unparse(read.value) not in self.scopes[depth].names:
+            return None
+        return Expression(self, depth + 1, attribute_of(self.owners[depth], read))
 
     def source(self, depth: int) -> Source | None:
         return source_of(self.lines[depth][0].co_filename)
@@ -127,12 +155,15 @@ class Given(NamedTuple):
 
 
 def _given(source: Source, function: ast.AST) -> dict[str, list[Given]]:
-    """By variable or attribute of a function, the statements that give it a value."""
+    """By variable or attribute of a function, the statements that give it a value; by `a.`, those
+    that give an attribute of `a` one."""
     found: dict[str, list[Given]] = {}
     for node, values in _statements(function):
         for target, into, alone in _targets(node):
             got = values if alone is None else [alone]
             found.setdefault(target, []).append(Given(node, into, got))
+            for end in (i for i, letter in enumerate(target) if letter == "."):
+                found.setdefault(target[: end + 1], []).append(Given(node, None, got))
     return found
 
 
@@ -150,15 +181,18 @@ def _statements(function: ast.AST) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
 
 
 class Loop:
-    """The values that the loop on the innermost line of a stack assigns."""
+    """The values that the loop on the innermost line of a stack assigns; of one in a generator, the
+    loop that iterates over it."""
 
     def __init__(self, stack: Stack) -> None:
-        function, (_, line) = stack.functions[0], stack.lines[0]
-        self.function = function
+        self.function: ast.AST | None = None
         self.node: ast.For | ast.comprehension | None = None
-        for node in own_nodes(function) if function is not None else ():
-            if isinstance(node, (ast.For, ast.comprehension)) and spans(node.iter, line):
-                self.node = node
+        for (code, line), function in zip(stack.lines, stack.functions, strict=True):
+            for node in own_nodes(function) if function is not None else ():
+                if isinstance(node, (ast.For, ast.comprehension)) and spans(node.iter, line):
+                    self.function, self.node = function, node
+            if not code.co_flags & inspect.CO_GENERATOR and code.co_name != "__iter__":
+                break
 
     def assigned(self, of: Expression, node: ast.AST) -> bool:
         """Whether a statement that gives a variable of a function this value is one of them."""
@@ -172,48 +206,14 @@ class Loop:
         return comprehension and any(n is self.node for n in ast.walk(of.node))
 
 
-class Call:
-    """What the call on the innermost line of a stack gives."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.function, (_, self.line) = stack.functions[0], stack.lines[0]
+class Target(Protocol):
+    """The values that are searched for."""
 
     def assigned(self, of: Expression, node: ast.AST) -> bool:
-        return False
+        """Whether a statement that gives a variable of a function this value is one of them."""
 
     def within(self, of: Expression) -> bool:
-        """Whether an expression contains the call."""
-        if of.function is not self.function:
-            return False
-        calls = (n for n in ast.walk(of.node) if isinstance(n, ast.Call))
-        return any(spans(call, self.line) for call in calls)
-
-
-def in_loss(calling: list[Line], backward: Line | None, entered: Collection[CodeType]) -> bool:
-    """Whether a loss is computed from what a call gave.
-
-    Args:
-        calling: the stack of the call.
-        backward: the line of the program's that calls `backward`.
-        entered: functions of the program's that a library calls, and whose results it takes for
-            losses where the program itself does not call `backward`.
-    """
-    stack = Stack(calling)
-    search = Search(stack, Call(stack))
-    losses: list[Expression] = []
-    for depth, (code, _) in enumerate(calling):
-        nodes = list(own_nodes(f)) if (f := stack.functions[depth]) is not None else []
-        if backward is not None and backward[0] is code:
-            calls = (n for n in nodes if isinstance(n, ast.Call) and spans(n, backward[1]))
-            for call in calls:
-                owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
-                losses += [Expression(stack, depth, e) for e in (*owner, *given(call))]
-    if not losses:
-        for depth, (code, _) in enumerate(calling):
-            function = stack.functions[depth]
-            if code in entered and function is not None:
-                losses += [Expression(stack, depth, e) for e in _results(function)]
-    return any(search.reach(loss, loss.node) is not None for loss in losses)
+        """Whether an expression contains what gives them."""
 
 
 class Search:
@@ -224,7 +224,7 @@ class Search:
         ways: those that led to the target.
     """
 
-    def __init__(self, stack: Stack, target: Loop | Call) -> None:
+    def __init__(self, stack: Stack, target: Target) -> None:
         self.stack = stack
         self.target = target
         self.left = STEPS
@@ -269,11 +269,14 @@ class Search:
             if self.stack.functions[depth + 1] is not function or not calls:
                 continue
             if called is not None:
-                found += [Expression(self.stack, depth, e) for e in _results(called)]
+                found += [Expression(self.stack, depth, e) for e in results_of(called)]
         return found
 
     def definitions(self, of: Expression) -> Iterator[tuple[ast.AST, Expression]]:
         """The statements that give a variable or an attribute its value, and what they are."""
+        if isinstance(of.node, ast.Call):  # a method, which may read any attribute
+            yield from _assigned(of.stack, of.depth, owner_of(of.node) + ".", None)
+            return
         key = of.node.slice if isinstance(of.node, ast.Subscript) else None
         whole = of.node.value if isinstance(of.node, ast.Subscript) else of.node
         name = ast.unparse(whole)
@@ -281,19 +284,46 @@ class Search:
             for stack in (of.stack, self.stack):
                 for depth in range(len(stack.lines)):
                     yield from _assigned(stack, depth, name, key)
+            yield from self._by_methods(of, whole, key)
+            if (outer := of.stack.in_caller(of.depth, whole)) is not None:
+                yield from self.definitions(outer._replace(node=_part(outer.node, key)))
             return
         own = list(_assigned(of.stack, of.depth, name, key))
         yield from own
         yield from self._changed_within(of.function, name, key)
         if (passed := self._passed(of, name)) is not None:
             for e in passed:
-                entry = e.node if key is None else ast.Subscript(e.node, key, ast.Load())
-                yield e.node, e._replace(node=ast.copy_location(entry, e.node))
+                yield e.node, e._replace(node=_part(e.node, key))
         elif not own or _is_declared(of.function, name):
             for depth in range(of.depth + 1, len(of.stack.lines)):
                 if _encloses(of.stack, depth, of.depth):
                     yield from _assigned(of.stack, depth, name, key)
                     yield from self._changed_within(of.stack.functions[depth], name, key)
+
+    def _by_methods(
+        self, of: Expression, read: ast.Attribute, key: ast.expr | None
+    ) -> Iterator[tuple[ast.AST, Expression]]:
+        """What the methods that a function calls of an object assign to an attribute of it, or what
+        the attribute returns where it is a property."""
+        stack, depth, function = of.stack, of.depth, of.function
+        if depth >= len(stack.scopes) or len(stack.owners) - depth > METHODS_DEEP:
+            return
+        owner = resolve(read.value, stack.scopes[depth])
+        computed = inspect.getattr_static(type(owner), read.attr, None)
+        getter = getattr(computed, "fget", None) if isinstance(computed, property) else None
+        if isinstance(getter, FunctionType) and is_users(getter):
+            inside = stack.within(depth, read.value, getter.__code__, read.lineno)
+            for result in results_of(inside.functions[0]):
+                yield result, Expression(inside, 0, result)
+        name = ast.unparse(read.value)
+        for call in own_nodes(function) if function is not None else ():
+            method = method_called(call, name, owner) if isinstance(call, ast.Call) else None
+            if isinstance(call, ast.Call) and method is not None and is_users(method):
+                inside = stack.within(depth, read.value, method.__code__, call.lineno)
+                for first in method.__code__.co_varnames[:1]:
+                    yield from _assigned(inside, 0, f"{first}.{read.attr}", key)
+                    own = attribute_of(ast.copy_location(ast.Name(first, ast.Load()), call), read)
+                    yield from self._by_methods(Expression(inside, 0, own), own, key)
 
     def _changed_within(
         self, function: ast.AST | None, name: str, key: ast.expr | None
@@ -334,49 +364,6 @@ class Search:
         return [Expression(of.stack, outer, v) for v in call.args[place : place + 1]]
 
 
-def may_exchange(search: Search) -> bool:
-    """Whether a value that was searched for may have been put together with those of other ranks
-    by other means than collectives and messages, which are recorded: in a store, in files, or in a
-    function that the source does not name."""
-    for way in search.ways:
-        for of, call in way.passed_on():
-            source = of.stack.source(of.depth)
-            if not dotted(call.func) and not isinstance(call.func, ast.Attribute):
-                return True
-            files = [source, *source.once(_imported, source.tree)] if source is not None else []
-            bodies = (body for file in files for body in file.defined.get(called_name(call), ()))
-            if any(_exchanges(node) for body in bodies for node in ast.walk(body)):
-                return True
-    return False
-
-
-def _imported(source: Source, tree: ast.AST) -> list[Source]:
-    """The other files of the program that a file imports."""
-    names: set[str] = set()
-    for node in source.nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module or "", *(alias.name for alias in node.names)}
-    found: list[Source] = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name.rpartition(".")[2] not in {n.rpartition(".")[2] for n in names} or not file:
-            continue
-        if classify(file) == "user" and (other := source_of(file)) is not None:
-            found.append(other)
-    return found
-
-
-def _exchanges(node: ast.AST) -> bool:
-    """Whether a node reads a file, or asks a store."""
-    if not isinstance(node, ast.Call):
-        return False
-    owner = dotted(node.func).rpartition(".")[0].lower()
-    asks = called_name(node) in _ASKS_A_STORE and "store" in owner
-    return asks or called_name(node) in _READS
-
-
 def _assigned(
     stack: Stack, depth: int, name: str, key: ast.expr | None
 ) -> Iterator[tuple[ast.AST, Expression]]:
@@ -392,6 +379,13 @@ def _assigned(
                 part = value if into is not None else _entry(value, key)
                 if part is not None:
                     yield node, Expression(stack, depth, part)
+
+
+def _part(whole: ast.expr, key: ast.expr | None) -> ast.expr:
+    """An entry of what an expression gives; the whole for None."""
+    if key is None:
+        return whole
+    return ast.copy_location(ast.Subscript(whole, key, ast.Load()), whole)
 
 
 def _entry(value: ast.expr, key: ast.expr | None) -> ast.expr | None:
@@ -451,6 +445,8 @@ def names(node: ast.expr) -> Iterator[ast.expr]:
             return
         if isinstance(node.func, ast.Attribute):
             yield from names(node.func.value)  # `loss.item()`, `meter.compute()`
+        if owner_of(node) not in ("", "self", "cls"):
+            yield node
         for value in given(node):
             yield from names(value)
     elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -462,13 +458,15 @@ def names(node: ast.expr) -> Iterator[ast.expr]:
         yield node
     else:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
+            if isinstance(child, ast.comprehension):
+                yield from names(child.iter)
+            elif isinstance(child, ast.expr):
                 yield from names(child)
 
 
-def _results(function: ast.AST) -> Iterator[ast.expr]:
+def results_of(function: ast.AST | None) -> Iterator[ast.expr]:
     """What a function returns."""
-    for node in own_nodes(function):
+    for node in own_nodes(function) if function is not None else ():
         if isinstance(node, ast.Return) and node.value is not None:
             yield node.value
 

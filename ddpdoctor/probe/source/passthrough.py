@@ -1,10 +1,12 @@
 """What a function passes on: only its own arguments to a collective, so that a difference between
-ranks comes from its caller; or the result of a collective, to a caller that drops it."""
+ranks comes from its caller; or the result of a collective, to a caller that drops it,
+or to a loss."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Collection
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from .ast_cache import (
     parts_of,
     source_of,
 )
+from .dependence import INTO, Expression, Line, Search, Stack, results_of, spans
 
 LINES_LIMIT = 100
 """Lines from the head of a function to the call: longer functions are no mere helpers."""
@@ -32,8 +35,6 @@ _SELECTS = ("masked_select", "nonzero", "argwhere", "unique", "unique_consecutiv
 is computed (`x[mask.bool()]`)."""
 _COPIES = ("tensor", "clone", "stack", "cat")
 """Calls whose result is no other tensor's memory."""
-INTO = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
-"""Functions of `torch.distributed` that write their result into the first argument."""
 RETURNING = (
     "all_gather", "all_gather_tensor", "all_gather_tensor_autograd", "all_reduce", "all_to_all",
     "gather", "gather_for_metrics", "gather_object", "reduce", "reduce_scatter",
@@ -107,6 +108,50 @@ def _selects(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return last_name(node.func) in _SELECTS
     return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Call)
+
+
+class Call:
+    """What the call on the innermost line of a stack gives."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.function, (_, self.line) = stack.functions[0], stack.lines[0]
+
+    def assigned(self, of: Expression, node: ast.AST) -> bool:
+        return False
+
+    def within(self, of: Expression) -> bool:
+        """Whether an expression contains the call."""
+        if of.function is not self.function:
+            return False
+        calls = (n for n in ast.walk(of.node) if isinstance(n, ast.Call))
+        return any(spans(call, self.line) for call in calls)
+
+
+def in_loss(calling: list[Line], backward: Line | None, entered: Collection[CodeType]) -> bool:
+    """Whether a loss is computed from what a call gave.
+
+    Args:
+        calling: the stack of the call.
+        backward: the line of the program's that calls `backward`.
+        entered: functions of the program's that a library calls, and whose results it takes for
+            losses where the program itself does not call `backward`.
+    """
+    stack = Stack(calling)
+    search = Search(stack, Call(stack))
+    losses: list[Expression] = []
+    for depth, (code, _) in enumerate(calling):
+        nodes = list(own_nodes(f)) if (f := stack.functions[depth]) is not None else []
+        if backward is not None and backward[0] is code:
+            calls = (n for n in nodes if isinstance(n, ast.Call) and spans(n, backward[1]))
+            for call in calls:
+                owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+                losses += [Expression(stack, depth, e) for e in (*owner, *given(call))]
+    if not losses:
+        for depth, (code, _) in enumerate(calling):
+            function = stack.functions[depth]
+            if code in entered and function is not None:
+                losses += [Expression(stack, depth, e) for e in results_of(function)]
+    return any(search.reach(loss, loss.node) is not None for loss in losses)
 
 
 class _Values:

@@ -259,7 +259,8 @@ class ComparedValues(Watcher):
         for loader, loop in reversed(self.loops.items()):
             key = *running, *loop
             if key not in self.decisions:
-                self.decisions[key] = deciding(running, loop)
+                scopes = [Scope(variables(f), f.f_globals) for f in frames]
+                self.decisions[key] = deciding(running, loop, scopes)
             if (decision := self.decisions[key]) is not None:
                 return loader, decision
         return None

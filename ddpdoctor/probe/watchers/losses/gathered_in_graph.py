@@ -28,7 +28,8 @@ from ...recording.torch_compat import node_number
 from ...recording.watcher import Watcher, on
 from ...source.ast_cache import parts_of
 from ...source.call_resolver import FRAMES
-from ...source.dependence import Line, in_loss
+from ...source.dependence import Line
+from ...source.passthrough import in_loss
 from ...tensors.autograd_nodes import (
     before_views,
     divisor_of,
