@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.manual_sync.synced_replicas import member_of, synced_replicas
 from ddpdoctor.analysis.models.wrap_options import reduced
+from ddpdoctor.analysis.rank_differences import ONLY_SOME
 from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
 from ddpdoctor.analysis.replicas.causes import Cause
 from ddpdoctor.analysis.replicas.group_findings import united
@@ -130,6 +131,7 @@ class HyperparameterSkew(Check):
         Effect(("parameter-drift",), when=(When.SAME_OPTIMIZER, _LATER)),
         Effect(("buffer-drift",), when=(_LATER,)),
         Effect(("optimizer-state-drift",), when=(_LATER, state_loading.OTHER_LOADS)),
+        *state_loading.RESUMED_ALONE,
         Effect(("metric-not-reduced",), of=(LOCAL_METRIC,), when=(When.SAME_LINE,)),
     )
 
@@ -411,5 +413,3 @@ EXPLANATIONS: tuple[Callable[[Skew], Cause | None], ...] = (
 )
 """Why options differ, in the order in which they are tried; the first that answers names the rule,
 the line, the cause and the fix."""
-
-ONLY_SOME = state_loading.ONLY_SOME

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.calls.call_logs import BACKWARD
+from ddpdoctor.analysis.control_flow.resumed import OTHER_EPOCHS
 from ddpdoctor.analysis.divergence import group_cycles
 from ddpdoctor.analysis.divergence.explanations import rules
 from ddpdoctor.analysis.divergence.faults import STOPPED_RANKS, Fault, faults
@@ -85,6 +86,7 @@ class CollectiveMismatch(Check):
             ),
         ),
         Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
+        OTHER_EPOCHS,
         Effect(
             ("loss-scale-mismatch",),
             when=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.control_flow.resumed import OTHER_EPOCHS
 from ddpdoctor.analysis.divergence.attribution import first
 from ddpdoctor.analysis.divergence.departure import departure
 from ddpdoctor.analysis.divergence.departures import EXPLANATIONS, RULES, UNEVEN_SINCE
@@ -80,6 +81,7 @@ class RankExitedEarly(Check):
     effects = (
         Effect(("rank-missing", "stall")),
         Effect(("group-creation-mismatch",), rules=(NEVER_CREATED,)),
+        OTHER_EPOCHS,
         Effect(("hyperparameter-skew",), when=(SHIFTED_SCHEDULE,)),
         Effect(
             ("hyperparameter-skew",),

@@ -321,6 +321,9 @@ def test_a_loop_that_those_leave_early_who_alone_resumed(head, left, follows):
         location=Location("train.py", 8, "main", head),
     )  # fmt: skip
     assert OptimizerStateDrift().explains(loaded, exited) is follows
+    others = msgspec.structs.replace(loaded, check="collective-mismatch", code="DDP601",
+                                     rule="resumed-on-some-ranks")  # fmt: skip
+    assert OptimizerStateDrift().explains(loaded, others)
     epochs = msgspec.structs.replace(exited, check="sampler-seed-skew", rule="different-epochs")
     assert OptimizerStateDrift().explains(loaded, epochs)
     note = msgspec.structs.replace(loaded, severity=Severity.NOTE)

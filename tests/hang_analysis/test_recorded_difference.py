@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
+from ddpdoctor.checks.hang.rank_exited_early import RankExitedEarly
+from leavers import CLOSED
 from msgspec import structs
 from tapes import CWD, START, run_of, tapes
 
@@ -14,8 +16,11 @@ from ddpdoctor.events import (
     CallSite,
     CommHook,
     Event,
+    ExceptionRaised,
+    FileRead,
     FlagSet,
     Loaded,
+    RankExiting,
     ScalerStep,
     Site,
     SyncPattern,
@@ -97,6 +102,89 @@ def test_what_only_some_do_after_the_last_call_is_not_said_of_a_hang(
     made[0].call("broadcast", 8, at=START + 20, state=State.BEGUN)
     made[1].call("barrier", 9, at=START + 20, state=State.BEGUN)
     assert differed(run_of(tmp_path, made)) == said
+
+
+HEAD = "for step in range(start, 40):"
+
+
+def resuming(
+    tmp_path: Path,
+    *,
+    rounds: tuple[int, int] = (28, 40),
+    head: str = HEAD,
+    how: str = "load",
+    loads: tuple[int, ...] = (0,),
+    leaves: bool = False,
+) -> Run:
+    """Rank 0 may load a file and begin a loop later; the ranks are in different rounds of it, or
+    rank 0 `leaves` it first."""
+    made = tapes(2)
+    for rank, log in made.items():
+        if rank in loads:
+            log.events += [
+                FileRead(at=START, path="/runs/last.pt", site=900, how=how, step=0),
+                Site(at=START, id=900, file=f"{CWD}/train.py", line=3, function="load",
+                     text="state = torch.load(path)"),
+            ]  # fmt: skip
+        log.call("DDP forward", 9, inside=((8, head),), at=START + 2)
+        if leaves and rank:
+            waits = {"at": START + 5.0, "lasts": 1, "state": State.FAILED}
+            log.call("DDP forward", 9, inside=((8, head),), **waits)
+            log.events.append(
+                ExceptionRaised(at=START + 6.01, kind="RuntimeError", message=CLOSED, caught=False)
+            )
+        elif leaves:
+            log.events.append(RankExiting(at=START + 5.5, how="return"))
+        else:
+            branch = (10, "if step % 10 == 0:") if rank else (8, head)
+            inside = tuple(dict.fromkeys((branch, (8, head))))
+            op, line = ("all_reduce", 11) if rank else ("DDP forward", 9)
+            log.call(op, line, inside=inside, at=START + 3, state=State.BEGUN)
+        log.events = [_with_rounds(event, rounds[rank]) for event in log.events]
+    return run_of(tmp_path, made, ended={1: 1} if leaves else {})
+
+
+def _with_rounds(event: Event, count: int) -> Event:
+    if not isinstance(event, CallSite):
+        return event
+    places = (structs.replace(place, rounds={8: count}) for place in event.places)
+    return structs.replace(event, places=tuple(places))
+
+
+def test_ranks_that_resume_alone_are_in_other_rounds(tmp_path: Path) -> None:
+    finding = mismatch(resuming(tmp_path))
+    assert (finding.rule, finding.ranks) == ("resumed-on-some-ranks", (0,))
+    assert finding.location is not None
+    assert (finding.location.line, finding.related[0].location.line) == (3, 8)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rounds": (40, 40)},
+        {"rounds": (40, 28)},  # those who did not load it begin later
+        {"head": "for step in range(n):"},
+        {"head": "for step in range(1, n):"},
+        {"how": "open"},
+        {"loads": ()},
+        {"loads": (0, 1)},
+    ],
+)
+def test_ranks_that_are_in_other_rounds_for_another_reason(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    assert mismatch(resuming(tmp_path, **other)).rule != "resumed-on-some-ranks"
+
+
+def test_ranks_that_resume_alone_leave_first(tmp_path: Path) -> None:
+    (finding,) = RankExitedEarly().examine(resuming(tmp_path, leaves=True))
+    assert (finding.rule, finding.ranks) == ("resumed-on-some-ranks", (0,))
+    assert finding.location is not None
+    assert finding.location.line == 3
+    epochs = structs.replace(finding, check="sampler-seed-skew", rule="different-epochs")
+    assert RankExitedEarly().explains(finding, epochs)
+    (other,) = RankExitedEarly().examine(resuming(tmp_path / "even", leaves=True, loads=()))
+    assert other.rule == "loop-exit"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ asked in the order of `EXPLANATIONS`. The first that answers wins."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from ..control_flow.branches import (
 from ..control_flow.caught_exceptions import caught
 from ..control_flow.early_returns import early_return_in_round
 from ..control_flow.jumps import may_end
+from ..control_flow.resumed import RESUMED_ON_SOME, resumed
+from ..rank_differences import LOAD_ALL, ONLY_SOME
 from ..waiting.failures import (
     destroyed,
 )
@@ -236,6 +239,26 @@ def _line_in(rank: Rank, site: CallSite | None, loop: LeftLoop) -> int:
     return lines_in[-1] if lines_in else -1
 
 
+class ResumedOnSome(DepartureExplanation):
+    rule = RESUMED_ON_SOME
+    text = "only those that left load a checkpoint, and a loop has fewer rounds on them for it"
+
+    def explain(self, why: Departure) -> Attribution | None:
+        ranks = [s.rank for s in (*why.left, *why.waiting)]
+        found = resumed(why.loop.loop, ranks, math.inf) if why.loop else None
+        if found is None or found.ranks != tuple(sorted(why.ranks)):
+            return None
+        return self.blame(
+            why,
+            LOAD_ALL,
+            cause=found.cause,
+            spot=found.line,
+            label=ONLY_SOME,
+            related=found.related,
+            evidence=found.evidence,
+        )
+
+
 class UnwaitedSend(DepartureExplanation):
     rule = "unwaited-send"
     text = "the ranks left without waiting for messages that they had begun to send"
@@ -284,6 +307,7 @@ EXPLANATIONS: tuple[DepartureExplanation, ...] = (
     ReturnedEarly(),
     NotEntered(),
     SkippedRound(),
+    ResumedOnSome(),
     LoopExit(),
     UnwaitedSend(),
     HowTheyEnded(

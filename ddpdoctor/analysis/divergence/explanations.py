@@ -49,6 +49,7 @@ from .recorded_difference import (
     InAnotherStep,
     RecordedDifference,
     ReducedMetrics,
+    ResumedOnSome,
     ScalerSkipped,
 )
 from .suspects import Suspect
@@ -398,6 +399,7 @@ EXPLANATIONS: tuple[CallExplanation, ...] = (
     Finalizer(),
     Retried(),
     ScalerSkipped(),
+    ResumedOnSome(),
     ReturnedEarly(),
     SkippedRound(),
     LoopExit(),

@@ -13,8 +13,10 @@ from ...run.phrases import some
 from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import ON_RANK, unquoted
 from ..control_flow.branches import places
+from ..control_flow.jumps import loops_around
+from ..control_flow.resumed import RESUMED_ON_SOME, resumed
 from ..control_flow.uneven_backwards import FIX, RULE, TEXT
-from ..rank_differences import COMPARED, preceding
+from ..rank_differences import COMPARED, LOAD_ALL, ONLY_SOME, preceding
 from .attribution import WHO, Attribution
 from .explanation import CallExplanation, order_fix
 from .suspects import Suspect
@@ -167,6 +169,28 @@ def _flat(made: CallRecord) -> FlatGradients | None:
     """What a rank recorded of the flat tensor of gradients that it passes to a call."""
     numel = made.signature.numel
     return next((e for e in made.rank.of(FlatGradients) if e.numel == numel), None)
+
+
+class ResumedOnSome(CallExplanation):
+    rule = RESUMED_ON_SOME
+    text = "only some ranks load a checkpoint, and a loop has fewer rounds on them for it"
+
+    def explain(self, suspect: Suspect) -> Attribution | None:
+        divergence = suspect.divergence
+        calls = divergence.calls.values()
+        ranks, until = [made.rank for made in calls], min(map(_when, calls))
+        for _, head, _, _ in loops_around(suspect.call.rank, suspect.call.site):
+            if (found := resumed(head, ranks, until)) is not None:
+                return self.blame(
+                    Suspect(divergence, divergence.calls[found.ranks[0]], found.ranks),
+                    location=found.line,
+                    label=ONLY_SOME,
+                    cause=f"{found.cause}: they are in different rounds of it",
+                    fix=LOAD_ALL,
+                    related=found.related,
+                    evidence=found.evidence,
+                )
+        return None
 
 
 class RecordedDifference(CallExplanation):

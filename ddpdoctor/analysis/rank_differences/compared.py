@@ -10,6 +10,13 @@ from typing import Any
 from ... import events as e
 from ...events import Event
 
+LOAD_ALL = (
+    "load the whole checkpoint on every rank (`torch.load(path, map_location=...)`): the weights, "
+    "the state of the optimizer and of the scheduler, and the epoch or step to continue from"
+)
+"""What to do where only some ranks resume."""
+ONLY_SOME = "only some ranks run this line"
+
 
 class Recorded(enum.Enum):
     """How complete the records of an event are (see its docstring): what a missing one means."""

@@ -11,7 +11,7 @@ from ...report.findings import Condition, Effect, Finding, Related
 from ...run import listed, ranks_do
 from ..calls.guards import Guard, guard
 from ..models.wrap_options import WrapOptions
-from ..rank_differences import extra_by_line
+from ..rank_differences import LOAD_ALL, ONLY_SOME, extra_by_line
 from .causes import Cause
 from .divergence_window import EVER, own_step, window
 from .group_findings import LOADED_ONLY_ON
@@ -34,8 +34,6 @@ THINGS = {
 
 LOADED_TOO = "also_loaded"
 """Evidence: what else the same ranks load, a list of keys of `THINGS`."""
-
-ONLY_SOME = "only some ranks run this line"
 
 
 @dataclass(frozen=True)
@@ -193,28 +191,26 @@ class Loads:
     def _fix(
         self, number: int, event: Loaded, also_loaded: bool = False, under: Guard | None = None
     ) -> str:
+        everything = f"{LOAD_ALL}; {under.fix()}" if under else LOAD_ALL
         if self.what != "weights":
-            same = "load the same state on every rank (`torch.load(path, map_location=...)`)"
             return (
-                f"{under.fix() if under else same}; if only one rank has the file, load it there "
-                "and send it: "
+                f"{everything}; if only one rank has the file, load it there and send it: "
                 "`box = [state]; dist.broadcast_object_list(box, src=0); state = box[0]`"
             )
+        if also_loaded:
+            return everything
         fix = f"{under.fix()}; or " if under else "load the same weights on every rank, or "
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun
             fix += "load them " * bool(under)
-            fix += "into a copy of the model if only one rank needs them (to evaluate)"
-        elif self.group.any.model < 0:
-            fix += "broadcast the parameters afterwards: `for p in model.parameters(): "
-            fix += "dist.broadcast(p.data, src=0)`"
-        else:
-            wrapping = WrapOptions(self.group.members[number].wrapped).wrapping
-            fix += "load the weights " * bool(under)
-            fix += f"before {wrapping}, which broadcasts rank 0's parameters"
-        if not also_loaded:
-            return fix
-        reason = ": DDP never copies it" if self.group.any.model >= 0 else ", too"
-        return f"{fix}; load the optimizer's state on every rank{reason}"
+            return fix + "into a copy of the model if only one rank needs them (to evaluate)"
+        if self.group.any.model < 0:
+            return (
+                f"{fix}broadcast the parameters afterwards: `for p in model.parameters(): "
+                "dist.broadcast(p.data, src=0)`"
+            )
+        wrapping = WrapOptions(self.group.members[number].wrapped).wrapping
+        fix += "load the weights " * bool(under)
+        return f"{fix}before {wrapping}, which broadcasts rank 0's parameters"
 
 
 def loaded(group: Replicas, what: str, found: Divergence) -> Cause | None:
@@ -270,8 +266,14 @@ RESUMED_ALONE = (
             Condition("of a loop that those leave early who alone loaded", _left_by_them),
         ),
     ),
+    Effect(
+        ("rank-exited-early", "collective-mismatch"),
+        of=(LOAD_ON_SOME,),
+        rules=("resumed-on-some-ranks",),
+        when=(When.IS_ERROR, When.SAME_RANKS),
+    ),
 )
-"""What else differs where only some ranks resume from a checkpoint: the epochs that are left."""
+"""What else differs where only some ranks resume from a checkpoint: the epochs or steps left."""
 
 
 def equal_again(group: Replicas, found: Divergence) -> bool:
