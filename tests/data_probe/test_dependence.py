@@ -56,6 +56,9 @@ FOUND = {
                        "if better:\n    save()"),
     "entry": ("metrics['loss']", "metrics = {'loss': evaluate(), 'epoch': 1}\n"
                                  "if metrics['loss'] < best:\n    save()"),
+    "made anew in the loop": (
+        "evaluate()", "rate = 1\nfor n in range(2):\n    opt = dict(rate=rate)\n"
+                      "    if evaluate() < best:\n        rate = 0.5\n    if opt:\n        save()"),
     "history": ("losses[-1]", "losses = []\nlosses.append(evaluate())\n"
                               "if losses[-1] == min(losses):\n    save()"),
     "returns": ("loss", "loss = evaluate()\nif loss >= best:\n    return\nsave()"),
@@ -129,6 +132,9 @@ NONE = {
                                          "keeper.see(evaluate())\nif other.better:\n    save()",
     "another attribute of what the loop changes": (
         KEEPER + "for x in held_out:\n    keeper.seen = x\nif keeper.best > best:\n    save()"),
+    "what was made before it changed": (
+        "rate = 1\nopt = dict(rate=rate)\nfor n in range(1):\n    if evaluate() < best:\n"
+        "        rate = 0.5\n    if opt:\n        save()"),
     "another flag": KEEPER + "keeper.see(evaluate())\nif keeper.ready:\n    save()",
     "a flag put together in a store": KEEPER + "keeper.ask(evaluate())\nif keeper.better:\n"
                                                "    save()",

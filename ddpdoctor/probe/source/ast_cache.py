@@ -189,6 +189,17 @@ def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from own_nodes(child)
 
 
+def reaches(function: ast.AST, assigned: ast.AST, used: ast.AST) -> bool:
+    """Whether a variable of a function may still have at one node what another one assigns: that
+    comes first, or a loop goes through both."""
+    first, then = getattr(assigned, "lineno", 0), getattr(used, "lineno", 0)
+    return first <= then or any(
+        covers_line(loop, first) and covers_line(loop, then)
+        for loop in own_nodes(function)
+        if isinstance(loop, (ast.For, ast.AsyncFor, ast.While))
+    )
+
+
 def without_gradients(node: ast.AST) -> bool:
     """Whether a node is `with torch.no_grad():` or the like."""
     items = node.items if isinstance(node, ast.With) else ()

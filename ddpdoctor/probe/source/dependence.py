@@ -24,6 +24,7 @@ from .ast_cache import (
     given,
     own_nodes,
     owner_of,
+    reaches,
     source_of,
 )
 from .call_graph import is_users, method_called
@@ -288,13 +289,14 @@ class Search:
             if (outer := of.stack.in_caller(of.depth, whole)) is not None:
                 yield from self.definitions(outer._replace(node=_part(outer.node, key)))
             return
-        own = list(_assigned(of.stack, of.depth, name, key))
+        function, own = of.function, list(_assigned(of.stack, of.depth, name, key))
+        if function is not None and not _is_declared(function, name):
+            own = [a for a in own if reaches(function, a[0], of.node)]
         yield from own
         yield from self._changed_within(of.function, name, key)
         if (passed := self._passed(of, name)) is not None:
-            for e in passed:
-                yield e.node, e._replace(node=_part(e.node, key))
-        elif not own or _is_declared(of.function, name):
+            yield from ((e.node, e._replace(node=_part(e.node, key))) for e in passed)
+        elif not own or _is_declared(function, name):
             for depth in range(of.depth + 1, len(of.stack.lines)):
                 if _encloses(of.stack, depth, of.depth):
                     yield from _assigned(of.stack, depth, name, key)
@@ -482,9 +484,9 @@ def _encloses(stack: Stack, depth: int, inner: int) -> bool:
     """Whether the variables of one function are known in another one: it is around it, or is the
     file itself."""
     outer, function, source = stack.functions[depth], stack.functions[inner], stack.source(inner)
-    if outer is None or source is None or stack.source(depth) is not source:
+    if source is None or stack.source(depth) is not source:
         return False
-    return _is_inside(source, function, outer)
+    return outer is not None and _is_inside(source, function, outer)
 
 
 def _is_inside(source: Source, function: ast.AST | None, outer: ast.AST | None) -> bool:
