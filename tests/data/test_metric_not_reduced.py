@@ -11,14 +11,17 @@ from readers import loader, prologue
 from recordings import make_run, site
 from replicas import replica
 
+from ddpdoctor.analysis.data import data_calls
 from ddpdoctor.events import (
     CallBlock,
     CallRun,
+    CallSite,
     ComparedValue,
     EndDecided,
     Logged,
     MessageSize,
     MetricUsed,
+    Place,
     RankExiting,
     ResultDropped,
     SaveDecided,
@@ -553,6 +556,18 @@ def test_a_copy_that_is_made_in_the_call_and_a_handle_that_nobody_keeps():
     assert "`totals = torch.tensor(x)`" in one.fix
     assert (other.rule, other.severity.value) == ("never-waited-for", "warning")
     assert "leave out `async_op=True`" in other.fix
+
+
+@pytest.mark.parametrize("handle", [True, False])
+def test_a_result_that_is_dropped_was_not_exchanged(handle):
+    """A handle that is dropped is not the result."""
+    dropped_there = ResultDropped(at=0, name="t", site=COMPARE, dropped_site=SAVE, step=4,
+                                  handle=handle)  # fmt: skip
+    place = CallSite(at=0, id=0, places=(Place(COMPARE, ()),))
+    events = [*prologue(2), *LINES, place, *exchange("all_reduce", 4)]
+    run = make_run({0: events, 1: [*events, dropped_there]})
+    assert data_calls.values_exchanged(run.ranks[0], 4)
+    assert data_calls.values_exchanged(run.ranks[1], 4) is handle
 
 
 @pytest.mark.parametrize(("values", "copies", "found"), [

@@ -15,6 +15,7 @@ from ...events import (
     GatheredWhole,
     GroupReady,
     ObjectsGathered,
+    ResultDropped,
     Signature,
 )
 from ...events.operations import OPERATIONS
@@ -98,13 +99,17 @@ def values_exchanged(
     rank: Rank, step: int, ops: Set[str] = EXCHANGES, *, since: EpochBegan | None = None
 ) -> bool:
     """Whether the program reduced or gathered values, by one of `ops`, after `step` optimizer steps
-    and before the next.
+    and before the next, and not only on lines that drop the result.
 
     Args:
         since: only what was called after this iteration over a loader began counts.
     """
     made = {s.id for s in rank.of(Signature) if s.op in ops and not s.op.startswith("DDP")}
-    return any(_calls(rank, made, step, since))
+    dropped = {e.site for e in rank.of(ResultDropped) if not e.handle}
+    lines = {s.id: s.line for s in rank.of(CallSite)} if dropped else {}
+    return any(
+        lines.get(place, -1) not in dropped for _, place, _ in _calls(rank, made, step, since)
+    )
 
 
 def _calls(
