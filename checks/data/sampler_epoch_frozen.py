@@ -14,7 +14,7 @@ from ddpdoctor.analysis.data.loaders import Epoch, Loader, Reader, in_order, loa
 from ddpdoctor.analysis.data.repeated_epochs import begins_anew, end_of, goes_back, read_on
 from ddpdoctor.analysis.data.streams import examined_epochs, repeated_order
 from ddpdoctor.analysis.data.thresholds import FEWEST_REPEATED, OVERFITTED_BATCHES
-from ddpdoctor.events import EpochEnded, ForwardInput, StepDone
+from ddpdoctor.events import EpochEnded, ForwardInput, RankStarted, StepDone
 from ddpdoctor.report.findings import Finding, FixKind, Severity
 from ddpdoctor.run import Run, counted, listed, whom
 
@@ -448,12 +448,16 @@ def _fix(reader: Reader, holder: str, name: str, *, numbered: bool) -> str:
 
 def _sampler_name(reader: Reader) -> str:
     """What the loop can call the sampler: its variable, where that is made in the same function, or
-    else by the loader that the loop iterates."""
+    in the script while the loop is in a helper of another file; or else by the loader that the loop
+    iterates."""
     made, loop = reader.sampler_at, reader.loop_at
     if made is None or loop is None:
         return "sampler"
     name, _ = made.named(reader.seen.sampler)
-    if made.function == loop.function:
+    started = reader.rank.first(RankStarted)
+    script = started.argv[0] if started and started.argv else ""
+    helps = made.file != loop.file and f"/{script}".endswith(f"/{made.file.rpartition('/')[2]}")
+    if made.function == loop.function or helps:
         return name or "sampler"
     looped = _LOOPED.search(loop.source)
     named = looped[1] or looped[2] if looped else ""

@@ -471,5 +471,20 @@ def test_what_the_loop_can_call_the_sampler(made: str, function: str, loop: str,
         sampler_at=Location("train.py", 3, function, made),
         loop_at=Location("train.py", 9, "main", loop),
         seen=SimpleNamespace(sampler="DistributedSampler", batch_sampler=""),
+        rank=SimpleNamespace(first=lambda kind: None),
+    )
+    assert _sampler_name(reader) == name
+
+
+@pytest.mark.parametrize(("script", "name"), [
+    ("/home/me/train.py", "own"),  # the script goes through what a helper yields
+    ("/home/me/main.py", "batches.sampler"),
+])  # fmt: skip
+def test_a_loop_in_a_helper_of_another_file(script: str, name: str) -> None:
+    reader: Any = SimpleNamespace(
+        sampler_at=Location("train.py", 3, "main", "own = DistributedSampler(data)"),
+        loop_at=Location("helpers/logging.py", 9, "every", "for x in batches:"),
+        seen=SimpleNamespace(sampler="DistributedSampler", batch_sampler=""),
+        rank=SimpleNamespace(first=lambda kind: SimpleNamespace(argv=(script, "-v"))),
     )
     assert _sampler_name(reader) == name
