@@ -1,8 +1,10 @@
 """Which line of the user's code is executing."""
 
+import sys
 from pathlib import Path
 
 from ddpdoctor.events import Site
+from ddpdoctor.probe.collectives.call_sites import line_of
 from ddpdoctor.probe.recording.code_locations import Sites, classify
 
 PROGRAM = """
@@ -126,3 +128,19 @@ def test_no_line_of_the_doctor_is_the_users() -> None:
         "own"
     }
     assert classify(str(folder.parent / "samples/hang/stall.py")) == "user"
+
+
+def test_the_arms_of_a_conditional_expression_are_one_line() -> None:
+    def seen() -> int:
+        return line_of(sys._getframe(1))
+
+    begin = sys._getframe().f_lineno
+    found = [
+        seen()
+        if first
+        else seen()
+        for first in (True, False)
+    ]  # fmt: skip
+    assert found == [begin + 2, begin + 2]
+    assert [seen(),
+            seen()] == [begin + 8, begin + 9]  # fmt: skip

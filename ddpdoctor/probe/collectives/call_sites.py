@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from ..recording import threads
 from ..recording.code_locations import LIBRARY, USER
 from ..recording.recorder import Recorder
 from ..recording.threads import Threads
+from ..source.ast_cache import source_of
 from ..source.decorators import decorated
 from ..source.loop_keys import LoopKey, keyed, no_name, setter
 from ..source.loop_rounds import rounds
@@ -105,7 +107,7 @@ class CallSites:
 
     def _emit_stack(self, frame: FrameType) -> tuple[int, list[CodeType]]:
         frames = self._user_frames(frame)
-        lines = tuple((f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames)
+        lines = tuple((f.f_code.co_filename, line_of(f), f.f_code.co_name) for f in frames)
         number = self._sites.get(lines)
         if number is None:
             through = self._through(frame)
@@ -157,7 +159,7 @@ class CallSites:
         places, called = [], None
         handed = True  # as long as all functions so far only pass their arguments on
         for frame in frames:
-            code, line = frame.f_code, frame.f_lineno
+            code, line = frame.f_code, line_of(frame)
             site = self.recorder.sites.place(code.co_filename, line, code.co_name)
             handed = handed and passes_through(code, line, called)
             around = enclosing(code.co_filename, line) + decorated(frame, self._is_users)
@@ -202,3 +204,12 @@ class CallSites:
         )
         self.recorder.emit(called, vital=True)
         return number
+
+
+def line_of(frame: FrameType) -> int:
+    """The line that a frame is at; of a conditional expression, that of the whole: both arms of
+    `all_reduce(a) if first else all_reduce(b)` are one call."""
+    line = frame.f_lineno
+    source = source_of(frame.f_code.co_filename)
+    around = source.around(line) if source is not None else []
+    return next((node.lineno for node in around if isinstance(node, ast.IfExp)), line)
