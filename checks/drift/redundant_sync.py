@@ -9,7 +9,7 @@ from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
 from ddpdoctor.analysis.replicas.thresholds import SEVERAL_STEPS
-from ddpdoctor.events import SyncPattern
+from ddpdoctor.events import SyncPattern, UnusedParameters
 from ddpdoctor.report.declarations import seen
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run
@@ -21,6 +21,10 @@ BACKWARD_ONLY = "no-sync-around-backward-only"
 ALWAYS = (
     "gradients only need to agree when the optimizer steps; DDP averages in every backward unless "
     "told otherwise"
+)
+STATIC = (
+    ", once the static graph is switched off: with it torch fails in a first backward that is not "
+    "synchronised"
 )
 CAUSES = {
     EVERY_BACKWARD: ALWAYS,
@@ -121,7 +125,8 @@ class RedundantSync(Check):
             f"gradients, {wasted} of them needlessly; `no_sync` would save {estimate}",
             cause=CAUSES[rule],
             fix=f"`with {member.rank.names_of(member.wrapped)[0] or 'model'}.no_sync():` around "
-            "forward and backward of all but the last micro-batch",
+            "forward and backward of all but the last micro-batch"
+            + (STATIC if _is_static(member) else ""),
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "synchronised_backwards_per_step": typical.synced,
@@ -137,3 +142,9 @@ class RedundantSync(Check):
 def _late(member: Member, site: int) -> tuple[Related, ...]:
     spot = member.rank.location(site)
     return (Related("covers backward only", spot),) if spot else ()
+
+
+def _is_static(member: Member) -> bool:
+    """Whether DDP was told that the graph stays the same, in its constructor or later."""
+    told = (e.static_graph for e in member.rank.of(UnusedParameters) if e.model == member.model)
+    return bool(member.wrapped.options.get("static_graph")) or any(told)

@@ -62,7 +62,8 @@ class NeedlessFindUnusedParameters(Check):
             uses = [models.use_of(r, model) for r in ranks]
             enough = all(u is not None and u.examined >= ENOUGH and not u.unused for u in uses)
             quiet = all(not e.indices for r in ranks for e in models.sets_of(r, model))
-            asked = all(e.find_unused for r in ranks for e in models.sets_of(r, model))
+            sets = [e for r in ranks for e in models.sets_of(r, model)]
+            asked = all(e.find_unused and not e.static_graph for e in sets)
             reported = all(models.sets_of(r, model) for r in ranks)
             if ranks and enough and quiet and asked and reported:
                 yield self._report(ranks, model)

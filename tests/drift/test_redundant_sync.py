@@ -3,6 +3,7 @@
 from ddpdoctor.checks.drift.redundant_sync import RedundantSync
 from recordings import site
 from replicas import LINE, OTHER, WRAP, run_of
+from wraps import unused
 
 from ddpdoctor.events import SyncPattern
 from ddpdoctor.report.findings import Severity
@@ -29,6 +30,13 @@ def test_the_advice_names_the_wrapper_as_the_program_does():
     events = [site(WRAP, "train.py", 10, "self.ddp = DDP(net)"), pattern()]
     (finding,) = RedundantSync().examine(run_of(dict.fromkeys(range(2), events)))
     assert "self.ddp.no_sync()" in finding.fix
+
+
+def test_no_sync_does_not_go_with_a_static_graph():
+    told = unused([], static_graph=True)
+    for events, static in (([pattern()], False), ([told, pattern()], True)):
+        (finding,) = RedundantSync().examine(run_of(dict.fromkeys(range(2), events)))
+        assert ("static graph" in finding.fix) is static
 
 
 def test_one_averaging_backward_per_step():

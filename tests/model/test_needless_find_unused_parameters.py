@@ -37,9 +37,11 @@ def test_a_rank_that_was_not_watched():
     assert codes(run, CHECK) == []
 
 
-def test_without_the_option():
-    run = make_run({r: rank(unused([]), use(10)) for r in (0, 1)})
-    assert codes(run, CHECK) == []
+def test_without_the_option_and_without_a_search():
+    """With a static graph DDP searches once."""
+    for asked in ({}, {**ASKED, "static_graph": True}):
+        run = make_run({r: rank(unused([], **asked), use(10)) for r in (0, 1)})
+        assert codes(run, CHECK) == []
 
 
 @pytest.mark.parametrize(("backwards", "all_seen"), [(10, True), (17, False)])

@@ -131,15 +131,15 @@ def test_no_line_of_the_doctor_is_the_users() -> None:
 
 
 def test_the_arms_of_a_conditional_expression_are_one_line() -> None:
-    def seen() -> int:
+    def seen(step: int = 1) -> int:
         return line_of(sys._getframe(1))
 
     begin = sys._getframe().f_lineno
     found = [
-        seen()
-        if first
-        else seen()
-        for first in (True, False)
+        seen(step)
+        if step == 1
+        else seen(step + 1)
+        for step in (1, 2)
     ]  # fmt: skip
     assert found == [begin + 2, begin + 2]
     assert [seen(),

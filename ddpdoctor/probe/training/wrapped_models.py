@@ -89,6 +89,7 @@ class WrappedModels(Watcher):
         from torch.nn.parallel.distributed import DistributedDataParallel
 
         self.around(DistributedDataParallel, "__init__", before=self._wrapping, after=self._wrapped)
+        self.around(DistributedDataParallel, "_set_static_graph", before=_owner, after=self._static)
 
     def _wrapping(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         """Record what is about to be wrapped; before the constructor, which may hang or abort."""
@@ -146,6 +147,11 @@ class WrappedModels(Watcher):
         if (wrapper := reference()) is not None:
             self._complete(recorder, model, wrapper)
 
+    def _static(self, recorder: Recorder, wrapper: Any, result: Any, error: Error) -> None:
+        """A program may call that after the constructor, as before there was an option."""
+        if error is None and (model := self.by_wrapper.get(wrapper)) is not None:
+            model.static_graph = model.rebuilds = True
+
     def _complete(self, recorder: Recorder, model: Model, wrapper: Any) -> None:
         model.wrapper = weakref.ref(wrapper)
         _localized(model, wrapper.module)
@@ -167,6 +173,10 @@ class WrappedModels(Watcher):
         model = self._emit(recorder, wrapper.module, given, adopted=True)
         self._complete(recorder, model, wrapper)
         return model
+
+
+def _owner(recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
+    return args[0]
 
 
 def _localized(model: Model, module: Any) -> None:

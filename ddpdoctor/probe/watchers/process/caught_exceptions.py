@@ -77,9 +77,12 @@ class CaughtExceptions(Watcher):
             self._record_handled(recorder, "unwinding", error)
 
     def _record_handled(self, recorder: Recorder, where: str, error: BaseException) -> bool:
-        """Record an exception that the user's own code has caught; returns whether it was that."""
+        """Record an exception that the user's own code has caught; returns whether it was that. The
+        end of an iterator is none."""
         trace = error.__traceback__
-        if trace is None or recorder.sites.kind(trace.tb_frame.f_code) != "user":
+        if trace is None or isinstance(error, StopIteration):
+            return False
+        if recorder.sites.kind(trace.tb_frame.f_code) != "user":
             return False
         tried = recorder.sites.number(trace.tb_frame.f_code, trace.tb_lineno)
         self.record(recorder, where, error, tried, tried)
