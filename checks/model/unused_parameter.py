@@ -14,7 +14,14 @@ from ddpdoctor.analysis.models import parameter_use as graphs
 from ddpdoctor.analysis.models import wrapped_models as models
 from ddpdoctor.analysis.models.wrap_options import WrapOptions
 from ddpdoctor.analysis.models.wrapped_models import Part, Reason
-from ddpdoctor.events import CallSite, Edited, OptimizerSeen, UnusedParameters, Wrapped
+from ddpdoctor.events import (
+    CallSite,
+    Edited,
+    GatheredWhole,
+    OptimizerSeen,
+    UnusedParameters,
+    Wrapped,
+)
 from ddpdoctor.events.model import ALWAYS_EXAMINED
 from ddpdoctor.report.declarations import NOT_AVERAGED, Effect, When
 from ddpdoctor.report.errors import ErrorKind
@@ -223,6 +230,9 @@ class UnusedParameter(Check):
         rules = {p: rules[p] for p in parts}
         rule = rules[parts[0]]
         where = _place(rank, wrapped, event, parts[0], rule)
+        ends = rule == "output-not-in-loss"
+        sites = _collectives(rank) if lost else _gathered(rank, event, wrapped)
+        gathered = _ending(rank, sites) if ends else ()
         yield self.finding(
             rule=NEVER_LEARNS if lost else rule,
             severity=Severity.NOTE if allowed and not lost else Severity.ERROR,
@@ -234,7 +244,7 @@ class UnusedParameter(Check):
             location=where,
             label=REASONS[rule].label,
             related=(
-                *(_gathered(rank) if lost and rule == "output-not-in-loss" else ()),
+                *gathered,
                 *(r for r in _related(rank, wrapped, event, parts[0]) if r.location != where),
             ),
             summary=f"{some(names)} of {title_of(rank, wrapped)} "
@@ -243,7 +253,7 @@ class UnusedParameter(Check):
             + f"{when} {models.on_ranks(run, (r.rank for r in seen))}",
             cause=_cause(rules, allowed, lost),
             fix=ENDS[rule]
-            if lost
+            if lost or gathered
             else _fix(
                 parts,
                 rule,
@@ -380,15 +390,25 @@ def _is_lost(run: Run, model: int, part: Part, rule: str) -> bool:
     return True
 
 
-def _gathered(rank: Rank) -> tuple[Related, ...]:
+def _collectives(rank: Rank) -> Iterator[CallSite]:
     """The lines in a forward that call a collective, through which no gradient passes."""
-    spots = [
-        spot
-        for site in rank.of(CallSite)
-        if any((at := rank.location(p.site)) and at.function == "forward" for p in site.places)
-        if (spot := rank.location(site.line)) and COLLECTIVE.search(spot.source)
-    ]
-    return tuple(Related(ENDS_HERE, spot) for spot in list(dict.fromkeys(spots))[:2])
+    for site in rank.of(CallSite):
+        if any((at := rank.location(p.site)) and at.function == "forward" for p in site.places):
+            spot = rank.location(site.line)
+            if spot and COLLECTIVE.search(spot.source):
+                yield site
+
+
+def _gathered(rank: Rank, event: UnusedParameters, wrapped: Wrapped) -> Iterator[CallSite]:
+    """The lines that gathered tensors before a backward that reached less than half of a model."""
+    if 2 * len(event.indices) > len(wrapped.parameters):
+        before = {e.call_site for e in rank.of(GatheredWhole) if e.at < event.at}
+        yield from (site for site in rank.of(CallSite) if site.id in before)
+
+
+def _ending(rank: Rank, sites: Iterable[CallSite]) -> tuple[Related, ...]:
+    spots = dict.fromkeys(spot for site in sites if (spot := rank.location(site.line)))
+    return tuple(Related(ENDS_HERE, spot) for spot in list(spots)[:2])
 
 
 def _cause(rules: dict[Part, str], allowed: bool, lost: list[Part]) -> str:

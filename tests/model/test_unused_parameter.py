@@ -9,7 +9,7 @@ from ddpdoctor.checks.model.unused_parameter import UnusedParameter
 from recordings import make_run, steps
 from wraps import BRANCH, codes, rank, skipped, unused, use, wrap
 
-from ddpdoctor.events import Edited, OptimizerSeen, Wrapped
+from ddpdoctor.events import CallSite, Edited, GatheredWhole, OptimizerSeen, Place, Wrapped
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.graph.unused_parameters import CallWatch, UnusedParameterWatch
 from ddpdoctor.report.findings import Severity
@@ -29,6 +29,24 @@ def test_a_layer_that_is_never_called():
     assert (found.location.file, found.location.line) == ("net.py", 12)
     assert found.ranks == (0, 1)
     assert [r.label for r in found.related] == ["wrapped here", "backward without it"]
+
+
+@pytest.mark.parametrize(("indices", "before", "told"), [
+    ([2, 3, 4, 5], True, True),
+    ([4, 5], True, False),  # a head that the loss does not use, and something gathered for the log
+    ([2, 3, 4, 5], False, False),
+])  # fmt: skip
+def test_a_gradient_that_ends_where_tensors_are_gathered(indices, before, told):
+    """To freeze the modules would hide that nothing learns."""
+    gathers = [
+        CallSite(at=0, id=7, places=(Place(BRANCH),)),
+        GatheredWhole(at=0, call_site=7, by="accelerate.accelerator"),
+    ]
+    looked = [unused(indices, called=("", *ALL)), use(1, dict.fromkeys(indices, 1))]
+    (found,) = find(*((*gathers, *looked) if before else (*looked, *gathers)))
+    assert found.rule == "output-not-in-loss"
+    assert found.fix.startswith("let its gradient reach the loss") is told
+    assert any("no gradient passes" in r.label for r in found.related) is told
 
 
 def test_of_several_modules_all_are_named():
