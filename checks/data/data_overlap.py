@@ -235,7 +235,8 @@ class DataOverlap(LoaderCheck):
         ),
         "equal-inputs": Words(
             "without a loader, ranks feed a model the same inputs",
-            "each of these ranks takes the same samples from the same data",
+            "each of these ranks takes the same samples from the same data, or makes its inputs "
+            "from equal random numbers",
             SHARD_INPUTS,
         ),
         "equal-part-of-inputs": Words(
