@@ -435,7 +435,8 @@ def _restarts(reader: Reader) -> int:
 def _fix(reader: Reader, holder: str, name: str, *, numbered: bool) -> str:
     """What sets the number of each epoch, where its pass over the loader begins: at the head of a
     loop, or by `iter` within one; `numbered`: the program does set it, but not for each pass."""
-    begun = _BEGUN.search(spot.source) if (spot := reader.loop_at) else None
+    spot = reader.loop_at
+    begun = _BEGUN.search(spot.source) if spot and spot.function != "__iter__" else None
     number = "n" if begun or numbered else "epoch"
     call = (
         f"`{holder}.{f'set_epoch({number})' if reader.seen.sets_epoch else f'{name} = {number}'}`"
@@ -461,6 +462,8 @@ def _sampler_name(reader: Reader) -> str:
         return name or "sampler"
     looped = _LOOPED.search(loop.source)
     named = looped[1] or looped[2] if looped else ""
+    if loop.function == "__iter__":
+        named = "loader"  # the helper may iterate others, too, which have no such sampler
     return f"{named}.sampler" if named and not reader.seen.batch_sampler else "sampler"
 
 

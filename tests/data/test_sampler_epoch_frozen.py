@@ -488,3 +488,13 @@ def test_a_loop_in_a_helper_of_another_file(script: str, name: str) -> None:
         rank=SimpleNamespace(first=lambda kind: SimpleNamespace(argv=(script, "-v"))),
     )
     assert _sampler_name(reader) == name
+
+
+def test_an_iterator_that_shows_progress() -> None:
+    """It goes through anything, and begins once for each epoch of the program."""
+    fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1}
+    events = loader(0, [FIRST] * 3, began={"sampler_epoch": 0}, **fields, loop_site=9)  # type: ignore[arg-type]
+    line = msgspec.structs.replace(site(9, "log.py", 30, "it = iter(self.it)"), function="__iter__")
+    (finding,) = examine([line, *events])
+    assert "set_epoch(epoch)` at the start of every epoch" in finding.fix
+    assert "self" not in finding.fix
