@@ -68,7 +68,6 @@ from .devices import (
     GatheredTensor,
 )
 from .drift import (
-    Averaged,
     BufferUpdates,
     Clipped,
     Digests,
@@ -97,7 +96,6 @@ from .model import (
     ParametersChanged,
     ParameterUse,
     ReadyTwice,
-    SearchCost,
     SentBuffers,
     StaticGraphBroken,
     Submodule,
@@ -146,6 +144,7 @@ from .stall import RankStood, StackFrame, StallOver, StallSeen, Worker
 from .surroundings import ProgramSeen, ThreadsSeen, TrainsAlone
 from .sync import (
     AbsentGradients,
+    Averaged,
     BatchSeen,
     Carried,
     EditedBeforeSync,
@@ -165,7 +164,7 @@ from .sync import (
     SteppedInside,
     SyncPattern,
 )
-from .timing import Account, CommHook, Pace, SyncTimes, TimeLedger
+from .timing import Account, CommHook, Pace, SearchCost, SyncTimes, TimeLedger
 
 SCHEMA = 1
 """Version of the records. Raised when a reader of the old ones would misread the new ones."""

@@ -389,43 +389,6 @@ class Rewritten(Event, frozen=True, tag="rewritten"):
     parameters: str
 
 
-class Averaged(Event, frozen=True, tag="averaged"):
-    """A few values of manually synchronised gradients, in the first steps before which the program
-    exchanged all of them; or of parameters that it exchanges between steps.
-
-    Attributes:
-        kind: `gradients` or `parameters`.
-        local: values as the last backward left them on this rank, or of parameters before the
-            exchange; `applied` the same values when the next step begins.
-        operations: reduce operations of the collectives in between (`SUM`, `AVG`).
-        sites: the lines that changed them in between, if traced; `divisors` by site the world size
-            as written, empty if the line does not divide by it.
-        loss_site, loss_divisor: a line that divides the loss by the world size before that
-            backward, and the divisor as written.
-        alone: nothing that was communicated since the last step can be in `local`.
-        inputs: digest of the inputs of the step's first forward, 0 if not seen; `numbers` how many
-            numbers they hold; `drawn` and `batch` as in `ForwardInput`; `site` the line of that
-            forward.
-    """
-
-    optimizer: int
-    step: int
-    local: tuple[float, ...]
-    applied: tuple[float, ...]
-    operations: tuple[str, ...] = ()
-    sites: tuple[int, ...] = ()
-    divisors: tuple[str, ...] = ()
-    loss_site: int = -1
-    loss_divisor: str = ""
-    alone: bool = False
-    inputs: int = 0
-    numbers: int = 0
-    drawn: int = -1
-    site: int = -1
-    batch: int = 0
-    kind: str = "gradients"
-
-
 class Clipped(Event, frozen=True, tag="clipped"):
     """`clip_grad_norm_` or `clip_grad_value_` was called; only some calls are recorded.
 

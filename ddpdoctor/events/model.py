@@ -207,15 +207,6 @@ class ParameterUse(Event, frozen=True, tag="parameter-use"):
     thawed: tuple[int, ...] = ()
 
 
-class SearchCost(Event, frozen=True, tag="search-cost"):
-    """Number and total time of DDP's searches for unused parameters so far
-    (`find_unused_parameters=True`). Recorded at powers of two and at the end."""
-
-    model: int
-    searches: int
-    seconds: float
-
-
 class Bypassed(Event, frozen=True, tag="bypassed"):
     """An optimizer is about to apply unsynchronised gradients of a wrapped model, because the
     forward did not go through the wrapper.
@@ -353,6 +344,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
             `Unwrapped.parameters` (packed; 0 for none). With it, `handed` are the positions whose
             gradients were passed to collectives for this step, by memory and size (packed), `other`
             the elements of all else that was, and `exchange_site` the line of such a call.
+        unclipped: with `each`, the digests of each gradient before a function of torch clipped
+            them after the exchange, at `clip_site` (packed); empty where it left them unchanged.
         copied: norm of the exchanged copies of gradients divided by the norm of the gradients that
             are applied, 0 if unknown; `copied_site` is the line of such a call.
         running: steps so far that ended while an asynchronous collective with their gradients ran
@@ -396,6 +389,8 @@ class UnwrappedState(Event, frozen=True, tag="unwrapped-state"):
     copied_site: int = -1
     within: int = 0
     local: str = ""
+    unclipped: str = ""
+    clip_site: int = -1
 
 
 class ReadyTwice(Event, frozen=True, tag="ready-twice"):

@@ -121,3 +121,12 @@ class CommHook(Event, frozen=True, tag="comm-hook"):
 
     def describe(self) -> str:
         return f"model {self.model}: communication hook {self.name}"
+
+
+class SearchCost(Event, frozen=True, tag="search-cost"):
+    """Number and total time of DDP's searches for unused parameters so far
+    (`find_unused_parameters=True`). Recorded at powers of two and at the end."""
+
+    model: int
+    searches: int
+    seconds: float

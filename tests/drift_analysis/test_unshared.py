@@ -21,15 +21,15 @@ LAYERS = ("body", "head")
 """`body.weight`, `body.bias`, `head.weight`, `head.bias`."""
 
 
-def states(rank, *, local=(), apart=(), clipped=False, handed=(), other=0, count=4, **fields):
+def states(rank, *, local=(), apart=(), clipped=False, by_torch=False, handed=(), other=0, count=4):
     """Looks before steps 0, 1, 2 and 4. Of the parameters at `local`, gradients differ and so do
-    the values after the first step; those at `apart` always differ."""
+    the values after the first step; those at `apart` always differ. Where they are clipped by a
+    norm that differs, all gradients do, and if by torch, all values."""
     for step in (0, 1, 2, 4):
         own = 1000 * (rank + 1)
-        gradients = [
-            10 * step + i + 2 + (own if clipped or i in local else 0) for i in range(count)
-        ]
-        drifted = {*apart, *(local if step else ())}
+        before = [10 * step + i + 2 + (own if i in local else 0) for i in range(count)]
+        gradients = [g + own if clipped and i not in local else g for i, g in enumerate(before)]
+        drifted = {*apart, *((range(count) if by_torch else local) if step else ())}
         values = [100 * step + i + 2 + (own if i in drifted else 0) for i in range(count)]
         yield UnwrappedState(
             at=0,
@@ -45,6 +45,8 @@ def states(rank, *, local=(), apart=(), clipped=False, handed=(), other=0, count
             handed=pack(handed),
             other=other,
             exchange_site=3,
+            unclipped=pack(before) if by_torch else "",
+            clip_site=4 if by_torch else -1,
         )
 
 
@@ -59,7 +61,8 @@ def found_in(ranks=(0, 1), change=None, layers=LAYERS, spread=-1, **kwargs):
 
 def run_with(rows, layers=LAYERS):
     made = [site(1, "train.py", 3, "net = Net()"), site(2, "train.py", 9, "optimizer.step()"),
-            site(3, "train.py", 8, "dist.all_reduce(flat)")]  # fmt: skip
+            site(3, "train.py", 8, "dist.all_reduce(flat)"),
+            site(4, "train.py", 9, "clip_grad_norm_(net.parameters(), 1)")]  # fmt: skip
     event = Unwrapped(
         at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=parameters(layers)
     )
@@ -87,6 +90,18 @@ def test_clipping_by_a_norm_that_differs_makes_all_of_them_drift():
     (found,) = found_in(local=(1, 3), clipped=True, handed=(0, 2))
     assert found.subjects == ("body.bias", "head.bias")
     assert found_in(local=(1, 3), clipped=True, other=16) == [], "which ones is not known"
+
+
+def test_clipping_by_torch_shows_which_gradients_were_synchronised():
+    (found,) = found_in(local=(2, 3), clipped=True, by_torch=True, other=16)
+    assert (found.rule, found.severity.value) == ("never-synced", "error")
+    assert found.subjects == ("head.weight", "head.bias")
+    assert (found.location.line, found.related[-1].location.line) == (8, 9)
+
+
+def test_clipping_by_torch_of_local_layers_that_changes_nothing_else():
+    (found,) = found_in(local=(2, 3), by_torch=False, other=16)
+    assert (found.severity.value, len(found.related)) == ("note", 1)
 
 
 def test_a_whole_layer_that_stays_local_may_be_meant():

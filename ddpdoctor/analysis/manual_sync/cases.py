@@ -116,6 +116,9 @@ class Case:
         if name == "running":
             ran = ((n, s) for n, s in self.copies.last.items() if s.running)
             return next((self.copies.members[n][0].location(s.running_site) for n, s in ran), None)
+        if name == "clip":
+            clips = ((n, s) for k in self.copies.looks for n, s in k.items() if s.unclipped)
+            return next((self.copies.members[n][0].location(s.clip_site) for n, s in clips), None)
         first = (self.beside or self.copies).looks[0][rank.rank]
         sites = {
             "made": event.site,

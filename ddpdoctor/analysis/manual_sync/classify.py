@@ -183,7 +183,7 @@ def _part_stopped(copies: Copies, every: list[Copies]) -> Case | None:
         return None
     # Clipping by a norm of all gradients makes also those differ that are synchronised.
     if not all(
-        (h.equal[k] and h.agree[k]) or all(h.passed[k])
+        (h.equal[k] and h.agree[k]) or all(h.passed[k]) or (h.synced[k] and not h.agree[k])
         for h in map(copies.parameters.__getitem__, others)
         for k in looks
     ):
@@ -219,7 +219,7 @@ def _never_synced(copies: Copies, every: list[Copies]) -> Case | None:
     always = _positions(copies, lambda h: all(map(any, h.passed)))
     shared = sorted({*always, *agreeing})
     local = _positions(
-        copies, lambda h: h.present and not h.handed and not any(h.agree) and _diverges(h)
+        copies, lambda h: h.present and not h.handed and not any(h.synced) and _diverges(h)
     )
     enough = sum(copies.sizes[i] for i in shared) >= ENOUGH * copies.size
     if not enough or not _any_moved(copies, local):
@@ -236,10 +236,18 @@ def _never_synced(copies: Copies, every: list[Copies]) -> Case | None:
     if any(not copies.parameters[i].equal[-1] for i in shared):
         remarks = (*remarks, rules.OTHERS_TOO)
     rule = rules.NEVER_SYNCED
+    if rules.OTHERS_TOO in remarks and _parted_by_clipping(copies, shared):
+        rule, remarks = rules.NEVER_SYNCED_CLIPPED, (*remarks[:-1], rules.OTHERS_CLIPPED)
     if not remarks:
         part = _rest_of(copies, local, others)
         rule, example = rules.NEVER_SYNCED_REST if part else rules.NEVER_SYNCED_LAYERS, (part,)
     return Case(rule, copies, look, local, shared, remarks=remarks, example=example)
+
+
+def _parted_by_clipping(copies: Copies, shared: list[int]) -> bool:
+    """Whether gradients were equal on all ranks until torch clipped them, at some look."""
+    histories = [copies.parameters[i] for i in shared]
+    return any(h.synced[k] and not h.agree[k] for h in histories for k in range(len(h.agree)))
 
 
 def _layer(name: str) -> str:
@@ -273,12 +281,12 @@ def _diverges(history: History) -> bool:
 
 def _agreeing(copies: Copies) -> list[int]:
     """The positions whose gradients are equal on all ranks. A look at which none is does not count:
-    gradients are clipped by a norm of all, including those that are not synchronised."""
+    the program itself scales gradients by a norm of all, including those not synchronised."""
     looks = range(len(copies.close))
-    some = [k for k in looks if any(h.agree[k] for h in copies.parameters)]
+    some = [k for k in looks if any(h.synced[k] for h in copies.parameters)]
     if len(some) < LOOKS or some[0]:
         return []
-    return _positions(copies, lambda h: h.trained and all(h.agree[k] for k in some))
+    return _positions(copies, lambda h: h.trained and all(h.synced[k] for k in some))
 
 
 def _unequal_updates(copies: Copies, every: list[Copies]) -> Case | None:

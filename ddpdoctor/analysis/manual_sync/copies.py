@@ -38,11 +38,19 @@ class History:
         gradients: digests of its gradient.
         values: digests of itself.
         passed: whether the rank passed the gradient to a collective individually.
+        unclipped: digests of its gradient before torch clipped it after the exchange.
     """
 
     gradients: list[tuple[int, ...]]
     values: list[tuple[int, ...]]
     passed: list[tuple[bool, ...]]
+    unclipped: list[tuple[int, ...]] = field(default_factory=list)
+
+    @cached_property
+    def synced(self) -> list[bool]:
+        """By look, whether the gradient is equal on all ranks, or was before it was clipped."""
+        before = [len(set(row)) == 1 for row in self.unclipped] or self.agree
+        return [now or then for now, then in zip(self.agree, before, strict=True)]
 
     @cached_property
     def agree(self) -> list[bool]:
@@ -134,11 +142,13 @@ class Copies:
         count = len(self.names)
         rows = [[unpack(s.each) for s in look.values()] for look in self.close]
         passed = [[set(unpack(s.handed)) for s in look.values()] for look in self.close]
+        unclipped = [[unpack(s.unclipped or s.each) for s in look.values()] for look in self.close]
         return [
             History(
                 [tuple(row[i] for row in look) for look in rows],
                 [tuple(row[count + i] for row in look) for look in rows],
                 [tuple(i in own for own in look) for look in passed],
+                [tuple(row[i] for row in look) for look in unclipped],
             )
             for i in range(count)
         ]

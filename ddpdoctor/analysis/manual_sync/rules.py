@@ -45,6 +45,14 @@ OTHERS_TOO = (
     "; the others differ as a result: a value computed from all gradients (a norm to clip by) or "
     "parameters differs between ranks"
 )
+OTHERS_CLIPPED = (
+    "; the others differ as a result: clipping scales all gradients by their total norm, which "
+    "differs between ranks with the gradients that are not synchronised"
+)
+NEVER_SYNCED_CLIPPED = replace(
+    NEVER_SYNCED,
+    related=(*NEVER_SYNCED.related, ("scales all gradients by a norm that differs", "clip")),
+)
 NEVER_SYNCED_REST = replace(
     NEVER_SYNCED,
     confidence=Confidence.SUSPECTED,

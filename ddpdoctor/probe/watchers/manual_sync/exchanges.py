@@ -395,6 +395,10 @@ class Exchanges(Watcher):
         """A moment, for `all_carried_since`."""
         return self.number, len(self.earlier) + len(self.recent)
 
+    def tensors_exchanged(self) -> tuple[int, int]:
+        """A moment, too, at which single numbers do not count: losses and norms for a log."""
+        return self.number, sum(e.elements > 1 for e in (*self.earlier, *self.recent))
+
     def all_carried_since(self, mark: tuple[int, int], parameters: Sequence[Any]) -> bool:
         """Whether collectives carried all these parameters themselves since a moment, as far as no
         step has ended in between."""

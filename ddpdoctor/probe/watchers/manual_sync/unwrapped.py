@@ -35,6 +35,7 @@ from ...training.module_origins import ModuleOrigins
 from ...training.optimizers import Optimizers
 from ...training.records import Step
 from ...training.wrapped_models import WrappedModels, tensor_of
+from .clipped_gradients import NOT_CLIPPED, ClippedGradients
 from .exchanges import Exchanges
 from .limits import (
     ABSENCES_EMITTED,
@@ -48,6 +49,7 @@ from .limits import (
 from .local_gradients import LocalGradients
 from .parallelism import ALL_TO_ALL, Parallelism
 from .pending_works import PendingWorks
+from .trained_parameters import sharded, unwrapped_parameters
 from .unused_allreduce import UnusedAllreduce
 
 EACH = "each"
@@ -69,6 +71,7 @@ class UnwrappedParameters:
         absent: positions of the parameters that had no gradient at the last step; absences: how
             often that is on record.
         local: positions whose gradient came before the all_to_all of the last backward.
+        unclipped: the gradients before they were clipped for this step.
         waiting: states whose digests are still on their way from a device.
     """
 
@@ -92,12 +95,14 @@ class UnwrappedParameters:
         self.absent: tuple[int, ...] = ()
         self.absences = 0
         self.local: list[int] = []
+        self.unclipped = NOT_CLIPPED
         self.waiting: Arrivals[UnwrappedState] = Arrivals()
 
 
 class UnwrappedModels(Watcher):
     lost = "models that are trained without a wrapper"
-    after = (Exchanges, LocalGradients)  # record what the program exchanges itself
+    # Record what the program exchanges itself, and what it clips afterwards.
+    after = (Exchanges, LocalGradients, ClippedGradients)
 
     def __init__(self) -> None:
         # Outermost modules, numbered in the order in which they were recorded.
@@ -156,6 +161,7 @@ class UnwrappedModels(Watcher):
             due, known.changes = True, known.changes + 1
         known.complete = complete
         known.local = LocalGradients.current.leave(step.known.number)
+        known.unclipped = ClippedGradients.current.take(optimizer, step.number, every)
         if due and any(p.grad is not None for p in alive):
             _record_state(recorder, step.known.number, known, step.number)
         known.completed += complete
@@ -173,11 +179,7 @@ class UnwrappedModels(Watcher):
             WrappedModels.current.count(),
         ):
             return known
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        covered = WrappedModels.current.covered()
-        mine = [p for p in parameters if _trained(p) and id(p) not in covered]
-        if any(_sharded(p) for p in parameters):
-            mine = []
+        mine = unwrapped_parameters(optimizer)
         known = step.known.notes[UnwrappedParameters] = UnwrappedParameters(mine)
         known.held, known.models = held, WrappedModels.current.count()
         if mine:
@@ -207,7 +209,7 @@ class UnwrappedModels(Watcher):
                 site=_made_at(recorder, roots[0] if roots else parameters[0]),
                 step_site=step.site,
                 name=one.name if one else "",
-                sharded=bool(roots) and any(map(_sharded, roots[0].parameters())),
+                sharded=bool(roots) and any(map(sharded, roots[0].parameters())),
                 memory=shared_memory(parameters),
                 places=pack(places),
                 unsteady=tuple(recorder.sites.place(p.file, p.line, "") for p in unsteady),
@@ -325,6 +327,7 @@ def _record_state(
         handed=pack(known.passed.positions) if closely else "",
         other=known.passed.other if closely else 0,
         exchange_site=Exchanges.current.exchange_site() if closely else -1,
+        clip_site=known.unclipped.site if closely else -1,
         copied=copied,
         copied_site=copied_site,
         within=0 if last else Exchanges.current.elements_in_backward(),
@@ -334,7 +337,8 @@ def _record_state(
         just=known.just and not last,
         last=last,
     )
-    known.waiting.add(state, Waiting(gradients), Waiting(values))
+    unclipped = known.unclipped.digests if closely else Waiting([])
+    known.waiting.add(state, Waiting(gradients), Waiting(values), unclipped)
     _write(recorder, known, wait=False)
 
 
@@ -352,23 +356,6 @@ def _several_ranks() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _trained(parameter: Any) -> bool:
-    """Whether a parameter is trained. One with a gradient is, even if frozen now: some programs
-    freeze a model while its optimizer steps."""
-    trained = parameter.requires_grad or parameter.grad is not None
-    return bool(trained and parameter.is_floating_point())
-
-
-def _sharded(parameter: Any) -> bool:
-    """Whether each rank holds a piece of this parameter: DTensor (FSDP2, tensor parallelism) or a
-    flat parameter of FSDP1."""
-    return (
-        hasattr(parameter, "device_mesh")
-        or hasattr(parameter, "_fsdp_flattened")
-        or type(parameter).__name__ == "FlatParameter"
-    )
 
 
 def _made_at(recorder: Recorder, root: Any) -> int:
@@ -407,12 +394,13 @@ def _exchanged(recorder: Recorder, known: UnwrappedParameters, parameters: list[
 
 
 def _write(recorder: Recorder, known: UnwrappedParameters, *, wait: bool) -> None:
-    for state, (gradients, values) in known.waiting.take(wait=wait):
+    for state, (gradients, values, unclipped) in known.waiting.take(wait=wait):
         emitted = msgspec.structs.replace(
             state,
             gradients=_combined(gradients),
             parameters=_combined(values),
             each=state.each and pack([*gradients, *values]),
+            unclipped=pack(unclipped) if unclipped not in ([], gradients) else "",
         )
         recorder.emit(emitted, vital=True)
 
