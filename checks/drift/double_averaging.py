@@ -37,7 +37,7 @@ REDUCED_AGAIN = "reduced-again"
 
 
 class DoubleAveraging(Check):
-    """Gradients are averaged twice, or parameters summed and not averaged
+    """Gradients are averaged twice, or summed and not averaged, or parameters are
 
     ## What it finds
     With DDP, which averages gradients itself: a loss divided by the world size (or by a product
@@ -45,8 +45,10 @@ class DoubleAveraging(Check):
     ranks (tokens, say), and not multiplied by the world size; a loss that is a mean over the local
     batch and is multiplied by the world size (a warning); gradients divided by it, or gradients or
     copies of them all-reduced once more. Without a wrapper: gradients that the program
-    synchronises manually and divides once too often, or whose loss was divided before; and
-    parameters that it sums over the ranks between steps and does not divide.
+    synchronises manually and divides once too often, or whose loss was divided before; gradients
+    of losses that are means over each rank's own batch, summed and not divided (a note: the
+    learning rate, or the limit of a clipping, may be chosen for the sum); and parameters that it
+    sums over the ranks between steps and does not divide.
 
     ## How it knows
     Each rank searches the last twelve nodes of the loss's autograd graph for a division by the
@@ -56,16 +58,16 @@ class DoubleAveraging(Check):
     since the last one; two in a row must agree. Between the synchronised backward and the step,
     values of up to six gradients on the CPU are compared (in the first 64 steps, then in about one
     of 110 as `--budget` allows), apart from what torch's clipping changes, and so is what the
-    program passes to collectives. Without a wrapper, four steps compare what is applied with the
-    mean of the ranks' own gradients, and the parameters after an exchange with the mean of those
-    before it. A division counts only if its line names the world size, or a name assigned once in
-    that file from a product or quotient with it: any other 2 does not. A division by a product
-    counts where the loss is a mean, or a sum divided by the world size times the number of its
-    terms. A multiplication counts if its line names the world size, nothing else scales the loss,
-    which is a mean over samples or a sum of such means, on all ranks, and no tensor that may be
-    part of it was exchanged between ranks. All this proves the fault. A manual all-reduce is an
-    error if the gradients grow by the number of ranks summed; if something else scales them as
-    well, it is only called redundant.
+    program passes to collectives. Without a wrapper, four steps compare what is applied, or what
+    torch clips after the exchange, with the mean of the ranks' own gradients, and the parameters
+    after an exchange with the mean of those before it. A division counts only if its line names the
+    world size, or a name assigned once in that file from a product or quotient with it: any other 2
+    does not. A division by a product counts where the loss is a mean, or a sum divided by the world
+    size times the number of its terms. A multiplication counts if its line names the world size,
+    nothing else scales the loss, which is a mean over samples or a sum of such means, on all ranks,
+    and no tensor that may be part of it was exchanged between ranks. All this proves the fault. A
+    manual all-reduce is an error if the gradients grow by the number of ranks summed; if something
+    else scales them as well, it is only called redundant.
 
     ## Why it hurts
     The effective learning rate is too small by the world size (too large, for a sum) and changes
@@ -79,6 +81,9 @@ class DoubleAveraging(Check):
     - Division by the number of accumulation steps; losses that are reduced for logging only.
     - `loss * world_size / count`, or `loss *= world_size` where a sum over ranks is wanted: the
       loss is a sum, is scaled by anything else, or is computed from values of other ranks.
+    - Sums of gradients without a wrapper: a term of the loss is no mean, all of them are divided by
+      a multiple of the world size, or values of other ranks may be part of it; with an optimizer
+      whose updates do not depend on a constant factor (Adam) and without torch's clipping.
     - Gradients that DDP does not average: in this backward (`no_sync`), or at all, or through a
       communication hook other than torch's.
     """

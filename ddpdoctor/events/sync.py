@@ -429,8 +429,8 @@ class Averaged(Event, frozen=True, tag="averaged"):
 
     Attributes:
         kind: `gradients` or `parameters`.
-        local: values as the last backward left them on this rank, or of parameters before the
-            exchange; `applied` the same values when the next step begins.
+        local: values as the last backward left them on this rank, or before it exchanged them, or
+            of parameters before the exchange; `applied` the same values when the next step begins.
         operations: reduce operations of the collectives in between (`SUM`, `AVG`).
         sites: the lines that changed them in between, if traced; `divisors` by site the world size
             as written, empty if the line does not divide by it.
@@ -440,6 +440,10 @@ class Averaged(Event, frozen=True, tag="averaged"):
         inputs: digest of the inputs of the step's first forward, 0 if not seen; `numbers` how many
             numbers they hold; `drawn` and `batch` as in `ForwardInput`; `site` the line of that
             forward.
+        unclipped: as `applied`, before a function of torch clipped them at `clip_site`, where one
+            did after the exchange.
+        means: the factor of each term of the losses, where every term is a mean over many numbers
+            and the factors are known; else empty.
     """
 
     optimizer: int
@@ -458,3 +462,6 @@ class Averaged(Event, frozen=True, tag="averaged"):
     site: int = -1
     batch: int = 0
     kind: str = "gradients"
+    unclipped: tuple[float, ...] = ()
+    clip_site: int = -1
+    means: tuple[float, ...] = ()

@@ -11,7 +11,7 @@ from ddpdoctor.checks.drift.double_averaging import DoubleAveraging
 from recordings import make_run, site, steps
 from wraps import group, parameters
 
-from ddpdoctor.events import Averaged, Event, Unwrapped
+from ddpdoctor.events import Averaged, Event, OptimizerSeen, Unwrapped
 from ddpdoctor.probe.source.division import loss_divided
 from ddpdoctor.report.findings import Finding
 
@@ -19,7 +19,9 @@ LOCAL = ((1.0, 2.0, 8.0, 0.001), (3.0, -1.0, 4.0, 0.002))
 MEAN = (2.0, 0.5, 6.0, 0.0015)
 
 
-def found(factor: float, *, apart: bool = False, **fields: Any) -> list[Finding]:
+def found(
+    factor: float, *, apart: bool = False, trained_by: str = "SGD", count: int = 2, **fields: Any
+) -> list[Finding]:
     """Of two ranks that apply `factor` times their mean, from the second step on."""
     events: dict[int, list[Event]] = {}
     for n in range(2):
@@ -34,7 +36,7 @@ def found(factor: float, *, apart: bool = False, **fields: Any) -> list[Finding]
                 applied=(*applied[:-1], applied[-1] * (1 + 0.5 * apart)),
                 **{"operations": ("SUM",), **fields},
             )
-            for step in (1, 2)
+            for step in range(1, count + 1)
         ]
         events[n] = [
             *(site(i, "train.py", line, text) for i, (line, text) in lines.items()),
@@ -42,6 +44,7 @@ def found(factor: float, *, apart: bool = False, **fields: Any) -> list[Finding]
             Unwrapped(
                 at=0, optimizer=0, kind="Net", site=1, step_site=2, parameters=parameters(("a",))
             ),
+            OptimizerSeen(at=0, optimizer=0, kind=trained_by, site=1),
             *looks,
             *steps(8),
         ]
@@ -88,8 +91,30 @@ def test_parameters_that_are_averaged_or_moved_otherwise(factor: float, apart: b
     assert found(factor, kind="parameters", apart=apart) == []
 
 
-def test_gradients_may_be_summed() -> None:
-    assert found(2.0, site=4) == []
+MEANS: dict[str, Any] = {"means": (0.5, 1.0), "alone": True, "count": 3}
+CLIPPED: dict[str, Any] = {"unclipped": tuple(2 * m for m in MEAN), "clip_site": 4}
+
+
+def test_gradients_of_means_that_are_summed() -> None:
+    (finding,) = found(2.0, **MEANS)
+    assert (finding.rule, finding.severity.value) == ("summed-gradients", "note")
+    assert (finding.location and finding.location.line, finding.related) == (9, ())
+    (finding,) = found(0.1, **MEANS, **CLIPPED, trained_by="AdamW")
+    assert [one.location.line for one in finding.related] == [22]
+    (finding,) = found(0.1, **MEANS, **CLIPPED)
+    assert (finding.steps and finding.steps.first, finding.ranks) == (1, (0, 1))
+
+
+@pytest.mark.parametrize("factor, fields", [
+    (2.0, {"means": ()}),
+    (2.0, {"means": (0.5, 0.25)}),  # the loss is divided by the world size
+    (2.0, {"alone": False}),  # each gradient may have parts of other ranks
+    (2.0, {"count": 2}),
+    (2.0, {"trained_by": "AdamW"}),  # its updates are the same
+    (1.0, {}),
+])  # fmt: skip
+def test_sums_that_are_right_or_change_nothing(factor: float, fields: dict[str, Any]) -> None:
+    assert found(factor, **{**MEANS, **fields}) == []
 
 
 def line_of(tmp_path: Path, body: str) -> tuple[int, str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ddpdoctor.probe.tensors.autograd_nodes import leaves_of
+from ddpdoctor.probe.tensors.autograd_nodes import leaves_of, means
 
 
 def test_only_the_model_of_the_loss_is_reached() -> None:
@@ -28,3 +32,23 @@ def test_a_large_graph_is_not_followed_to_its_end() -> None:
 
 def test_a_loss_without_a_graph() -> None:
     assert leaves_of([torch.ones(1)], 10) == {}
+
+
+X, W = torch.ones(6, 4), torch.ones(4, requires_grad=True)
+OF = torch.arange(6) % 4
+
+
+@pytest.mark.parametrize("loss, factors", [
+    (lambda x: x.square().mean(), [1]),
+    (lambda x: F.cross_entropy(x, OF) / 2 + 0.1 * x.mean() - F.mse_loss(x, X), [0.5, 0.1, 1]),
+    (lambda x: (x.square() / 2).mean(), [0.5]),
+    (lambda x: x.square().mean() * (6 / torch.tensor(12.0)), [0.5]),
+    (lambda x: x.square().sum() / 6, []),
+    (lambda x: F.cross_entropy(x, OF) + W.square().sum(), []),
+    (lambda x: F.cross_entropy(x, OF) * W.mean(), []),
+    (lambda x: W[0] * 2, []),
+])  # fmt: skip
+def test_losses_whose_terms_are_means(loss: Any, factors: list[float]) -> None:
+    found = means(loss(X * W).grad_fn, 100)
+    assert sorted(map(abs, found)) == pytest.approx(sorted(factors))
+    assert means(loss(X * W).grad_fn, 1) in ((), found)

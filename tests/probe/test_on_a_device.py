@@ -129,13 +129,14 @@ def test_averages_are_recorded_once_their_values_are_there(monkeypatch: pytest.M
     def values(come: list[float], there: bool = True) -> Any:
         return SimpleNamespace(values=come, ready=lambda wait=False: there or wait)
 
+    none = values([])
     watcher.pending = [
-        (event(1), values([]), values([])),
-        (event(2), values([1.0]), values([math.nan])),
-        (event(3, "parameters"), values([1.0]), values([1.0])),
-        (event(4, "parameters"), values([1.0]), values([3.0])),
-        (event(5), values([1.0]), values([2.0], there=False)),
-        (event(6), values([1.0]), values([4.0])),
+        (event(1), values([]), values([]), none),
+        (event(2), values([1.0]), values([math.nan]), none),
+        (event(3, "parameters"), values([1.0]), values([1.0]), none),
+        (event(4, "parameters"), values([1.0]), values([3.0]), none),
+        (event(5), values([1.0]), values([2.0], there=False), none),
+        (event(6), values([1.0]), values([4.0]), none),
     ]
     watcher._record_arrived(recorder)
     assert [(e.step, e.local, e.applied) for e in told] == [(4, (1.0,), (3.0,))]

@@ -1,24 +1,25 @@
-"""Gradients and parameters that the program itself averages over the ranks, and divides twice or
-not at all."""
+"""Gradients and parameters that the program itself exchanges, and divides twice or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from ...events import Averaged
-from ...report.findings import Related, Steps
+from ...events import Averaged, OptimizerSeen
+from ...report.findings import Confidence, Related, Severity, Steps
 from ...run import Rank, Run
 from .copies import Copies, aligned, trained_copies
-from .thresholds import LARGE, NEAR
+from .thresholds import LARGE, LOOKS, NEAR, SCALES_ITSELF
 
 MANUAL_DIVIDED_LOSS = "divided-loss-manual-sync"
 MANUAL_DIVIDED_TWICE = "divided-gradients-manual-sync"
 SUMMED_PARAMETERS = "summed-parameters"
+SUMMED_GRADIENTS = "summed-gradients"
 
 RULES = {
     MANUAL_DIVIDED_LOSS: "the loss is divided by the world size, and gradients averaged manually",
     MANUAL_DIVIDED_TWICE: "gradients are averaged manually and divided by the world size again",
+    SUMMED_GRADIENTS: "gradients of mean losses are summed over the ranks and not divided",
     SUMMED_PARAMETERS: "parameters are replaced by their sum over the ranks, not by the mean",
 }
 
@@ -27,10 +28,12 @@ Looks = dict[int, tuple[Rank, Averaged]]
 
 
 def reported(run: Run) -> Iterator[dict[str, Any]]:
-    """The fields of a finding for every model whose gradients are divided twice."""
+    """The fields of a finding for every model whose gradients are divided twice, or that are summed
+    and not divided."""
     for copies in trained_copies(run):
         yield from _summed_parameters(copies)
         looks = _looks(copies, "gradients")
+        yield from _summed_gradients(copies, looks)
         for seen in looks:
             ratio = _ratio(seen)
             spot = _line(seen, looks, ratio) if ratio is not None else None
@@ -80,15 +83,78 @@ def _summed_parameters(copies: Copies) -> Iterator[dict[str, Any]]:
     }
 
 
+def _summed_gradients(copies: Copies, looks: list[Looks]) -> Iterator[dict[str, Any]]:
+    """A finding where every step on record applied the sum of the gradients of losses that are
+    means over a rank's own samples, and something depends on that: not the updates of Adam, say,
+    but a limit that they are clipped to."""
+    size = len(copies.members)
+    looks = [seen for seen in looks if all(event.alone for _, event in seen.values())]
+    if len(looks) < LOOKS or not all(_local_means(seen) for seen in looks):
+        return
+    ratios = [_ratio(seen) for seen in looks]
+    if any(r is None or abs(r / size - 1) > NEAR for r in ratios):
+        return
+    number, (rank, event) = next(iter(looks[0].items()))
+    own = copies.members[number][1]
+    optimizers = (e.kind for e in rank.of(OptimizerSeen) if e.optimizer == event.optimizer)
+    optimizer, kind = next(optimizers, ""), own.kind or "a set of parameters"
+    clip = next((e.clip_site for k in looks for _, e in k.values() if e.unclipped), -1)
+    scales_itself = any(part in optimizer for part in SCALES_ITSELF)
+    if scales_itself and clip < 0:
+        return
+    effects, meant = [], []
+    if not scales_itself:
+        effects.append(f"a learning rate that is right for one process is {size} times too large")
+        meant.append("the learning rate")
+    if clip >= 0:
+        effects.append(f"the norm that is clipped is {size} times that of the mean")
+        meant.append("the limit of the clipping")
+    exchanged = rank.location(copies.looks[0][number].exchange_site) if copies.looks else None
+    stepped, clipped = rank.location(own.step_site), rank.location(clip)
+    last = max(event.step, max(r.steps_of(event.optimizer) for r, _ in looks[0].values()) - 1)
+    spots = (("clipped here", clipped), ("applied here", stepped if exchanged else None))
+    yield {
+        "rule": SUMMED_GRADIENTS,
+        "severity": Severity.NOTE,
+        "confidence": Confidence.SUSPECTED,
+        "ranks": tuple(looks[0]),
+        "steps": Steps(event.step, last, last - event.step + 1),
+        "subjects": (kind,),
+        "location": exchanged or stepped,
+        "label": "sums the gradients over the ranks",
+        "related": tuple(Related(text, spot) for text, spot in spots if spot),
+        "summary": f"the gradients of {kind} are summed over the {size} ranks and not divided: "
+        f"they are {size} times the mean of the ranks' own gradients",
+        "cause": "the loss of each rank is a mean over its own samples, so that the sum grows with "
+        f"the number of ranks: {', and '.join(effects)}",
+        "fix": "divide what the `all_reduce` returns by the number of ranks: "
+        f"`/= dist.get_world_size()`. If {' and '.join(meant)} "
+        f"{'are' if len(meant) > 1 else 'is'} chosen for the sum, nothing",
+        "evidence": {
+            "ratios_of_reduced_gradients_to_mean": [float(f"{r:.5g}") for r in ratios if r],
+            "factors_of_the_means_in_the_loss": list(event.means),
+        },
+        "at": rank.wall(event.at),
+    }
+
+
+def _local_means(seen: Looks) -> bool:
+    """Whether the losses of all ranks are the same means, and not all of them are divided by a
+    multiple of the number of ranks."""
+    first, *others = {event.means for _, event in seen.values()}
+    parts = [abs(1 / factor / len(seen)) for factor in first if factor]
+    return not others and any(part < 0.5 or abs(part - round(part)) > NEAR for part in parts)
+
+
 def _ratio(seen: Looks) -> float | None:
-    """What was applied over the mean of the ranks' own gradients; None where the values have no
-    ratio in common."""
+    """What was applied, or clipped, over the mean of the ranks' own gradients; None where the
+    values have no ratio in common."""
     rows = [event for _, event in seen.values()]
-    if len({(len(e.local), e.applied) for e in rows}) != 1:
+    if len({(len(e.local), e.unclipped or e.applied) for e in rows}) != 1:
         return None
     ratios = []
     every = zip(*(e.local for e in rows), strict=True)
-    for values, applied in zip(every, rows[0].applied, strict=False):
+    for values, applied in zip(every, rows[0].unclipped or rows[0].applied, strict=False):
         mean = sum(values) / len(values)
         if mean and abs(mean) >= LARGE * max(map(abs, values)):
             ratios.append(applied / mean)

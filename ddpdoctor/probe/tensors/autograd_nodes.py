@@ -52,6 +52,9 @@ def leaves_of(roots: Iterable[Any], most: int) -> dict[int, Any] | None:
     return {id(leaf): leaf for leaf in leaves if leaf is not None}
 
 
+REDUCTION = {1: "mean", 2: "sum"}
+SIZES = "_saved_self_sym_sizes"
+
 SUMS = ("Add", "Sub", "Stack", "Cat")
 """Nodes of these give each of their inputs a gradient by itself."""
 
@@ -76,6 +79,40 @@ def terms_of(root: Any, most: int) -> Iterator[list[Any]]:
                 break
             path.append(ahead[0])
             seen += 1
+
+
+def reduction_of(node: Any) -> str:
+    """`mean` or `sum` if a node reduces many numbers to one, else empty."""
+    kind = next((k for k in REDUCTION.values() if node.name().lower().startswith(k)), "")
+    if kind:
+        return "" if getattr(node, SIZES, None) == () else kind
+    return REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
+
+
+def means(root: Any, most: int) -> tuple[float, ...]:
+    """What each term of a loss is multiplied by, where every term is a mean over many numbers:
+    empty where one is not, or is scaled by a number that is not read."""
+    found: dict[Any, float] = {}
+    left = [(root, 1.0)]
+    for _ in range(most):
+        if not left:
+            return tuple(found.values())
+        node, weight = left.pop()
+        kind, ahead = reduction_of(node), [n for n, _ in node.next_functions if n is not None]
+        several = len(ahead) > 1 and not (kind or node.name().startswith(SUMS))
+        if not ahead or several or kind == "sum" or "AllReduce" in node.name():
+            return ()
+        # What is averaged may be scaled as well.
+        scaling = [node, *(ahead if kind and len(ahead) == 1 else ())]
+        if any(map(is_of_a_device, scaling)):
+            return ()
+        for one in scaling:
+            weight /= divisor_of(one) or 1.0
+        if kind:
+            found[node] = float(f"{weight:.6g}")
+        else:
+            left += [(n, weight) for n in ahead]
+    return ()
 
 
 def divisor_of(node: Any) -> float:

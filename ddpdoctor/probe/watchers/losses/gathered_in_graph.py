@@ -38,6 +38,7 @@ from ...tensors.autograd_nodes import (
     linear,
     nodes_between,
     nodes_of,
+    reduction_of,
 )
 from ...tensors.digests import Sketcher
 from ...tensors.limits import GRAPH_NODES
@@ -47,7 +48,7 @@ from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from ..gradients.gradient_sync import GradientSync
 from .limits import CUT_BACKWARDS, GATHERED_FRAMES, REDUCED_KEPT, REDUCED_LOOKED_AT
-from .loss_scaling import averaged, group_size, reduction_of
+from .loss_scaling import averaged, group_size
 
 
 class _Gathered(NamedTuple):

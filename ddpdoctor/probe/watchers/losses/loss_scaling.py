@@ -23,7 +23,7 @@ from ...recording.recorder import Recorder
 from ...recording.torch_compat import anomaly_mode, made_at, saved
 from ...recording.watcher import Watcher, on
 from ...source.division import divided_by_world_size, loss_divided
-from ...tensors.autograd_nodes import divisor_of, is_of_a_device, terms_of
+from ...tensors.autograd_nodes import SIZES, divisor_of, is_of_a_device, reduction_of, terms_of
 from ...training import lifecycle
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
@@ -41,9 +41,6 @@ from .limits import (
     TERM_NODES,
 )
 from .sharded_models import Sharded, ShardedModels
-
-REDUCTION = {1: "mean", 2: "sum"}
-SIZES = "_saved_self_sym_sizes"
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 _NONE = "", "0", ""
@@ -382,14 +379,6 @@ def _frozen(model: Model | Sharded) -> bool:
     discriminator in a generator's step)."""
     held = [p for i in model.expected if (p := model.parameters[i]()) is not None]
     return bool(held) and not any(p.requires_grad for p in held)
-
-
-def reduction_of(node: Any) -> str:
-    """`mean` or `sum` if a node reduces many numbers to one, else empty."""
-    kind = next((k for k in REDUCTION.values() if node.name().lower().startswith(k)), "")
-    if kind:
-        return "" if getattr(node, SIZES, None) == () else kind
-    return REDUCTION.get(getattr(node, "_saved_reduction", 0), "")
 
 
 def _means(root: Any) -> tuple[tuple[int, float], ...]:

@@ -18,13 +18,13 @@ from ...recording.recorder import Recorder
 from ...recording.torch_compat import made_at, saved
 from ...recording.watcher import Watcher, on
 from ...source.division import multiplied_by_world_size
-from ...tensors.autograd_nodes import divisor_of, is_of_a_device
+from ...tensors.autograd_nodes import divisor_of, is_of_a_device, reduction_of
 from ...tensors.limits import GRAPH_NODES
 from ...training import lifecycle
 from ...training.records import Backward
 from ...training.wrapped_models import WrappedModels
 from .limits import BACKWARDS_LOOKED_AT, MULTIPLIED_FOLLOWED, NODES_FOLLOWED
-from .loss_scaling import LossScaling, group_size, reduction_of, rows_of
+from .loss_scaling import LossScaling, group_size, rows_of
 
 FIGURES = 4
 """Elements of a tensor of figures for the log; a larger one may be part of the loss."""

@@ -6,7 +6,7 @@ covers some that were not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...recording.devices import hands_off
@@ -41,6 +41,16 @@ class Unclipped(NamedTuple):
 NOT_CLIPPED = Unclipped(-1, (-1, -1), [], Waiting([]), -1)
 
 
+def on_clipping(watcher: Watcher, before: Callable[[Recorder, Args, Kwargs], None]) -> None:
+    """Have a watcher called before functions of torch clip gradients."""
+    import torch.nn.utils as utils
+    from torch.nn.utils import clip_grad
+
+    for name in CLIPPING:
+        if hasattr(clip_grad, name):
+            watcher.around((clip_grad, utils), name, before=before)
+
+
 class ClippedGradients(Watcher):
     lost = "gradients before they are clipped"
     after = (Exchanges,)
@@ -49,15 +59,10 @@ class ClippedGradients(Watcher):
         self._kept: WeakIdentityMap[Unclipped] = WeakIdentityMap()
 
     def install(self) -> None:
-        import torch.nn.utils as utils
-        from torch.nn.utils import clip_grad
-
-        for name in CLIPPING:
-            if hasattr(clip_grad, name):
-                self.around((clip_grad, utils), name, before=self._clips)
+        on_clipping(self, self._clips)
 
     def _clips(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
-        if not Exchanges.current.recent or hands_off():
+        if not Exchanges.current.in_or_after_backward() or hands_off():
             return
         mark = Exchanges.current.tensors_exchanged()
         for optimizer in Optimizers.current.made():

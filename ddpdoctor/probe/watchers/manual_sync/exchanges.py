@@ -399,6 +399,10 @@ class Exchanges(Watcher):
         """A moment, too, at which single numbers do not count: losses and norms for a log."""
         return self.number, sum(e.elements > 1 for e in (*self.earlier, *self.recent))
 
+    def in_or_after_backward(self) -> bool:
+        """Whether anything was exchanged since the last backward began."""
+        return bool(self.recent or self.in_backward)
+
     def all_carried_since(self, mark: tuple[int, int], parameters: Sequence[Any]) -> bool:
         """Whether collectives carried all these parameters themselves since a moment, as far as no
         step has ended in between."""

@@ -17,6 +17,9 @@ AVERAGED_NODES = 6
 """Autograd nodes from the loss on that are searched for a division: it is one of the last things
 a training loop does to its loss."""
 
+LOSS_NODES = 100
+"""Autograd nodes of a loss, of all its terms, in which their means are searched."""
+
 # exchanges
 
 EXCHANGES_KEPT = 20_000
