@@ -23,8 +23,9 @@ from ddpdoctor.analysis.waiting.failures import (
     step_of,
     unseen,
 )
+from ddpdoctor.analysis.waiting.lone_load import NOT_LOADED, LoneLoad, lone_load
 from ddpdoctor.analysis.waiting.missing_file import ADVICE, missing_file
-from ddpdoctor.analysis.waiting.missing_name import missing_name
+from ddpdoctor.analysis.waiting.missing_name import NEVER_SET, MissingName, missing_name
 from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
@@ -46,7 +47,6 @@ NO_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 NOBODY = "; no rank was seen to fail on its own"
 LOST_PEERS = "lost-peers"
-NEVER_SET = "never-set"
 """Rule of a finding that is itself a consequence: no rank was seen to fail on its own."""
 
 
@@ -65,7 +65,7 @@ class FirstFailure(Check):
     but that is no rank, where it raised. Connection errors and timeouts on other ranks are listed
     as consequences; the same exception on several ranks is reported once. For a file that a rank
     did not find, it says where another rank wrote it, if each built the path from the clock or at
-    random.
+    random; for a call that is given an optimizer whose state only other ranks loaded, where.
 
     ## How it knows
     Each rank records the exceptions that leave its program, that it handles while it exits with a
@@ -97,6 +97,7 @@ class FirstFailure(Check):
         "exception": "a rank raised an exception first",
         "worker-exception": "a DataLoader worker of a rank raised first",
         NEVER_SET: "a rank uses a name that is set only under a condition that did not hold there",
+        NOT_LOADED: "other ranks loaded the state of the optimizer that the failing call is given",
         "rank-specific-path": "a rank did not find a file that another wrote under its own path",
         "exit-status": "a rank exited with a non-zero status first, without an exception",
         "other-moment": "a file is not there yet, or any more, as another rank writes or moves it",
@@ -146,14 +147,14 @@ class FirstFailure(Check):
         first = own[0]
         same = [f for f in own if f.signature == first.signature]
         ranks = tuple(sorted(f.rank.rank for f in same))
-        where = first.location
         step = step_of(first)
         at_step = "" if step is None else f"at step {step}, "
         others = [f for f in own if f not in same] + followers
         message = first.message
         what = first.kind_raised if first.exception else first.text
         missing = missing_file(run, first)
-        about = missing or missing_name(first)
+        known = missing_name(first) or lone_load(run, first, ranks)
+        about, alike = missing or known, _other_text(same) is None
         if first.worker:
             summary = f"{at_step}{first.text}, raised in {first.worker} of {ranks_text(ranks)}"
         elif first.exception:
@@ -163,19 +164,17 @@ class FirstFailure(Check):
         else:
             summary = f"{at_step}{ranks_text(ranks)} ended with {first.text}"
         return self.finding(
-            rule=missing.rule if missing else _rule(first),
+            rule=missing.rule if missing else _rule(first, known),
             deadlocked=left_waiting(run, ranks),
             ranks=ranks,
             steps=None if step is None else Steps.of([step]),
             subjects=(what,),
-            location=where,
+            location=first.location,
             label=_label(first),
             related=_received(first) + (about.related if about else ()),
             summary=summary,
-            cause=missing.cause if missing else _cause(run, first, ranks, others),
-            fix=missing.fix
-            if missing
-            else _fix(run, first, ranks, same_text=_other_text(same) is None),
+            cause=missing.cause if missing else _cause(run, first, ranks, others, known),
+            fix=missing.fix if missing else _fix(run, first, ranks, known, same_text=alike),
             fix_kind=FixKind.CHECK,
             evidence={
                 MESSAGE: message[:2000],
@@ -272,11 +271,15 @@ class FirstFailure(Check):
         )
 
 
-def _rule(first: Failure) -> str:
+Known = MissingName | LoneLoad | None
+"""What on record explains an exception."""
+
+
+def _rule(first: Failure, known: Known) -> str:
     if first.worker:
         return "worker-exception"
-    if missing_name(first) is not None:
-        return NEVER_SET
+    if known is not None:
+        return known.rule
     return "exception" if first.exception else "exit-status"
 
 
@@ -325,7 +328,9 @@ def _behind(run: Run, first: Failure, ranks: tuple[int, ...]) -> tuple[list[int]
     return [r.rank for r in rest], "to init_process_group" if early else "there"
 
 
-def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failure]) -> str:
+def _cause(
+    run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failure], known: Known
+) -> str:
     behind = _behind(run, first, ranks)
     meaning = translate(first.message)
     text = f"the message means: {meaning}" if meaning else ""
@@ -336,8 +341,8 @@ def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failur
             f"{ranks_text(ranks)} reached a `breakpoint()`, and the debugger was quit; it quits on "
             "its own without input, and ranks have no terminal of their own"
         )
-    if (name := missing_name(first)) is not None:
-        text = name.cause(ranks)
+    if known is not None:
+        text = known.cause(ranks)
     if first.kind == "exit" and raised_exit(first.rank):
         text = f"{EXIT_RAISED}, ended it"
     if others:
@@ -361,14 +366,14 @@ def _cause(run: Run, first: Failure, ranks: tuple[int, ...], others: list[Failur
     return "an error in the program itself; no other rank failed before"
 
 
-def _fix(run: Run, first: Failure, ranks: tuple[int, ...], *, same_text: bool) -> str:
+def _fix(run: Run, first: Failure, ranks: tuple[int, ...], known: Known, *, same_text: bool) -> str:
     message = first.message
     if PORT_IN_USE.search(message):
         return _port_fix(run, first, ranks)
-    if (known := remedy(message)) and first.exception:
-        return known
-    if (name := missing_name(first)) is not None:
-        return name.fix
+    if (remedied := remedy(message)) and first.exception:
+        return remedied
+    if known is not None:
+        return known.fix
     if "LOCAL_RANK" in message:
         return "launch with torchrun, and read `int(os.environ['LOCAL_RANK'])`"
     if first.kind_raised == QUIT:

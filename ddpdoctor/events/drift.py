@@ -275,6 +275,7 @@ class Loaded(Event, frozen=True, tag="loaded"):
         update: of weights that another module of the program holds, such as moving averages: the
             line that writes to that one, and the calls that lead to it, innermost first.
         places: `site`, and the calls that lead to it, innermost first.
+        made: the line that made the optimizer whose state it is.
     """
 
     what: str
@@ -285,6 +286,7 @@ class Loaded(Event, frozen=True, tag="loaded"):
     update: tuple[Place, ...] = ()
     optimizer: int = -1
     places: tuple[Place, ...] = ()
+    made: int = -1
 
     def describe(self) -> str:
         whose = f" of model {self.model}" if self.model >= 0 else ""

@@ -120,6 +120,8 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
         first: the exception that was being handled when this one was raised; the first of a chain.
         still_s: seconds since the rank's last progress; -1 if unknown.
         unset: what it says is missing, if that is known to be set under a condition.
+        optimizers: the lines that made the optimizers which the failing call of the user's was
+            given.
     """
 
     kind: str
@@ -131,6 +133,7 @@ class ExceptionRaised(Event, frozen=True, tag="exception"):
     first: Relayed | None = None
     still_s: float = -1.0
     unset: Unset | None = None
+    optimizers: tuple[int, ...] = ()
 
     def describe(self) -> str:
         told = self.relayed or self

@@ -17,6 +17,8 @@ from ddpdoctor.events import (
     Frame,
     GroupDestroyed,
     InitEntered,
+    Loaded,
+    Place,
     ProcessEnded,
     ProcessStarted,
     RankExiting,
@@ -24,6 +26,7 @@ from ddpdoctor.events import (
     Statement,
     Stopped,
     Unset,
+    Wrapped,
 )
 from ddpdoctor.probe.recording.code_locations import Sites
 from ddpdoctor.probe.watchers.process.worker_exceptions import relayed
@@ -557,3 +560,46 @@ def test_a_name_that_is_set_under_a_condition_only(kind: str, message: str) -> N
     assert "only under `if rank == 0:`, which did not hold on rank 1" in finding.cause
     assert ("None here" in finding.cause) is (kind == "AttributeError")
     assert "before or out of `if rank == 0:`" in finding.fix
+
+
+RESUMED = "if state is not None and rank == 0:"
+ON_RANK_0 = Statement(line=4, text=RESUMED, kind="if", test="state is not None and rank == 0")
+SCHEDULER = "scheduler = ExponentialLR(optimizer, 0.9, last_epoch=epoch)"
+
+
+def resumed(*loads: int, line: int = 5, wrapped: int = 1, under: bool = True) -> list[Finding]:
+    """Rank 1 raises at line 7, where it uses the optimizer whose state these ranks load."""
+    events = {0: raised(6, "RuntimeError", CLOSED), 1: raised(5, "KeyError")}
+    places = (Place(site=2, inside=(ON_RANK_0,) * under),)
+    ddp = Wrapped(at=START, model=0, wrapper="DistributedDataParallel", kind="Net", group=0, site=1)
+    load = Loaded(
+        at=START + 1, what="optimizer", model=0, step=0, site=2, made=3, places=places
+    )  # fmt: skip
+    for n, (_, error) in events.items():
+        events[n] = [
+            site(1, "train.py", 7, SCHEDULER),
+            site(2, "train.py", line, "optimizer.load_state_dict(state)"),
+            site(3, "train.py", 2, "optimizer = SGD(net.parameters())"),
+            *([ddp] * wrapped),
+            *([load] if n in loads else []),
+            msgspec.structs.replace(error, optimizers=(3,) * n, step=0),
+        ]
+    return found(make_run(events))
+
+
+def test_an_optimizer_that_another_rank_loaded() -> None:
+    (finding,) = resumed(0)
+    assert (finding.rule, finding.ranks) == ("optimizer-not-loaded", (1,))
+    assert [r.location.line for r in finding.related] == [5, 4]
+    assert "put it under `if state is not None:`, without `rank == 0`" in finding.fix
+    (finding,) = resumed(0, under=False)
+    assert [r.location.line for r in finding.related] == [5]
+
+
+@pytest.mark.parametrize("loads", [(0, 1), (1,), ()])
+def test_an_optimizer_that_every_rank_or_none_loaded(loads: tuple[int, ...]) -> None:
+    assert [f.rule for f in resumed(*loads)] == ["exception"]
+
+
+def test_loads_that_the_rank_may_not_have_come_to_or_that_are_not_on_record_yet() -> None:
+    assert [f.rule for f in (*resumed(0, line=9), *resumed(0, wrapped=0))] == ["exception"] * 2

@@ -40,16 +40,18 @@ class Guard:
         """The line of the condition, for a finding."""
         return Related("does not hold on every rank", self.location)
 
-    def fix(self, *, at_the_line: bool = True) -> str:
+    def fix(self, *, at_the_line: bool = True, keep: bool = False) -> str:
         """How to run the line on every rank.
 
         Args:
             at_the_line: the finding points at the line that was asked for.
+            keep: what else the condition asks for has to hold on every rank, as it is about what
+                the line uses (a checkpoint, say).
         """
         this = self.direct and at_the_line
         line = "this line" if this else f"`{self.guarded.source.strip()}`"
         run = f"run {line} on every rank"
-        if (found := part_on_rank(self.head)) and is_plain(found[1]):
+        if (found := part_on_rank(self.head)) and (keep or is_plain(found[1])):
             part, rest = found
             way = f"past `if {rest}:`" if self.head.kind == "past" else f"under `if {rest}:`"
             return f"{run}: put it {way}, without `{part}`"

@@ -191,7 +191,8 @@ class Loads:
     def _fix(
         self, number: int, event: Loaded, also_loaded: bool = False, under: Guard | None = None
     ) -> str:
-        everything = f"{LOAD_ALL}; {under.fix()}" if under else LOAD_ALL
+        there = under.fix(keep=True) if under else ""
+        everything = f"{LOAD_ALL}; {there}" if there else LOAD_ALL
         if self.what != "weights":
             return (
                 f"{everything}; if only one rank has the file, load it there and send it: "
@@ -199,7 +200,7 @@ class Loads:
             )
         if also_loaded:
             return everything
-        fix = f"{under.fix()}; or " if under else "load the same weights on every rank, or "
+        fix = f"{there}; or " if there else "load the same weights on every rank, or "
         if own_step(self.group.members[number], event.step) > 0:  # the training had begun
             fix += "load them " * bool(under)
             return fix + "into a copy of the model if only one rank needs them (to evaluate)"

@@ -11,6 +11,8 @@ from ...report.findings import Related
 from ...run import ranks_text
 from .failures import Failure
 
+NEVER_SET = "never-set"
+
 
 @dataclass(frozen=True)
 class MissingName:
@@ -21,6 +23,7 @@ class MissingName:
 
     failure: Failure
     unset: Unset
+    rule = NEVER_SET
 
     def cause(self, ranks: Sequence[int]) -> str:
         """In words, for the ranks that fail like this."""

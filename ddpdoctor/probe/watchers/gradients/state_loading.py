@@ -25,6 +25,7 @@ from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...source.call_resolver import Found, places_of
 from ...source.parameter_writes import update_in_frames
 from ...training import lifecycle
+from ...training.optimizers import Optimizers
 from ...training.tracked_model import Model
 from ...training.wrapped_models import WrappedModels
 from ..manual_sync.exchanges import Exchanges
@@ -202,7 +203,8 @@ class StateLoading(Watcher):
         return self._for_optimizer(recorder, "scheduler", optimizer)
 
     def _for_optimizer(self, recorder: Recorder, what: str, optimizer: Any) -> Any:
-        return what, _owners(optimizer), recorder.site(), {}, optimizer
+        made = {"made": Optimizers.current.made_at(optimizer)} if what == "optimizer" else {}
+        return what, _owners(optimizer), recorder.site(), made, optimizer
 
     def _load_scaler(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
         self.depth += 1

@@ -30,6 +30,7 @@ from ...source.exception_lines import never_set, pointed_at
 from ...source.statements import enclosing
 from ...training import lifecycle, records
 from .caught_exceptions import raised_at
+from .given_optimizers import given_optimizers
 from .worker_exceptions import relayed
 
 MESSAGE_LIMIT = 8000
@@ -304,6 +305,7 @@ def _exception_event(
         first=_root_context(recorder, error),
         still_s=round(now - recorder.call_log.ring.progress_at, 3) if recorder.call_log else -1.0,
         unset=_unset(recorder, error),
+        optimizers=given_optimizers(recorder, error),
     )
 
 
