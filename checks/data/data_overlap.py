@@ -33,7 +33,7 @@ from ddpdoctor.analysis.data.loader_check import (
     when,
 )
 from ddpdoctor.analysis.data.loader_faults import faults
-from ddpdoctor.analysis.data.rng_state import NAMES, parted, seeded_alike
+from ddpdoctor.analysis.data.rng_state import NAMES, all_seeded_alike, fix_of, parted, seeded_alike
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
@@ -387,7 +387,8 @@ class DataOverlap(LoaderCheck):
         sure = work.seen and not (work.drawn or work.constant)
         count = len(work.steps)
         ranks = [run.everyone[n] for n in work.ranks]
-        seeding = seeded_alike(ranks, NAMES, work.event.at)
+        seedings = all_seeded_alike(ranks, work.event.at)
+        inputs = rank.location(work.event.site)
         return self.finding(
             rule="equal-gradients",
             severity=Severity.ERROR if sure else Severity.NOTE,
@@ -395,18 +396,15 @@ class DataOverlap(LoaderCheck):
             ranks=work.ranks,
             steps=Steps(work.steps[0], work.steps[-1], count, count),
             subjects=(work.kind,),
-            location=rank.location(work.event.site),
-            label="the same inputs on these ranks",
-            related=seeded_here(seeding),
+            location=inputs or rank.location(work.event.backward_site),
+            label=f"the same {'inputs' if inputs else 'gradients'} on these ranks",
+            related=seeded_here(*seedings),
             summary=f"the local gradients of {work.kind}, before any exchange, are bit-identical "
             f"on {whom(work.ranks, run.world_size)} in all {count} compared steps"
             + (" (from equal random inputs)" if work.drawn else "")
             + (" (from inputs that never change)" if work.constant else ""),
             cause=self.words["equal-gradients"].cause,
-            fix=self.words["equal-gradients"].fix
-            if seeding is None
-            else f"if the samples are drawn at random, {seeding.fix}; otherwise shard the data: "
-            "`data[rank::world_size]`",
+            fix=fix_of(seedings) if seedings else self.words["equal-gradients"].fix,
             evidence={
                 "steps compared": work.steps,
                 "first gradient values": [float(f"{v:.6g}") for v in work.event.local[:8]],

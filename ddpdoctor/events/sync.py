@@ -444,6 +444,7 @@ class Averaged(Event, frozen=True, tag="averaged"):
             did after the exchange.
         means: the factor of each term of the losses, where every term is a mean over many numbers
             and the factors are known; else empty.
+        backward_site: the line of the last backward before the step.
     """
 
     optimizer: int
@@ -465,3 +466,4 @@ class Averaged(Event, frozen=True, tag="averaged"):
     unclipped: tuple[float, ...] = ()
     clip_site: int = -1
     means: tuple[float, ...] = ()
+    backward_site: int = -1

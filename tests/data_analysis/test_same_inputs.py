@@ -21,6 +21,7 @@ from ddpdoctor.events import (
     ForwardInput,
     GroupReady,
     LossValues,
+    Seeded,
     Signature,
     Unwrapped,
 )
@@ -292,6 +293,21 @@ def test_the_same_gradients_of_inputs_that_may_be_toy_data(
 ) -> None:
     (finding,) = unwrapped(*[by_hand([3, 5, 7], given, **more)] * 2)
     assert finding.severity is Severity.NOTE
+
+
+def test_equal_gradients_of_a_model_that_is_not_called_and_what_is_seeded_alike() -> None:
+    """The line of the backward, and every generator that is: another seed is told by none."""
+    seeds = [
+        Seeded(at=0, generator=name, seed="1", site=site)
+        for name, site in (("random", 1), ("numpy", 2), ("torch", 3))
+    ]
+    mine = by_hand([3, 5, 7], [0, 0, 0], site=-1, backward_site=4)
+    (finding,) = unwrapped([*seeds, *mine], [*seeds, *mine])
+    assert finding.location is not None and finding.location.line == 21
+    assert len(finding.related) == 3 and finding.fix.count("(1 + rank)") == 3
+    other = [*seeds[1:], msgspec.structs.replace(seeds[0], seed="2")]
+    (finding,) = unwrapped([*seeds, *mine], [*other, *mine])
+    assert len(finding.related) == 2 and "`random.seed" not in finding.fix
 
 
 def test_gradients_of_master_weights_that_are_set_after_the_exchange() -> None:

@@ -124,12 +124,11 @@ class LoaderCheck(Check):
         return self.of_reader(reader, **defaults | sentences | fields)
 
 
-def seeded_here(seeding: Seeding | None) -> tuple[Related, ...]:
-    """The line that seeds all ranks alike, or restores the same state on them."""
-    if seeding is None:
-        return ()
-    how = "the same state is restored" if seeding.restored else "seeded alike"
-    return (Related(f"{how} on these ranks", seeding.line),)
+def seeded_here(*seedings: Seeding | None) -> tuple[Related, ...]:
+    """The lines that seed all ranks alike, or restore the same state on them."""
+    lines = {s.line: s for s in seedings if s is not None}
+    how = {False: "seeded alike", True: "the same state is restored"}
+    return tuple(Related(f"{how[s.restored]} on these ranks", at) for at, s in lines.items())
 
 
 def by_accelerate(reader: Reader) -> bool:

@@ -96,6 +96,25 @@ def seeded_alike(ranks: Sequence[Rank], generators: Sequence[str], before: float
     return None
 
 
+def all_seeded_alike(ranks: Sequence[Rank], before: float) -> list[Seeding]:
+    """The same of every global generator."""
+    found = (seeded_alike(ranks, (name,), before) for name in NAMES)
+    return [seeding for seeding in found if seeding is not None]
+
+
+def fix_of(seedings: Sequence[Seeding]) -> str:
+    """What to do about equal samples that may be drawn from these generators."""
+    fix = seedings[0].fix
+    if len(seedings) > 1 and not any(s.restored or s.by for s in seedings):
+        calls = listed([f"`{SEEDS[s.generator]}({s.seed} + rank)`" for s in seedings])
+        lines = listed([str(s.line) for s in seedings])
+        fix = f"call {calls} right before training begins: {lines} seed all ranks alike"
+    return (
+        f"if the samples are drawn at random, {fix}; add the rank to the seed of any other "
+        "generator, too (an environment's, say). Otherwise shard the data: `data[rank::world_size]`"
+    )
+
+
 def seeded_apart(readers: Sequence[Reader]) -> Location | None:
     """The line at which each rank seeded a global generator last before it first iterated over a
     loader, with other seeds than the other ranks; None where there is none."""

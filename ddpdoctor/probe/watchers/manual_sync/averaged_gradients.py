@@ -91,6 +91,7 @@ class AveragedGradients(Watcher):
         local: by optimizer, its gradients since the last backward.
         loss: the site of a line that divides the loss by the world size, and the divisor as
             written there; (-1, "") if none.
+        backward_site: the line of the last backward.
         means: of each backward since the last step, as in `Averaged`.
         alone: optimizers since whose last step no call brought values of other ranks.
         parameters: by optimizer that exchanges its parameters, the window (`Exchanges`) in which
@@ -107,6 +108,7 @@ class AveragedGradients(Watcher):
         self.looks: dict[int, int] = {}
         self.local: dict[int, _LocalGradients] = {}
         self.loss: tuple[int, str] = (-1, "")
+        self.backward_site = -1
         self.means: list[tuple[float, ...]] = []
         self.alone: set[int] = set()
         self.parameters: dict[int, tuple[int, SomeValues, int]] = {}
@@ -186,7 +188,7 @@ class AveragedGradients(Watcher):
 
         for number in [n for n, local in self.local.items() if local.inside]:
             self._forget(number)
-        self.loss = -1, ""
+        self.loss, self.backward_site = (-1, ""), backward.site
         roots = [node for r in backward.roots if (node := getattr(r, "grad_fn", None)) is not None]
         self.means.append(means(roots[0], LOSS_NODES) if len(roots) == 1 else ())
         node = getattr(backward.roots[0], "grad_fn", None) if len(backward.roots) == 1 else None
@@ -289,6 +291,7 @@ class AveragedGradients(Watcher):
                 divisors=tuple(divided_by_world_size(c.co_filename, n) for c, n in lines),
                 loss_site=self.loss[0],
                 loss_divisor=self.loss[1],
+                backward_site=self.backward_site,
                 alone=local.alone,
                 means=losses[-1] if losses and all(losses) else (),
                 **seen._asdict(),
