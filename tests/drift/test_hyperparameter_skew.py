@@ -34,7 +34,8 @@ from ddpdoctor.events import (
 )
 from ddpdoctor.events.amp import next_told_at, told_at
 from ddpdoctor.probe.recording.code_locations import Sites
-from ddpdoctor.probe.source.call_resolver import item_set_in_frames, places_of
+from ddpdoctor.probe.source.call_resolver import places_of
+from ddpdoctor.probe.source.parameter_writes import item_set_in_frames
 from ddpdoctor.probe.training import optimizers
 from ddpdoctor.probe.watchers.gradients.hyperparameters import HyperparameterWatch, _values
 from ddpdoctor.report.diagnose import diagnose
@@ -313,6 +314,44 @@ def test_the_line_that_sets_an_item_is_found_in_what_the_loop_calls():
 
     found = again()
     assert found.line == set_rate.__code__.co_firstlineno + 2
+
+
+def set_in(function, *args, values=()):
+    """The line of the function, counted from its first, that is found to have set the rate."""
+    groups = [{"lr": 1.0}]
+    found = function(
+        groups, lambda: item_set_in_frames(
+            sys._getframe(1), lambda code: code is function.__code__, "lr", values
+        ), *args
+    )  # fmt: skip
+    return found and found.line - function.__code__.co_firstlineno
+
+
+def test_of_several_lines_that_may_have_set_it_only_one_that_ran():
+    def branches(groups, found, rank):
+        if rank == 0:
+            groups[0]["lr"] = 0.5
+        elif rank == 1:
+            groups[0]["lr"] = 0.25
+        return found()
+
+    def begun(groups, found):
+        if groups:
+            groups[0]["lr"] = 0.5
+        groups[0]["lr"] = 0.25
+        return found()
+
+    def later(groups, found):
+        for _ in range(2):
+            groups[0]["lr"] *= 0.5
+            at = found()
+            if at is None:
+                groups[0]["lr"] = 0.1
+        return at
+
+    assert set_in(branches, 1) is None
+    assert [set_in(branches, n, values=[v]) for n, v in ((0, 0.5), (1, 0.25))] == [2, 4]
+    assert (set_in(begun), set_in(later)) == (3, 2)
 
 
 def test_options_that_differ_from_the_first_step_point_at_the_optimizer():

@@ -145,7 +145,7 @@ def setting_in_frames(
     settings = [
         found
         for found in (
-            *_settings_in_frames(frame, is_user, wanted, value),
+            *settings_in_frames(frame, is_user, wanted, value),
             *_by_libraries(frame, is_user, wanted, name),
         )
         if after is None or found.code is not after.code or found.line > after.line
@@ -156,15 +156,6 @@ def setting_in_frames(
         return found
     others = (other.line for other in settings if other.code is found.code)
     return None if any(other_arm(node, line, found.line) for line in others) else found
-
-
-def item_set_in_frames(
-    frame: FrameType | None, is_user: Callable[[CodeType], bool], key: str
-) -> Found | None:
-    """The statement that sets an item (`group["lr"] = rate`, `group["lr"] *= 0.5`), in the running
-    frames or in what they call: the last one before the line that is executing, else the last."""
-    settings = _settings_in_frames(frame, is_user, lambda node, scope: _sets_item(node, key))
-    return next(settings, None)
 
 
 def state_edit_in_frames(
@@ -181,7 +172,7 @@ def state_edit_in_frames(
             return changes and _is_state(node.func.value, scope, optimizer)
         return False
 
-    found = set(_settings_in_frames(frame, is_user, wanted))
+    found = set(settings_in_frames(frame, is_user, wanted))
     return found.pop() if len(found) == 1 else None
 
 
@@ -194,7 +185,7 @@ def _is_state(node: ast.AST, scope: Scope, optimizer: Any) -> bool:
     return False
 
 
-def _settings_in_frames(
+def settings_in_frames(
     frame: FrameType | None,
     is_user: Callable[[CodeType], bool],
     wanted: Sets,
@@ -291,19 +282,6 @@ def _is_input(owner: ast.AST, scope: Scope) -> bool:
     found = resolve(owner, scope)
     tensor = isinstance(found, torch.Tensor) and not isinstance(found, torch.nn.Parameter)
     return tensor or (made and found is None)
-
-
-def _sets_item(node: ast.AST, key: str) -> bool:
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AugAssign):
-        targets = [node.target]
-    else:
-        return False
-    return any(
-        isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant) and t.slice.value == key
-        for t in targets
-    )
 
 
 def assignment_in_frames(

@@ -1,11 +1,12 @@
 """Which statements of the program may write to parameters in place: those of the `step` of an
-optimizer of its own, and those that update a copy of the weights (moving averages, a teacher)."""
+optimizer of its own, and those that update a copy of the weights (moving averages, a teacher).
+And which one has set an option of a parameter group?"""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -15,7 +16,18 @@ from ..recording.code_locations import classify
 from ..recording.recorder import Recorder
 from .ast_cache import called_name, dotted, function_of, given, own_nodes
 from .call_graph import called_by
-from .call_resolver import CALLS, DEPTH, Found, Scope, attribute, entered, resolve, searched
+from .call_resolver import (
+    CALLS,
+    DEPTH,
+    Found,
+    Scope,
+    attribute,
+    entered,
+    resolve,
+    searched,
+    settings_in_frames,
+)
+from .statements import enclosing
 
 MOST = 32
 """Statements that are kept, at most."""
@@ -278,3 +290,67 @@ def _paired(target: ast.AST, value: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
 
 def _covers(loop: ast.AST, line: int) -> bool:
     return loop.lineno < line <= (loop.end_lineno or 0)  # type: ignore[attr-defined]
+
+
+def item_set_in_frames(
+    frame: FrameType | None,
+    is_user: Callable[[CodeType], bool],
+    key: str,
+    values: Collection[Any] = (),
+) -> Found | None:
+    """The statement that sets an item (`group["lr"] = rate`, `group["lr"] *= 0.5`), in the running
+    frames or in what they call.
+
+    Args:
+        values: what the item is now; a statement that sets it to any other number did not run.
+
+    Returns:
+        The last such statement before the line that is executing, else the last one. None if there
+        are several and that one is under a condition: it is not known which ran.
+    """
+    settings = settings_in_frames(
+        frame, is_user, lambda node, scope: _sets_item(node, key) and _may_set(node, values)
+    )
+    found = next(settings, None)
+    several = found is not None and any(_place(other) != _place(found) for other in settings)
+    return None if found is None or (several and not _has_run(found, frame)) else found
+
+
+def _place(found: Found) -> tuple[str, int]:
+    """A line, also as a part of the function around its own."""
+    return found.code.co_filename, found.line
+
+
+def _may_set(node: Any, values: Collection[Any]) -> bool:
+    """Whether an assignment may have set something to one of these values."""
+    new = node.value if isinstance(node, ast.Assign) else None
+    return not (values and isinstance(new, ast.Constant)) or new.value in values
+
+
+def _has_run(found: Found, frame: FrameType | None) -> bool:
+    """Whether a line, and the calls that lead to it, are under no condition other than those around
+    the lines that are executing, and before these."""
+    executing: dict[CodeType, int] = {}
+    while frame is not None:
+        executing.setdefault(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    for one in (found, *found.through):
+        now, file = executing.get(one.code), one.code.co_filename
+        around = enclosing(file, now) if now is not None else ()
+        conditions = [s for s in enclosing(file, one.line) if not s.is_loop and s not in around]
+        if conditions or (now is not None and one.line > now):
+            return False
+    return True
+
+
+def _sets_item(node: ast.AST, key: str) -> bool:
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign):
+        targets = [node.target]
+    else:
+        return False
+    return any(
+        isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant) and t.slice.value == key
+        for t in targets
+    )

@@ -19,7 +19,8 @@ from ...recording.hooks import Hook, Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Args, Error, Kwargs, Watcher, on
 from ...recording.weak_references import WeakIdentityMap
-from ...source.call_resolver import item_set_in_frames, places_of
+from ...source.call_resolver import places_of
+from ...source.parameter_writes import item_set_in_frames
 from ...training import lifecycle
 from ...training.backwards import Backwards
 from ...training.logged_metrics import LoggedMetrics
@@ -169,7 +170,10 @@ class HyperparameterWatch(Watcher):
         found = {}
         for name in changed:
             place = item_set_in_frames(
-                sys._getframe(1), lambda code: recorder.sites.kind(code) == "user", name
+                sys._getframe(1),
+                lambda code: recorder.sites.kind(code) == "user",
+                name,
+                [group[name] for group in now if name in group],
             )
             if place is not None:
                 found[name] = places_of(recorder.sites, place)
