@@ -279,6 +279,7 @@ def _fix(loader: Loader, reader: Reader, *, own: bool, gathered: bool) -> str:
         )
     once = "count each sample once" if own else f"keep the first {length}"
     return (
-        f"gather the predictions and {once}, or read each sample once "
-        "with `sampler=range(rank, len(dataset), world_size)` and sum counts once after the loop"
+        f"gather the predictions and {once}, or, for a mean over samples, read each sample once "
+        "with `sampler=range(rank, len(dataset), world_size)` and sum counts once after the loop "
+        "(one that is no such mean, as AUC or F1, needs the predictions of all ranks)"
     )
