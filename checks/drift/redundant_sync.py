@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.models.wrap_options import unsynced
 from ddpdoctor.analysis.replicas.gradient_patterns import Span, patterns
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas
@@ -112,6 +113,7 @@ class RedundantSync(Check):
             estimate = "an unknown time (DDP measured a slower backward)"
         if saving and fits:
             estimate = f"about {1000 * saving:.2g} ms of each {1000 * step_s:.3g} ms step"
+        name = member.rank.names_of(member.wrapped)[0] or "model"
         return self.finding(
             rule=rule,
             severity=Severity.NOTE if rule == DIFFERENT_LINES else Severity.WARNING,
@@ -124,7 +126,7 @@ class RedundantSync(Check):
             summary=f"{typical.synced} backwards per optimizer step all-reduce the same "
             f"gradients, {wasted} of them needlessly; `no_sync` would save {estimate}",
             cause=CAUSES[rule],
-            fix=f"`with {member.rank.names_of(member.wrapped)[0] or 'model'}.no_sync():` around "
+            fix=f"`with {unsynced(member.wrapped.by, name)}:` around "
             "forward and backward of all but the last micro-batch"
             + (STATIC if _is_static(member) else ""),
             fix_kind=FixKind.TEMPLATE,

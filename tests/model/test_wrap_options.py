@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.analysis.models.wrap_options import WrapOptions, divided, planned
+from ddpdoctor.analysis.models.wrap_options import WrapOptions, divided, planned, unsynced
 from ddpdoctor.events import Wrapped
 
 
@@ -78,3 +78,13 @@ def test_other_options() -> None:
 ])  # fmt: skip
 def test_what_divides_a_loader(by: str, words: str) -> None:
     assert words in divided(by) if words else not divided(by)
+
+
+@pytest.mark.parametrize(("by", "code"), [
+    ("", "net.no_sync()"),
+    ("lightning.fabric.fabric", "fabric.no_backward_sync(net)"),
+    ("accelerate.accelerator", "accelerator.no_sync(net)"),
+    ("transformers.trainer", "net.no_sync()"),
+])  # fmt: skip
+def test_how_a_backward_is_not_synchronised(by: str, code: str) -> None:
+    assert unsynced(by, "net") == code

@@ -20,6 +20,7 @@ COUNTED = "counted"
 WRAPPED = "wrapped"
 PLANNED = "planned"
 DIVIDED = "divided"
+UNSYNCED = "unsynchronised"
 
 AT_THE_END = "_epoch_end"
 """How Lightning's hooks end in which a metric of a whole epoch is computed."""
@@ -44,7 +45,8 @@ _FABRIC = {
     WRAPPED: "fabric.setup(...)",
     CALLED: "keep what `fabric.setup(...)` returns and call it",
     DIVIDED: "iterate what `fabric.setup_dataloaders(loader)` returns, which divides the data "
-    "among the ranks",
+    "among the ranks, unless it is given `use_distributed_sampler=False`",
+    UNSYNCED: "fabric.no_backward_sync({name})",
     "": "Fabric(strategy=DDPStrategy({option}))",
 }
 _TRAINER = {
@@ -63,6 +65,7 @@ _ACCELERATE = {
     CALLED: "keep what `accelerator.prepare(...)` returns and call it",
     DIVIDED: "pass the loader to `accelerator.prepare(...)` and iterate what that returns, which "
     "divides the batches among the ranks",
+    UNSYNCED: "accelerator.no_sync({name})",
     "": "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({option})])",
 }
 
@@ -128,6 +131,11 @@ def planned(by: str) -> str:
     """What to plan a schedule with that a framework steps, as a sentence; empty where that is not
     known."""
     return framework_of(by).get(PLANNED, "")
+
+
+def unsynced(by: str, name: str) -> str:
+    """The context in which backwards of a model by that name do not synchronise, as code."""
+    return framework_of(by).get(UNSYNCED, "{name}.no_sync()").format(name=name)
 
 
 def each_once(by: str) -> str:
