@@ -239,6 +239,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
         through: the function or property of a library that the line uses and that communicates,
             empty where the line calls the collective itself.
         set_at: the only line that puts an entry of that name into a dictionary, where there is one.
+        within: the class of the innermost module whose `forward` leads to the line.
     """
 
     id: int
@@ -250,6 +251,7 @@ class CallSite(Event, frozen=True, tag="call-site"):
     internal: bool | None = None
     through: str = ""
     set_at: Place | None = None
+    within: str = ""
 
     @property
     def line(self) -> int:

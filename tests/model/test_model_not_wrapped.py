@@ -12,10 +12,12 @@ from ddpdoctor.events import (
     Bypassed,
     CallBlock,
     CallRun,
+    CallSite,
     Edited,
     ExceptionRaised,
     ObjectsGathered,
     OptimizerSeen,
+    Place,
     Signature,
     Unwrapped,
     UnwrappedState,
@@ -45,6 +47,19 @@ def test_ranks_that_apply_their_own_gradients():
     assert found.severity.value == "error"
     assert found.location.line == 3
     assert found.evidence["parameters differ at"] == [1]
+
+
+@pytest.mark.parametrize(("within", "internal", "severity"), [
+    ("Net", False, "note"),
+    ("Loss", False, "error"),  # the loss gathers features of models that should be wrapped
+    ("Net", True, "error"),
+])  # fmt: skip
+def test_a_layer_whose_forward_exchanges_values(within, internal, severity):
+    """Its classes may be divided among the ranks."""
+    gathers = CallSite(at=0, id=3, places=(Place(1),), within=within, internal=internal)
+    ranks = {r: loose(gathers, state(0, 10 + r, 7), state(1, 20 + r, 30 + r)) for r in (0, 1)}
+    (found,) = CHECK.examine(make_run(ranks))
+    assert found.severity.value == severity
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import sys
 from pathlib import Path
 
+from torch import nn
+
 from ddpdoctor.events import Site
-from ddpdoctor.probe.collectives.call_sites import line_of
+from ddpdoctor.probe.collectives.call_sites import _module, line_of
 from ddpdoctor.probe.recording.code_locations import Sites, classify
 
 PROGRAM = """
@@ -144,3 +146,17 @@ def test_the_arms_of_a_conditional_expression_are_one_line() -> None:
     assert found == [begin + 2, begin + 2]
     assert [seen(),
             seen()] == [begin + 8, begin + 9]  # fmt: skip
+
+
+def test_the_module_whose_forward_leads_to_a_line() -> None:
+    class Head(nn.Module):
+        def forward(self) -> str:
+            return Gather.forward(None)
+
+    class Gather:
+        @staticmethod
+        def forward(ctx: None) -> str:  # as of an autograd function
+            return _module([sys._getframe(0), sys._getframe(1)])
+
+    assert Head().forward() == "Head"
+    assert Gather.forward(None) == ""

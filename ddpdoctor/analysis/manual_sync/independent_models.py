@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from math import isclose
 
-from ...events import FileWritten, Hyperparameters, LoaderSeen, Unwrapped
+from ...events import CallSite, FileWritten, Hyperparameters, LoaderSeen, Unwrapped
 from ...run import Location, Rank, Run
 from ..data import parts
 from ..data.loaders import Reader, loaders
@@ -46,12 +46,15 @@ def possible(run: Run, copies: Copies) -> str:
     Every rank saves a file of its own, next to another part of the model, which they synchronise.
     Or each leaves out other samples, as in a cross-validation. Or the ranks start with different
     parameters (which torch's default seed does not give them), which no rank sent, and nothing else
-    shows that they are to train one model together."""
+    shows that they are to train one model together. Or the forward of the model itself gathers or
+    reduces tensors in each step, as that of a layer whose classes are divided among the ranks."""
     beside = _beside_wrapped(copies) or _synced_beside(copies, equal=False)
     if beside and _save_own_files(copies):
         return "every rank saves a file of its own, next to another part, which they synchronise"
     if any(parts.in_folds(readers) for readers in _feeding(run, copies)):
         return "each rank leaves out other samples, which the others train on (cross-validation?)"
+    if _exchanges_itself(copies):
+        return "its forward exchanges values between the ranks (a share of one layer on each?)"
     begin = copies.looks[0]
     if step_of(begin) or same(begin) or any(s.averaged for s in begin.values()):
         return ""
@@ -64,6 +67,16 @@ def possible(run: Run, copies: Copies) -> str:
             f"{DIFFERENT_START}, and exchange {numbers} other numbers in each step (activations?)"
         )
     return ""
+
+
+def _exchanges_itself(copies: Copies) -> bool:
+    """Whether the `forward` of this model, and not of a part of it or of a loss, calls collectives
+    on every rank."""
+    return all(
+        any(e.within == event.kind and not e.internal for e in rank.of(CallSite))
+        for rank, event in copies.members.values()
+        if event.kind
+    ) and any(event.kind for _, event in copies.members.values())
 
 
 def _exchanged_in_each_step(copies: Copies) -> int:

@@ -17,6 +17,7 @@ from ..recording.code_locations import LIBRARY, USER
 from ..recording.recorder import Recorder
 from ..recording.threads import Threads
 from ..source.ast_cache import source_of
+from ..source.call_resolver import first_argument
 from ..source.decorators import decorated
 from ..source.loop_keys import LoopKey, keyed, no_name, setter
 from ..source.loop_rounds import rounds
@@ -111,7 +112,9 @@ class CallSites:
         number = self._sites.get(lines)
         if number is None:
             through = self._through(frame)
-            number = self._emit_call_site(lines, self._places(frames), through=through)
+            number = self._emit_call_site(
+                lines, self._places(frames), through=through, within=_module(frames)
+            )
             chosen = keyed(frames, names.of_object)
             if chosen is None and through:
                 chosen = _ReducedName(self.recorder)
@@ -142,6 +145,7 @@ class CallSites:
                 key=key,
                 through=self._through(frame),
                 set_at=self._set_at(known, frames),
+                within=_module(frames),
             )
         return known.sites[key]
 
@@ -187,6 +191,7 @@ class CallSites:
         key: str = "",
         through: str = "",
         set_at: Place | None = None,
+        within: str = "",
     ) -> int:
         number = self._sites[line] = len(self._sites)
         own = threads.current()
@@ -201,6 +206,7 @@ class CallSites:
             set_at=set_at,
             internal=internal(self.recorder) if places else None,
             through=through,
+            within=within,
         )
         self.recorder.emit(called, vital=True)
         return number
@@ -213,3 +219,15 @@ def line_of(frame: FrameType) -> int:
     source = source_of(frame.f_code.co_filename)
     around = source.around(line) if source is not None else []
     return next((node.lineno for node in around if isinstance(node, ast.IfExp)), line)
+
+
+def _module(frames: list[FrameType]) -> str:
+    """The class of the innermost module whose `forward` is among these frames."""
+    import torch.nn
+
+    for frame in frames:
+        if frame.f_code.co_name == "forward":
+            owner = first_argument(frame)
+            if isinstance(owner, torch.nn.Module):
+                return type(owner).__name__
+    return ""
