@@ -87,9 +87,9 @@ class ModelNotWrapped(Check):
 
     Only a note: the ranks stay bit-identical and exchange no gradients (same data, same seed); or
     the forward of the model itself calls collectives (a head whose classes are divided among the
-    ranks). No finding at all if the gradients do not come from a backward and something is exchanged
-    (evolution strategies), or if objects large enough to hold the gradients are exchanged in half
-    of the steps.
+    ranks). No finding at all if the gradients do not come from a backward and something is
+    exchanged (evolution strategies), or if objects large enough to hold the gradients are exchanged
+    in half of the steps.
     """
 
     code = "DDP305"
