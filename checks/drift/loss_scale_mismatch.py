@@ -20,7 +20,7 @@ from ddpdoctor.analysis.models.loss_weights import (
 from ddpdoctor.analysis.models.wrap_options import counted
 from ddpdoctor.analysis.rank_differences import Series, series
 from ddpdoctor.analysis.replicas.divergence_window import own_step
-from ddpdoctor.analysis.replicas.optimizer_options import factorless
+from ddpdoctor.analysis.replicas.optimizer_options import takes_out_factors
 from ddpdoctor.analysis.replicas.replica import Member
 from ddpdoctor.analysis.replicas.replicas import Replicas, needs_copies, replicas, sharded_models
 from ddpdoctor.events import (
@@ -320,7 +320,7 @@ class LossScaleMismatch(Check):
         backward = member.rank.location(event.backward_site)
         first = own_step(member, event.step)
         last = max(first, member.last_step)
-        scaled = factorless(member)
+        scaled = takes_out_factors(member)
         if same:
             severity = Severity.NOTE if scaled else Severity.WARNING
             summary = (

@@ -8,8 +8,9 @@ from typing import Any
 from ...events import Averaged, OptimizerSeen
 from ...report.findings import Confidence, Related, Severity, Steps
 from ...run import Rank, Run
+from ..replicas.optimizer_options import scales_itself
 from .copies import Copies, aligned, trained_copies
-from .thresholds import LARGE, LOOKS, NEAR, SCALES_ITSELF
+from .thresholds import LARGE, LOOKS, NEAR
 
 MANUAL_DIVIDED_LOSS = "divided-loss-manual-sync"
 MANUAL_DIVIDED_TWICE = "divided-gradients-manual-sync"
@@ -99,11 +100,11 @@ def _summed_gradients(copies: Copies, looks: list[Looks]) -> Iterator[dict[str, 
     optimizers = (e.kind for e in rank.of(OptimizerSeen) if e.optimizer == event.optimizer)
     optimizer, kind = next(optimizers, ""), own.kind or "a set of parameters"
     clip = next((e.clip_site for k in looks for _, e in k.values() if e.unclipped), -1)
-    scales_itself = any(part in optimizer for part in SCALES_ITSELF)
-    if scales_itself and clip < 0:
+    adapts = scales_itself(optimizer)
+    if adapts and clip < 0:
         return
     effects, meant = [], []
-    if not scales_itself:
+    if not adapts:
         effects.append(f"a learning rate that is right for one process is {size} times too large")
         meant.append("the learning rate")
     if clip >= 0:

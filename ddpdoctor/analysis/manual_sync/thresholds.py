@@ -25,20 +25,6 @@ LARGE = 0.05
 """A mean counts if it is at least this share of the largest value it is the mean of: smaller ones
 are dominated by rounding."""
 
-SCALES_ITSELF = (
-    "Ada",
-    "RMSprop",
-    "Rprop",
-    "LAMB",
-    "Lamb",
-    "LARS",
-    "Lion",
-    "Muon",
-    "Shampoo",
-    "SOAP",
-)
-"""In names of optimizers whose updates hardly depend on a constant factor of all gradients."""
-
 ROUNDING = 1e-6
 """Relative distance of two options that count as equal."""
 

@@ -22,8 +22,9 @@ from .thresholds import LACKS_AT_MOST, SCHEDULE
 Value = float | bool | str
 Groups = tuple[dict[str, Value], ...]
 
-ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "lion", "adafactor")
-"""Parts of the names of optimizers that divide each gradient by its own size."""
+SCALES_ITSELF = ("ada", "rmsprop", "rprop", "lamb", "lars", "lion", "muon", "shampoo", "soap")
+"""Parts of the names of optimizers whose updates hardly change with a constant factor of all
+gradients: they divide each by its own size."""
 
 SET_ON_SOME = "set-on-some-ranks"
 SET_HERE = "set to different values on different ranks"
@@ -339,9 +340,12 @@ def set_on_some(skew: Skew) -> Cause | None:
     )
 
 
-def factorless(member: Member) -> str:
-    """The optimizer of a model whose updates a common factor of all gradients does not change;
-    empty for another one."""
+def scales_itself(kind: str) -> bool:
+    """Whether an optimizer of this class takes out a constant factor of all gradients."""
+    return any(part in kind.lower() for part in SCALES_ITSELF)
+
+
+def takes_out_factors(member: Member) -> str:
+    """The optimizer of a model where all of its optimizers take out such a factor; else empty."""
     kinds = [e.kind for e in member.rank.of(OptimizerSeen) if member.model in e.models]
-    known = [k for k in kinds if any(word in k.lower() for word in ADAPTIVE)]
-    return known[0] if kinds and len(known) == len(kinds) else ""
+    return kinds[0] if kinds and all(map(scales_itself, kinds)) else ""
