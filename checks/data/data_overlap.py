@@ -34,6 +34,7 @@ from ddpdoctor.analysis.data.loader_check import (
 )
 from ddpdoctor.analysis.data.loader_faults import faults
 from ddpdoctor.analysis.data.rng_state import NAMES, all_seeded_alike, fix_of, parted, seeded_alike
+from ddpdoctor.analysis.data.streams import orders_of_its_own
 from ddpdoctor.events import Averaged, ForwardInput, StepDone
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps, Table
@@ -332,7 +333,9 @@ class DataOverlap(LoaderCheck):
             note=not fault.loader.trains,
             steps=steps_from(reader, reader.epoch(number)),
             location=_spot(fault),
-            label=self.words[fault.rule].label or "ranks get the same samples",
+            label="gives each rank a list of its own"
+            if orders_of_its_own(fault)
+            else self.words[fault.rule].label or "ranks get the same samples",
             related=(
                 *related(reader),
                 *seeded_here(fault.generators.seeding if fault.generators else None),
@@ -433,8 +436,8 @@ def _spot(fault: LoaderFault) -> Location | None:
     """The line that makes the overlapping `Subset` or that gives the loader its state, or else the
     one that makes the loader."""
     reader = fault.readers[0]
-    if fault.rule == "overlapping-lists" and len(reader.seen.per_process) == 1:
-        return reader.rank.location(reader.seen.per_process[0].site)
+    if orders := orders_of_its_own(fault):
+        return orders
     if fault.rule == "restored-alike":
         began = reader.epochs[fault.first_epoch].began
         return reader.rank.location(began.restored_site) or reader.made_at

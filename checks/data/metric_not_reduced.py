@@ -405,7 +405,7 @@ class MetricNotReduced(Check):
             fix_kind=FixKind.TEMPLATE,
             evidence={
                 "values": {f"rank {n}": value for n, value in values.items()},
-                **({"evaluations_compared_in_which_they_differ": unequal} if unequal else {}),
+                **({"comparisons_in_which_they_differ": unequal} if unequal else {}),
             },
             at=when,
         )

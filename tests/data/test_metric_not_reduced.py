@@ -129,7 +129,7 @@ def test_an_evaluation_with_gradients_on():
 
 def test_a_metric_that_stays_the_same_on_one_rank():
     (finding,) = judged(run_of([[0.9, 0.8, 0.85], [0.7]]))
-    assert finding.evidence["evaluations_compared_in_which_they_differ"] == "3 of 3"
+    assert finding.evidence["comparisons_in_which_they_differ"] == "3 of 3"
 
 
 def test_a_rank_that_left_before_its_last_value_was_read():
@@ -238,7 +238,7 @@ def test_values_that_may_have_come_in_messages(sent):
 
 def test_a_metric_that_differs_once_it_has_learned_something():
     (finding,) = judged(run_of([[0.9, 0.8], [0.9, 0.7]]))
-    assert finding.evidence["evaluations_compared_in_which_they_differ"] == "1 of 2"
+    assert finding.evidence["comparisons_in_which_they_differ"] == "1 of 2"
 
 
 def test_a_reduction_whose_result_is_not_used():

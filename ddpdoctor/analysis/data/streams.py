@@ -232,6 +232,13 @@ def overlapping_lists(loader: Loader, readers: list[Reader]) -> LoaderFault | No
     return None
 
 
+def orders_of_its_own(fault: LoaderFault) -> Location | None:
+    """The only line that may give lists that overlap an order, or a share, of each process."""
+    reader = fault.readers[0]
+    places = reader.seen.per_process if fault.rule == "overlapping-lists" else ()
+    return reader.rank.location(places[0].site) if len(places) == 1 else None
+
+
 def _by_hash(reader: Reader) -> bool:
     """Whether only a `hash` may give the process a share of its own."""
     return {place.how for place in reader.seen.per_process} == {"hash"}
