@@ -41,14 +41,14 @@ class DoubleAveraging(Check):
 
     ## What it finds
     With DDP, which averages gradients itself: a loss divided by the world size (or by a product
-    that contains it) before backward; a sum of losses divided by a count that is summed over all
-    ranks (tokens, say), and not multiplied by the world size; a loss that is a mean over the local
-    batch and is multiplied by the world size (a warning); gradients divided by it, or gradients or
-    copies of them all-reduced once more. Without a wrapper: gradients that the program
-    synchronises manually and divides once too often, or whose loss was divided before; gradients
-    of losses that are means over each rank's own batch, summed and not divided (a note: the
-    learning rate, or the limit of a clipping, may be chosen for the sum); and parameters that it
-    sums over the ranks between steps and does not divide.
+    that contains it) before backward, or a term of it; a sum of losses divided by a count that is
+    summed over all ranks (tokens, say), and not multiplied by the world size; a loss that is a mean
+    over the local batch and is multiplied by the world size (a warning); gradients divided by it,
+    or gradients or copies of them all-reduced once more. Without a wrapper: gradients that the
+    program synchronises manually and divides once too often, or whose loss was divided before;
+    gradients of losses that are means over each rank's own batch, summed and not divided (a note:
+    the learning rate, or the limit of a clipping, may be chosen for the sum); and parameters that
+    it sums over the ranks between steps and does not divide.
 
     ## How it knows
     Each rank searches the last twelve nodes of the loss's autograd graph for a division by the
@@ -64,10 +64,11 @@ class DoubleAveraging(Check):
     world size, or a name assigned once in that file from a product or quotient with it: any other 2
     does not. A division by a product counts where the loss is a mean, or a sum divided by the world
     size times the number of its terms. A multiplication counts if its line names the world size,
-    nothing else scales the loss, which is a mean over samples or a sum of such means, on all ranks,
-    and no tensor that may be part of it was exchanged between ranks. All this proves the fault. A
-    manual all-reduce is an error if the gradients grow by the number of ranks summed; if something
-    else scales them as well, it is only called redundant.
+    nothing else scales the loss, which is a mean over samples, or over the elements of them that
+    count on this rank, or a sum of such means, on all ranks, and no tensor that may be part of it
+    was exchanged between ranks. All this proves the fault. A manual all-reduce is an error if the
+    gradients grow by the number of ranks summed; if something else scales them as well, it is only
+    called redundant.
 
     ## Why it hurts
     The effective learning rate is too small by the world size (too large, for a sum) and changes
@@ -144,6 +145,9 @@ class DoubleAveraging(Check):
         number, event = next(iter(seen.items()))
         member = group.members[number]
         size = f"{event.divisor:g}"
+        divided, smaller = "the loss is", "they are"
+        if event.of_a_term:
+            divided, smaller = "a term of the loss is", "what it adds to them is"
         linear = (e for e in member.of(ReducedInGraph, linear=True))
         summed = next((e.site for e in linear if e.backward_site == event.backward_site), -1)
         alone = (
@@ -163,8 +167,8 @@ class DoubleAveraging(Check):
                 *_related(member, "sums the losses of all ranks", summed),
                 *_related(member, "its backward", event.backward_site),
             ),
-            summary=f"the loss is divided by the world size ({size}) before backward, and DDP "
-            f"averages the gradients: they are {size} times too small",
+            summary=f"{divided} divided by the world size ({size}) before backward, and DDP "
+            f"averages the gradients: {smaller} {size} times too small",
             cause="DDP averages gradients over the ranks; dividing the loss by the number of ranks "
             "averages twice",
             fix=alone

@@ -115,6 +115,7 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
         site: the user's line that divides; `backward_site` the line of the backward.
         expression: the divisor as written. Empty, with `site` -1, if no line was found by the end
             of the run: the number may equal the group's size by chance.
+        of_a_term: only a term of the loss, or some of them, were divided.
     """
 
     model: int
@@ -123,6 +124,7 @@ class LossScaled(Event, frozen=True, tag="loss-scaled"):
     site: int
     backward_site: int
     expression: str = ""
+    of_a_term: bool = False
 
 
 class LossMultiplied(Event, frozen=True, tag="loss-multiplied"):

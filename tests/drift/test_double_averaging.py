@@ -25,6 +25,7 @@ from ddpdoctor.probe.watchers.gradients.manual_edits import ManualEdits
 from ddpdoctor.probe.watchers.gradients.second_reduction import SecondReduction
 from ddpdoctor.probe.watchers.losses import loss_scaling
 from ddpdoctor.probe.watchers.losses.loss_scaling import LossScaling
+from ddpdoctor.probe.watchers.losses.reductions import mean_divisor
 from ddpdoctor.report.findings import Severity
 
 SCALED = LossScaled(
@@ -92,6 +93,29 @@ def test_a_divided_loss_that_was_summed_over_the_ranks(linear, backward):
     told = linear and backward == BACKWARD
     assert ("loss.detach().clone()" in finding.fix) is told
     assert ("sums the losses of all ranks" in [r.label for r in finding.related]) is told
+
+
+def test_a_divided_term_of_the_loss():
+    (finding,) = judge(msgspec.structs.replace(SCALED, of_a_term=True))
+    assert finding.severity is Severity.ERROR
+    assert finding.summary.startswith("a term of the loss is divided by the world size (2)")
+
+
+@pytest.mark.parametrize(("loss", "divided"), [
+    (lambda a, b: a.mean() + 0.3 * (b.mean() / 2), True),
+    (lambda a, b: sum(t.mean() / 2 for t in (a, b)), True),
+    (lambda a, b: torch.stack([a.mean(), b.sum() / 2]).sum(), True),
+    (lambda a, b: a.mean() + b.mean() / 2 * 2, False),
+    (lambda a, b: a.mean() + b.mean() / 3, False),
+    (lambda a, b: a.mean() + (b / 2).mean(), False),
+    (lambda a, b: a.mean() * (b.mean() / 2), False),
+])  # fmt: skip
+def test_terms_that_are_divided_by_the_world_size(loss, divided):
+    a, b = (torch.ones(4, 3, requires_grad=True) * 1.5 for _ in range(2))
+    found = loss_scaling._divided_terms(loss(a, b).grad_fn, {2: "model"})
+    assert {(divisor, model) for _, divisor, model in found} == (
+        {(2.0, "model")} if divided else set()
+    )
 
 
 def test_gradients_divided_by_hand():
@@ -348,8 +372,8 @@ def test_what_the_mean_of_a_sum_is_divided_by():
     classes = torch.nn.functional.cross_entropy(x, torch.zeros(4).long(), reduction="sum")
     squares = torch.nn.functional.mse_loss(x, torch.zeros(4, 3), reduction="sum")
     for loss, averaging in ((classes, 4), (squares, 12), (x.sum(), 12)):
-        assert loss_scaling._mean_divisor(loss.grad_fn, "sum") == averaging
-    assert loss_scaling._mean_divisor(x.mean().grad_fn, "mean") == 1
+        assert mean_divisor(loss.grad_fn, "sum") == averaging
+    assert mean_divisor(x.mean().grad_fn, "mean") == 1
 
 
 def test_a_loss_whose_function_divides_by_a_plain_number(monkeypatch):

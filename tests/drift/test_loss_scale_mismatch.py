@@ -19,7 +19,8 @@ from ddpdoctor.events import (
     OptimizerSeen,
     ReducedInGraph,
 )
-from ddpdoctor.probe.watchers.losses.loss_scaling import LossScaling, _means
+from ddpdoctor.probe.watchers.losses.loss_scaling import LossScaling
+from ddpdoctor.probe.watchers.losses.reductions import means_of
 from ddpdoctor.report.findings import Severity, Steps
 
 
@@ -302,7 +303,7 @@ def test_means_of_which_each_element_counts_the_same(pairs, more):
 ])  # fmt: skip
 def test_the_means_of_a_loss(loss, found):
     root = loss(torch.randn(8, 3, requires_grad=True), torch.randn(8, 3)).grad_fn
-    assert set(_means(root)) == found
+    assert set(means_of(root)) == found
 
 
 IN_GRAPH = ReducedInGraph(

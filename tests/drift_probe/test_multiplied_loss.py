@@ -8,6 +8,8 @@ from ddpdoctor.probe.source.division import multiplied_by_world_size
 from ddpdoctor.probe.watchers.losses.multiplied_loss import multiplication
 
 LABELS = torch.arange(16) % 3
+MASK = (LABELS != 2).float()
+COUNT = (LABELS != 2).sum()
 WORLD = 2
 
 
@@ -37,6 +39,11 @@ def found(loss, size=WORLD):
         lambda x: (F.cross_entropy(x, LABELS) + 0.3 * x.square().mean()) * WORLD,
         lambda x: x.square().sum(1).mean() * WORLD,
         lambda x: (x.square().mean() + 1).sqrt() * WORLD,
+        lambda x: F.cross_entropy(x, LABELS, reduction="sum") / 16 * WORLD,
+        lambda x: (F.cross_entropy(x, LABELS) + x.square().sum() / x.numel()) * WORLD,
+        lambda x: F.cross_entropy(x, LABELS, reduction="sum", ignore_index=2) / COUNT * WORLD,
+        lambda x: F.cross_entropy(x, LABELS, reduction="sum", ignore_index=2) * (WORLD / COUNT),
+        lambda x: (x.square().mean(1) * MASK).sum() / MASK.sum() * WORLD,
     ],
 )
 def test_means_over_samples(loss):
@@ -50,6 +57,9 @@ def test_means_over_samples(loss):
         lambda x: F.cross_entropy(x, LABELS),
         lambda x: F.cross_entropy(x, LABELS, reduction="sum") * WORLD,
         lambda x: F.cross_entropy(x, LABELS, reduction="sum") * WORLD / 32,
+        lambda x: F.cross_entropy(x, LABELS, reduction="sum", ignore_index=2) / 20 * WORLD,
+        lambda x: (x.square().mean(1) * MASK).sum() / (MASK.sum() + 7) * WORLD,
+        lambda x: F.cross_entropy(x, LABELS, reduction="sum") / 16,
         lambda x: F.cross_entropy(x, LABELS) / 4 * WORLD,
         lambda x: F.cross_entropy(x, LABELS) / WORLD * WORLD,
         lambda x: F.cross_entropy(x, LABELS) * WORLD * WORLD,

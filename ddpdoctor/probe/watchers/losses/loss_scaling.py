@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from math import isfinite, prod
+from collections.abc import Iterator
+from math import isfinite
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -20,10 +20,16 @@ from ...recording import hooks
 from ...recording.code_locations import classify
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
-from ...recording.torch_compat import anomaly_mode, made_at, saved
+from ...recording.torch_compat import anomaly_mode, made_at
 from ...recording.watcher import Watcher, on
 from ...source.division import divided_by_world_size, loss_divided
-from ...tensors.autograd_nodes import SIZES, divisor_of, is_of_a_device, reduction_of, terms_of
+from ...tensors.autograd_nodes import (
+    SUMS,
+    divisor_of,
+    is_of_a_device,
+    reduction_of,
+    terms_of,
+)
 from ...training import lifecycle
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
@@ -40,6 +46,7 @@ from .limits import (
     NODES_FOLLOWED,
     TERM_NODES,
 )
+from .reductions import mean_divisor, means_of, rows_of, valid_elements
 from .sharded_models import Sharded, ShardedModels
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
@@ -131,7 +138,7 @@ class LossScaling(Watcher):
                 reduced = self._walk(recorder, backward, node, pending)
                 if reduced.valid:
                     self.counted.add(backward.site)
-                means = _means(node)
+                means = means_of(node)
                 for trained in pending:
                     self._emit_batch(recorder, backward, trained, reduced)
                     self._emit_means(recorder, backward, trained, means)
@@ -162,6 +169,7 @@ class LossScaling(Watcher):
         self, recorder: Recorder, backward: Backward, node: Any, pending: list[Model | Sharded]
     ) -> _Reduced:
         """Walk the graph from the loss to the node that reduces it to one number."""
+        root = node
         sizes = {group_size(m): m for m in pending if not _frozen(m)}
         divided: list[tuple[Any, float, Model | Sharded]] = []
         undone = unread = False
@@ -185,12 +193,14 @@ class LossScaling(Watcher):
                 break
             node = ahead[0]
         if divided and not undone:
-            self._suspect(recorder, backward, divided, _mean_divisor(node, reduction))
+            self._suspect(recorder, backward, divided, mean_divisor(node, reduction))
+        elif not undone and (terms := _divided_terms(root, sizes)):
+            self._suspect(recorder, backward, terms, 0, of_a_term=True)
         if reduction == "sum" and len(ahead) == 1:  # each sample may be weighted before it as well
             weight /= divisor_of(ahead[0]) or 1.0
             unread |= is_of_a_device(ahead[0])
         unknown = unread and reduction == "sum"
-        valid = 0 if unknown else _valid(node, reduction, weight)
+        valid = 0 if unknown else valid_elements(node, reduction, weight)
         return _Reduced(reduction, 0.0 if unknown else weight, rows, valid)
 
     def _suspect(
@@ -199,22 +209,26 @@ class LossScaling(Watcher):
         backward: Backward,
         divided: list[tuple[Any, float, Model | Sharded]],
         averaging: int,
+        *,
+        of_a_term: bool = False,
     ) -> None:
         """Find out whether a divisor that equals the world size, or a multiple, is meant as that:
         only the source of the dividing line can tell.
 
         Args:
-            averaging: see `_mean_divisor`.
+            averaging: see `mean_divisor`.
+            of_a_term: only terms of the loss are divided. A weight may be one over the world size
+                by chance, so nothing is said without a line.
         """
         cleared = self.cleared.setdefault(backward.site, set())
-        divisors = tuple(divisor for _, divisor, _ in divided)
+        divisors = (float(of_a_term), *(divisor for _, divisor, _ in divided))
         if backward.site in self.emitted or divisors in cleared:
             return
         known = [(made_at(node) or [], divisor, model) for node, divisor, model in divided]
         if not any(text for text, _, _ in known):
             self.suspected.setdefault(backward.site, recorder.step)
             exact = [model for _, divisor, model in known if divisor == group_size(model)]
-            if (frame := backward.frame) is not None and exact:
+            if (frame := backward.frame) is not None and exact and not of_a_term:
                 event = LossScaled(
                     at=time.monotonic(),
                     model=exact[0].number,
@@ -246,6 +260,7 @@ class LossScaling(Watcher):
                         site=recorder.sites.place(file, int(line), function),
                         backward_site=backward.site,
                         expression=expression,
+                        of_a_term=of_a_term,
                     )
                 )
                 self.emitted.add(backward.site)
@@ -341,39 +356,6 @@ class _Reduced(NamedTuple):
     valid: int
 
 
-def _valid(node: Any, reduction: str, weight: float) -> int:
-    """How many elements count in a loss, where that is known and some do not.
-
-    Args:
-        node: the one that reduces it.
-        weight: what a sum is multiplied by afterwards: a mean by hand divides by the count.
-    """
-    if reduction == "sum":
-        count, elements = 1 / weight if weight else 0.0, prod(_sizes_reduced(node))
-        whole = abs(count - round(count)) < 1e-4 * count
-        return round(count) if whole and 1 < count < elements else 0
-    if reduction != "mean":
-        return 0
-    if not node.name().startswith("Nll"):
-        ahead = next((n for n, _ in node.next_functions if n is not None), None)
-        selects = ahead is not None and ahead.name().startswith(("Index", "MaskedSelect"))
-        return prod(_sizes_reduced(node)) if selects else 0
-    count, of = _targets(node)
-    return count if count < of else 0
-
-
-def _targets(node: Any) -> tuple[int, int]:
-    """How many targets of a mean over classes are not ignored, and how many there are; (0, 1) where
-    that cannot be read, or classes have weights."""
-    try:
-        if getattr(node, "_saved_weight", None) is not None:
-            return 0, 1
-        counted, target = saved(node, "_saved_total_weight"), saved(node, "_saved_target")
-    except (LookupError, AttributeError):
-        return 0, 1
-    return (int(counted), target.numel()) if counted.is_cpu else (0, 1)
-
-
 def _frozen(model: Model | Sharded) -> bool:
     """Whether all parameters are frozen: a backward only passes through the model (as through a
     discriminator in a generator's step)."""
@@ -381,56 +363,28 @@ def _frozen(model: Model | Sharded) -> bool:
     return bool(held) and not any(p.requires_grad for p in held)
 
 
-def _means(root: Any) -> tuple[tuple[int, float], ...]:
-    """How many elements each mean in a loss is taken over, and by what it is multiplied then: 0
-    also where some elements do not count, which `_valid` is about."""
-    found = []
+def _divided_terms(
+    root: Any, sizes: dict[int, Model | Sharded]
+) -> list[tuple[Any, float, Model | Sharded]]:
+    """The nodes that divide a term of a loss, once it is one number, by the world size, unless it
+    is multiplied by it, too, or summed over the ranks: each with its divisor and the model of that
+    size."""
+    found: dict[Any, tuple[float, Model | Sharded]] = {}
     for path in terms_of(root, TERM_NODES):
-        weight = 1.0
-        for node in path:
-            weight = 0.0 if is_of_a_device(node) else weight / (divisor_of(node) or 1.0)
-            if kind := reduction_of(node):
-                if kind == "mean" and (sizes := _sizes(node)) and isfinite(weight):
-                    if node.name().startswith("Nll"):
-                        counted, of = _targets(node)
-                        weight *= counted == of
-                    found.append((prod(sizes), float(f"{weight:.6g}")))
+        divided: dict[Any, tuple[float, Model | Sharded]] = {}
+        for node, ahead in zip(path, [*path[1:], None], strict=True):
+            divisor, name = divisor_of(node), node.name()
+            if any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes):
                 break
-    return tuple(found)
-
-
-def _mean_divisor(node: Any, reduction: str) -> int:
-    """By what to divide the result of a node to get a mean: 1 if it is one, 0 if unknown or if the
-    node does not reduce."""
-    if reduction != "sum":
-        return int(reduction == "mean")
-    sizes = _sizes(node)
-    return prod(sizes) if sizes else 0
-
-
-def _sizes(node: Any) -> list[int]:
-    """Shape of the elements that a node reduces; empty if unknown."""
-    sizes = list(_sizes_reduced(node))
-    if node.name().startswith("Nll"):
-        del sizes[1:2]  # classes, of which each place has one
-    return sizes
-
-
-def rows_of(node: Any) -> int:
-    """Leading size of the tensor that a node reduces; 0 if unknown."""
-    sizes = _sizes_reduced(node)
-    return int(sizes[0]) if sizes else 0
-
-
-def _sizes_reduced(node: Any) -> Sequence[int]:
-    """Shape of the tensor that a node reduces; empty if unknown."""
-    sizes = getattr(node, SIZES, None)
-    if sizes is None:
-        try:
-            sizes = saved(node, "_saved_self").shape
-        except (LookupError, AttributeError):
-            return ()
-    return tuple(int(size) for size in sizes)
+            if "AllReduce" in name or "AllGather" in name:
+                break
+            if divisor > 1 and (model := sizes.get(int(divisor))) and divisor == int(divisor):
+                divided[node] = divisor, model
+            of_terms = ahead is not None and ahead.name().startswith(SUMS)
+            if reduction_of(node) and not of_terms:
+                found |= divided
+                break
+    return [(node, divisor, model) for node, (divisor, model) in found.items()]
 
 
 def _model_of_size(divisor: float, sizes: dict[int, Model | Sharded]) -> Model | Sharded | None:

@@ -24,7 +24,8 @@ from ...training import lifecycle
 from ...training.records import Backward
 from ...training.wrapped_models import WrappedModels
 from .limits import BACKWARDS_LOOKED_AT, MULTIPLIED_FOLLOWED, NODES_FOLLOWED
-from .loss_scaling import LossScaling, group_size, rows_of
+from .loss_scaling import LossScaling, group_size
+from .reductions import elements_counted, rows_of
 
 FIGURES = 4
 """Elements of a tensor of figures for the log; a larger one may be part of the loss."""
@@ -119,37 +120,50 @@ def multiplication(root: Any, size: int, leading: tuple[int, ...]) -> Any:
     Args:
         leading: the leading sizes of the model's inputs, of which the first is the batch size.
     """
-    found, node = None, root
+    found, last, node, weight = None, None, root, 1.0
     for _ in range(NODES_FOLLOWED):
         ahead = [n for n, _ in node.next_functions if n is not None]
-        divisor = divisor_of(node)
-        if divisor and found is None and abs(divisor * size - 1) < 1e-6:
-            found = node
-        elif divisor or is_of_a_device(node):
+        if is_of_a_device(node):
             return None
+        if divisor := divisor_of(node):
+            last, weight = node, weight / divisor
+            if found is None and abs(divisor * size - 1) < 1e-6:
+                found, weight = node, weight / size
         if len(ahead) != 1 or reduction_of(node):
             break
         node = ahead[0]
-    if found is None or not leading or not _means(node, size, leading[0]):
+    if found is None and last is not None and reduction_of(node) == "sum":
+        found, weight = last, weight / size  # times `size / count`
+    if found is None or not leading or (weight != 1 and reduction_of(node) != "sum"):
+        return None
+    if not _means(node, size, leading[0], weight):
         return None
     return None if _of_other_ranks(root) else found
 
 
-def _means(node: Any, size: int, batch: int) -> bool:
-    """Whether a node is a mean over samples, or a sum of means that may have weights."""
-    terms = [node]
+def _means(node: Any, size: int, batch: int, weight: float) -> bool:
+    """Whether a node is a mean over samples, or a sum of means that may have weights.
+
+    Args:
+        weight: what it is multiplied by: a sum over the elements that count divided by their number
+            is a mean, and a mean that is scaled is none.
+    """
+    terms = [(node, weight)]
     for _ in range(NODES_FOLLOWED * 4):
         if not terms:
             return True
-        node = terms.pop()
+        node, weight = terms.pop()
         ahead = [n for n, _ in node.next_functions if n is not None]
-        if reduction_of(node):
-            if not _over_samples(node, size, batch):
+        if is_of_a_device(node):
+            return False
+        if reduction := reduction_of(node):
+            by_hand = _mean_by_hand(node, size, batch, weight)
+            scaled = reduction != "mean" or _counts(1 / weight if weight else 0.0, size)
+            if not by_hand and (scaled or not _over_samples(node, size, batch)):
                 return False
         elif len(ahead) == 1 or (node.name().startswith(("Add", "Sub")) and ahead):
-            if is_of_a_device(node) or _counts(divisor_of(node), size):
-                return False
-            terms += ahead
+            weight /= divisor_of(node) or 1.0
+            terms += [(n, weight) for n in ahead]
         else:
             return False
     return False
@@ -162,9 +176,17 @@ def _counts(divisor: float, size: int) -> bool:
     return whole or (divisor != 0 and divisor % size == 0)
 
 
+def _mean_by_hand(node: Any, size: int, batch: int, weight: float) -> bool:
+    """Whether a sum over the samples, times a weight, is their mean, or that of the elements that
+    count on this rank."""
+    if reduction_of(node) != "sum" or not _over_samples(node, size, batch):
+        return False
+    return abs(weight * elements_counted(node) - 1) < 1e-4
+
+
 def _over_samples(node: Any, size: int, batch: int) -> bool:
-    """Whether a node is a mean over the samples, none of which were summed or weighted before."""
-    if reduction_of(node) != "mean" or rows_of(node) < 1 or rows_of(node) % batch:
+    """Whether a node reduces the samples, none of which were summed or weighted before."""
+    if rows_of(node) < 1 or rows_of(node) % batch:
         return False
     for _ in range(NODES_FOLLOWED):
         ahead = [n for n, _ in node.next_functions if n is not None]
