@@ -176,6 +176,7 @@ class Model:
 
     def __init__(self, module):
         self.number = self.synced_backwards = self.forwards = 0
+        self.pending, self.pending_sync = 1, True
         self.inner = lambda: module
 
 
@@ -200,9 +201,8 @@ def trained(tmp_path, monkeypatch):
         if due:
             watcher._forward_due(now, forward)
         if backward:
-            synced = SimpleNamespace(error=None, models=[model], synced={0})
             if watcher.settling[0].enabled:
-                watcher._backward_ends(now, synced)
+                watcher._backward_begins(now, SimpleNamespace())
             model.synced_backwards += 1
 
     def recorded():

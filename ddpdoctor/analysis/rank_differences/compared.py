@@ -136,7 +136,11 @@ COMPARED: dict[type[Event], Compared] = {
     e.StaticGraphBroken: _row("graph that is not static", "site", "model kind"),
     e.SteppedInside: _row("step inside backward", "first site", "model", "count"),
     e.NonFinite: _row("NaN or infinity", "kind value step", usual=True),
-    e.TrainingMode: _row("mode", "evaluating whole", "model", "backward", CHANGES),
+    e.TrainingMode: _row(
+        "mode", "count evaluating whole", "model", "backward", CHANGES,
+        advice="call `model.train()` on every rank after an evaluation",
+        words={"count": "number of modules in evaluation mode"},
+    ),
     # Synchronisation.
     e.SyncPattern: _row(
         "backwards of a step", "synced unsynced reason talked", "model optimizer", "step", CHANGES,

@@ -178,13 +178,12 @@ class TrainingModes(Watcher):
                 return call.site if call.mode is module.training else -1
         return -1
 
-    @on(lifecycle.backward_ends, during="settling")
-    def _backward_ends(self, recorder: Recorder, backward: Backward) -> None:
-        if backward.error is not None:
-            return
-        for model in backward.models:
+    @on(lifecycle.backward_begins, during="settling")
+    def _backward_begins(self, recorder: Recorder, backward: Backward) -> None:
+        """Modes are on record before the backward, which may be the one that hangs."""
+        for model in WrappedModels.current.live():
             known = self.models.get(model)
-            if known is None or known.seen is None or model.number not in backward.synced:
+            if known is None or known.seen is None or not (model.pending and model.pending_sync):
                 continue
             known.emitted, event = known.seen
             known.seen = None
