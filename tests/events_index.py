@@ -64,8 +64,8 @@ QUESTIONS: dict[str, str] = {
     "What did a loader deliver to a rank?": (
         "LoaderSeen StepDraws Seeded EpochBegan IndicesRead EpochEnded ContentRead RowsRead"
         " RowsChosen ForwardInput"
-        " ComparedValue SaveDecided EndDecided ResultWritten MetricUsed ReducedMetric TotalDivided"
-        " SamplerRefused"
+        " ComparedValue SaveDecided WeightsKept EndDecided ResultWritten MetricUsed ReducedMetric"
+        " TotalDivided SamplerRefused"
     ),
     "Where did NaN and infinity arise?": "NonFinite ScalerStep",
     "Which files did ranks touch?": "FileWritten FileRead FileLocked FileRemoved FolderMade "
@@ -115,7 +115,7 @@ WHEN: dict[str, str] = {
         " GatheredInGraph GatheredWithoutGradient GradientReduced SteppedInside KeptBack"
         " StepDraws StaticGraphBroken SentBuffers MemoryHeld DeviceTouched TrainsAlone ProbeTrouble"
         " NotObserved EditedBeforeSync ComparedValue SaveDecided TotalDivided Seeded NamesMissed"
-        " EndDecided ResultWritten FlatGradients ShardStates ClippedScaled"
+        " EndDecided ResultWritten FlatGradients ShardStates ClippedScaled WeightsKept"
     ),
 }
 """How complete the records of an event are; its docstring says it exactly."""

@@ -41,6 +41,7 @@ from ddpdoctor.events import (
     SchedulerStep,
     TotalDivided,
     TotalReducedAgain,
+    WeightsKept,
 )
 from ddpdoctor.report.declarations import several_records
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity
@@ -68,7 +69,8 @@ class MetricNotReduced(Check):
 
     ## What it finds
     An evaluation in which each rank takes its share of the data, and whose result differs between
-    ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`),
+    ranks where it decides: whether a file is saved (`if accuracy > best:` around `torch.save`), or
+    the weights are kept in memory (around `model.state_dict()`),
     what `ReduceLROnPlateau.step` is given, or when a framework or the program's own loop stops
     training: once two ranks decide differently, one waits for the other. Also a sum over one rank's
     share that is divided by `len(loader.dataset)`, and that no rank reduces: it is too small by the
@@ -311,10 +313,13 @@ class MetricNotReduced(Check):
             )  # fmt: skip
 
     def _saves(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
-        for place, events in run.by_line(SaveDecided, "compared").items():
+        kept: dict[Location, dict[int, SaveDecided]] = {**run.by_line(WeightsKept, "compared")}
+        for place, events in (kept | run.by_line(SaveDecided, "compared")).items():
             number, event = next(iter(events.items()))
             rank, ranks = run.ranks[number], tuple(events)
             use, unequal = f"{ranks_do(ranks, 'save')} a file by `{event.name}`", ""
+            if in_memory := isinstance(event, WeightsKept):
+                use = f"{ranks_do(ranks, 'keep')} the weights of a model by `{event.name}`"
             values: Mapping[int, float | None] = {}
             if (found := unreduced(rank, event, evaluations)) is not None:
                 loader, values, count, of = found
@@ -338,7 +343,8 @@ class MetricNotReduced(Check):
                 f"over the ranks: {_whose(ranks)} own decides",
                 unequal=unequal,
                 when=rank.wall(event.at),
-                saves=rank.location(event.site),
+                saves=None if in_memory else rank.location(event.site),
+                keeps=rank.location(event.site) if in_memory else None,
             )  # fmt: skip
 
     def _ends(self, run: Run, evaluations: list[Loader]) -> Iterator[Finding]:
@@ -379,6 +385,7 @@ class MetricNotReduced(Check):
         when: float,
         fix: str = REDUCE,
         saves: Location | None = None,
+        keeps: Location | None = None,
         steps: Location | None = None,
         leaves: Location | None = None,
     ) -> Finding:
@@ -394,6 +401,7 @@ class MetricNotReduced(Check):
                 for text, spot in (
                     ("evaluates one rank's share", at),
                     ("saves here", saves),
+                    ("keeps the weights here", keeps),
                     ("leaves the loop here", leaves),
                     (f"{subject} steps here", steps),
                 )

@@ -57,6 +57,7 @@ from .data import (
     Seeded,
     StepDraws,
     TotalDivided,
+    WeightsKept,
     WorkerRandom,
 )
 from .devices import (

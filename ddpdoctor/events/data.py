@@ -428,6 +428,10 @@ class SaveDecided(Event, frozen=True, tag="save-decided"):
     site: int
 
 
+class WeightsKept(SaveDecided, frozen=True, tag="weights-kept"):
+    """The state of a module is taken (`state_dict`) under such a condition; `site` is that line."""
+
+
 class EndDecided(SaveDecided, frozen=True, tag="end-decided"):
     """A loop that trains can be left under a condition that compares a result of a loop over a
     loader; recorded when that one begins again after an optimizer step. `site` is the line that

@@ -29,6 +29,7 @@ from ddpdoctor.events import (
     Signature,
     TotalDivided,
     TotalReducedAgain,
+    WeightsKept,
 )
 from ddpdoctor.probe.source.call_resolver import Scope, resolve
 from ddpdoctor.probe.source.passthrough import dropped, returned_and_dropped
@@ -119,6 +120,19 @@ def test_a_file_is_saved_by_the_metric_of_one_rank():
     assert (finding.rule, finding.ranks) == ("decides-what-is-saved", (0,))
     assert finding.location.line == 30
     assert [r.location.line for r in finding.related] == [25, 32]
+
+
+def test_weights_are_kept_by_the_metric_of_each_rank():
+    kept = WeightsKept(
+        at=0, name="loss", value=0.9, step=4, compared=COMPARE, loader=HELD_OUT, site=LEAVE
+    )
+    (finding,) = judged(run_of(saving=False, more=[kept]))
+    assert finding.summary.startswith(
+        "rank 0 keeps the weights of a model by `loss`, which differs"
+    )
+    assert [r.location.line for r in finding.related] == [25, 31]
+    (finding,) = judged(run_of(more=[kept]))
+    assert [r.location.line for r in finding.related] == [25, 32], "saved as well"
 
 
 def test_an_evaluation_with_gradients_on():

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ddpdoctor.events import ComparedValue, EndDecided, ResultWritten, SaveDecided, decode
+from ddpdoctor.events import (
+    ComparedValue,
+    EndDecided,
+    ResultWritten,
+    SaveDecided,
+    WeightsKept,
+    decode,
+)
 from ddpdoctor.probe.collectives.sync_points import SyncPoints
 from ddpdoctor.probe.recording import hooks, patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
@@ -94,6 +101,18 @@ def test_a_checkpoint_that_is_put_in_place_to_be_the_best(recorded, tmp_path_fac
             KEEPS[name](last, folder / "best.pt")
     found = recorded(SaveDecided, ResultWritten)
     assert [e.value for e in found if e.name == "metric"] == [0.5, 0.75]
+
+
+def test_weights_that_are_kept_in_memory(recorded):
+    model, held_out, best = torch.nn.Sequential(torch.nn.Linear(2, 2)), DataLoader(range(2)), -1.0
+    for given in (0.5, 0.25, 0.75):
+        for _ in held_out:
+            metric = given
+        model.state_dict()
+        if metric > best:
+            best, kept = metric, {k: v.clone() for k, v in model.state_dict().items()}
+    assert kept
+    assert [e.value for e in recorded(WeightsKept) if e.name == "metric"] == [0.5, 0.75]
 
 
 def keep(state, path, is_best):

@@ -248,7 +248,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
     ),
     _DATA: (
         e.ContentRead, e.RowsRead, e.RowsChosen, e.IndicesRead, e.ComparedValue, e.SaveDecided,
-        e.EndDecided, e.ResultWritten, e.TotalDivided,
+        e.EndDecided, e.WeightsKept, e.ResultWritten, e.TotalDivided,
         e.MetricUsed, e.ReducedMetric, e.LossValues,
     ),
     _TIME: (

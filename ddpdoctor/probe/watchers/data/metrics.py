@@ -25,6 +25,7 @@ from ....events import (
     ResultWritten,
     SaveDecided,
     TotalDivided,
+    WeightsKept,
 )
 from ...recording import hooks
 from ...recording.code_locations import USER
@@ -64,6 +65,12 @@ LOOPS_SEARCHED = 3
 """Loaders, those iterated last, whose loops may give the number that decides about a save."""
 
 
+class _Outermost:
+    """Whether no `state_dict` is running: it calls that of every submodule."""
+
+    looking = True
+
+
 class ComparedValues(Watcher):
     """
     Attributes:
@@ -91,6 +98,7 @@ class ComparedValues(Watcher):
         self.decisions: dict[tuple[Line, ...], Decision | None] = {}
         self.results: dict[tuple[Line, ...], str | None] = {}
         self.began: dict[tuple[Line, ...], tuple[int, int]] = {}
+        self._outermost = _Outermost()
 
     def install(self) -> None:
         import torch
@@ -110,6 +118,13 @@ class ComparedValues(Watcher):
             "safetensors.torch",
             lambda module: self.around(module, "save_file", before=self._saving),
             lost=self.lost,
+        )
+        self.around(
+            torch.nn.Module,
+            "state_dict",
+            before=self._taking_state,
+            after=self._state_taken,
+            only=self._outermost,
         )
         self.around((c10d, dist), "destroy_process_group", before=self._ends)
 
@@ -199,8 +214,16 @@ class ComparedValues(Watcher):
     def _saving(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self._kept(recorder)
 
-    def _kept(self, recorder: Recorder) -> None:
-        """Record the number that decides about a file that is saved, copied, renamed or linked."""
+    def _taking_state(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
+        self._outermost.looking = False
+        self._kept(recorder, WeightsKept)
+
+    def _state_taken(self, recorder: Recorder, before: Any, result: Any, error: Error) -> None:
+        self._outermost.looking = True
+
+    def _kept(self, recorder: Recorder, kind: type[SaveDecided] = SaveDecided) -> None:
+        """Record the number that decides about a file that is saved, copied, renamed or linked, or
+        about the state of a module that is taken."""
         frames = recorder.sites.user_frames(sys._getframe(1), FRAMES)
         if not frames or (found := self._decision(frames)) is None:
             return
@@ -208,7 +231,7 @@ class ComparedValues(Watcher):
         value = _value(decision, frames)
         if type(value) not in _COUNTS:
             recorder.emit(
-                SaveDecided(
+                kind(
                     at=time.monotonic(),
                     name=ast.unparse(decision.value),
                     value=_number(value),
