@@ -415,12 +415,17 @@ def test_ranks_that_wait_for_a_key_of_a_store(tmp_path: Path, line: str, told: b
     assert finding.rule == "own-code"
 
 
-def threads(*orders: tuple[str, str] | None) -> dict[int, CallLog]:
+def threads(*orders: tuple[str, str] | None, of_torch: bool = False) -> dict[int, CallLog]:
     """The main thread and another one make the same calls of one group; with `orders`, torch's
-    flight recorder has those in flight in these."""
+    flight recorder has those in flight in these.
+
+    Args:
+        of_torch: torch makes the calls, that of the other thread where a line has started it.
+    """
     made = {rank: CallLog(rank, 2) for rank in range(2)}
     for rank, tape in made.items():
-        tape.call("all_gather", 24, thread="ckpt_0").call("all_reduce", 40)
+        tape.call("all_gather", 24, thread="ckpt_0", started=of_torch, internal=of_torch)
+        tape.call("all_reduce", 40, internal=of_torch)
         tape.call("all_reduce", 40, state=State.BEGUN, at=START + 5)
         if order := orders[rank]:
             entries = (FlightEntry(18 + n, op, "", "", False) for n, op in enumerate(order))
@@ -428,8 +433,9 @@ def threads(*orders: tuple[str, str] | None) -> dict[int, CallLog]:
     return made
 
 
-def test_threads_that_share_a_group(tmp_path: Path) -> None:
-    made = threads(None, None)
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_threads_that_share_a_group(tmp_path: Path, of_torch: bool) -> None:
+    made = threads(None, None, of_torch=of_torch)
     (finding,) = found(
         run_of(tmp_path, made, now=START + 50, nodes={0: [stall(START + 20, START + 5)]})
     )

@@ -12,7 +12,8 @@ from .snapshot import Snapshot
 
 FIX = (
     "give the thread a group of its own: `group = dist.new_group()` once on all ranks in the main "
-    "thread, then `group=group` in the thread's calls; or make these calls in the main thread"
+    "thread, then `group=group` in the thread's calls (`process_group=group` for `async_save`); or "
+    "make these calls in the main thread"
 )
 
 
@@ -21,7 +22,8 @@ class SharedGroup:
     """A group that the main thread and another one use.
 
     Attributes:
-        thread: the name of the other one; line: one at which it calls.
+        thread: the name of the other one; line: one at which it calls, or the one that started it,
+            where torch makes its calls.
         mixed: torch's flight recorder has the calls of the ranks in different orders.
     """
 
@@ -42,18 +44,20 @@ class SharedGroup:
 
 
 def shared_group(now: Snapshot, key: GroupKey | None) -> SharedGroup | None:
-    """The group, if threads besides the main one have made calls of the program in it."""
+    """The group, if threads besides the main one have made calls in it: of the program, or of
+    torch's own in a thread that the program started, as a checkpoint does."""
     if key is None:
         return None
     mixed = _mixed(now, key)
     for log in now.known.logs.get(key, {}).values():
         used = {site for segment in log.segments for _, site in segment.codes}
-        sites = [s for s in log.rank.of(CallSite) if s.id in used and not s.internal]
+        sites = [s for s in log.rank.of(CallSite) if s.id in used]
         if not any(site.thread == "" for site in sites) and not mixed:
             continue
         for site in sites:
-            line = log.rank.location(site.line)
-            if site.thread and site.places and line is not None:
+            own = site.places and not site.internal
+            line = log.rank.location(site.line if own else site.started)
+            if site.thread and line is not None:
                 return SharedGroup(key, log.rank, site.thread, line, mixed)
     return None
 
