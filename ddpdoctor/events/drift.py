@@ -18,6 +18,10 @@ EARLY = (0, 1, 2, 4, 9)
 """Steps at which every tensor is digested; later ones follow the series 1, 2, 5, less one."""
 
 
+UNEVEN_STEPS = "its ranks take different numbers of steps (`Join`)"
+"""Why copies under torch's `Join` are not compared, as `Replica.left_out`."""
+
+
 class Replica(Event, frozen=True, tag="replica"):
     """An optimizer steps parameters that the ranks of a group hold in equal copies.
 

@@ -19,6 +19,7 @@ from ddpdoctor.events import (
     Replica,
     ShardStates,
 )
+from ddpdoctor.events.drift import UNEVEN_STEPS
 from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.tensors import tensor_watch
 from ddpdoctor.report.diagnose import diagnose
@@ -231,7 +232,7 @@ def test_lists_of_tensors_in_a_state_are_not_spelled_out():
     assert tensor_watch.state_mark(optimizer, parameter) != before
 
 
-LEFT_OUT = "its ranks take as many steps as they have inputs (`Join`)"
+LEFT_OUT = UNEVEN_STEPS
 
 
 def under_join(

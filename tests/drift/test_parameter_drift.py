@@ -16,6 +16,8 @@ from ddpdoctor.analysis.replicas.replicas import divergence, replicas
 from ddpdoctor.events import (
     Clipped,
     Edited,
+    EpochBegan,
+    EpochEnded,
     Hyperparameters,
     Loaded,
     OptimizerSeen,
@@ -27,7 +29,7 @@ from ddpdoctor.events import (
     StepDone,
     Watched,
 )
-from ddpdoctor.events.drift import UNHELD, chosen
+from ddpdoctor.events.drift import UNEVEN_STEPS, UNHELD, chosen
 from ddpdoctor.events.pack import pack
 from ddpdoctor.probe.recording.code_locations import Sites
 from ddpdoctor.probe.watchers.gradients import state_loading
@@ -235,6 +237,22 @@ def test_copies_that_a_sharded_optimizer_sends_around_were_edited_all_the_same()
 def test_local_sgd_that_was_recognised_is_left_out():
     ranks = {0: [digests("parameters", SAME)], 1: [digests("parameters", APART)]}
     assert list(ParameterDrift().examine(run_of(ranks, left_out="local SGD"))) == []
+
+
+@pytest.mark.parametrize(("batches", "told"), [((3, 3), True), ((3, 4), False), ((), True)])
+def test_join_does_nothing_where_ranks_have_as_many_batches(batches, told):
+    """It makes the copies equal at its end, which hides what set them apart."""
+    rows = [{1: [1] * 4, 2: [2] * 4, 3: [3] * 4}, {1: [1] * 4, 2: [2, 2, 2, 9], 3: [3] * 4}]
+    ranks = {n: [digests("parameters", rows[n])] for n in range(2)}
+    for n, count in enumerate(batches):
+        ranks[n] += [
+            EpochBegan(at=0, loader=0, epoch=0, step=0, site=OTHER, joined=True),
+            EpochEnded(at=0, loader=0, epoch=0, batches=count, samples=0, backwards=count,
+                       exhausted=True),
+        ]  # fmt: skip
+    run = run_of(ranks, left_out=UNEVEN_STEPS)
+    assert bool([*ParameterDrift().examine(run)]) is told
+    assert bool(ParameterDrift().left_out(run)) is not told
 
 
 def test_ranks_of_different_groups_are_not_compared():

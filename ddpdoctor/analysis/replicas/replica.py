@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...events import Event, Loaded, Replica, StepDone, Wrapped
+from ...events import EpochBegan, EpochEnded, Event, Loaded, Replica, StepDone, Wrapped
 from ...run import Location, Rank
 
 E = TypeVar("E", bound=Event)
@@ -48,3 +49,20 @@ class Member:
         """The first known line in such events."""
         spots = (self.rank.location(getattr(e, "site", -1)) for e in self.of(kind, **fields))
         return next((spot for spot in spots if spot is not None), None)
+
+    def batches_joined(self) -> dict[tuple[int, int], tuple[str, int]]:
+        """By loader and epoch, the batches of each iteration that began under torch's `Join`; where
+        it did not end, the optimizer steps before it."""
+        ended = {(e.loader, e.epoch): ("batches", e.batches) for e in self.rank.of(EpochEnded)}
+        joined = (e for e in self.rank.of(EpochBegan) if e.joined)
+        began = {(e.loader, e.epoch): ("steps", e.step) for e in joined}
+        return {key: ended.get(key, steps) for key, steps in began.items()}
+
+
+def equal_inputs(members: Collection[Member]) -> bool:
+    """Whether ranks had as many batches in each epoch under torch's `Join`, which then does
+    nothing; as many optimizer steps where no epoch is on record."""
+    epochs = [member.batches_joined() for member in members]
+    if any(epochs):
+        return all(mine == epochs[0] for mine in epochs)
+    return len({member.last_step for member in members}) == 1

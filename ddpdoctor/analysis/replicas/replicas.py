@@ -10,8 +10,15 @@ from math import prod
 
 import msgspec
 
-from ...events import Digests, Event, Replica, ShardedModel, StepDone, Wrapped
-from ...events.drift import ABSENT, UNHELD, chosen
+from ...events import (
+    Digests,
+    Event,
+    Replica,
+    ShardedModel,
+    StepDone,
+    Wrapped,
+)
+from ...events.drift import ABSENT, UNEVEN_STEPS, UNHELD, chosen
 from ...events.pack import unpack
 from ...report.findings import Finding
 from ...report.merging import merged
@@ -21,7 +28,7 @@ from .evaluations import Row
 from .group_findings import united
 from .majority import Split, settles
 from .missed_backwards import MissedBackwards
-from .replica import Member
+from .replica import Member, equal_inputs
 
 NO_COPIES = "no two ranks train copies of the same wrapped model, as far as was seen"
 
@@ -37,6 +44,11 @@ class Replicas:
 
     members: dict[int, Member]
     left_out: str = ""
+
+    @property
+    def joined(self) -> bool:
+        """Whether torch's `Join` makes the copies equal at its end, whatever set them apart."""
+        return any(m.seen.left_out == UNEVEN_STEPS for m in self.members.values())
 
     @property
     def any(self) -> Member:
@@ -243,6 +255,8 @@ def _alike(members: dict[int, Member]) -> Replicas | None:
     if len(ranks) < 2:
         return None
     left_out = next((m.seen.left_out for m in members.values() if m.seen.left_out), "")
+    if left_out == UNEVEN_STEPS and equal_inputs(members.values()):
+        left_out = ""
     return Replicas({n: members[n] for n in ranks}, left_out)
 
 
@@ -286,7 +300,7 @@ def divergence(
     walls = [_wall(group.members[n], kind, point, found.first) for n in ranks]
     # Between two steps a rank may be loaded while another is already evaluated.
     found.at = min(walls) if point == "step" else max(walls)
-    if found.healed < found.first:
+    if found.healed < found.first or group.joined:
         found.healed = -1
     return found
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ....events import Digests, Replica, Sketch
-from ....events.drift import EARLY, UNHELD, chosen, full
+from ....events.drift import EARLY, UNEVEN_STEPS, UNHELD, chosen, full
 from ....events.pack import pack
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call
@@ -308,9 +308,9 @@ def _emit_replica(recorder: Recorder, watch: Watch) -> None:
 
 
 def _detect_join(recorder: Recorder, watch: Watch) -> None:
-    """Leave the replicas out if the ranks take different numbers of steps (`Join`)."""
+    """Leave the replicas out if the ranks may take different numbers of steps (`Join`)."""
     if not watch.left_out and joins(watch.holding.model.ddp()):
-        watch.left_out = "its ranks take different numbers of steps (`Join`)"
+        watch.left_out = UNEVEN_STEPS
         _emit_replica(recorder, watch)
 
 
