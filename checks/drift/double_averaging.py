@@ -43,12 +43,12 @@ class DoubleAveraging(Check):
     With DDP, which averages gradients itself: a loss divided by the world size (or by a product
     that contains it) before backward, or a term of it; a sum of losses divided by a count that is
     summed over all ranks (tokens, say), and not multiplied by the world size; a loss that is a mean
-    over the local batch and is multiplied by the world size (a warning); gradients divided by it,
-    or gradients or copies of them all-reduced once more. Without a wrapper: gradients that the
-    program synchronises manually and divides once too often, or whose loss was divided before;
-    gradients of losses that are means over each rank's own batch, summed and not divided (a note:
-    the learning rate, or the limit of a clipping, may be chosen for the sum); and parameters that
-    it sums over the ranks between steps and does not divide.
+    over the local batch and is multiplied by the world size (a warning); gradients divided by it or
+    by a product with it, or gradients or copies of them all-reduced once more. Without a wrapper:
+    gradients that the program synchronises manually and divides once too often, or whose loss was
+    divided before; gradients of losses that are means over each rank's own batch, summed and not
+    divided (a note: the learning rate, or the limit of a clipping, may be chosen for the sum); and
+    parameters that it sums over the ranks between steps and does not divide.
 
     ## How it knows
     Each rank searches the last twelve nodes of the loss's autograd graph for a division by the
@@ -367,7 +367,7 @@ def _edits(member: Member) -> list[Edited]:
 
 
 def _divided(member: Member, size: int) -> Edited | None:
-    """The first multiplication by exactly one over the world size, at a line that says so; before
+    """The first division by the world size, or by a multiple of it, at a line that says so; before
     or after what functions of torch (clipping) do."""
     for event in _edits(member):
         if _divides(event, size) and event.divisor and (event.beside or not event.functions):
@@ -386,8 +386,11 @@ def _manual_factor(event: Edited) -> float:
 
 
 def _divides(event: Edited, size: int) -> bool:
-    """Whether the program multiplied the gradients by exactly one over the world size."""
-    return event.changed and abs(_manual_factor(event) * size - 1) < SAME_FACTOR
+    """Whether the program divided the gradients by the world size, or by a multiple of it, as of
+    the number of accumulated backwards."""
+    factor = _manual_factor(event)
+    times = 1 / (factor * size) if factor > 0 else 0.0
+    return event.changed and round(times) >= 1 and abs(times / round(times) - 1) < SAME_FACTOR
 
 
 def _steps(member: Member, size: int) -> list[int]:

@@ -351,7 +351,7 @@ class Edited(Event, frozen=True, tag="edited"):
         beside: something other than these functions changed them, too.
         undone: `changed` is False, but values were changed and restored.
         counted: gradients that were not sampled were written to, by torch's version counters.
-        divisor: the world size as written, if the line divides by it.
+        divisor: the world size as written, if the line divides by it, or by a product with it.
         changers: by function that changed sampled gradients, the site that called it, -1 if
             unknown.
         besides: as `ratio`, for changes by anything other than these functions; 0 if none.

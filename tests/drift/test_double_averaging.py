@@ -121,6 +121,8 @@ def test_terms_that_are_divided_by_the_world_size(loss, divided):
 def test_gradients_divided_by_hand():
     (finding,) = judge(edit(0.5, divisor="world_size"))
     assert finding.location.line == 33
+    (finding,) = judge(edit(0.125, divisor="world_size"))
+    assert "2 times too small" in finding.summary, "by the accumulated backwards as well"
 
 
 def test_gradients_divided_by_hand_in_a_loop_that_clips():
@@ -133,11 +135,12 @@ def test_gradients_divided_by_hand_in_a_loop_that_clips():
     for bites in (edit(0.0, besides=0.5, **size), edit(0.1, besides=0.5, **size)):
         (finding,) = judge(bites)
         assert finding.evidence["measured_ratio"] == 0.5
-    assert judge(edit(0.5, besides=0.25, **size)) == [], "by something else"
+    assert judge(edit(0.5, besides=0.3, **size)) == [], "by something else"
 
 
 @pytest.mark.parametrize("event", [
-    edit(0.5), edit(0.25, divisor="world_size"), edit(0.5, functions=("clip_grad_norm_",)),
+    edit(0.5), edit(0.3, divisor="world_size"), edit(2.0, divisor="world_size"),
+    edit(0.25), edit(0.5, functions=("clip_grad_norm_",)),
 ])  # fmt: skip
 def test_other_edits(event):
     assert judge(event) == []

@@ -384,11 +384,16 @@ def _end_trace(recorder: Recorder, edits: ModelEdits, event: Edited) -> None:
     if not (found and (event.changed or event.undone)):
         return
     edits.trace_position.pop(event.kind, None)
-    divisors = {at: divided_by_world_size(at[0].co_filename, at[1]) for at in found}
+    divisors = {at: _world_size(at[0].co_filename, at[1]) for at in found}
     found.sort(key=lambda at: not divisors[at])  # stable: a dividing line comes first
     key = event.kind, event.changed
     edits.sites[key] = tuple(recorder.sites.number(*place) for place in found)
     edits.divisors[key] = divisors[found[0]]
+
+
+def _world_size(file: str, line: int) -> str:
+    """The world size as written, if a line divides by it, or by a product with it."""
+    return divided_by_world_size(file, line) or divided_by_world_size(file, line, product=True)
 
 
 def _follow_up(recorder: Recorder, edits: ModelEdits, event: Edited, by_program: list[int]) -> None:
