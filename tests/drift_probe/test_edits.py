@@ -198,9 +198,7 @@ def test_what_the_program_makes_of_gradients_is_told_apart_from_clipping(
 def test_a_line_that_divides_by_the_world_size_is_the_first_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        manual_edits, "divided_by_world_size", lambda file, line: "size" * (line == 2)
-    )
+    monkeypatch.setattr(manual_edits, "_world_size", lambda file, line: "size" * (line == 2))
     code = compile("", "train.py", "exec")
     tracer: Any = SimpleNamespace(kind="gradients", stop=lambda: [(code, 1), (code, 2), (code, 3)])
 
