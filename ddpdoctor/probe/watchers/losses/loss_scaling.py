@@ -92,15 +92,26 @@ class LossScaling(Watcher):
         self.followed = 0
         self._sizing = Subscriptions()
 
-    @on(lifecycle.forward_ends, during="_sizing", enabled=True)
-    def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
-        """Switch on anomaly mode where a loss is suspected; note the batch size of the inputs."""
-        if not forward.grad_enabled:
-            return
+    def _follow_forward(self) -> None:
+        """Switch on anomaly mode where a loss is suspected."""
         wanted = self.suspected.keys() - self.emitted and self.followed < FOLLOWED_AT_MOST
         if wanted and not self.following:
             self.following = anomaly_mode(True)
             self.followed += 1
+
+    @on(lifecycle.forward_begins, during="_sizing", enabled=True)
+    def _forward_begins(self, recorder: Recorder, forward: Forward) -> None:
+        """Every second time the whole forward is followed: the wrapped module may compute the
+        loss."""
+        if forward.grad_enabled and self.followed % 2:
+            self._follow_forward()
+
+    @on(lifecycle.forward_ends, during="_sizing", enabled=True)
+    def _forward_ends(self, recorder: Recorder, forward: Forward) -> None:
+        """Follow what is computed from here on; note the batch size of the inputs."""
+        if not forward.grad_enabled:
+            return
+        self._follow_forward()
         if forward.error is None:
             given = (*forward.args, *forward.kwargs.values())
             tensors = [v for v in given if hasattr(v, "untyped_storage") and v.dim()]
