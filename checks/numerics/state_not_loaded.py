@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpdoctor.events import NamesMissed
+from ddpdoctor.events import NamesMissed, Wrapped
 from ddpdoctor.report.findings import Check, Finding, FixKind, Severity
 from ddpdoctor.run import Rank, Run, counted
 
@@ -15,7 +15,8 @@ class StateNotLoaded(Check):
     ## What it finds
     `load_state_dict(state, strict=False)` with a state whose names are those of the model but for
     the prefix of a wrapper (`module.` of DDP, `_orig_mod.` of `torch.compile`): nothing of these
-    names is loaded, and torch says nothing.
+    names is loaded, and torch says nothing. Also one of which no name at all is one of the model
+    that is wrapped later, as where the program has left out what does not fit (a warning).
 
     ## How it knows
     Each rank reads the missing and the unexpected names that `load_state_dict` returns, compares
@@ -33,7 +34,8 @@ class StateNotLoaded(Check):
     `{name.removeprefix("module."): value for name, value in state.items()}`.
 
     ## When it stays quiet
-    - The names differ for another reason: a new head, a part of a model.
+    - Some names differ for another reason: a new head, a part of a model.
+    - Nothing fits a part of the model, which is loaded by itself.
     - The program looks at what is returned, and loads once more with the right names.
     - With `strict=True`, torch raises.
     """
@@ -52,6 +54,10 @@ class StateNotLoaded(Check):
         for events in found.values():
             number, event = next(iter(events.items()))
             rank = run.ranks[number]
+            if not event.prefix:
+                if _is_a_whole_model(rank, event):
+                    yield self._nothing_fits(run, events)
+                continue
             state, model = ("have", "do not") if event.extra else ("lack", "have it")
             whole = event.missed >= event.of
             yield self.finding(
@@ -77,6 +83,35 @@ class StateNotLoaded(Check):
                 evidence={"names not loaded": event.missed, "parameters": event.of},
                 at=rank.wall(event.at),
             )
+
+    def _nothing_fits(self, run: Run, events: dict[int, NamesMissed]) -> Finding:
+        number, event = next(iter(events.items()))
+        rank = run.ranks[number]
+        state = "the state is empty"
+        if event.given:
+            state = f"none of the {counted(event.given, 'name')} in the state is one of the model"
+        return self.finding(
+            severity=Severity.WARNING,
+            ranks=tuple(events),
+            subjects=(event.kind,),
+            location=rank.location(event.site),
+            label="loads nothing",
+            summary=f"nothing is loaded into {event.kind}: {state}",
+            cause="`strict=False` leaves out what does not fit without a word, and so does a filter "
+            "of the names before it",
+            fix="compare `state.keys()` with `model.state_dict().keys()`: the state of a wrapper has "
+            "`module.` before each name (`{n.removeprefix('module.'): v for n, v in "
+            "state.items()}`); and raise where nothing is left to load",
+            fix_kind=FixKind.CHECK,
+            evidence={"names in the state": event.given, "parameters": event.of},
+            at=rank.wall(event.at),
+        )
+
+
+def _is_a_whole_model(rank: Rank, event: NamesMissed) -> bool:
+    """Whether what was loaded into is wrapped later, as a whole."""
+    wrapped = rank.of(Wrapped)
+    return any(w.kind == event.kind and len(w.parameters) == event.of for w in wrapped)
 
 
 def _missed(rank: Rank) -> list[NamesMissed]:

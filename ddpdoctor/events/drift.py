@@ -299,13 +299,15 @@ class Loaded(Event, frozen=True, tag="loaded"):
 
 class NamesMissed(Event, frozen=True, tag="names-missed"):
     """A state was loaded with `strict=False`, and names of it are those of the module but for the
-    prefix of a wrapper. Also recorded for the next loads into that module.
+    prefix of a wrapper, or none of them is one of the module. Also recorded for the next loads into
+    that module.
 
     Attributes:
         module: its number, in the order of such loads; `kind` its class.
         missed: names of the module that the state has only with, or without, the `prefix`; `of`
             parameters.
-        extra: the state has the prefix; otherwise the module has it.
+        extra: the state has the prefix; otherwise the module has it. The prefix is empty where no
+            name fits, whatever the reason; `given` is how many the state has.
         step: optimizer steps of this process before it.
     """
 
@@ -317,6 +319,7 @@ class NamesMissed(Event, frozen=True, tag="names-missed"):
     extra: bool
     step: int
     site: int
+    given: int = -1
 
 
 class StateTaken(Event, frozen=True, tag="state-taken"):

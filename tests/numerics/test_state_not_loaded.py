@@ -5,7 +5,7 @@ import torch
 from ddpdoctor.checks.numerics.state_not_loaded import StateNotLoaded
 from recordings import make_run, site
 
-from ddpdoctor.events import NamesMissed, decode
+from ddpdoctor.events import NamesMissed, Tensor, Wrapped, decode
 from ddpdoctor.probe.recording import patching, recorder
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.watchers.gradients.state_loading import MissedNames
@@ -40,9 +40,17 @@ class Wrapper(torch.nn.Module):
         self.module = module
 
 
-def judged(events):
+def judged(events, *more):
     lines = [site(e.site, "train.py", 10 + n, "load") for n, e in enumerate(events)]
-    return list(StateNotLoaded().examine(make_run({n: [*lines, *events] for n in range(2)})))
+    return list(StateNotLoaded().examine(make_run({n: [*lines, *events, *more] for n in range(2)})))
+
+
+def wrapped(parameters):
+    named = tuple(Tensor(name=f"p{n}", shape=(2,), dtype="float32") for n in range(parameters))
+    return Wrapped(
+        at=0, model=0, wrapper="DistributedDataParallel", kind="Sequential", group=0, site=1,
+        device="cpu", parameters=named,
+    )  # fmt: skip
 
 
 def test_the_state_of_a_wrapper(recorded):
@@ -64,11 +72,20 @@ def test_a_wrapper_that_is_given_the_state_of_its_model(recorded):
 def test_names_that_differ_for_another_reason(recorded):
     state = model().state_dict()
     model().load_state_dict({n: v for n, v in state.items() if n.startswith("0.")}, strict=False)
-    model().load_state_dict({f"backbone.{n}": v for n, v in state.items()}, strict=False)
     model().load_state_dict(state)
     with pytest.raises(RuntimeError):
         model().load_state_dict(Wrapper(model()).state_dict())
     assert recorded() == []
+
+
+def test_a_model_into_which_nothing_is_loaded(recorded):
+    model().load_state_dict({f"backbone.{n}": v for n, v in model().state_dict().items()}, False)
+    events = recorded()
+    assert [(e.missed, e.prefix, e.given) for e in events] == [(4, "", 4)]
+    assert judged(events) == judged(events, wrapped(6)) == [], "a part of a model"
+    (finding,) = judged(events, wrapped(4))
+    assert finding.severity is Severity.WARNING
+    assert "none of the 4 names" in finding.summary
 
 
 def test_a_second_load_with_the_right_names(recorded):

@@ -56,14 +56,18 @@ class MissedNames(Watcher):
         self.around(torch.nn.Module, "load_state_dict", before=self._loads, after=self._loaded)
 
     def _loads(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> Any:
-        return args[0], recorder.site()
+        state = args[1] if len(args) > 1 else kwargs.get("state_dict")
+        return args[0], state, recorder.site()
 
     def _loaded(self, recorder: Recorder, token: Any, result: Any, error: Error) -> None:
         missing = getattr(result, "missing_keys", None)
         if error is not None or missing is None or self.emitted >= LOADS_EMITTED:
             return
-        module, site = token
+        module, state, site = token
+        given = len(state) if isinstance(state, dict) else -1
         found = _prefix(missing, result.unexpected_keys) if missing else None
+        if found is None and missing and given == len(result.unexpected_keys):
+            found = "", False, len(missing)
         if found is None and module not in self.modules:
             return
         prefix, extra, missed = found or ("", False, 0)
@@ -79,6 +83,7 @@ class MissedNames(Watcher):
                 extra=extra,
                 step=recorder.step,
                 site=site,
+                given=given,
             )
         )
 
