@@ -97,10 +97,10 @@ class StateNotLoaded(Check):
             location=rank.location(event.site),
             label="loads nothing",
             summary=f"nothing is loaded into {event.kind}: {state}",
-            cause="`strict=False` leaves out what does not fit without a word, and so does a filter "
-            "of the names before it",
-            fix="compare `state.keys()` with `model.state_dict().keys()`: the state of a wrapper has "
-            "`module.` before each name (`{n.removeprefix('module.'): v for n, v in "
+            cause="`strict=False` leaves out what does not fit without a word, and so does a "
+            "filter of the names before it",
+            fix="compare `state.keys()` with `model.state_dict().keys()`: the state of a wrapper "
+            "has `module.` before each name (`{n.removeprefix('module.'): v for n, v in "
             "state.items()}`); and raise where nothing is left to load",
             fix_kind=FixKind.CHECK,
             evidence={"names in the state": event.given, "parameters": event.of},
