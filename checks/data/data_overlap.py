@@ -135,8 +135,8 @@ class DataOverlap(LoaderCheck):
     words: ClassVar[Mapping[str, Words]] = {
         "unsharded-stream": Words(
             "all ranks iterate the whole of an iterable dataset",
-            "each rank iterates the whole dataset: no sampler applies to {kind}, which is iterable",
-            "{shard}",
+            "each rank reads the same samples: no sampler applies to {kind}, which is iterable",
+            "{shard}; where {kind} draws its samples at random, add the rank to its seed instead",
         ),
         "equal-draws": Words(
             "all ranks draw the same samples of a stream, with replacement",
