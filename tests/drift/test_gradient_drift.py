@@ -67,6 +67,18 @@ def test_a_gradient_that_one_rank_clears_is_not_an_edit_that_all_make(mine, othe
     assert finding.subjects == ("head.weight",)
 
 
+def test_ranks_that_scale_in_different_steps():
+    """Each by its own loss."""
+    ranks = {
+        0: [edit(0.5, site=LINE, step=1), edit(changed=False, step=2), digests("gradients", APART)],
+        1: [edit(0.25, site=LINE, step=3), digests("gradients", SAME)],
+    }
+    (finding,) = GradientDrift().examine(run_of(ranks))
+    assert finding.ranks == (0,)
+    assert "other ranks do so in other steps" in finding.cause
+    assert "all-reduce it first" in finding.fix
+
+
 def test_ranks_that_scale_differently_are_told_apart():
     ranks = {
         0: [edit(0.5), digests("gradients", SAME)],

@@ -101,7 +101,8 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
     rounding = lasting and is_rounding(largest_distance(group, found))
     when = f"in every step from step {event.step} on" if lasting else moment.when
     text = _all_modify(kind, ranks, changing) if everybody else f"{modify(ranks)} {kind}"
-    also = "" if everybody else _the_others(seen, ranks)
+    in_turn = not everybody and spot is not None and _in_other_steps(group, kind, ranks, spot)
+    also = "" if everybody else IN_OTHER_STEPS if in_turn else _the_others(seen, ranks)
     if functions and not all(e.beside for e in changing.values()):
         also += f"; functions called in between: {listed(functions)}"
     rule = EDIT_ON_SOME
@@ -111,7 +112,8 @@ def edited(group: Replicas, kind: str, found: Divergence) -> Cause | None:
     return Cause(
         rule,
         text=f"{text} {when}, {moment.done}{also}",
-        fix=_fix(rule, moment, lasting=lasting, rounding=rounding),
+        fix=_fix(rule, moment, lasting=lasting, rounding=rounding)
+        + ("; where a value of each rank decides, such as a loss, all-reduce it first" * in_turn),
         label=f"modifies {kind} {how}"
         if spot
         else f"{kind} were modified after {moment.after}, {how}",
@@ -130,6 +132,15 @@ def _all_modify(kind: str, ranks: tuple[int, ...], changing: dict[int, Edited]) 
     else:
         text = f"every rank modifies its {kind}, {ranks_text(ranks)} differently from most"
     return text + (f" (factors: {factors})" if factors else "")
+
+
+IN_OTHER_STEPS = "; other ranks do so in other steps"
+
+
+def _in_other_steps(group: Replicas, kind: str, ranks: tuple[int, ...], spot: Location) -> bool:
+    """Whether all ranks that are not to blame make the modification at this line in other steps."""
+    rest = [m for n, m in group.members.items() if n not in ranks]
+    return all(any(spot in _lines(m.rank, e) for e in edits_of(m, kind) if e.changed) for m in rest)
 
 
 def _the_others(seen: dict[int, Edited], ranks: tuple[int, ...]) -> str:
