@@ -18,6 +18,7 @@ from ddpdoctor.events import (
     CallSite,
     ComparedValue,
     EndDecided,
+    EpochBegan,
     Logged,
     MessageSize,
     MetricUsed,
@@ -570,6 +571,23 @@ def test_a_copy_that_is_made_in_the_call_and_a_handle_that_nobody_keeps():
     assert "`totals = torch.tensor(x)`" in one.fix
     assert (other.rule, other.severity.value) == ("never-waited-for", "warning")
     assert "leave out `async_op=True`" in other.fix
+
+
+def test_what_the_next_loss_gathers_is_no_result():
+    """Calls 2 to 5 of the group, of which the evaluation makes the first two."""
+    block = CallBlock(at=0, id=1, codes=(1, 0))
+    signature = Signature(at=0, id=1, op="all_gather", dtype="float32", shape=(8,), numel=8)
+    calls = CallRun(at=0, group=0, first=2, block=1, step=4, every=0, repeat=4)
+    run = make_run({n: [*prologue(2), *LINES, signature, block, calls] for n in range(2)})
+
+    def began(called):
+        return EpochBegan(at=0, loader=0, epoch=0, step=4, site=VALIDATE, calls=(0, called))
+
+    def exchanged(since, until):
+        return data_calls.values_exchanged(run.ranks[0], 4, since=began(since), until=began(until))
+
+    assert exchanged(2, 4) and exchanged(3, 4) and exchanged(2, 9)
+    assert not exchanged(4, 4) and not exchanged(0, 2) and not exchanged(6, 9)
 
 
 @pytest.mark.parametrize("handle", [True, False])

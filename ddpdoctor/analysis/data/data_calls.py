@@ -96,47 +96,66 @@ def rows_used_whole(rank: Rank, evaluation: EpochBegan) -> list[Rows]:
 
 
 def values_exchanged(
-    rank: Rank, step: int, ops: Set[str] = EXCHANGES, *, since: EpochBegan | None = None
+    rank: Rank,
+    step: int,
+    ops: Set[str] = EXCHANGES,
+    *,
+    since: EpochBegan | None = None,
+    until: EpochBegan | None = None,
 ) -> bool:
     """Whether the program reduced or gathered values, by one of `ops`, after `step` optimizer steps
     and before the next, and not only on lines that drop the result.
 
     Args:
         since: only what was called after this iteration over a loader began counts.
+        until: and before that one began.
     """
     made = {s.id for s in rank.of(Signature) if s.op in ops and not s.op.startswith("DDP")}
     dropped = {e.site for e in rank.of(ResultDropped) if not e.handle}
     lines = {s.id: s.line for s in rank.of(CallSite)} if dropped else {}
     return any(
-        lines.get(place, -1) not in dropped for _, place, _ in _calls(rank, made, step, since)
+        lines.get(place, -1) not in dropped
+        for _, place, _ in _calls(rank, made, step, since, until)
     )
 
 
 def _calls(
-    rank: Rank, wanted: Set[int], step: int, since: EpochBegan | None
+    rank: Rank,
+    wanted: Set[int],
+    step: int,
+    since: EpochBegan | None,
+    until: EpochBegan | None = None,
 ) -> Iterator[tuple[int, int, int]]:
     """Signature, call site and number of calls with one of these signatures, after `step` optimizer
     steps and before the next, in no order."""
-    known = since.calls if since is not None else ()
-    before = dict(zip(known[::2], known[1::2], strict=True))
+    before, later = _called_before(since), _called_before(until)
     blocks = {b.id: b.codes for b in rank.of(CallBlock) if not wanted.isdisjoint(b.codes[::2])}
     for run in rank.of(CallRun):
         codes = blocks.get(run.block, ())
         length = len(codes) // 2
         for index, (signature, place) in enumerate(zip(codes[::2], codes[1::2], strict=True)):
             # In its group the call has the number `run.first + length * repetition + index`.
-            passed = -((run.first + index - before.get(run.group, 0)) // length)
-            if signature in wanted and (times := _times(run, step, max(0, passed))):
+            first = run.first + index
+            passed = max(0, -((first - before.get(run.group, 0)) // length))
+            end = max(0, -((first - later[run.group]) // length)) if run.group in later else None
+            if signature in wanted and (times := _times(run, step, passed, end)):
                 yield signature, place, times
 
 
-def _times(run: CallRun, step: int, passed: int) -> int:
-    """How often a block of calls was made after `step` optimizer steps and before the next, not
-    counting its first `passed` repetitions."""
+def _called_before(began: EpochBegan | None) -> dict[int, int]:
+    """By group, how many collectives the rank had called when an iteration over a loader began."""
+    known = began.calls if began is not None else ()
+    return dict(zip(known[::2], known[1::2], strict=True))
+
+
+def _times(run: CallRun, step: int, passed: int, end: int | None) -> int:
+    """How often a block of calls was made after `step` optimizer steps and before the next, of its
+    repetitions from number `passed` to before `end`."""
+    last = run.repeat if end is None else min(end, run.repeat)
     if run.every == 0:
-        return max(0, run.repeat - passed) if step == run.step else 0
+        return max(0, last - passed) if step == run.step else 0
     round_, between = divmod(step - run.step, run.every)
-    return int(between == 0 and passed <= round_ < run.repeat)
+    return int(between == 0 and passed <= round_ < last)
 
 
 def sums_over_all(rank: Rank) -> bool:

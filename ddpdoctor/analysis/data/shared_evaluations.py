@@ -11,6 +11,7 @@ from ...events import (
     ComparedValue,
     EndDecided,
     EpochBegan,
+    EpochEnded,
     MessageSize,
     MetricUsed,
     SaveDecided,
@@ -24,7 +25,7 @@ from . import data_calls
 from .datasets import own_datasets
 from .division import divided_loaders
 from .epoch_audit import pads, partitioned
-from .loaders import Loader, Reader, loaders
+from .loaders import Epoch, Loader, Reader, loaders
 
 ROUNDING = 1e-6
 """Relative difference up to which values count as equal."""
@@ -42,7 +43,7 @@ Decided: TypeAlias = SaveDecided | EndDecided
 
 def exchanged(loader: Loader, ops: Set[str] = data_calls.EXCHANGES) -> list[bool]:
     """For each evaluation, whether some rank reduces or gathers values of its own in it or after
-    it, before the next optimizer step.
+    it, before the next optimizer step or iteration that trains.
 
     Args:
         ops: the collectives that count.
@@ -52,13 +53,22 @@ def exchanged(loader: Loader, ops: Set[str] = data_calls.EXCHANGES) -> list[bool
         return [True] * count  # at which steps is not on record
     return [
         any(
-            data_calls.values_exchanged(reader.rank, step, ops, since=epoch.began)
+            data_calls.values_exchanged(
+                reader.rank, step, ops, since=epoch.began, until=_trains_next(reader.rank, epoch)
+            )
             for reader in loader.readers.values()
             for epoch in reader.epochs[n : n + 1]
             for step in {epoch.began.step, epoch.began.step + epoch.steps}
         )
         for n in range(count)
     ]
+
+
+def _trains_next(rank: Rank, evaluated: Epoch) -> EpochBegan | None:
+    """The first iteration that trains after an evaluation: what its loss gathers is no result."""
+    trained = {(e.loader, e.epoch) for e in rank.of(EpochEnded) if e.backwards}
+    later = (e for e in rank.of(EpochBegan) if e.at > evaluated.began.at)
+    return next((e for e in later if (e.loader, e.epoch) in trained), None)
 
 
 def _sends(rank: Rank) -> bool:
