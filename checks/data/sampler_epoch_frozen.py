@@ -41,6 +41,12 @@ SHARED = (
 """The fix where each worker has its own copy of the epoch."""
 
 
+ITERATED = (
+    "make the loader once and keep it: what makes a new one makes a new sampler, whose epoch is 0; "
+    "then `loader.sampler.set_epoch(epoch)` before each pass over that loader"
+)
+
+
 class SamplerEpochFrozen(LoaderCheck):
     """`set_epoch` is not called: every epoch has the same order
 
@@ -140,6 +146,8 @@ class SamplerEpochFrozen(LoaderCheck):
         called = max(e.began.epochs_set for e in reader.epochs)
         name = reader.seen.epoch_name or "epoch"
         rule, why = "set-epoch-not-called", "`set_epoch` is never called on the sampler"
+        if elsewhere := reader.rank.location(reader.epochs[-1].began.set_elsewhere):
+            why += f" that is iterated ({elsewhere} calls it on another one of the same dataset)"
         if not reader.seen.shuffle:  # calls are only seen on torch's own
             number = reader.epochs[0].began.sampler_epoch
             rule, why = "custom-sampler", f"{reader.seen.sampler} shuffles by its `{name}`, which "
@@ -170,9 +178,11 @@ class SamplerEpochFrozen(LoaderCheck):
             related=related(reader, sampler=False),
             summary=f"{which} over {dataset(reader)} {what} on {whom(frozen, run.world_size)}",
             cause=f"{why}, so {orders}",
-            fix=_fix(reader, holder, name, numbered=rule == REPEATED)
+            fix=ITERATED
+            if elsewhere
+            else _fix(reader, holder, name, numbered=rule == REPEATED)
             + (": `loader.sampler` is not what orders here" if batches else ""),
-            fix_kind=FixKind.SAFE,
+            fix_kind=FixKind.CHECK if elsewhere else FixKind.SAFE,
             evidence={
                 "epoch numbers of the sampler": [e.began.sampler_epoch for e in reader.epochs[:20]],
                 "first indices": {

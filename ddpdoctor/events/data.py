@@ -162,7 +162,8 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
         batches: `len(loader)` at that moment, -1 where unknown.
         sampler_epoch, seed: of the innermost sampler at that moment; see `LoaderSeen.epoch_name`.
             The epoch of an iterable data set is the one in this process, whatever workers hold.
-        epochs_set: calls of `set_epoch` on it so far.
+        epochs_set: calls of `set_epoch` on it so far; set_elsewhere: if none, the line that called
+            it last on another sampler of the same data set.
         joined: inside `torch.distributed.algorithms.Join`.
         random: digests of the states of the random generators of torch, NumPy and Python, 0 if
             unknown; `base_seed` is the seed that the loader passes to its workers.
@@ -181,6 +182,7 @@ class EpochBegan(Event, frozen=True, tag="epoch-began"):
     batches: int = -1
     seed: int | None = None
     epochs_set: int = 0
+    set_elsewhere: int = -1
     joined: bool = False
     random: tuple[int, int, int] = (0, 0, 0)
     base_seed: int | None = None

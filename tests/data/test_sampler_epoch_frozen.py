@@ -49,6 +49,15 @@ def test_the_same_order_every_epoch() -> None:
     assert finding.location is not None and finding.location.line == 10
 
 
+def test_the_epoch_of_another_sampler_is_set() -> None:
+    """One that was made for the call: `module.train_dataloader().sampler.set_epoch(epoch)`."""
+    fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1}
+    began = {"sampler_epoch": 0, "set_elsewhere": 1}
+    (finding,) = examine(loader(0, [FIRST] * 3, began=began, **fields))  # type: ignore[arg-type]
+    assert "train.py:10 calls it on another one" in finding.cause
+    assert finding.fix.startswith("make the loader once")
+
+
 def test_the_step_since_which_the_order_is_the_same() -> None:
     fields: dict[str, object] = {"shuffle": True, "distributed": True, "sampler_site": 1}
     began = {"sampler_epoch": [0, 1, 1, 1], "step": [0, 0, 1, 1]}

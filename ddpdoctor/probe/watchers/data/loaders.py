@@ -59,7 +59,8 @@ class Loaders(Watcher):
     Attributes:
         loaders: numbers of loaders that were iterated.
         made: line that makes a loader or sampler, and how many were made there before.
-        epochs_set: calls of `set_epoch`, by sampler.
+        epochs_set: calls of `set_epoch`, by sampler; epoch_set_at: the line of the last one, by
+            `id` of the sampler's data set.
         restored: by loader, the state that its next iteration begins with.
         lines: by site, what all loaders made there delivered.
         epochs_begun: by loader number.
@@ -81,6 +82,7 @@ class Loaders(Watcher):
         self.loaders: WeakIdentityMap[int] = WeakIdentityMap()
         self.made: WeakIdentityMap[tuple[int, int]] = WeakIdentityMap()
         self.epochs_set: WeakIdentityMap[int] = WeakIdentityMap()
+        self.epoch_set_at: dict[int, int] = {}
         self.restored: WeakIdentityMap[samplers.Restored] = WeakIdentityMap()
         self.lines: dict[int, LoaderLine] = {}
         self.epochs_begun: dict[int, int] = {}
@@ -158,6 +160,7 @@ class Loaders(Watcher):
 
     def _setting_epoch(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.epochs_set[args[0]] = self.epochs_set.get(args[0], 0) + 1
+        self.epoch_set_at[id(args[0].dataset)] = recorder.site()
 
     def _ordering(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.ordered = args[0]
@@ -255,6 +258,7 @@ class Loaders(Watcher):
                 number=(number, epoch),
                 given=self.restored.pop(loader, samplers.Restored()),
                 epochs_set=self.epochs_set,
+                epoch_set_at=self.epoch_set_at,
                 joined=self.joins > 0,
                 calls=log.counts() if (log := recorder.call_log) is not None else (),
             )
