@@ -131,7 +131,7 @@ class DatasetMismatch(LoaderCheck):
             "each rank selects its samples by itself, and the sampler then gives it only a share "
             "of these",
             "select them by what is equal on all ranks: the same seed (`random.Random(0)`, "
-            "`torch.Generator().manual_seed(0)`), `zlib.crc32(name.encode())` and not `hash(name)`; "
+            "`torch.Generator().manual_seed(0)`), `zlib.crc32(name.encode())`, not `hash(name)`; "
             "if each rank should read its own part, remove the `DistributedSampler`",
         ),
         "random-indices": Words(

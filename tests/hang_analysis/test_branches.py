@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ddpdoctor.checks.hang.collective_mismatch import CollectiveMismatch
@@ -10,7 +12,7 @@ from msgspec.structs import replace
 from recordings import site
 from tapes import START, run_of, tapes
 
-from ddpdoctor.analysis.control_flow.branches import unbranched
+from ddpdoctor.analysis.control_flow.branches import condition, unbranched
 from ddpdoctor.events import CallSite, Place, Site, Statement, Wrapped
 from ddpdoctor.report.findings import Finding
 from ddpdoctor.run import Run
@@ -65,6 +67,12 @@ def test_a_branch_whose_text_names_a_rank(tmp_path: Path, text: str, names: bool
         ("if not is_dist_avail_and_initialized():", False),
         ('if int(os.environ.get("WORLD_SIZE", "1")) > 1:', False),
         ("else:  # if self.world_size < 2:", False),
+        ("if args.local_rank != -1:", False),
+        ("if opt.rank >= 0:", False),
+        ("if not cfg.train.amp:", False),
+        ("else:  # if args.amp:", False),
+        ("if args.local_rank != 1:", True),
+        ("if args.amp and boss:", True),
         ("if dist.get_world_size(group) > 1:", True),
         ("if world_size > 1 and boss:", True),
         ("if torch.cuda.is_available():", True),
@@ -329,6 +337,14 @@ def test_a_branch_whose_other_arm_makes_the_same_call_parts_nobody(
     (finding,) = found(run_of(tmp_path, made))
     assert finding.rule == "branch"
     assert (14 if matched else 7) in [r.location.line for r in finding.related]
+
+
+def test_two_arms_that_make_the_same_call_say_nothing() -> None:
+    one = CallSite(at=0, id=0, places=(
+        Place(5, (Statement(line=7, text="else:  # if rank == 0:", matched=True),)),
+    ))  # fmt: skip
+    made: Any = SimpleNamespace(site=one)
+    assert condition(made) is None
 
 
 def test_what_must_move_along_with_a_call() -> None:

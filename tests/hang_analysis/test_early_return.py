@@ -151,6 +151,26 @@ def test_a_rank_that_did_all_rounds_and_did_not_enter_a_branch(
     assert finding.location.line == (29 if told else 39)
 
 
+def test_a_rank_that_did_all_rounds_and_skipped_the_rest_of_one(tmp_path: Path) -> None:
+    made = tapes()
+    text = "if mask.sum() < 11:"
+    past = Statement(line=25, text=text, kind="past", test="mask.sum() < 11", opener=24)
+    setting = Statement(line=26, text="if args.amp:", kind="if", test="args.amp")
+    loop = Statement(line=20, text="for batch in loader:", kind="for")
+    for tape in made.values():
+        for step in range(3):
+            tape.call("DDP forward", 22, inside=(loop,), step=step, internal=True)
+            tape.call("DDP backward", 27, inside=(setting, past, loop), step=step, internal=True)
+            tape.call("all_gather", 28, inside=(setting, past, loop), step=step)
+    made[0].call("DDP backward", 27, inside=(setting, past, loop), step=3, internal=True,
+                 state=State.BEGUN, at=START + 5)  # fmt: skip
+    taken = {0: steps(3), 1: [*steps(3), RankExiting(at=START + 6, how="return")]}
+    run = run_of(tmp_path, made, more=taken, ended={1: 0}, now=START + 9)
+    (finding,) = RankExitedEarly().examine(run)
+    assert (finding.rule, str(finding.location)) == ("branch-not-entered", "train.py:24")
+    assert f"skipped the rest of a round at `{text}`" in finding.cause
+
+
 @pytest.mark.parametrize("catches", [True, False])
 def test_a_rank_makes_its_calls_again_after_an_exception(tmp_path: Path, catches: bool) -> None:
     handler = (Way(line=45, text="except RuntimeError:", first=42, last=44),) if catches else ()

@@ -16,9 +16,17 @@ ON_RANK = re.compile(
 _STRING = re.compile(r"""(?P<key>[\w\])]\[|get\(|getenv\()?(?P<quote>["']).*?(?P=quote)""")
 
 
+OF_ANY_RANK = re.compile(r"[\w.]*rank\s*(?:(?:[!=]=|>)\s*-\s*1\b|>=\s*0\b|<\s*0\b)")
+"""A condition on whether there are ranks at all, -1 being the rank of a run without any."""
+
+
+def _asks(test: str) -> bool:
+    return ON_RANK.search(OF_ANY_RANK.sub("", unquoted(test))) is not None
+
+
 def on_rank(inside: tuple[Statement, ...]) -> list[Statement]:
     """The statements whose condition asks for the rank, so that only some ranks enter them."""
-    return [e for e in inside if ON_RANK.search(unquoted(e.test))]
+    return [e for e in inside if _asks(e.test)]
 
 
 def unquoted(text: str) -> str:
@@ -40,7 +48,7 @@ def part_on_rank(head: Statement) -> tuple[str, str] | None:
     if isinstance(test.op, ast.Or) is not past:
         return None
     parts = [_written(head.test, value) for value in test.values]
-    ranked = [part for part in parts if ON_RANK.search(unquoted(part))]
+    ranked = [part for part in parts if _asks(part)]
     rest = [part for part in parts if part not in ranked]
     return (ranked[0], f" {'or' if past else 'and'} ".join(rest)) if len(ranked) == 1 else None
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank, listed, ranks_do
 from ..calls.call_logs import BACKWARD, CallRecord, lines
-from ..calls.rank_conditions import is_plain, on_rank, part_on_rank, unquoted
+from ..calls.rank_conditions import OF_ANY_RANK, is_plain, on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SIZE = re.compile(
@@ -17,6 +17,10 @@ _SIZE = re.compile(
     r"|(?:is_|use_)?(?:ddp|dist|distributed)(?:_\w*(?:avail|init)\w*)?)"
     r"|(?:[\w.]*dist\w*\.)?is_(?:available|initialized)",
     re.IGNORECASE,
+)
+_SETTING = re.compile(
+    r"(?:not )?(?:self\.)?(?:args|opts?|options|cfg|config|conf|hparams|settings|flags|FLAGS)"
+    r"(?:\.\w+)+"
 )
 _BESIDE = re.compile(
     r"if|elif|and|or|not|is|None|True|False|int|bool|os\.(?:environ(?:\.get)?|getenv)"
@@ -156,27 +160,31 @@ def condition(made: CallRecord) -> tuple[Place, Statement] | None:
     return _telling((p, head) for p in places(made) for head in on_rank(p.inside))
 
 
-def branch(made: CallRecord) -> tuple[Place, Statement] | None:
-    """The innermost branch around a call that ranks may take differently; None for none."""
+def branch(made: CallRecord, *, past: bool = False) -> tuple[Place, Statement] | None:
+    """The innermost branch around a call that ranks may take differently; None for none.
+
+    Args:
+        past: or one before it that leaves a function, or the round of a loop.
+    """
     return _telling(
         (place, head)
         for place in places(made)
         for head in place.inside
-        if head.is_branch and of_several_ranks(head)
+        if (head.is_branch or (past and head.kind == "past")) and of_several_ranks(head)
     )
 
 
 def of_several_ranks(head: Statement) -> bool:
-    """Whether ranks may take a branch differently: not if its condition asks for the module's name
-    or for the number of ranks."""
-    return "__name__" not in head.label and not _on_size(head)
+    """Whether ranks may take a branch differently: not if its condition asks for the module's name,
+    for the number of ranks, or for a setting of the program and nothing else."""
+    test = unquoted(head.test or head.of)
+    setting = _SETTING.fullmatch(test.removeprefix("if ").partition(":")[0].strip())
+    return "__name__" not in head.label and not setting and not _on_size(head)
 
 
 def _telling(heads: Iterable[tuple[Place, Statement]]) -> tuple[Place, Statement] | None:
-    """The innermost statement whose other branches do not make the same call, or else the innermost
-    of all; None for none."""
-    found = list(heads)
-    return next((h for h in found if not h[1].matched), found[0] if found else None)
+    """The innermost statement whose other branches do not make the same call; None for none."""
+    return next((h for h in heads if not h[1].matched), None)
 
 
 def _on_size(head: Statement) -> bool:
@@ -184,7 +192,7 @@ def _on_size(head: Statement) -> bool:
     which is the same on all of them."""
     named = (
         name
-        for name in _NAME.findall(unquoted(head.test or head.of))
+        for name in _NAME.findall(OF_ANY_RANK.sub("is_distributed", unquoted(head.test or head.of)))
         if not _BESIDE.fullmatch(name)
     )
     sizes = [_SIZE.fullmatch(name) is not None for name in named]

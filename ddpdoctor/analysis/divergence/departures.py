@@ -201,18 +201,25 @@ class NotEntered(DepartureExplanation):
             return None
         equal = why.leaver.steps == why.first.rank.steps > 0
         before = any(lines(why.leaver, site) == made.text for site in why.leaver.of(CallSite))
-        if (found := branch(made)) is None or not (equal and before and _trains_in(why, loop)):
+        if (found := branch(made, past=True)) is None:
+            return None
+        if not (equal and before and _trains_in(why, loop)):
             return None
         place, head = found
         spot = made.rank.location(place.site)
         spot = head_of(spot, head) if spot is not None else None
+        left = head.kind == "past"
+        did = f"skipped the rest of a round at `{head.text}`"
         return self.blame(
             why,
             unbranched(head, "call it"),
-            cause=f"{ranks_text(why.ranks)} did as many steps, and did not enter `{head.label}` in "
-            f"this round; {why.ended} {_lacks(why)}",
+            cause=f"{ranks_text(why.ranks)} did as many steps, and "
+            f"{did if left else f'did not enter `{head.label}` in this round'}; {why.ended} "
+            f"{_lacks(why)}",
             spot=spot,
-            label=f"{ranks_text(why.ranks)} did not enter this branch",
+            label=f"{ranks_text(why.ranks)} skipped the rest of a round here"
+            if left
+            else f"{ranks_text(why.ranks)} did not enter this branch",
         )
 
 
