@@ -169,6 +169,18 @@ def test_a_branch_that_the_rank_that_left_never_entered(
     assert finding.ranks == ((0,) if certain else (1,))
 
 
+@pytest.mark.parametrize(("loops", "rule"), [(False, "entered-alone"), (True, "loop-exit")])
+def test_a_rank_that_came_to_the_end_of_the_program(tmp_path: Path, loops: bool, rule: str) -> None:
+    """Another line that reads the same is another call; in a loop it may have left that."""
+    around = ((11, "if state.best is not None:"), *([(8, "while due():")] if loops else []))
+    made = {rank: CallLog(rank, 2).call("barrier", 3, "dist.barrier()") for rank in range(2)}
+    made[0].call("barrier", 12, "dist.barrier()", inside=around, state=State.BEGUN, at=START + 5)
+    gone = [RankExiting(at=START + 5, how="return")]
+    (finding,) = found(run_of(tmp_path, made, more={1: gone}, now=START + 8))
+    assert finding.rule == rule
+    assert finding.ranks == ((1,) if loops else (0,))
+
+
 @pytest.mark.parametrize("entered", [(0,), (1, 2)])
 def test_who_is_at_fault_where_only_some_enter_a_branch(
     tmp_path: Path, entered: tuple[int, ...]

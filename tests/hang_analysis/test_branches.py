@@ -38,6 +38,16 @@ def test_a_branch_whose_text_names_no_rank(tmp_path: Path, line: int, certain: b
     assert "step" not in finding.evidence["calls"][0]  # type: ignore[index]
 
 
+def test_another_line_that_reads_the_same_is_another_call(tmp_path: Path) -> None:
+    made = tapes()
+    for tape in made.values():
+        tape.call("barrier", 5, "dist.barrier()")
+    made[0].call("barrier", 8, "dist.barrier()", inside=((7, "if boss:"),), state=State.BEGUN)
+    made[1].call("all_reduce", 12, state=State.BEGUN)
+    (finding,) = found(run_of(tmp_path, made))
+    assert (finding.rule, finding.ranks) == ("branch", (0,))
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [

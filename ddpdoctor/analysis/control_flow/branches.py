@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ...events import CALLERS, CallSite, Place, Statement, Wrapped
 from ...run import Location, Rank, listed, ranks_do
-from ..calls.call_logs import BACKWARD, CallRecord, lines
+from ..calls.call_logs import BACKWARD, CallRecord
 from ..calls.rank_conditions import OF_ANY_RANK, is_plain, on_rank, part_on_rank, unquoted
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -262,6 +262,14 @@ def avoided(call: CallRecord, made: CallRecord) -> bool:
     return passed(made, call, inside[-1])
 
 
+def makes(rank: Rank, spots: tuple[tuple[str, int], ...]) -> bool:
+    """Whether a rank ever makes a call on these lines."""
+    return any(
+        tuple((at.file, at.line) for p in site.places if (at := rank.location(p.site))) == spots
+        for site in rank.of(CallSite)
+    )
+
+
 def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> bool:
     """Whether a rank is further down in a function, or in one that called it, without having made
     the call that another rank makes there.
@@ -273,7 +281,7 @@ def passed(made: CallRecord, call: CallRecord, inside: Place | None = None) -> b
     if not places(call) or made.step != call.step:
         return False
     inside = inside or places(call)[0]
-    if any(lines(made.rank, site) == call.text for site in made.rank.of(CallSite)):
+    if makes(made.rank, call.spots):
         return False
     first, *callers = places(call)[places(call).index(inside) :]
     if _is_below(made, call.rank, first, ()):

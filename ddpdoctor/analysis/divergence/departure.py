@@ -7,9 +7,17 @@ from functools import cached_property
 
 from ...events import CallSite, RankExiting, Statement
 from ...run import Location, Rank, Run, ranks_text, shorten
-from ..calls.call_logs import CallRecord, lines
+from ..calls.call_logs import CallRecord
 from ..calls.rank_conditions import on_rank
-from ..control_flow.branches import branch, condition, head_of, is_inside, same_lines
+from ..control_flow.branches import (
+    branch,
+    condition,
+    head_of,
+    is_inside,
+    makes,
+    places,
+    same_lines,
+)
 from ..waiting.failures import (
     EXIT_RAISED,
     destroyed,
@@ -98,23 +106,28 @@ class Departure:
     @cached_property
     def only(self) -> BranchLine | None:
         """The branch around the call that the rank that left never made: its condition is on the
-        rank, or the other rank made the call before. Not of messages, which two ranks make on lines
-        of their own."""
+        rank, the other rank made the call before, or the rank came to the end of the program. Not
+        of messages, which two ranks make on lines of their own."""
         made, stand = self.lacking, self.first
         if self.in_message:
             return None
         if made is None:
             return _branch_of_exception(stand.rank)
-        sites = self.leaver.of(CallSite)
-        if any(lines(self.leaver, site) == made.text for site in sites):
+        if makes(self.leaver, made.spots):
             return None
         found = condition(made)
-        if found is None and _made_before(self.now, stand, made):
+        in_loop = any(head.is_loop for place in places(made) for head in place.inside)
+        if found is None and (
+            _made_before(self.now, stand, made) or (self.to_its_end and not in_loop)
+        ):
             found = branch(made)
         spot = stand.rank.location(found[0].site) if found else None
         if found is None or spot is None:
             return None
-        if any(is_inside(self.leaver, site, spot.file, found[1].line) for site in sites):
+        if any(
+            is_inside(self.leaver, site, spot.file, found[1].line)
+            for site in self.leaver.of(CallSite)
+        ):
             return None  # the rank that left was in there, too
         return head_of(spot, found[1]), found[1]
 

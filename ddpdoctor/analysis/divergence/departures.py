@@ -11,12 +11,12 @@ from ...events import CallSite
 from ...report.evidence_names import STEPS_TAKEN
 from ...report.findings import Evidence, Related
 from ...run import Location, Rank, counted, ranks_do, ranks_text
-from ..calls.call_logs import lines
 from ..control_flow.branches import (
     around,
     branch,
     head_of,
     leading,
+    makes,
     parts,
     unbranched,
     unwrapped,
@@ -178,9 +178,7 @@ class ReturnedEarly(DepartureExplanation):
         if made is None or loop is None or known or not why.to_its_end:
             return None
         found = early_return_in_round(made)
-        if found is None or not any(
-            lines(why.leaver, site) == made.text for site in why.leaver.of(CallSite)
-        ):
+        if found is None or not makes(why.leaver, made.spots):
             return None
         return self.blame(
             why,
@@ -200,7 +198,7 @@ class NotEntered(DepartureExplanation):
         if made is None or loop is None or loop.ways or loop.exits or not why.to_its_end:
             return None
         equal = why.leaver.steps == why.first.rank.steps > 0
-        before = any(lines(why.leaver, site) == made.text for site in why.leaver.of(CallSite))
+        before = makes(why.leaver, made.spots)
         if (found := branch(made, past=True)) is None:
             return None
         if not (equal and before and _trains_in(why, loop)):

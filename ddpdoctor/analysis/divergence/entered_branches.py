@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ...events import CallSite, Place, Statement
-from ...run import Rank
+from ...events import Place, Statement
 from ..calls.call_logs import CallRecord
 from ..control_flow.branches import (
     avoided,
     branch,
     condition,
     is_inside,
+    makes,
     same_lines,
 )
 from ..control_flow.jumps import line_in, loops_around
@@ -38,7 +38,7 @@ def by_their_rank(suspect: Suspect) -> bool:
     if said is None or around_all(suspect, *said):
         return False
     rest = suspect.rest
-    return bool(rest) and not any(_makes(m.rank, suspect.call.spots) for m in rest)
+    return bool(rest) and not any(makes(m.rank, suspect.call.spots) for m in rest)
 
 
 def opposed(suspect: Suspect, place: Place, statement: Statement) -> bool:
@@ -92,12 +92,4 @@ def only_theirs(suspect: Suspect) -> bool:
     found = entered(suspect) if suspect.divergence.shifted else None
     if found is None or opposed(suspect, *found):
         return False
-    return not any(_makes(m.rank, suspect.call.spots) for m in suspect.rest)
-
-
-def _makes(rank: Rank, spots: tuple[tuple[str, int], ...]) -> bool:
-    """Whether a rank ever makes a call on these lines."""
-    return any(
-        tuple((at.file, at.line) for p in site.places if (at := rank.location(p.site))) == spots
-        for site in rank.of(CallSite)
-    )
+    return not any(makes(m.rank, suspect.call.spots) for m in suspect.rest)
