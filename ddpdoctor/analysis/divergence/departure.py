@@ -259,7 +259,7 @@ def _made_before(now: Snapshot, stand: RankSnapshot, made: CallRecord) -> bool:
     if log is None or made.index < 0:
         return False
     first = max(0, made.index - HISTORY)
-    return any(m.text == made.text for m in now.known.window(log, first, made.index - first))
+    return any(m.spots == made.spots for m in now.known.window(log, first, made.index - first))
 
 
 def _well(rank: Rank) -> bool:
