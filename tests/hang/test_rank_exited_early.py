@@ -169,7 +169,7 @@ def test_a_branch_that_the_rank_that_left_never_entered(
     assert finding.ranks == ((0,) if certain else (1,))
 
 
-@pytest.mark.parametrize(("loops", "rule"), [(False, "entered-alone"), (True, "loop-exit")])
+@pytest.mark.parametrize(("loops", "rule"), [(False, "entered-alone"), (True, "program-ended")])
 def test_a_rank_that_came_to_the_end_of_the_program(tmp_path: Path, loops: bool, rule: str) -> None:
     """Another line that reads the same is another call; in a loop it may have left that."""
     around = ((11, "if state.best is not None:"), *([(8, "while due():")] if loops else []))
