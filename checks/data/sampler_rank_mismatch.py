@@ -218,15 +218,17 @@ class SamplerRankMismatch(LoaderCheck):
         default = run.everyone[reader.rank.rank].default_group
         smaller = default is not None and set(audit.epochs) < set(default.ranks)
         model_parallel = _model_parallel(reader.rank, set(audit.epochs)) if smaller else ()
+        wrong = _wrong(fault.readers, run.world_size)
+        ranks = tuple(r.rank.rank for r in wrong)
         return self.of_reader(
             reader,
             rule="wrong-group",
-            ranks=fault.ranks,
+            ranks=ranks,
             location=reader.sampler_at,
             label="num_replicas and rank do not match the group",
             related=(*_group(reader.rank, set(audit.epochs)), *related(reader, sampler=False)),
-            summary=f"{ranks_do(fault.ranks, 'build')} the sampler of {dataset(reader)} with "
-            f"{_arguments(fault)}: "
+            summary=f"{ranks_do(ranks, 'build')} the sampler of {dataset(reader)} with "
+            f"{_arguments(wrong)}: "
             f"{among}{len(audit.shared)} samples are read by several ranks"
             + (f", {audit.never} by none" if audit.complete and audit.never else "")
             + since(reader),
@@ -278,10 +280,18 @@ def _odd(fault: LoaderFault) -> Reader:
     return next((r for r in fault.readers if r.seen.sampler_rank != r.rank.rank), fault.readers[0])
 
 
-def _arguments(fault: LoaderFault) -> str:
+def _wrong(readers: list[Reader], world_size: int) -> list[Reader]:
+    """Those whose samplers have another rank than their own, where all ranks share the data; else
+    all of them."""
+    if any(r.seen.replicas != world_size for r in readers):
+        return readers
+    return [r for r in readers if r.seen.sampler_rank != r.rank.rank] or readers
+
+
+def _arguments(readers: list[Reader]) -> str:
     """`num_replicas=2 and rank=0`, or `rank=0, 1, 0 and 1` where they differ."""
-    replicas = [r.seen.replicas for r in fault.readers]
-    taken = [r.seen.sampler_rank for r in fault.readers]
+    replicas = [r.seen.replicas for r in readers]
+    taken = [r.seen.sampler_rank for r in readers]
     return f"num_replicas={_values(replicas)} and rank={_values(taken)}"
 
 

@@ -191,7 +191,7 @@ def _row(wrapped: Wrapped, part: models.Part, left: dict[int, set[int]]) -> dict
 
 
 def _cause(wrapped: Wrapped, title: str, parts: list[models.Part], allowed: bool) -> str:
-    text = f"the forward of {title} depends on the rank or its data: "
+    text = f"the forward of {title} depends on the rank, its data or its random numbers: "
     first = parts[0]
     title = first.title if first.whole else _name(wrapped, first)
     text += f"the loss depends on {title} on some ranks only"
