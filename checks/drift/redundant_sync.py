@@ -112,7 +112,8 @@ class RedundantSync(Check):
         if saving:
             estimate = "an unknown time (DDP measured a slower backward)"
         if saving and fits:
-            estimate = f"about {1000 * saving:.2g} ms of each {1000 * step_s:.3g} ms step"
+            few = ".2g" if saving < 0.0995 else ".0f"
+            estimate = f"about {1000 * saving:{few}} ms of each {1000 * step_s:.3g} ms step"
         name = member.rank.names_of(member.wrapped)[0] or "model"
         return self.finding(
             rule=rule,

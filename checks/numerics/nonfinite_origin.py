@@ -27,6 +27,9 @@ HUGE, GROWN = 1e6, 1e3
 STOPPED_ON = "stopped before the backward on ranks"
 """Name of the evidence which ranks raised or exited because of such a loss."""
 
+ROWS_RECORDED = 10
+"""Of the rows of a batch that are not finite the first ones are on record."""
+
 EXPLODED = "parameters-exploded"
 INPUT = "input"
 AFTER_FORWARD = "after-forward"
@@ -394,6 +397,8 @@ def _facts(
     more = event.count - len(shown)  # a record holds the first names only
     names = listed([*shown, f"{more} more"] if more > 0 else shown)
     rows = f"{plural(len(event.rows), 'row')} {listed(event.rows)}"
+    if len(event.rows) == ROWS_RECORDED:
+        rows = f"rows {', '.join(map(str, event.rows))} and perhaps more"
     after = f" after `{event.module}`" if event.operation and event.module else ""
     if event.operation and event.within:
         after = f" in `{event.within}`"

@@ -209,7 +209,7 @@ COMPARED: dict[type[Event], Compared] = {
     e.FolderMade: _row("folder made", "site", "path", usual=True),
     # Data.
     e.LoaderSeen: _row(
-        "data loader",
+        "iteration over a data loader",
         "dataset length sampler batches batch_size drop_last workers iterable distributed replicas "
         "shuffle seed sampler_drop_last total_size sampler_length own_order by_epoch replacement "
         "batch_sampler batches_given site",
