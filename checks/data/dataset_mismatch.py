@@ -30,6 +30,7 @@ from ddpdoctor.run import Location, Run, equal_ranks, ranks_do, ranks_text, whom
 KINDS = {
     "indices": "indices of a Subset",
     "choice": "whole numbers that select samples",
+    "chosen": "entries of samples that each rank selects",
     "text": "texts, such as paths",
     "tensor": "tensors",
 }

@@ -49,6 +49,19 @@ def test_a_random_split_of_each_rank() -> None:
     assert finding.severity is Severity.ERROR
 
 
+@pytest.mark.parametrize(("images", "rule"), [(7, "random-selection"), (0, "shuffled-lists")])
+def test_labels_in_another_order_of_other_samples(images: int, rule: str) -> None:
+    """As many of each class are drawn, so that the labels are the same in another order."""
+    ranks = (
+        part(r, payload("choice", 1 + r, 5, name="labels"),
+             payload("tensor", 3 + r, images and images + r, name="images"))
+        for r in range(2)
+    )  # fmt: skip
+    (finding,) = examine(*ranks)
+    assert finding.rule == rule
+    assert finding.evidence["same entries in another order"] is (not images)
+
+
 def test_what_is_counted_are_positions() -> None:
     run = run_of(part(0, payload("indices", 1, 5)), part(1, payload("indices", 2, 6)))
     (finding,) = found(DatasetMismatch(), run)

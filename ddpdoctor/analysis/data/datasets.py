@@ -43,7 +43,9 @@ def difference(
     """How the datasets of these readers of a loader differ: by the payload that each rank selected
     or ordered by itself, if there is one (see `differences`)."""
     mine, theirs = next((p for p in differing if _deliberate(*p)), differing[0])
-    deliberate = _deliberate(mine, theirs)
+    deliberate, others = _deliberate(mine, theirs), _beside(mine, theirs, differing)
+    if others is not None:
+        mine, theirs = others
     moved, of = (0, 0) if deliberate else _moved(readers)
     chosen = moved >= max(NO_ACCIDENT, MOVED * of)
     alike = (0, 0) if deliberate or chosen else _alike(readers, mine.name)
@@ -54,7 +56,7 @@ def difference(
     return Difference(
         ranks=ranks,
         names=names,
-        kind="choice" if chosen else mine.kind,
+        kind="chosen" if others is not None else "choice" if chosen else mine.kind,
         selected=deliberate or chosen or alike[0] > 0,
         reordered=_reordered(mine, theirs),
         digests=digests,
@@ -64,6 +66,22 @@ def difference(
         split=concerned.split(names),
         alike=alike,
     )
+
+
+def _beside(
+    mine: Payload, theirs: Payload, differing: Sequence[tuple[Payload, Payload]]
+) -> tuple[Payload, Payload] | None:
+    """What shows that entries in another order, such as labels, are of other samples: a payload
+    beside them, of as many entries, that holds other ones."""
+    if not _reordered(mine, theirs):
+        return None
+    beside = (
+        (m, t)
+        for m, t in differing
+        if m.content and t.content and m.content != t.content
+        if m.length == t.length == mine.length
+    )
+    return next(beside, None)
 
 
 def _alike(readers: Sequence[Reader], name: str) -> tuple[int, int]:

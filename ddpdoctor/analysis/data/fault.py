@@ -86,7 +86,7 @@ REASONS: tuple[tuple[str, Callable[[Difference], bool]], ...] = (
     # A random split is equally long everywhere.
     ("selections-of-unequal-length", lambda d: d.kind in ("indices", "choice") and d.unequal),
     ("shuffled-lists", lambda d: d.kind == "choice" and d.reordered),
-    ("random-selection", lambda d: d.kind == "choice"),
+    ("random-selection", lambda d: d.kind in ("choice", "chosen")),
     (
         "random-indices",
         lambda d: d.kind == "indices" and d.split is not None and "Subset(" in d.split.source,
