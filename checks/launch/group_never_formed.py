@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddpdoctor.events import GroupReady, InitEntered, TrainsAlone
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Rank, Run, fold_ranks
 
 
@@ -63,17 +63,30 @@ class GroupNeverFormed(Check):
         if len(alone) < 2 or any(_other_libraries(r) for r in alone):
             return
         rank, event = next(iter(alone.items()))
+        call = rank.location(event.init_site)
         yield self.finding(
             ranks=tuple(r.rank for r in alone),
             steps=Steps.of(range(rank.steps)),
             location=rank.location(event.site),
             label="steps with gradients of this rank only",
+            related=(Related("never ran", call),) if call else (),
             summary=(
                 f"{len(alone)} of {run.world_size} processes train independently: no process group "
                 "is ever created"
             ),
-            cause="WORLD_SIZE is above 1, but init_process_group is never called",
+            cause="WORLD_SIZE is above 1, but init_process_group is never called"
+            + (
+                f"; the program has a call of it, under `{event.condition}`, that never ran"
+                if call
+                else ""
+            ),
             fix=(
+                f"see why this line is never reached: `{event.condition}` does not hold (an option "
+                "that was not given, a text where a boolean is asked for, no GPU), or nothing calls "
+                "its function; initialise wherever WORLD_SIZE is above 1"
+            )
+            if call
+            else (
                 'call `torch.distributed.init_process_group("gloo")` (`"nccl"` on GPUs) at the '
                 "start, and wrap the model: `model = DistributedDataParallel(model)`"
             ),

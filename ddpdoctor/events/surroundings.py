@@ -25,11 +25,15 @@ class TrainsAlone(Event, frozen=True, tag="trains-alone"):
     Attributes:
         layers: communication libraries that are loaded (mpi4py, horovod, ...) or used (a store),
             and tensors that something other than an optimizer changes.
+        init_site: the line of the program that calls `init_process_group`, and never ran, under
+            `condition`; -1 for none.
     """
 
     step: int
     site: int
     layers: tuple[str, ...] = ()
+    init_site: int = -1
+    condition: str = ""
 
     def describe(self) -> str:
         return "trains without a process group"

@@ -20,6 +20,15 @@ def test_each_trains_alone() -> None:
     assert finding.location is not None and finding.location.line == 23
 
 
+def test_a_call_under_a_condition_that_does_not_hold() -> None:
+    alone = TrainsAlone(at=0, step=0, site=1, init_site=2, condition="if self.on:")
+    lines = [site(1, "train.py", 23, "optimizer.step()"), site(2, "train.py", 5, "init()")]
+    ranks = {n: [*lines, alone, *steps(4, site=1)] for n in range(2)}
+    (finding,) = GroupNeverFormed().examine(make_run(ranks))
+    assert [r.location.line for r in finding.related] == [5]
+    assert "`if self.on:` does not hold" in finding.fix
+
+
 def test_another_layer_of_communication() -> None:
     run = make_run({0: trains("horovod"), 1: trains("horovod")})
     assert not list(GroupNeverFormed().examine(run))

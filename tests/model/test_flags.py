@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpdoctor.probe.source.call_resolver import Found, setting_in_frames
-from ddpdoctor.probe.source.dead_branches import never_runs
+from ddpdoctor.probe.source.dead_branches import call_under_condition, never_runs
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.probe.watchers.graph import changes_after_wrap
 from ddpdoctor.probe.watchers.graph.changes_after_wrap import ChangesAfterWrap
@@ -198,3 +198,17 @@ def run(args, other):
     exec(compile(program, str(file), "exec"), names)
     code = names["run"].__code__
     assert {n for n in (6, 8) if never_runs(code, n, names.get)} == never
+
+
+@pytest.mark.parametrize(("body", "found"), [
+    ("if args.ddp:\n    dist.init()", (2, "if args.ddp:")),
+    ("if not args.ddp:\n    pass\nelse:\n    dist.init()", (4, "else:  # if not args.ddp:")),
+    ("def start():\n    if cuda:\n        init(1)", (3, "if cuda:")),
+    ("dist.init()", None),
+    ("if not dist.is_initialized():\n    dist.init()", None),
+    ("if __name__ == '__main__':\n    init()", None),
+    ("if args.ddp:\n    other()", None),
+])  # fmt: skip
+def test_a_call_and_its_condition(tmp_path, body, found):
+    (tmp_path / "train.py").write_text(body + "\n")
+    assert call_under_condition(str(tmp_path / "train.py"), "init") == found

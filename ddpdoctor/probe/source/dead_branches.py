@@ -1,5 +1,6 @@
 """Which branches of the user's code never run: those whose conditions depend only on constants,
-names that the file assigns once, and options of `argparse`. Nothing is executed."""
+names that the file assigns once, and options of `argparse`. Nothing is executed. And under which
+condition does a file make a call?"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from .ast_cache import Assignments, parts_of, source_of
+from .ast_cache import Assignments, called_name, parts_of, source_of
 
 PLAIN = (str, int, float)
 """Types whose comparison runs no code of the user's."""
@@ -80,3 +81,20 @@ def _assigned_once(name: str, assignments: Assignments) -> bool:
     """Whether a file assigns a name once only, at module level, outside of branches and loops."""
     elsewhere = assignments.arguments[name] or name in assignments.declared
     return not elsewhere and assignments.names[name] == 1 and name in assignments.lasting
+
+
+def call_under_condition(file: str, name: str) -> tuple[int, str] | None:
+    """The first call of a function in a file, with the innermost `if` around it as written; None
+    where it makes none, or one without a condition."""
+    source = source_of(file)
+    if source is None:
+        return None
+    for call in source.nodes:
+        if isinstance(call, ast.Call) and called_name(call) == name:
+            around = [n for n in source.around(call.lineno) if isinstance(n, ast.If)]
+            test = f"if {source.written(around[-1].test)}:" if around else ""
+            if not test or "is_initialized" in test or "__name__" in test:
+                return None
+            body = call.lineno <= (around[-1].body[-1].end_lineno or 0)
+            return call.lineno, test[:120] if body else f"else:  # {test[:110]}"
+    return None

@@ -13,14 +13,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from ....events import TrainsAlone
 from ...collectives.sync_points import SyncPoints
 from ...recording import hooks
+from ...recording.code_locations import own_files
 from ...recording.devices import hands_off
 from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder, write_probe_error
 from ...recording.watcher import Activate, Watcher, on
 from ...recording.weak_references import Reference
+from ...source.dead_branches import call_under_condition
 from ...tensors.collective_payload import memory_of
 from ...tensors.digests import readable, sums
 from ...tensors.pending_digests import Arrivals, Waiting
@@ -101,6 +105,12 @@ class NoProcessGroup(Watcher):
 
     def _emit(self, recorder: Recorder, site: int, layers: tuple[str, ...]) -> None:
         event = TrainsAlone(at=time.monotonic(), step=recorder.step, site=site, layers=layers)
+        found = ((f, call_under_condition(f, "init_process_group")) for f in own_files())
+        file, call = next(((f, c) for f, c in found if c is not None), ("", None))
+        if call is not None:
+            line, condition = call
+            place = recorder.sites.place(file, line, "")
+            event = msgspec.structs.replace(event, init_site=place, condition=condition)
         recorder.emit(event, vital=True)
         self._following.enable(not layers)
 
