@@ -82,8 +82,8 @@ class GroupNeverFormed(Check):
             ),
             fix=(
                 f"see why this line is never reached: `{event.condition}` does not hold (an option "
-                "that was not given, a text where a boolean is asked for, no GPU), or nothing calls "
-                "its function; initialise wherever WORLD_SIZE is above 1"
+                "that was not given, a text where a boolean is asked for, no GPU), or nothing "
+                "calls its function; initialise wherever WORLD_SIZE is above 1"
             )
             if call
             else (
