@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from ddpdoctor.analysis.calls.call_logs import GroupCalls, call_logs
+from ddpdoctor.analysis.control_flow.branches import condition, head_of, leading, parts
 from ddpdoctor.analysis.divergence.explanations import (
     NEW_GROUP_OF_MEMBERS,
     NEW_GROUP_ON_ALL,
@@ -17,8 +18,13 @@ from ddpdoctor.analysis.waiting.snapshot import snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import awaited
 from ddpdoctor.events import CallSite
 from ddpdoctor.report.declarations import STOPPED, Effect, When, seen
-from ddpdoctor.report.findings import Check, Finding, FixKind, Severity, Steps
+from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
 from ddpdoctor.run import Run, ranks_text
+
+WITHIN = (
+    "run this line on every rank, or on none: it calls new_group itself, as a loader over an "
+    "`IterDataPipe` does when it is iterated"
+)
 
 
 class GroupCreationMismatch(Check):
@@ -94,6 +100,9 @@ class GroupCreationMismatch(Check):
         stuck = bool(waits) and all(s.waits_for_good for s in (*waits, *elsewhere))
         group = f"new_group({members(place.signature.ranks)})"
         most_ranks = [r for r, n in made.items() if n == most]
+        within = place.location is not None and "new_group" not in place.location.source
+        place_of, head = condition(place) or (None, None)
+        spot = place.rank.location(place_of.site) if place_of is not None else None
         yield self.finding(
             rule=NEVER_CREATED,
             deadlocked=stuck,
@@ -101,11 +110,16 @@ class GroupCreationMismatch(Check):
             steps=Steps.of([place.step]) if place.step > 0 else None,
             subjects=(members(place.signature.ranks),),
             location=place.location,
-            label=f"never called by {ranks_text(without)}",
+            label=f"never {'run' if within else 'called'} by {ranks_text(without)}",
+            related=(Related(leading(head), head_of(spot, head)),) if spot and head else (),
             summary=f"{ranks_text(most_ranks)} called {group}, but {ranks_text(without)} did not"
             + _meanwhile([s.doing for s in elsewhere if not s.gone]),
-            cause="every rank of the world must call new_group, members or not",
-            fix=NEW_GROUP_ON_ALL
+            cause="every rank of the world must call new_group, members or not"
+            + (f"; {parts(head)}" if head else "")
+            + (", and what this line calls makes a group" if within else ""),
+            fix=WITHIN
+            if within
+            else NEW_GROUP_ON_ALL
             if set(without) & set(place.signature.ranks)
             else NEW_GROUP_OF_MEMBERS,
             fix_kind=FixKind.TEMPLATE,

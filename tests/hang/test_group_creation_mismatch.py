@@ -107,6 +107,19 @@ def test_only_some_ranks_make_it(tmp_path: Path) -> None:
     assert finding.location.line == 9
 
 
+def test_a_line_that_makes_a_group_on_the_way(tmp_path: Path) -> None:
+    """A loader over an `IterDataPipe` does, where one rank alone iterates it."""
+    made = {rank: CallLog(rank, 2) for rank in range(2)}
+    on_zero = ((8, "if rank == 0:"),)
+    made[0].call("new_group", 9, "for batch in loader:", group=NEW, ranks=(0, 1), inside=on_zero,
+                 state=State.BEGUN, at=START + 5)  # fmt: skip
+    made[1].call("barrier", 12, state=State.BEGUN, at=START + 5)
+    (finding,) = found(run_of(tmp_path, made, now=START + 8))
+    assert (finding.rule, finding.label) == ("never-created", "never run by rank 1")
+    assert [r.location.line for r in finding.related] == [8]
+    assert finding.fix.startswith("run this line on every rank")
+
+
 def test_some_ranks_made_it_and_all_are_over(tmp_path: Path) -> None:
     made = {rank: CallLog(rank, 2) for rank in range(2)}
     made[0].call("new_group", 9, group=NEW, ranks=(0,))
