@@ -162,9 +162,25 @@ def _skew(audit: Audit) -> str:
     return "different-epochs" if set_by_all else "set-epoch-on-some-ranks"
 
 
-def _different_datasets(d: Division) -> LoaderFault | None:
+def _each_set_divides_its_own(d: Division) -> bool:
+    """Whether the ranks with equal datasets share each of them out among themselves, as where
+    several tasks are trained at once."""
+    held: dict[tuple[int, ...], list[Reader]] = {}
+    for reader in d.readers:
+        held.setdefault(tuple(p.order for p in reader.seen.payloads), []).append(reader)
+    return len(held) > 1 and all(
+        len(mine) > 1
+        and sorted(r.seen.sampler_rank for r in mine) == [*range(len(mine))]
+        and all(r.seen.replicas == len(mine) for r in mine)
+        for mine in held.values()
+    )
+
+
+def _different_datasets(d: Division) -> LoaderFault | Intended | None:
     if not d.differing:
         return None
+    if _each_set_divides_its_own(d):
+        return Intended.DIVIDED
     if agreement(d.readers) is Agreement.SAME and not any_column_differs(d.readers):
         return None  # the samples are not made of what differs
     fault = _mismatch(d, d.readers, d.audits[0])

@@ -60,9 +60,7 @@ class Member:
 
 
 def equal_inputs(members: Collection[Member]) -> bool:
-    """Whether ranks had as many batches in each epoch under torch's `Join`, which then does
-    nothing; as many optimizer steps where no epoch is on record."""
+    """Whether ranks are known to have had as many batches in each epoch under torch's `Join`, which
+    then does nothing. Steps tell nothing: a sharded optimizer takes those of the other ranks."""
     epochs = [member.batches_joined() for member in members]
-    if any(epochs):
-        return all(mine == epochs[0] for mine in epochs)
-    return len({member.last_step for member in members}) == 1
+    return any(epochs) and all(mine == epochs[0] for mine in epochs)
