@@ -62,17 +62,15 @@ def test_labels_in_another_order_of_other_samples(images: int, rule: str) -> Non
     assert finding.evidence["same entries in another order"] is (not images)
 
 
-@pytest.mark.parametrize(
-    ("places", "told"), [((0, 0, 1, 1), 0), ((0, 1, 1, 0), 0), ((0, 1, 0, 1), 1)]
-)
-def test_tasks_whose_data_groups_of_ranks_share(places: tuple[int, ...], told: int) -> None:
+@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 0)])
+def test_tasks_whose_data_groups_of_ranks_share(places: tuple[int, ...]) -> None:
     """Each set of ranks with equal data divides all of it."""
-    ranks = (
+    ranks = [
         loader(0, [EVERYTHING[place::2]], distributed=True, replicas=2, sampler_rank=place,
                total_size=100, payloads=(payload("tensor", 1 + n % 2, 3),))
         for n, place in enumerate(places)
-    )  # fmt: skip
-    assert len(found(DatasetMismatch(), run_of(*ranks))) == told
+    ]  # fmt: skip
+    assert not found(DatasetMismatch(), run_of(*ranks))
 
 
 def test_what_is_counted_are_positions() -> None:
