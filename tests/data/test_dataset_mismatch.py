@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from readers import found, loader, run_of
 from recordings import site
 
 from ddpdoctor.analysis.data.audit_table import audit_table
+from ddpdoctor.analysis.data.loader_faults import each_set_divides_its_own
 from ddpdoctor.events import ContentRead, Event, Layer, Payload, PerProcess, Seeded
 from ddpdoctor.events.pack import pack
 from ddpdoctor.report.findings import Confidence, Finding, Severity, Steps
@@ -62,15 +65,24 @@ def test_labels_in_another_order_of_other_samples(images: int, rule: str) -> Non
     assert finding.evidence["same entries in another order"] is (not images)
 
 
-@pytest.mark.parametrize("places", [(0, 0, 1, 1), (0, 1, 1, 0)])
-def test_tasks_whose_data_groups_of_ranks_share(places: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("held", "places", "each"), [
+    ("abab", (0, 0, 1, 1), True), ("abab", (0, 1, 1, 0), True), ("abab", (0, 1, 0, 1), False),
+    ("aaab", (0, 1, 0, 1), False), ("aaaa", (0, 1, 0, 1), False), ("ab", (0, 1), False),
+])  # fmt: skip
+def test_tasks_whose_data_groups_of_ranks_share(
+    held: str, places: tuple[int, ...], each: bool
+) -> None:
     """Each set of ranks with equal data divides all of it."""
-    ranks = [
-        loader(0, [EVERYTHING[place::2]], distributed=True, replicas=2, sampler_rank=place,
-               total_size=100, payloads=(payload("tensor", 1 + n % 2, 3),))
-        for n, place in enumerate(places)
-    ]  # fmt: skip
-    assert not found(DatasetMismatch(), run_of(*ranks))
+    readers = [
+        SimpleNamespace(
+            seen=SimpleNamespace(
+                payloads=(payload("tensor", ord(data)),), sampler_rank=place, replicas=2
+            )
+        )
+        for data, place in zip(held, places, strict=True)
+    ]
+    division: Any = SimpleNamespace(readers=readers)
+    assert each_set_divides_its_own(division) is each
 
 
 def test_what_is_counted_are_positions() -> None:

@@ -162,7 +162,7 @@ def _skew(audit: Audit) -> str:
     return "different-epochs" if set_by_all else "set-epoch-on-some-ranks"
 
 
-def _each_set_divides_its_own(d: Division) -> bool:
+def each_set_divides_its_own(d: Division) -> bool:
     """Whether the ranks with equal datasets share each of them out among themselves, as where
     several tasks are trained at once."""
     held: dict[tuple[int, ...], list[Reader]] = {}
@@ -179,7 +179,7 @@ def _each_set_divides_its_own(d: Division) -> bool:
 def _different_datasets(d: Division) -> LoaderFault | Intended | None:
     if not d.differing:
         return None
-    if _each_set_divides_its_own(d):
+    if each_set_divides_its_own(d):
         return Intended.DIVIDED
     if agreement(d.readers) is Agreement.SAME and not any_column_differs(d.readers):
         return None  # the samples are not made of what differs
