@@ -300,7 +300,8 @@ def _cause(
 AT_LINE = {
     "worker-lock": "if code that holds the lock calls this line, use `threading.RLock()` or take "
     "the lock once; if a thread of the program may hold it when workers start, start them with "
-    '`multiprocessing_context="forkserver"`',
+    '`multiprocessing_context="forkserver"`, and make a lock that the dataset holds in the worker: '
+    "it cannot be pickled",
     "worker-sleeps": "add a limit to the waiting here; with `timeout=60` the DataLoader raises "
     "when no batch comes",
     "workers-stalled": "see what this line waits for (a file, a queue, the network) and add a "
