@@ -60,7 +60,7 @@ class Loaders(Watcher):
         loaders: numbers of loaders that were iterated.
         made: line that makes a loader or sampler, and how many were made there before.
         epochs_set: calls of `set_epoch`, by sampler; epoch_set_at: the line of the last one, by
-            `id` of the sampler's data set.
+            the sampler's data set.
         restored: by loader, the state that its next iteration begins with.
         lines: by site, what all loaders made there delivered.
         epochs_begun: by loader number.
@@ -82,7 +82,7 @@ class Loaders(Watcher):
         self.loaders: WeakIdentityMap[int] = WeakIdentityMap()
         self.made: WeakIdentityMap[tuple[int, int]] = WeakIdentityMap()
         self.epochs_set: WeakIdentityMap[int] = WeakIdentityMap()
-        self.epoch_set_at: dict[int, int] = {}
+        self.epoch_set_at: WeakIdentityMap[int] = WeakIdentityMap()
         self.restored: WeakIdentityMap[samplers.Restored] = WeakIdentityMap()
         self.lines: dict[int, LoaderLine] = {}
         self.epochs_begun: dict[int, int] = {}
@@ -160,7 +160,8 @@ class Loaders(Watcher):
 
     def _setting_epoch(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.epochs_set[args[0]] = self.epochs_set.get(args[0], 0) + 1
-        self.epoch_set_at[id(args[0].dataset)] = recorder.site()
+        if weakly_referenceable(args[0].dataset):
+            self.epoch_set_at[args[0].dataset] = recorder.site()
 
     def _ordering(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> None:
         self.ordered = args[0]

@@ -10,7 +10,7 @@ import dis
 import inspect
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -178,7 +178,7 @@ def epoch_began(
     number: tuple[int, int],
     given: Restored,
     epochs_set: MutableMapping[Any, int],
-    epoch_set_at: Mapping[int, int],
+    epoch_set_at: MutableMapping[Any, int],
     joined: bool,
     calls: tuple[int, ...],
 ) -> EpochBegan:
@@ -188,13 +188,15 @@ def epoch_began(
         number: of the loader, and of its epoch.
         given: the state that it begins with.
         epochs_set: calls of `set_epoch`, by sampler.
-        epoch_set_at: the line of the last one, by `id` of the sampler's data set.
+        epoch_set_at: the line of the last one, by the sampler's data set.
         joined: inside of a `Join` context.
         calls: of `EpochBegan`.
     """
     sampler = innermost(loader)
     seed = getattr(iterator, "_base_seed", None)
     own = epochs_set.get(sampler, 0) if weakly_referenceable(sampler) else 0
+    dataset = getattr(sampler, "dataset", None)
+    known = not own and weakly_referenceable(dataset)
     return EpochBegan(
         at=time.monotonic(),
         loader=number[0],
@@ -205,7 +207,7 @@ def epoch_began(
         batches=length(loader),
         seed=integer(getattr(sampler, "seed", None)),
         epochs_set=own,
-        set_elsewhere=-1 if own else epoch_set_at.get(id(getattr(sampler, "dataset", None)), -1),
+        set_elsewhere=epoch_set_at.get(dataset, -1) if known else -1,
         joined=joined,
         random=rng_state.digests(rng_state.positions()),
         base_seed=seed if loader.num_workers else None,
