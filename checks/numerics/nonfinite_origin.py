@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpdoctor.events import NonFinite, ScalerStep, Sketch, Wrapped
+from ddpdoctor.events.numerics import ROWS_RECORDED
 from ddpdoctor.report.declarations import COPIES_DIFFER, Condition, Effect, When
 from ddpdoctor.report.evidence_names import FINITE_ON
 from ddpdoctor.report.findings import Check, Finding, FixKind, Related, Severity, Steps
@@ -26,9 +27,6 @@ HUGE, GROWN = 1e6, 1e3
 
 STOPPED_ON = "stopped before the backward on ranks"
 """Name of the evidence which ranks raised or exited because of such a loss."""
-
-ROWS_RECORDED = 10
-"""Of the rows of a batch that are not finite the first ones are on record."""
 
 EXPLODED = "parameters-exploded"
 INPUT = "input"

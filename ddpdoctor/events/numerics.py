@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .base import Event
 
+ROWS_RECORDED = 10
+"""Rows of a batch that are not finite, of which the first are on record."""
+
 
 class NonFinite(Event, frozen=True, tag="non-finite"):
     """NaN or infinity on this rank, traced back to its origin if possible, that a step applied.
@@ -24,7 +27,7 @@ class NonFinite(Event, frozen=True, tag="non-finite"):
             `gone`.
         derivative_site: the call of `torch.autograd.grad` in which it arose; `operation` is then
             the one without a finite derivative, empty if unknown.
-        rows: positions in the batch of an input.
+        rows: positions in the batch of an input, the first `ROWS_RECORDED`.
         site: the line of the backward; `origin_site` the line where it arose, if known.
         gradients: for a parameter, the optimizer's state is not finite either: a gradient caused
             it.

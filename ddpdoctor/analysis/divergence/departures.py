@@ -206,18 +206,17 @@ class NotEntered(DepartureExplanation):
         place, head = found
         spot = made.rank.location(place.site)
         spot = head_of(spot, head) if spot is not None else None
-        left = head.kind == "past"
-        did = f"skipped the rest of a round at `{head.text}`"
+        did, label = f"did not enter `{head.label}` in this round", "did not enter this branch"
+        if head.kind == "past":
+            did = f"skipped the rest of a round at `{head.text}`"
+            label = "skipped the rest of a round here"
         return self.blame(
             why,
             unbranched(head, "call it"),
-            cause=f"{ranks_text(why.ranks)} did as many steps, and "
-            f"{did if left else f'did not enter `{head.label}` in this round'}; {why.ended} "
+            cause=f"{ranks_text(why.ranks)} did as many steps, and {did}; {why.ended} "
             f"{_lacks(why)}",
             spot=spot,
-            label=f"{ranks_text(why.ranks)} skipped the rest of a round here"
-            if left
-            else f"{ranks_text(why.ranks)} did not enter this branch",
+            label=f"{ranks_text(why.ranks)} {label}",
         )
 
 

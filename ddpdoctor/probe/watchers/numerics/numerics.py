@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ....events import NonFinite
+from ....events.numerics import ROWS_RECORDED
 from ...recording import hooks
 from ...recording.hooks import Light, Subscriptions
 from ...recording.recorder import Recorder, shielded
@@ -459,7 +460,7 @@ def _buffers_read(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(tensor: Any) -> tuple[int, ...]:
-    """First positions in the batch with non-finite values, ten at most."""
+    """First positions in the batch with non-finite values."""
     import torch
 
     if tensor.dim() == 0:
@@ -467,7 +468,7 @@ def _rows(tensor: Any) -> tuple[int, ...]:
     bad = torch.logical_not(torch.isfinite(tensor.detach())).flatten(1) if tensor.dim() > 1 else (
         torch.logical_not(torch.isfinite(tensor.detach())).unsqueeze(1)
     )  # fmt: skip
-    return tuple(int(i) for i in bad.any(1).nonzero().flatten()[:10])
+    return tuple(int(i) for i in bad.any(1).nonzero().flatten()[:ROWS_RECORDED])
 
 
 def _skips_itself(optimizer: Any) -> bool:
