@@ -116,7 +116,11 @@ def steps_after(
     edits it before a second forward of the first step, and is taken back after it."""
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     model: Any = SimpleNamespace(
-        number=0, parameters=[weakref.ref(p) for p in parameters], ignored=set()
+        number=0,
+        parameters=[weakref.ref(p) for p in parameters],
+        ignored=set(),
+        names=["one", "two", "three"],
+        inner=lambda model: None,
     )
     model = type("Model", (), vars(model))()
     told: list[Any] = []

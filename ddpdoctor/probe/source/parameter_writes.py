@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ...events import ParameterWrite
 from ..recording.code_locations import classify
 from ..recording.recorder import Recorder
-from .ast_cache import called_name, dotted, function_of, given, own_nodes
+from .ast_cache import Source, called_name, dotted, function_of, given, own_nodes
 from .call_graph import called_by
 from .call_resolver import (
     CALLS,
@@ -127,6 +127,25 @@ def _target(node: ast.AST) -> ast.AST | None:
         if not isinstance(target, ast.Subscript) and getattr(target, "attr", "") != "data":
             return None
     return target.value if isinstance(target, ast.Subscript) else target
+
+
+_NO_NAMES = ("data", "grad", "module")
+
+
+def paths_written(source: Source) -> frozenset[tuple[str, ...]]:
+    """The attributes that statements of a file write to in place, without the variable that they
+    are read from: `("head", "scale")` for `model.module.head.scale.data.clamp_(0)`."""
+    targets = (_target(node) for node in source.nodes)
+    paths = {_path(target) for target in targets if target is not None}
+    return frozenset(path for path in paths if path)
+
+
+def _path(target: ast.AST) -> tuple[str, ...]:
+    names: list[str] = []
+    while isinstance(target, ast.Attribute):
+        names += [target.attr] if target.attr not in _NO_NAMES else []
+        target = target.value
+    return tuple(reversed(names))
 
 
 _READ_BY = ("parameters", "named_parameters", "state_dict", "modules", "named_modules", "children")

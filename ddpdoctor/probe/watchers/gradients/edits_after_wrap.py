@@ -19,13 +19,14 @@ from ...recording.hooks import Subscriptions
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...source.inplace_writes import inplace_statements
-from ...tensors.tensor_watch import TensorWatch, spread
+from ...tensors.tensor_watch import TensorWatch
 from ...training import lifecycle
 from ...training.records import Forward, Step
 from ...training.tracked_model import Model, parameters
 from ...training.wrapped_models import WrappedModels
 from .gradient_sync import GradientSync
-from .limits import FORWARDS_AFTER_WRAP, FRAMES_AT_MOST, LOOKED_AT
+from .limits import FORWARDS_AFTER_WRAP, FRAMES_AT_MOST
+from .watched_parameters import named_where_written, to_watch
 
 Line = tuple[CodeType, int]
 
@@ -66,9 +67,11 @@ class EditsAfterWrap(Watcher):
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
         count = len(model.parameters)
         replicated = [p for p in range(count) if p not in model.ignored]
-        sampled = TensorWatch(spread(replicated, LOOKED_AT), partial(parameters, model))
+        lines = running(recorder)
+        watched = to_watch(replicated, named_where_written(model, lines))
+        sampled = TensorWatch(watched, partial(parameters, model))
         sampled.keep("wrap")
-        self._unstepped[model] = UnsteppedModel(sampled, running(recorder))
+        self._unstepped[model] = UnsteppedModel(sampled, lines)
         self._waiting.enable()
 
     @on(lifecycle.forward_begins, during="_waiting")

@@ -6,6 +6,10 @@ LOOKED_AT = 6
 """Tensors sampled per model: an edit (or a load, or an initialisation) usually reaches all or many
 of them, and each costs a digest."""
 
+NAMED_ALIKE = 4
+"""A path that the program writes to is watched if no more parameters than these end so: `weight`
+says little."""
+
 FORWARDS_AFTER_WRAP = 4
 """Forwards before the first step at which they are compared; gradient accumulation has more."""
 

@@ -47,6 +47,7 @@ from .limits import (
     STEPS_OVERDUE,
     TRACED_AT_MOST,
 )
+from .watched_parameters import named_where_written, to_watch
 
 
 class ModelEdits:
@@ -57,6 +58,7 @@ class ModelEdits:
     Attributes:
         gradients: since the last backward; `parameters` and `states` by optimizer, since its last
             step; `lines` the running lines of the program's then, outermost first.
+        named: parameters that the source names where it writes to tensors in place.
         emitted: by kind and optimizer, what was recorded last, see `_without_step`.
         sites: lines that edit, by kind and whether values changed or were only written anew; one
             that divides by the world size comes first, and is in `divisors` as written.
@@ -80,6 +82,7 @@ class ModelEdits:
         self.parameters: dict[int, TensorWatch] = {}
         self.states: dict[int, TensorWatch] = {}
         self.lines: dict[int, list[Line]] = {}
+        self.named: list[int] = []
         self.emitted: dict[tuple[str, int], Edited] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
@@ -201,6 +204,7 @@ class ManualEdits(Watcher):
 
     @on(lifecycle.wrapped)
     def _wrapped(self, recorder: Recorder, model: Model) -> None:
+        self.models[model].named = named_where_written(model, running(recorder))
         self._looking.enable()
 
     @on(lifecycle.pulse)
@@ -251,7 +255,7 @@ class ManualEdits(Watcher):
                 continue
             began = time.perf_counter_ns()
             positions = (
-                _positions_to_look_at(recorder, model.expected)
+                _positions_to_look_at(recorder, model.expected, edits.named)
                 if edits.whole
                 else spread(model.expected, LOOKED_AT)
             )
@@ -297,8 +301,9 @@ class ManualEdits(Watcher):
             if not self._affordable(recorder, edits, holding.optimizer):
                 continue
             began = time.perf_counter_ns()
-            positions = _positions_to_look_at(recorder, holding.positions)
-            edits.lines[holding.optimizer] = running(recorder)
+            edits.lines[holding.optimizer] = lines = running(recorder)
+            edits.named = named_where_written(holding.model, lines)
+            positions = _positions_to_look_at(recorder, holding.positions, edits.named)
             state_marks = partial(_state_marks, step.optimizer)
             for kind, watches, columns in (
                 ("parameters", edits.parameters, (digests, marks)),
@@ -409,10 +414,10 @@ def _follow_up(recorder: Recorder, edits: ModelEdits, event: Edited, by_program:
         edits.look_at(recorder.step + 1)
 
 
-def _positions_to_look_at(recorder: Recorder, positions: list[int]) -> list[int]:
+def _positions_to_look_at(recorder: Recorder, positions: list[int], named: list[int]) -> list[int]:
     """All positions if the user asked for this step (`--every`), else a sample."""
     asked = recorder.every and recorder.step % recorder.every == 0
-    return list(positions) if asked else spread(positions, LOOKED_AT)
+    return list(positions) if asked else to_watch(positions, named)
 
 
 def _state_marks(optimizer: weakref.ref[Any], parameters: list[Any]) -> list[int]:
