@@ -74,7 +74,7 @@ QUESTIONS: dict[str, str] = {
         "MemorySample MemoryHeld RankSample NodeSample MemoryLimit DeviceUsed DeviceTouched"
         " DeviceMemory Gathered"
     ),
-    "Where did the time go?": "StepDone TimeLedger Pace SyncTimes SearchCost RankSample",
+    "Where did the time go?": "StepDone TimeLedger Working Pace SyncTimes SearchCost RankSample",
     "What did the doctor itself miss, and cost?": "ProbeTrouble NotObserved ProbeCost",
 }
 
@@ -105,7 +105,7 @@ WHEN: dict[str, str] = {
     ),
     "sampled in time": (
         "MemorySample RankSample NodeSample MemoryLimit DeviceMemory SyncTimes SearchCost"
-        " ParameterUse ProbeCost TimeLedger"
+        " ParameterUse ProbeCost TimeLedger Working"
     ),
     "the first few": (
         "ExceptionPassed FileWritten FileRead FileLocked FileRemoved FolderMade Loaded StateTaken"

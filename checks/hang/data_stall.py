@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ddpdoctor.analysis.waiting import failed_threads
 from ddpdoctor.analysis.waiting.failures import failures
-from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, frame_location, snapshot_of
+from ddpdoctor.analysis.waiting.snapshot import RankSnapshot, Snapshot, snapshot_of
 from ddpdoctor.analysis.waiting.wait_graph import (
     merged_stacks,
     missing,
@@ -148,7 +148,7 @@ class DataStall(Check):
         at = _worker_frame(first.stood)
         where = (loop or first.location) if workers else (first.location or loop)
         if at is not None:
-            where = frame_location(at, first.rank)
+            where = first.rank.frame_location(at)
         waited, still = now.waited(stuck), max(s.still_s for s in stuck)
         thread = failed_threads.failed_thread(now, first)
         related = [*failed_threads.failed_thread_line(thread, first), *wait_lines(waiting)]

@@ -22,7 +22,6 @@ from ddpdoctor.analysis.waiting.message_cycles import (
 from ddpdoctor.analysis.waiting.snapshot import (
     RankSnapshot,
     Snapshot,
-    frame_location,
     snapshot_of,
 )
 from ddpdoctor.analysis.waiting.standstill_reasons import reason_for
@@ -362,7 +361,7 @@ def _times(now: Snapshot, waited: float) -> Evidence:
 def _thread_line(stand: RankSnapshot) -> Location | None:
     """The user's line at which one of a rank's other threads is."""
     frames = stand.stood.thread_frames if stand.stood else ()
-    return frame_location(frames[0], stand.rank) if frames else None
+    return stand.rank.frame_location(frames[0]) if frames else None
 
 
 def _rule(stands: list[RankSnapshot], unknown: list[int]) -> str:

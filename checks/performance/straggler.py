@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from ddpdoctor.analysis.process.late_lines import LateLine, late_line
 from ddpdoctor.analysis.process.slow_windows import (
     DELAYED,
     WAITED,
@@ -30,7 +31,7 @@ from ddpdoctor.events import LoaderSeen, Pace, TimeLedger
 from ddpdoctor.events.timing import PHASES
 from ddpdoctor.report.declarations import Effect, When
 from ddpdoctor.report.findings import Check, Finding, Related, Severity, Steps
-from ddpdoctor.run import Location, Rank, Run, counted, ranks_do, ranks_text
+from ddpdoctor.run import Location, Phase, Rank, Run, counted, ranks_do, ranks_text
 from ddpdoctor.run.ledger import (
     CHECKPOINT,
     EVALUATION,
@@ -78,6 +79,11 @@ class Straggler(Check):
     an eighth of the run and six windows without a break: a note, or a warning from a third of the
     run on. Windows in which the rank was behind, but perhaps only because it had no core, count
     neither way; the finding gives their number. The finding is proven.
+
+    While other ranks wait, the monitor asks a rank that works, a few times a second, at which line
+    it is. Of the lines that most answers have in common the innermost is shown, and the line of the
+    training loop that led there. Without these answers (fewer than three, no monitor) the line of
+    the phase is shown.
 
     Ranks that are late in some steps only show in sums. Each rank adds up its time by phase and
     line, and counts the steps with stretches of 50 ms and more. What a rank waits longer in
@@ -178,21 +184,26 @@ class Straggler(Check):
         if line.longest_s >= MOST_AT_ONCE * line.long_s and line.stretches > 1:
             often, spends, told = "at once", f"{line.longest_s:.1f} s", f"{line.longest_s:.1f} s"
             stretches = f"one stretch ({line.long_s:.1f} s in {line.stretches})"
+        steps = Steps(max(line.first, 0), max(line.last, 0), line.stretches)
+        spot = rank.location(line.site)
+        takes = f"rank {number} spends {spends} {where} {often}"
+        at, label, related = _line_at_fault(late_line(rank, steps), spot, takes)
         return self.finding(
             rule="long-stretches",
             severity=Severity.NOTE if planned and share < PLANNED_SHARE else Severity.WARNING,
             ranks=(number,),
-            steps=Steps(max(line.first, 0), max(line.last, 0), line.stretches),
+            steps=steps,
             subjects=(line.account,),
-            location=rank.location(line.site),
-            label=f"rank {number} spends {spends} {where} {often}",
+            location=at,
+            label=label,
+            related=tuple(related),
             summary=f"{ranks_do(others, 'wait')} {lost:.1f} of {ledger.training_s:.1f} s for rank "
             f"{number}, which spends {told} "
             + ("outside of the training step" if outside else _IN[line.account])
             + f", in {stretches}",
             cause=f"rank {number} takes {spends} {often}, "
-            f"{'after' if outside else 'at'} {rank.location(line.site) or 'a line unknown'}; the "
-            "others do not, and wait in their next collective",
+            f"{'after' if outside else 'at'} {spot or 'a line unknown'}; the others do not, and "
+            "wait in their next collective",
             fix=_LINE_FIXES.get(line.account, _MOVE_WORK),
             evidence={
                 "seconds": [
@@ -221,17 +232,22 @@ class Straggler(Check):
         )
         each = f"each of steps {begun}-{pace.step}" if worst.over else "each step"
         span = "a step" if worst.doubts else each
+        spot = rank.location(pace.sites[segment % len(PHASES)])
+        phase_now = Phase.USER if between else _PHASES_ASKED[segment]
+        more = f"rank {worst.rank} spends {worst.excess_s[segment] * 1e3:.0f} ms more per step " + (
+            f"{'after this line' if between else 'here'} than {ranks_text(others)}"
+        )
+        seen = late_line(rank, worst.steps, phase_now)
+        at, label, related = _line_at_fault(seen, spot, more)
         return self.finding(
             rule="slow-between-phases" if between else f"slow-{phase}",
             severity=Severity.NOTE if all(s.passing for s in slow) else Severity.WARNING,
             ranks=ranks,
             steps=worst.steps,
             subjects=(phase,),
-            location=rank.location(pace.sites[segment % len(PHASES)]),
-            label=f"rank {worst.rank} spends {worst.excess_s[segment] * 1e3:.0f} ms more per step "
-            + ("after this line" if between else "here")
-            + f" than {ranks_text(others)}",
-            related=_related(rank, pace, segment),
+            location=at,
+            label=label,
+            related=(*related, *_related(rank, pace, segment)),
             summary=f"{ranks_do(others, 'wait')} {waits_s * 1e3:.0f} of "
             f"{worst.median(worst.rank, WALL) * 1e3:.0f} ms in {span} for {ranks_text(ranks)}, "
             f"which {'is' if len(ranks) == 1 else 'are'} slower {words}",
@@ -250,6 +266,13 @@ class Straggler(Check):
             },
             at=rank.wall(first.at),
         )
+
+
+def _line_at_fault(
+    seen: LateLine | None, phase: Location | None, label: str
+) -> tuple[Location | None, str, list[Related]]:
+    """As `LateLine.at_fault`; the line of the phase where the rank was not looked at."""
+    return seen.at_fault(phase, label) if seen is not None else (phase, label, [])
 
 
 def _starved(rank: Rank, slow: SlowRank) -> bool:
@@ -373,6 +396,9 @@ _PHASES = (
 )
 """By segment of the step: a name, and where the time goes. First the phases, then the code after
 each of them."""
+
+_PHASES_ASKED = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+"""The phases of a step, as a rank's looks name them."""
 
 _IN = {
     LOADING: "in loading",

@@ -165,7 +165,7 @@ from .sync import (
     SteppedInside,
     SyncPattern,
 )
-from .timing import Account, CommHook, Pace, SearchCost, SyncTimes, TimeLedger
+from .timing import Account, CommHook, Pace, SearchCost, SyncTimes, TimeLedger, Working
 
 SCHEMA = 1
 """Version of the records. Raised when a reader of the old ones would misread the new ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Event, Part
+from .stall import StackFrame
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """The phases of a step; its other time is counted by the phase that it follows."""
@@ -86,6 +87,20 @@ class TimeLedger(Event, frozen=True, tag="time-ledger"):
     doctor_s: float
     accounts: tuple[Account, ...]
     backwards_timed: bool = False
+
+
+class Working(Event, frozen=True, tag="working"):
+    """Where a rank was while others waited for it: the monitor asks it now and then.
+
+    Attributes:
+        step: optimizer steps of the rank so far.
+        phase: a `call_ring.Phase`.
+        frames: the program's lines, outermost first.
+    """
+
+    step: int
+    phase: int
+    frames: tuple[StackFrame, ...]
 
 
 class SyncTimes(Event, frozen=True, tag="sync-times"):

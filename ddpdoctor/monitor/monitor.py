@@ -39,6 +39,7 @@ from ..run import Facts, Recording, Run
 from ..storage import stack_dumps
 from ..storage.run_folder import EventWriter, RunFolder
 from . import system
+from .late_ranks import LateRanks
 from .stall_detector import StallDetector
 from .stop_agreement import Judge
 
@@ -122,6 +123,7 @@ class Monitor:
         self._swept: set[int] = set()
         self._gpus = system.Gpus()
         self._tree = system.Tree()
+        self._late_ranks = LateRanks()
         self.stall_detector = StallDetector(options, self._write, lambda: _hang_checks(options))
 
     def start(self) -> None:
@@ -173,6 +175,8 @@ class Monitor:
             self._look_at_processes()
             self._judge_for_ranks(attempt)
             now = time.monotonic()
+            live = [r for r in self.run.ranks.values() if r.pid in self.rank_pids()]
+            self._late_ranks.look(live, self._began, now)
             if now - self._sampled >= SAMPLE_S:
                 self._sampled = now
                 self._sample(now)

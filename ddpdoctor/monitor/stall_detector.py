@@ -30,7 +30,7 @@ from ..events import (
 from ..report.findings import Check, Confidence, Finding
 from ..run import Rank, Run, ranks_do, ranks_text
 from ..storage import stack_dumps
-from ..storage.call_ring import Phase, Ring, ask_address
+from ..storage.call_ring import ASK_STACKS, Phase, Ring, ask_address
 from . import system
 from .spinning import devices_wait, may_spin
 
@@ -337,7 +337,7 @@ class StallDetector:
         stall.asked, stall.signalled = now, False
         stall.sizes = {r.rank: _size(stack_dumps.beside(r.path)) for r in live}
         for rank in live:
-            _ask_stack_server(rank)
+            ask(rank)
 
     def _answered(self, live: list[Rank], stall: Stall, now: float) -> bool:
         silent = _silent(live, stall)
@@ -448,13 +448,14 @@ def _signal_for_stack(rank: Rank) -> None:
             os.kill(rank.pid, STACK_SIGNAL)
 
 
-def _ask_stack_server(rank: Rank) -> None:
-    """Wake the probe's thread that writes all stacks and reads torch's flight recorder."""
+def ask(rank: Rank, question: bytes = ASK_STACKS) -> None:
+    """Wake the probe's thread that answers: it writes all stacks and reads torch's flight recorder,
+    or what else was asked."""
     if rank.ring is None or not rank.ring.nonce:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
         mouth.setblocking(False)
-        mouth.sendto(b"?", ask_address(rank.ring.pid, rank.ring.nonce))
+        mouth.sendto(question, ask_address(rank.ring.pid, rank.ring.nonce))
 
 
 def _workers(rank: Rank) -> Iterator[Worker]:

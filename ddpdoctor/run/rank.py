@@ -22,6 +22,7 @@ from ..events import (
     RankExiting,
     RankStarted,
     Site,
+    StackFrame,
     StepDone,
     Stopped,
     ThreadsSeen,
@@ -205,6 +206,10 @@ class Rank(Facts):
         path = shorten(file, self.cwd)
         known = (s for s in self._sites.values() if (s.file, s.line) == (path, line))
         return next(known, Location(path, line))
+
+    def frame_location(self, frame: StackFrame) -> Location:
+        """A line of a stack that was taken of the rank."""
+        return Location(shorten(frame.file, self.cwd), frame.line, frame.function, frame.text)
 
     def names_of(self, wrapped: Wrapped) -> tuple[str, str]:
         """The program's names for the wrapper and for the module that was wrapped; empty if

@@ -196,6 +196,11 @@ class RingWriter:
         return float(max(since, _MOVED.unpack_from(self._map, _MOVED_AT)[2]))
 
     @property
+    def phase_now(self) -> int:
+        """The `Phase` that the rank is in."""
+        return int(_PHASE.unpack_from(self._map, PHASE_AT)[0])
+
+    @property
     def newest(self) -> int:
         """The number of the last call, -1 before the first."""
         return self.count - 1
@@ -272,6 +277,10 @@ class RingWriter:
         if number > self.count - SLOTS:
             where = _HEAD_BYTES + (number % SLOTS) * _SLOT_BYTES + _END_AT
             _END.pack_into(self._map, where, _DONE, now)
+
+
+ASK_STACKS, ASK_LINES = b"stacks", b"lines"
+"""What the monitor asks a rank for: see `probe.collectives.stack_server`."""
 
 
 def ask_address(pid: int, nonce: int) -> str:

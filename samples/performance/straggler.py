@@ -1,7 +1,7 @@
 """Rank 0 draws a picture after every step, and the others wait for it in the next backward.
 
 run: --nproc-per-node 2
-finds: DDP701 warning at `optimizer.step()`
+finds: DDP701 warning at `draw(loss)`
 """
 
 import time
@@ -20,7 +20,7 @@ def main():
     torch.manual_seed(dist.get_rank())
     model = DDP(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(48):
+    for _ in range(96):
         loss = model(torch.randn(32, 64)).square().mean()
         optimizer.zero_grad()
         loss.backward()

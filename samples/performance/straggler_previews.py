@@ -1,7 +1,7 @@
 """Rank 0 writes previews after every eighth step, which takes as long as forty steps.
 
 run: --nproc-per-node 2
-finds: DDP701 warning at `optimizer.step()`
+finds: DDP701 warning at `write_previews(loss)`
 """
 
 import time

@@ -203,7 +203,7 @@ def test_only_who_does_not_answer_is_sent_a_signal(
         if rank.rank == 0 and rank.path is not None:
             rank.path.with_suffix(".stacks.txt").write_text(CRASHED)
 
-    monkeypatch.setattr(stall_detector, "_ask_stack_server", question)
+    monkeypatch.setattr(stall_detector, "ask", question)
     monkeypatch.setattr(system, "catches", lambda pid, number: True)
     monkeypatch.setattr(system, "has_open", lambda pid, path: True)
     monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append((pid, number)))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -139,3 +143,26 @@ def test_questions_are_heard_again(take: Take) -> None:
         questions = stack_server._QuestionSocket(address)
         mouth.sendto(b"?", address)
         assert questions.receive()
+
+
+def user_lines_of(frame: FrameType) -> list[tuple[CodeType, int]]:
+    found = [(f, n) for f, n in traceback.walk_stack(frame) if f.f_code.co_filename == __file__]
+    return [(f.f_code, n) for f, n in found]
+
+
+def test_the_lines_of_the_training_thread_are_told() -> None:
+    told: list[Any] = []
+    recorder: Any = SimpleNamespace(
+        emit=told.append,
+        sites=SimpleNamespace(user_lines=lambda frame, most: user_lines_of(frame)),
+    )
+    ring: Any = SimpleNamespace(thread=threading.get_ident(), step=7, phase_now=2)
+    other = threading.Thread(target=stack_server._emit_where, args=(recorder, ring))
+    other.start()
+    other.join()
+    ring.thread = 0
+    stack_server._emit_where(recorder, ring)  # that thread has ended
+    ((frame,),) = (event.frames for event in told)
+    assert (told[0].step, told[0].phase) == (7, 2)
+    assert (frame.file, frame.user) == (__file__, True)
+    assert frame.text and frame.text == frame.text.rstrip()

@@ -5,6 +5,12 @@ from __future__ import annotations
 
 MIB = 1 << 20
 
+# --- performance: where a late rank was ----------------------------------------------------------
+
+FEWEST_LOOKS = 3
+SEEN_THERE = 0.6
+"""Share of the looks at a late rank that have a line in common, at least."""
+
 # --- performance: gradient synchronisation -------------------------------------------------------
 
 SYNC_SHARE = 0.25

@@ -252,7 +252,7 @@ NOT_COMPARED: dict[str, tuple[type[Event], ...]] = {
         e.MetricUsed, e.ReducedMetric, e.LossValues,
     ),
     _TIME: (
-        e.Pace, e.TimeLedger, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,
+        e.Pace, e.TimeLedger, e.Working, e.SyncTimes, e.SearchCost, e.ParameterUse, e.MemorySample,
         e.MemoryHeld, e.RankSample, e.NodeSample, e.MemoryLimit, e.DeviceMemory,
     ),
     _CALLS: (

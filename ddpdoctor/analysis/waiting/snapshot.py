@@ -15,12 +15,11 @@ from ...events import (
     RankExiting,
     RankStood,
     Signature,
-    StackFrame,
     StallSeen,
     TorchLoaded,
 )
 from ...report.findings import Steps
-from ...run import Call, Location, Phase, Rank, Run, State, shorten, silence_text, stopped_at
+from ...run import Call, Location, Phase, Rank, Run, State, silence_text, stopped_at
 from ..calls.call_logs import CallLogs, CallRecord, GroupKey, call_logs
 from .device_waits import device_wait, enqueued, flight_log, lags
 from .failures import call_failed, destroyed, is_over, lost_peer
@@ -113,7 +112,7 @@ class RankSnapshot:
             return self.made.location
         frame = self.stood.user_frame if self.stood else None
         if frame is not None:
-            return frame_location(frame, self.rank)
+            return self.rank.frame_location(frame)
         return self.rank.location(self.phase_site)
 
     @property
@@ -144,11 +143,6 @@ class RankSnapshot:
         if where and where.source.strip():
             return f"{what}{at} `{where.source.strip()}`"
         return f"{what}{at}"
-
-
-def frame_location(frame: StackFrame, rank: Rank) -> Location:
-    """The line of a stack that was taken of a rank."""
-    return Location(shorten(frame.file, rank.cwd), frame.line, frame.function, frame.text)
 
 
 @dataclass(frozen=True)

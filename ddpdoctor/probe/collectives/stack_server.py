@@ -1,5 +1,5 @@
-"""Answers the monitor while the main thread hangs: writes the stacks of all threads, and what
-torch's flight recorder has.
+"""Answers the monitor. While the main thread hangs: the stacks of all threads, and what torch's
+flight recorder has. While other ranks wait for this one: the program's lines that it is at.
 
 A thread waits in `recv` of an abstract datagram socket: that leaves no file behind, does not delay
 the exit, and does not exist in a forked child. It touches torch only when asked.
@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import _thread
 import json
+import linecache
 import os
 import socket
+import sys
 import time
 
-from ...storage.call_ring import RingWriter, ask_address
+from ...events import StackFrame, Working
+from ...storage.call_ring import ASK_LINES, ask_address
 from ...storage.flight_dumps import parse
 from ...storage.safe_fd import Held, out_of_the_way
 from ..recording import stack_file
+from ..recording.code_locations import absolute
 from ..recording.recorder import Recorder, current_recorder
 from ..recording.torch_compat import flight_recorders
+from .timed_ring import TimedRing
+
+LINES_AT_MOST, TEXT_AT_MOST = 12, 200
+"""Lines of a stack that are recorded, and characters of each."""
 
 
-def listen(recorder: Recorder, ring: RingWriter) -> None:
+def listen(recorder: Recorder, ring: TimedRing) -> None:
     """Start the thread; if that fails, hangs are diagnosed without the flight recorder."""
     try:
         nonce = int.from_bytes(os.urandom(7), "little")
         address = ask_address(os.getpid(), nonce)
-        _thread.start_new_thread(_serve, (_QuestionSocket(address), address, os.getpid()))
+        questions = _QuestionSocket(address)
+        _thread.start_new_thread(_serve, (questions, address, os.getpid(), ring))
         ring.answers(nonce)
     except (OSError, RuntimeError, AttributeError) as error:
         recorder.trouble("answers", error, "collectives that DDP issues itself, in a hang")
@@ -41,19 +50,18 @@ class _QuestionSocket:
         self._held = Held(self._socket.fileno())
         self._socket.bind(address)
 
-    def receive(self) -> bool:
-        """Wait for a question; False if the descriptor is not our socket any more."""
+    def receive(self) -> bytes:
+        """Wait for a question; empty if the descriptor is not our socket any more."""
         if not self._held.ours():
             self._socket.detach()
-            return False
-        self._socket.recv(16)
-        return True
+            return b""
+        return self._socket.recv(16)
 
 
-def _serve(questions: _QuestionSocket, address: str, pid: int) -> None:
+def _serve(questions: _QuestionSocket, address: str, pid: int, ring: TimedRing) -> None:
     while True:
         try:
-            if not questions.receive():
+            if not (question := questions.receive()):
                 questions = _QuestionSocket(address)
                 continue
         except OSError:
@@ -61,6 +69,12 @@ def _serve(questions: _QuestionSocket, address: str, pid: int) -> None:
         recorder = current_recorder()
         if recorder is None or os.getpid() != pid:
             return
+        if question == ASK_LINES:
+            try:
+                _emit_where(recorder, ring)
+            except Exception as error:
+                recorder.trouble("lines", error, "where a rank is that others wait for")
+            continue
         try:
             stack_file.keep()
             stack_file.dump()
@@ -70,6 +84,32 @@ def _serve(questions: _QuestionSocket, address: str, pid: int) -> None:
             _emit_flight_log(recorder)
         except Exception as error:
             recorder.trouble("flight-recorder", error, "what DDP communicated in a hang")
+
+
+def _emit_where(recorder: Recorder, ring: TimedRing) -> None:
+    """Record the program's lines that the training thread is at."""
+    frame = sys._current_frames().get(ring.thread)
+    if frame is None:
+        return
+    lines = recorder.sites.user_lines(frame, LINES_AT_MOST)
+    del frame  # else the program's objects live longer
+    recorder.emit(
+        Working(
+            at=time.monotonic(),
+            step=ring.step,
+            phase=ring.phase_now,
+            frames=tuple(
+                StackFrame(
+                    file=absolute(code.co_filename),
+                    line=line,
+                    function=code.co_name,
+                    user=True,
+                    text=linecache.getline(code.co_filename, line).rstrip()[:TEXT_AT_MOST],
+                )
+                for code, line in reversed(lines)
+            ),
+        )
+    )
 
 
 def _emit_flight_log(recorder: Recorder) -> None:

@@ -25,6 +25,12 @@ _STDLIB = tuple(
 )
 _START = os.getcwd() if os.path.isdir(".") else "/"
 
+
+def absolute(file: str) -> str:
+    """The path of a source file; where it is relative, it was so when the program began."""
+    return os.path.abspath(os.path.join(_START, file))
+
+
 OWN, LIBRARY, USER = "own", "library", "user"
 
 
@@ -32,7 +38,7 @@ def classify(file: str) -> str:
     """Which of `OWN` (doctor, torch, standard library), `LIBRARY` (pip) or `USER` a file is."""
     if file.startswith("<"):
         return OWN
-    path = os.path.abspath(os.path.join(_START, file))
+    path = absolute(file)
     parts = path.split(os.sep)
     if path.startswith(_OWN + os.sep):
         return OWN
@@ -200,14 +206,14 @@ class Sites:
 
     def line(self, number: int, code: CodeType) -> int:
         """The line of a site; -1 if the site is not in that function."""
-        path = os.path.abspath(os.path.join(_START, code.co_filename))
+        path = absolute(code.co_filename)
         found = (p for p, n in self._by_place.items() if n == number)
         file, line, function = next(found, ("", -1, ""))
         return line if (file, function) == (path, code.co_name) else -1
 
     def place(self, file: str, line: int, function: str) -> int:
         """The site of a line; emits it the first time."""
-        path = os.path.abspath(os.path.join(_START, file))
+        path = absolute(file)
         key = (path, line, function)
         if key not in self._by_place:
             self._by_place[key] = len(self._by_place)
