@@ -165,7 +165,7 @@ class RankDied(Check):
     def _report(self, run: Run, died: list[Failure]) -> Finding:
         first = died[0]
         rank = first.rank
-        sender, sent, number = ending(run, rank)
+        sender, sent, number, timer = ending(run, rank)
         name = rank.signal or (signal_name(number) if number is not None else None)
         stacks_left = rank.ended is not None and not rank.ended.silent and run.stall is None
         ranks = tuple(sorted(f.rank.rank for f in died))
@@ -180,7 +180,15 @@ class RankDied(Check):
         where = sent or crashed or (None if over else whereabouts(rank))
         step = step_of(first)
         there = bool(crashed) or inside_call(rank)
-        placed = "sent at" if sent else "in" if there else "last seen at"
+        placed = (
+            "by a timer started at"
+            if timer
+            else "sent at"
+            if sent
+            else "in"
+            if there
+            else "last seen at"
+        )
         siblings = _unrecorded_siblings(run, died)
         now = snapshot_of(run)
         rest = [s for s in now.by_rank.values() if s.rank.rank not in ranks and s.blocked]
@@ -197,7 +205,8 @@ class RankDied(Check):
             confidence=Confidence.PROVEN if name and siblings is None else Confidence.SUSPECTED,
             subjects=(name,) if name else (),
             location=where,
-            label=f"{ranks_text([sender.rank])} sends the signal here"
+            label=f"{ranks_text([sender.rank])} "
+            + ("starts the timer here" if timer else "sends the signal here")
             if sent and sender
             else f"{ranks_text([rank.rank])} {_was(rule, crashed=bool(crashed))} here",
             related=(
@@ -214,8 +223,10 @@ class RankDied(Check):
             cause=_of_backend(backend, rank, others, where)
             + (f"; here {shared.cause}" if shared else "")
             if rule == "backend-abort"
-            else _cause(rule, rank, sender, siblings, stacks_left=stacks_left),
-            fix=shared_groups.FIX if shared else _fix(rule, rank, sender, crashed=bool(crashed)),
+            else _cause(rule, rank, sender, siblings, stacks_left=stacks_left, timer=timer),
+            fix=shared_groups.FIX
+            if shared
+            else _fix(rule, rank, sender, crashed=bool(crashed), timer=timer),
             fix_kind=FixKind.CHECK,
             evidence={**({"signal": name} if name else {}), **memory, **victims(now, rest)},
             at=first.at,
@@ -309,10 +320,21 @@ def _memory(run: Run, rank: Rank) -> tuple[Evidence, bool]:
 
 
 def _cause(
-    rule: str, rank: Rank, sender: Rank | None, siblings: Siblings | None, *, stacks_left: bool
+    rule: str,
+    rank: Rank,
+    sender: Rank | None,
+    siblings: Siblings | None,
+    *,
+    stacks_left: bool,
+    timer: bool,
 ) -> str:
     if rule == "out-of-memory":
         return "the kernel killed it because memory ran out: its counter of such kills went up"
+    if sender is not None and timer:
+        return (
+            f"a timer of the program went off, and {rank.signal or 'its signal'} ends a process "
+            "that has no handler for it"
+        )
     if sender is not None:
         return _own_signal(rank, sender)
     if siblings is not None:
@@ -382,8 +404,13 @@ def _meaning(name: str | None, rank: Rank) -> str:
     return known
 
 
-def _fix(rule: str, rank: Rank, sender: Rank | None, *, crashed: bool) -> str:
+def _fix(rule: str, rank: Rank, sender: Rank | None, *, crashed: bool, timer: bool) -> str:
     match rule:
+        case "sent-by-rank" if timer:
+            return (
+                "stop the timer also where the code after it raises (`signal.alarm(0)` in a "
+                "`finally`), and handle the signal: `signal.signal(signal.SIGALRM, handler)`"
+            )
         case "sent-by-rank" if sender:
             return f"see why {ranks_text([sender.rank])} reaches the line above"
         case "maybe-spawn":

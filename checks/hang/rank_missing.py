@@ -106,7 +106,7 @@ class RankMissing(Check):
         if not now.timed:
             they_wait = ranks_do(others, "wait")
         where = absent[0].location
-        sender, sent, _ = stopping(run, now, absent[0])
+        sender, sent, *_ = stopping(run, now, absent[0])
         thread = failed_threads.failed_thread(now, absent[0])
         block = entering(absent[0], waiting)
         return self.finding(

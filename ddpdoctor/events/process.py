@@ -189,18 +189,22 @@ class ExceptionPassed(Event, frozen=True, tag="exception-passed"):
 
 
 class SignalSent(Event, frozen=True, tag="signal-sent"):
-    """The program is about to send a signal.
+    """The program is about to send a signal, or to have one sent to itself.
 
     Attributes:
         pid: the process that gets it.
         signal: its number.
+        timer: it comes when a timer of the program's is over (`signal.alarm`).
     """
 
     pid: int
     signal: int
     site: int = -1
+    timer: bool = False
 
     def describe(self) -> str:
+        if self.timer:
+            return f"starts a timer that ends with signal {self.signal}"
         return f"sends signal {self.signal} to process {self.pid}"
 
 

@@ -148,6 +148,20 @@ def test_a_signal_that_a_rank_sends_is_where_it_was_sent(
     assert finding.ranks == (1,)
 
 
+def test_a_timer_of_its_own(tmp_path: Path) -> None:
+    made = tapes()
+    made[1].events[:0] = [
+        started(1, 2, pid=5001),
+        Site(at=START + 1, id=77, file=f"{CWD}/data.py", line=16, function="f"),
+        SignalSent(at=START + 1, pid=5001, signal=14, site=77, timer=True),
+    ]
+    ends = {0: [end(1, START + 6, signal=14)]}
+    (finding,) = found(run_of(tmp_path, made, nodes=ends, ended=None))
+    assert (finding.rule, finding.ranks) == ("sent-by-rank", (1,))
+    assert finding.location is not None and finding.location.line == 16
+    assert "timer" in finding.cause and "finally" in finding.fix
+
+
 def test_ranks_that_died_one_after_the_other(tmp_path: Path) -> None:
     ends = [end(1, START + 6, signal=9), end(0, START + 6.2, signal=9)]
     (finding,) = found(run_of(tmp_path, tapes(), nodes={0: ends}, ended=None))

@@ -56,6 +56,23 @@ def test_one_that_the_program_handles_is_not(recorder: Recorder) -> None:
     assert len(sent(recorder)) == 1, "the others have not used up what may be told"
 
 
+def test_each_line_that_starts_a_timer_is_told_once(recorder: Recorder) -> None:
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        for _ in range(3):
+            signal.alarm(60)
+            signal.alarm(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 60.0, 5.0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGALRM, lambda number, _: None)
+        signal.alarm(60)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    own = os.getpid()
+    assert sent(recorder) == [(own, signal.SIGALRM), (own, signal.SIGVTALRM)]
+
+
 def test_the_functions_stay_what_they_are(recorder: Recorder) -> None:
     assert pickle.loads(pickle.dumps(os.kill)) is os.kill
     with pytest.raises(TypeError):

@@ -175,7 +175,8 @@ def loop_of_leaver(leaver: Rank, last: CallSite | None, waiting: CallRecord) -> 
         or left.how is not LoopExitKind.UNKNOWN
         or not same_rounds(left.loop, leaver, waiting.rank)
     ):
-        return left
+        broke = left is not None and left.how is LoopExitKind.BROKE
+        return _ended_by_itself(left, leaver, last, waiting) if left and broke else left
     if left.ways or ways_out(waiting, left.loop)[1] or depth_in(waiting, left.loop) != 0:
         return left
     caught = tuple(catching(leaver, last))

@@ -18,11 +18,13 @@ _ENDS = (1, 2, 3, 4, 6, 7, 8, 9, 11, 15)
 
 
 class Sent(NamedTuple):
-    """The rank that sent a signal, its line, and the number; None where none did."""
+    """The rank that sent a signal, its line, and the number; None where none did. `timer`: as of
+    `SignalSent`."""
 
     by: Rank | None = None
     line: Location | None = None
     signal: int | None = None
+    timer: bool = False
 
 
 def ending(run: Run, rank: Rank) -> Sent:
@@ -48,7 +50,7 @@ def sent(run: Run, rank: Rank, numbers: Collection[int | None], since: float = 0
         for event in reversed(sender.of(SignalSent)):
             known = event.pid == pid and event.signal in numbers
             if known and sender.wall(event.at) >= since:
-                return Sent(sender, sender.location(event.site), event.signal)
+                return Sent(sender, sender.location(event.site), event.signal, event.timer)
     return Sent()
 
 

@@ -1,7 +1,8 @@
 """Which signals does the program send, and at which line?
 
-Looked at when `os.kill`, `os.killpg` or `signal.raise_signal` is called. If a rank is killed, these
-records name the sender.
+Looked at when `os.kill`, `os.killpg` or `signal.raise_signal` is called, or a timer is started
+whose end is a signal (`signal.alarm`, `signal.setitimer`). If a rank is killed, these records name
+the sender.
 """
 
 from __future__ import annotations
@@ -18,19 +19,30 @@ from ...recording.watcher import Watcher
 MOST_EMITTED = 16
 """Signals to other processes. An unhandled one to this process is the last and always recorded."""
 
+TIMERS = {
+    signal.ITIMER_REAL: signal.SIGALRM,
+    signal.ITIMER_VIRTUAL: signal.SIGVTALRM,
+    signal.ITIMER_PROF: signal.SIGPROF,
+}
+"""The signal that each timer of the system ends with."""
+
 
 class SentSignals(Watcher):
     lost = "signals that ranks send"
 
     def __init__(self) -> None:
         self.emitted = 0
+        self.timers: set[int] = set()  # lines that start them
 
     def install(self) -> None:
         self.emitted = 0
+        self.timers.clear()
         watched = (
             (os, "kill", self._kills),
             (os, "killpg", self._kills_group),
             (signal, "raise_signal", self._raises),
+            (signal, "alarm", self._alarms),
+            (signal, "setitimer", self._starts_timer),
         )
         for owner, name, before in watched:
             self.around(owner, name, before=before)
@@ -50,7 +62,21 @@ class SentSignals(Watcher):
     def _raises(self, recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
         self._emit(recorder, os.getpid(), *args)
 
-    def _emit(self, recorder: Recorder, pid: int, number: int) -> None:
+    def _alarms(self, recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        self._timed(recorder, signal.SIGALRM, *args)
+
+    def _starts_timer(self, recorder: Recorder, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        which, seconds, *_rest = args
+        self._timed(recorder, TIMERS[which], seconds)
+
+    def _timed(self, recorder: Recorder, number: int, seconds: float) -> None:
+        """A timer is started, if `seconds` is not 0. Each line that does so is told once."""
+        if not seconds or (site := recorder.site()) in self.timers:
+            return
+        self.timers.add(site)
+        self._emit(recorder, os.getpid(), number, timer=True)
+
+    def _emit(self, recorder: Recorder, pid: int, number: int, *, timer: bool = False) -> None:
         if pid <= 0 or not number:  # signal 0 only asks whether the process exists
             return
         if pid == os.getpid():
@@ -60,5 +86,7 @@ class SentSignals(Watcher):
             return
         else:
             self.emitted += 1
-        sent = SignalSent(at=time.monotonic(), pid=pid, signal=int(number), site=recorder.site())
+        sent = SignalSent(
+            at=time.monotonic(), pid=pid, signal=int(number), site=recorder.site(), timer=timer
+        )
         recorder.emit(sent, vital=True)
