@@ -280,6 +280,8 @@ class Loaded(Event, frozen=True, tag="loaded"):
             line that writes to that one, and the calls that lead to it, innermost first.
         places: `site`, and the calls that lead to it, innermost first.
         made: the line that made the optimizer whose state it is.
+        own: of weights that are the module's own tensors (what `state_dict()` gave, not a copy):
+            nothing changes.
     """
 
     what: str
@@ -291,6 +293,7 @@ class Loaded(Event, frozen=True, tag="loaded"):
     optimizer: int = -1
     places: tuple[Place, ...] = ()
     made: int = -1
+    own: bool = False
 
     def describe(self) -> str:
         whose = f" of model {self.model}" if self.model >= 0 else ""

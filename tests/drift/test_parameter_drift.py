@@ -1,5 +1,6 @@
 """DDP402 on literal events."""
 
+import copy
 import sys
 from types import SimpleNamespace
 
@@ -365,6 +366,34 @@ def test_the_load_that_only_some_ranks_make_is_blamed(lines, ranks, line, rule):
     run = run_of({n: [*mine, last(n > 0)] for n, mine in loads.items()})
     (finding,) = ParameterDrift().examine(run)
     assert (finding.rule, finding.ranks, finding.location.line) == (rule, ranks, line)
+
+
+@pytest.mark.parametrize(
+    ("own", "rule", "line"),
+    [
+        ((False, True), "restored-from-no-copy", 35),
+        ((False, False), "load-on-some-ranks", 35),
+        ((True, True), "load-on-some-ranks", 35),  # other weights were never loaded
+        ((True,), "load-on-some-ranks", 33),
+    ],
+)
+def test_weights_that_are_restored_from_no_copy(own, rule, line):
+    loads = [
+        msgspec.structs.replace(load(site=site), own=mine, at=at)
+        for at, (site, mine) in enumerate(zip([LINE, OTHER], own, strict=False))
+    ]
+    (finding,) = ParameterDrift().examine(run_of({0: [*loads, last(True)], 1: [last(False)]}))
+    assert (finding.rule, finding.ranks, finding.location.line) == (rule, (0,), line)
+
+
+def test_a_state_that_is_no_copy():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    other = copy.deepcopy(net).state_dict()
+    assert state_loading._is_own(net.state_dict(), net)
+    assert state_loading._is_own(net[0].state_dict(), net)
+    assert not state_loading._is_own(other, net)
+    assert not state_loading._is_own({**net.state_dict(), "0.bias": other["0.bias"]}, net)
+    assert not state_loading._is_own({}, net)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from ...events import Loaded
 from ...report.declarations import When
@@ -19,9 +20,11 @@ from .replicas import Divergence, Replicas
 
 LOAD_ON_SOME = "load-on-some-ranks"
 UNEQUAL_LOADS = "unequal-loads"
+NOT_A_COPY = "restored-from-no-copy"
 
 RULES = {
     LOAD_ON_SOME: "some ranks load weights or state that the others do not load",
+    NOT_A_COPY: "some ranks load other weights for a time, and what they load back is no copy",
     UNEQUAL_LOADS: "every rank loads weights or state, and what they load differs",
 }
 
@@ -145,7 +148,31 @@ class Loads:
             related=(*updates, found.related),
         )
 
+    def _from_no_copy(self, some: LoadedOnSome) -> Cause | None:
+        """The last load is of the model's own tensors, and follows another one."""
+        member, number = self.group.members[some.ranks[0]], some.ranks[0]
+        earlier = takewhile(lambda e: e is not some.event, self.by_step[number])
+        before = [e for e in earlier if not e.own]
+        spot = member.rank.location(before[-1].site) if before else None
+        if not some.event.own or spot is None:
+            return None
+        return Cause(
+            NOT_A_COPY,
+            text=f"{ranks_do(some.ranks, 'load')} other weights for a time. What is loaded back "
+            "afterwards are the model's own tensors, so that nothing is restored: `state_dict()` "
+            "gives references, not copies",
+            fix="keep a copy: `saved = copy.deepcopy(model.state_dict())` before the other weights "
+            "are loaded; or load those into a copy of the model",
+            label="loads the model's own tensors: nothing changes",
+            location=member.rank.location(some.event.site),
+            ranks=some.ranks,
+            related=(Related("loads other weights", spot),),
+            evidence={LOADED_ONLY_ON: list(some.ranks)},
+        )
+
     def _cause_on_some(self, some: LoadedOnSome) -> Cause:
+        if (cause := self._from_no_copy(some)) is not None:
+            return cause
         ranks = some.ranks
         also_loaded = {
             more: line

@@ -180,17 +180,21 @@ class StateLoading(Watcher):
         owners, fields = _owners(args[0]), {}
         if owners:
             assigned = bool(args[3] if len(args) > 3 else kwargs.get("assign", False))
-            fields = {"assigned": assigned, "update": self._update(recorder, args, kwargs)}
+            state = args[1] if len(args) > 1 else kwargs.get("state_dict")
+            fields = {
+                "assigned": assigned,
+                "own": _is_own(state, args[0]),
+                "update": self._update(recorder, args[0], state),
+            }
         return "weights", owners, recorder.site(), fields, args[0]
 
-    def _update(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[Place, ...]:
+    def _update(self, recorder: Recorder, module: Any, state: Any) -> tuple[Place, ...]:
         """The line that writes to the module from which weights are loaded during training."""
-        state = args[1] if len(args) > 1 else kwargs.get("state_dict")
         if not recorder.step or self.searched >= LOADS_SEARCHED or not isinstance(state, dict):
             return ()
         self.searched += 1
         frame, kind = sys._getframe(1), recorder.sites.kind
-        source = _holder(state, args[0], frame, recorder)
+        source = _holder(state, module, frame, recorder)
         found = None
         if source is not None:
             found = update_in_frames(frame, lambda code: kind(code) == "user", source)
@@ -299,12 +303,28 @@ def _parameter_ids(into: Any) -> set[int]:
     return {id(p) for p in into.parameters()}
 
 
+def _is_own(state: Any, module: Any) -> bool:
+    """Whether the tensors of a state are those of the module."""
+    if not isinstance(state, dict):
+        return False
+    given = {t.data_ptr() for t in state.values() if type(t) in _tensors()} - {0}
+    return bool(given) and given <= {
+        p.data_ptr() for p in (*module.parameters(), *module.buffers())
+    }
+
+
+def _tensors() -> tuple[type, ...]:
+    import torch
+
+    return torch.Tensor, torch.nn.Parameter
+
+
 def _holder(state: dict[str, Any], target: Any, frame: FrameType, recorder: Recorder) -> Any:
     """The module that the running code has a name for and whose parameters a state is, not a copy
     of them; None for no other than the one that it is loaded into."""
     import torch
 
-    tensors = torch.Tensor, torch.nn.Parameter
+    tensors = _tensors()
     storages = {t.data_ptr() for t in state.values() if type(t) in tensors} - {0}
     for one in named(frame, recorder.sites):
         if storages and issubclass(type(one.value), torch.nn.Module) and one.value is not target:
