@@ -132,7 +132,7 @@ class CheckpointBeforeSync(Check):
             summary=f"{ranks_do(ranks, 'read')} {path} without waiting for {writer}, which writes "
             "it" + (", and the read failed" if failed else ""),
             cause="there is no barrier or other collective between the write and the read",
-            fix="call `dist.barrier()` on all ranks between the write and the read",
+            fix=_fix(write),
             fix_kind=FixKind.CHECK,
             evidence={
                 "write began": 0.0,
@@ -143,6 +143,16 @@ class CheckpointBeforeSync(Check):
             },
             at=read.began,
         )
+
+
+def _fix(write: Touch) -> str:
+    if isinstance(write.event, FileWritten) and write.event.in_thread:
+        return (
+            f"wait on rank {write.rank.rank} until the thread has written the file "
+            "(`future.result()`, `thread.join()`), then call `dist.barrier()` on all ranks, before "
+            "the read"
+        )
+    return "call `dist.barrier()` on all ranks between the write and the read"
 
 
 def _rule(write: Touch, read: Touch, failed: str) -> str:

@@ -24,6 +24,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
         library: the package that opened it, empty for the user's own code.
         callers: the lines that called `site`, the nearest first.
         empty: the statement only truncates it: `with open(path, "w"): pass`.
+        in_thread: by a thread other than the main one.
     """
 
     path: str
@@ -40,6 +41,7 @@ class FileWritten(Event, frozen=True, tag="file-written"):
     callers: tuple[int, ...] = ()
     empty: bool = False
     tree: bool = False
+    in_thread: bool = False
 
     def describe(self) -> str:
         verb = "has written" if self.ended else "writes"

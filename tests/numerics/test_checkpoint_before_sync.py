@@ -53,6 +53,12 @@ def test_steps_are_those_that_it_came_after() -> None:
     assert finding.steps is not None and finding.steps.last == 3, "and others followed"
 
 
+def test_a_thread_that_writes_is_waited_for_first() -> None:
+    write = msgspec.structs.replace(wrote(), in_thread=True)
+    (finding,) = found([write], [read()])
+    assert "future.result()" in finding.fix and "dist.barrier()" in finding.fix
+
+
 def test_the_reader_failed() -> None:
     (finding,) = found([wrote()], [read(failed="FileNotFoundError: best.pt", at=1000.5)])
     assert finding.rule == "failed-read"

@@ -19,7 +19,7 @@ import msgspec
 
 from ....events import FileLocked, FileRead, FileRemoved, FileWritten, FolderMade
 from ...collectives.sync_points import SyncPoints
-from ...recording import hooks, stack_file
+from ...recording import hooks, stack_file, threads
 from ...recording.code_locations import OWN, USER
 from ...recording.import_hooks import when_imported
 from ...recording.patching import on_restore
@@ -332,6 +332,7 @@ class Files(Watcher):
             and writer is not None
             and source_text.only_opens(writer.f_code, writer.f_lineno),
             tree=tree,
+            in_thread=threads.current() is not None,
         )
         recorder.emit(event)
         hooks.writing.fire(recorder, event)
