@@ -82,8 +82,8 @@ def loader(
         whole = _at({"exhausted": exhausted, **(ends or {})}, epoch)["exhausted"]
         expected = batches + (not whole and not planned)  # who left early had more before it
         events.append(
-            EpochBegan(at=0, loader=number, epoch=epoch, site=3,
-                       **{"step": 0, "batches": expected, **_at(began, epoch)})
+            EpochBegan(at=0, loader=number, epoch=epoch,
+                       **{"site": 3, "step": 0, "batches": expected, **_at(began, epoch)})
         )  # fmt: skip
         if content is not None:
             events.append(fingerprints(number, epoch, indices, content))

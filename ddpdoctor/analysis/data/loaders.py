@@ -11,6 +11,8 @@ from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from ...events import (
     ContentRead,
     EpochBegan,
@@ -167,6 +169,7 @@ class Reader:
     Attributes:
         turn: of the loader, or of the first one.
         earlier: epochs over the same data before, while it was sharded in another way.
+        trains_too: the rank also trains with this loader, in iterations that are not these.
     """
 
     rank: Rank
@@ -174,6 +177,7 @@ class Reader:
     epochs: list[Epoch] = field(default_factory=list)
     turn: Turn = field(default=Turn(None, None, False, 0, 0))
     earlier: list[Epoch] = field(default_factory=list)
+    trains_too: bool = False
 
     @property
     def looked(self) -> list[Epoch]:
@@ -290,10 +294,10 @@ def same_order(before: EpochEnded, now: EpochEnded, fewest: int) -> bool:
 def loaders(run: Run) -> tuple[Loader, ...]:
     """All loaders of the run. The lines that make and iterate a loader identify it across ranks,
     not its number: not every rank iterates every loader."""
-    by_place: dict[tuple[Line, Line], dict[int, list[Reader]]] = {}
+    by_place: dict[tuple[Line, Line, bool], dict[int, list[Reader]]] = {}
     for rank, readers in _remade(run).items():
         for reader in readers:
-            place = _line(reader.made_at), _line(reader.loop_at)
+            place = _line(reader.made_at), _line(reader.loop_at), reader.trains
             by_place.setdefault(place, {}).setdefault(rank, []).append(reader)
     by_key = {
         (*place, key): readers
@@ -332,11 +336,13 @@ def _line(spot: Location | None) -> Line:
     return (spot.file, spot.line) if spot is not None else None
 
 
-def _joined(keyed: dict[tuple[Line, Line, int], dict[int, Reader]]) -> list[dict[int, Reader]]:
+def _joined(
+    keyed: dict[tuple[Line, Line, bool, int], dict[int, Reader]],
+) -> list[dict[int, Reader]]:
     """One entry per loader. Ranks that make theirs at different lines but iterate it at the same
     line share a loader, too."""
     found: list[tuple[Line, dict[int, Reader]]] = []
-    for (_, loop, _), readers in keyed.items():
+    for (_, loop, *_), readers in keyed.items():
         kind = next(iter(readers.values())).seen
         for other_loop, other in found:
             same = next(iter(other.values())).seen
@@ -371,15 +377,35 @@ def _readers(rank: Rank) -> list[Reader]:
         epoch.chosen = chosen[key][-1] if key in chosen else None
         epoch.steps = _steps_within(rank, began.at, inf if ended is None else ended.at)
         reader.epochs.append(epoch)
-    for reader in readers.values():
+    parts_of_use = [part for reader in readers.values() for part in _by_use(reader)]
+    for reader in parts_of_use:
         reader.epochs = _without_peeks(reader.epochs)
-    found = sorted((r for r in readers.values() if r.epochs), key=lambda r: r.epochs[0].began.at)
+    found = sorted((r for r in parts_of_use if r.epochs), key=lambda r: r.epochs[0].began.at)
     nth: dict[tuple[Line, Line, bool], int] = defaultdict(int)
     for reader in found:
         kind = _line(reader.made_at), _line(reader.loop_at), reader.trains
         reader.turn = Turn(*kind, nth[kind], reader.epochs[0].began.step)
         nth[kind] += 1
     return found
+
+
+def _by_use(reader: Reader) -> list[Reader]:
+    """A loader that is iterated both to train and for something else, an evaluation say, counts as
+    two: not every rank need do the other thing, and those iterations are no epochs of the
+    training."""
+    trained = {e.began.site for e in reader.epochs if e.trained}
+    others = [
+        e
+        for e in reader.epochs
+        if e.ended is not None
+        and not e.trained
+        and (e.ended.evaluated or not e.ended.grad_enabled or e.began.site not in trained)
+    ]
+    if not trained or not others:
+        return [reader]
+    seen = msgspec.structs.replace(reader.seen, loop_site=others[0].began.site)
+    training = [e for e in reader.epochs if e not in others]
+    return [replace(reader, epochs=training), Reader(reader.rank, seen, others, trains_too=True)]
 
 
 def _steps_within(rank: Rank, began: float, ended: float) -> int:

@@ -116,7 +116,8 @@ def unread_shares(run: Run) -> list[tuple[Loader, list[int]]]:
         readers = loader.readers.values()
         shares = {r.seen.sampler_rank for r in readers}
         unread = sorted({*range(run.world_size)} - shares)
-        divided = all(r.seen.replicas == run.world_size for r in readers)
+        # A part of the training data shows how training goes.
+        divided = all(r.seen.replicas == run.world_size and not r.trains_too for r in readers)
         whole = any(e.whole for r in readers for e in r.epochs)
         if divided and unread and whole and not loader.trains:
             found.append((loader, unread))
