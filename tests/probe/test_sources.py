@@ -232,3 +232,46 @@ def test_lines_that_give_other_results_in_each_process() -> None:
         ("listing", "listing"),
     ]  # fmt: skip
     assert not process_order.places(dict, [])
+
+
+NESTED = """
+def train(model, data):
+    for batch in data:
+        def closure():
+            return model(batch)
+        if batch:
+            model.step(lambda: batch)
+        model.head.update(batch)[0].run()
+    class Local:
+        x = 1
+    return model(data)
+"""
+
+
+def test_the_nodes_of_a_function_are_walked_once() -> None:
+    tree = ast.parse(NESTED)
+    function = tree.body[0]
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+                yield child
+                yield from walk(child)
+
+    nodes = ast_cache.own_nodes(function)
+    assert nodes == [*walk(function)]
+    assert ast_cache.own_nodes(function) is nodes
+    assert ast_cache.own_of(function, ast.Call) == [n for n in nodes if isinstance(n, ast.Call)]
+    assert ast_cache.own_of(function, ast.Call) is ast_cache.own_of(function, ast.Call)
+
+
+def test_the_calls_on_an_object() -> None:
+    function = ast.parse(NESTED).body[0]
+
+    def called(owner: str) -> list[str]:
+        return [name for _, name in ast_cache.calls_on(function, owner)]
+
+    assert called("model") == ["step", "__call__"]
+    assert called("model.head") == ["update"]
+    assert called("model.head.update(batch)[0]") == ["run"]
+    assert called("batch") == []

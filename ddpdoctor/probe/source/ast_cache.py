@@ -6,12 +6,13 @@ import ast
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import cached_property
 from types import CodeType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+N = TypeVar("N", bound=ast.AST)
 
 LINES_LIMIT = 20_000
 """Longer files are not parsed: they are generated, and would take seconds within a step."""
@@ -181,12 +182,52 @@ def given(call: ast.Call, *, but: Collection[str] = ()) -> list[ast.expr]:
     return [*call.args, *(k.value for k in call.keywords if k.arg not in but)]
 
 
-def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes in the body of a function, without those of functions and classes defined in it."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (Function, Defined)):
-            yield child
-            yield from own_nodes(child)
+def own_nodes(node: ast.AST) -> list[ast.AST]:
+    """The nodes in the body of a function, without those of functions and classes defined in it;
+    computed once per node."""
+    return _own(node, ast.AST)
+
+
+def own_of(node: ast.AST, *kinds: type[N]) -> list[N]:
+    """Of `own_nodes` those of some kinds."""
+    return _own(node, *kinds)
+
+
+def _own(node: ast.AST, *kinds: type[Any]) -> list[Any]:
+    # Kept in the node: functions of hundreds of lines are asked about hundreds of times.
+    known: dict[tuple[type[Any], ...], list[Any]] = node.__dict__.setdefault("_own_nodes", {})
+    if kinds not in known:
+        every = known.get((ast.AST,)) or _walk_own(node)
+        known[ast.AST,] = every
+        known[kinds] = every if kinds == (ast.AST,) else [n for n in every if isinstance(n, kinds)]
+    return known[kinds]
+
+
+def calls_on(function: ast.AST, owner: str) -> list[tuple[ast.Call, str]]:
+    """The calls in a function of an object's methods, with their names: `__call__` where the object
+    itself is called. The object is given as it is written."""
+    known: dict[str, list[tuple[ast.Call, str]]] | None = function.__dict__.get("_calls_on")
+    if known is None:
+        known = function.__dict__["_calls_on"] = {}
+        for call in own_of(function, ast.Call):
+            known.setdefault(_text(call.func), []).append((call, "__call__"))
+            if isinstance(call.func, ast.Attribute):
+                known.setdefault(_text(call.func.value), []).append((call, call.func.attr))
+    return known.get(owner, [])
+
+
+def _text(node: ast.expr) -> str:
+    return dotted(node) or ast.unparse(node)
+
+
+def _walk_own(node: ast.AST) -> list[ast.AST]:
+    found: list[ast.AST] = []
+    ahead = [node]
+    while ahead:
+        found.append(ahead.pop())
+        children = ast.iter_child_nodes(found[-1])
+        ahead += reversed([c for c in children if not isinstance(c, (Function, Defined))])
+    return found[1:]
 
 
 def reaches(function: ast.AST, assigned: ast.AST, used: ast.AST) -> bool:
@@ -195,8 +236,7 @@ def reaches(function: ast.AST, assigned: ast.AST, used: ast.AST) -> bool:
     first, then = getattr(assigned, "lineno", 0), getattr(used, "lineno", 0)
     return first <= then or any(
         covers_line(loop, first) and covers_line(loop, then)
-        for loop in own_nodes(function)
-        if isinstance(loop, (ast.For, ast.AsyncFor, ast.While))
+        for loop in own_of(function, ast.For, ast.AsyncFor, ast.While)
     )
 
 
@@ -208,8 +248,8 @@ def without_gradients(node: ast.AST) -> bool:
 
 def other_arm(function: ast.AST, line: int, other: int) -> bool:
     """Whether two lines of a function are in two arms of one `if`."""
-    for choice in own_nodes(function):
-        if isinstance(choice, ast.If) and choice.orelse:
+    for choice in own_of(function, ast.If):
+        if choice.orelse:
             begin, end = choice.orelse[0].lineno, choice.end_lineno or 0
             if choice.lineno <= min(line, other) < begin <= max(line, other) <= end:
                 return True

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..recording.code_locations import classify
 from ..recording.frames import variables
+from .ast_cache import calls_on
 from .call_resolver import Bound, Scope, attribute
 
 MOST = 200
@@ -66,16 +67,13 @@ def _resolved(path: str, scope: Scope) -> tuple[FunctionType, type] | None:
     return (forward, type(found)) if isinstance(forward, FunctionType) else None
 
 
-def method_called(call: ast.Call, name: str, owner: Any) -> FunctionType | None:
-    """The method that a call runs of an object with this name; None if it runs none of its."""
-    if ast.unparse(call.func) == name:
-        called = "__call__"
-    elif isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == name:
-        called = call.func.attr
-    else:
-        return None
-    found = attribute(owner, called)
-    return found.function if isinstance(found, Bound) else None
+def methods_called(function: ast.AST, name: str, owner: Any) -> Iterator[tuple[ast.Call, Any]]:
+    """The calls in a function of methods of an object, which has this name there, each with the
+    method."""
+    for call, called in calls_on(function, name):
+        found = attribute(owner, called)
+        if isinstance(found, Bound):
+            yield call, found.function
 
 
 def is_users(function: FunctionType) -> bool:

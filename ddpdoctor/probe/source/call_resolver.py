@@ -18,7 +18,7 @@ from typing import Any
 from ...events import Place
 from ..recording.code_locations import Sites
 from ..recording.frames import variables
-from .ast_cache import function_of, given, other_arm, own_nodes, parts_of, without_gradients
+from .ast_cache import function_of, given, other_arm, own_of, parts_of, without_gradients
 from .dead_branches import never_runs
 from .statements import enclosing
 
@@ -303,9 +303,8 @@ def assignment_in_frames(
         node = function_of(user.f_code)
         naming = [
             found
-            for found in (own_nodes(node) if node is not None else ())
-            if isinstance(found, ast.Assign)
-            and not isinstance(found.value, ast.Constant)
+            for found in (own_of(node, ast.Assign) if node is not None else ())
+            if not isinstance(found.value, ast.Constant)
             and any(resolve(target, scope) is wanted for target in found.targets)
         ]
         if node is None or not naming:

@@ -83,7 +83,7 @@ def ending(evaluating: list[Line], scopes: list[Scope]) -> tuple[Decision, Line]
         return None
     for depth, (code, line) in enumerate(evaluating):
         function = stack.functions[depth]
-        nodes = [*own_nodes(function)] if function is not None else []
+        nodes = own_nodes(function) if function is not None else []
         around = [n for n in nodes if isinstance(n, _LOOPS) and any(spans(s, line) for s in n.body)]
         for left in reversed(around):
             for leaves, conditions in _ways_out(left):
@@ -381,7 +381,7 @@ def written_result(running: list[Line], evaluating: list[Line]) -> str | None:
 
 def _written(function: ast.AST, line: int) -> Iterator[ast.expr]:
     """What a function hands over to the file that a line opens, or to what that line calls."""
-    nodes = [*own_nodes(function)]
+    nodes = own_nodes(function)
     for node in nodes:
         if isinstance(node, (ast.With, ast.AsyncWith)):
             opening = [i for i in node.items if spans(i.context_expr, line)]

@@ -23,11 +23,12 @@ from .ast_cache import (
     function_of,
     given,
     own_nodes,
+    own_of,
     owner_of,
     reaches,
     source_of,
 )
-from .call_graph import is_users, method_called
+from .call_graph import is_users, methods_called
 from .call_resolver import Scope, resolve
 
 STEPS = 400
@@ -318,9 +319,8 @@ class Search:
             for result in results_of(inside.functions[0]):
                 yield result, Expression(inside, 0, result)
         name = ast.unparse(read.value)
-        for call in own_nodes(function) if function is not None else ():
-            method = method_called(call, name, owner) if isinstance(call, ast.Call) else None
-            if isinstance(call, ast.Call) and method is not None and is_users(method):
+        for call, method in methods_called(function, name, owner) if function is not None else ():
+            if is_users(method):
                 inside = stack.within(depth, read.value, method.__code__, call.lineno)
                 for first in method.__code__.co_varnames[:1]:
                     yield from _assigned(inside, 0, f"{first}.{read.attr}", key)
@@ -351,7 +351,7 @@ class Search:
         if outer >= len(of.stack.lines) or (caller := of.stack.functions[outer]) is None:
             return []
         line = of.stack.lines[outer][1]
-        calls = [n for n in own_nodes(caller) if isinstance(n, ast.Call) and spans(n, line)]
+        calls = [n for n in own_of(caller, ast.Call) if spans(n, line)]
         known = getattr(function, "name", "")
         named = [c for c in calls if called_name(c) == known] or (
             calls[:1] if known.startswith("__") or known == "forward" else []
@@ -468,16 +468,18 @@ def names(node: ast.expr) -> Iterator[ast.expr]:
 
 def results_of(function: ast.AST | None) -> Iterator[ast.expr]:
     """What a function returns."""
-    for node in own_nodes(function) if function is not None else ():
-        if isinstance(node, ast.Return) and node.value is not None:
+    for node in own_of(function, ast.Return) if function is not None else ():
+        if node.value is not None:
             yield node.value
 
 
 def _is_declared(function: ast.AST | None, name: str) -> bool:
     """Whether a function says `global name` or `nonlocal name`."""
-    return function is not None and any(
-        isinstance(n, (ast.Global, ast.Nonlocal)) and name in n.names for n in own_nodes(function)
-    )
+    if function is None:
+        return False
+    said = [n.names for n in own_of(function, ast.Global)]
+    said += [n.names for n in own_of(function, ast.Nonlocal)]
+    return any(name in names for names in said)
 
 
 def _encloses(stack: Stack, depth: int, inner: int) -> bool:

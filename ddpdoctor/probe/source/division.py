@@ -226,7 +226,7 @@ def totals_divided(code: CodeType, line: int) -> tuple[TotalDivision, ...]:
 
 
 def _totals_divided(function: ast.AST, line: int) -> tuple[TotalDivision, ...]:
-    nodes = list(own_nodes(function))
+    nodes = own_nodes(function)
     loops = [n for n in nodes if isinstance(n, ast.For) and covers_line(n.iter, line)]
     if not loops:
         return ()

@@ -120,7 +120,7 @@ def _variable(code: CodeType, name: str) -> Setting | None:
     if not local and any(isinstance(n, ast.Global) and name in n.names for n in source.nodes):
         return None  # some function may set it
     function = source.function(code) if local else source.tree
-    nodes = list(own_nodes(function)) if function is not None else []
+    nodes = own_nodes(function) if function is not None else []
     lines = [n.lineno for n in nodes if isinstance(n, ast.Name) and _sets(n, n.id, name)]
     lines += [
         n.lineno

@@ -83,7 +83,7 @@ def _writes(code: CodeType) -> Iterator[Write]:
     function = function_of(code)
     if function is None:
         return
-    nodes = list(own_nodes(function))
+    nodes = own_nodes(function)
     given = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
     for node in nodes:
         if isinstance(node, (ast.For, ast.comprehension)):
@@ -187,7 +187,7 @@ class _Updates:
     def of(self, code: CodeType, scope: Scope, line: int, depth: int) -> Found | None:
         """The likeliest write in a function or in what it calls; `line` is the one that runs."""
         function = function_of(code)
-        nodes = list(own_nodes(function)) if function is not None else []
+        nodes = own_nodes(function) if function is not None else []
         names = self._names(nodes, scope)
         rounds = [n for n in nodes if isinstance(n, (ast.For, ast.While)) and _covers(n, line)]
 

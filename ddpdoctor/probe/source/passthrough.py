@@ -140,7 +140,7 @@ def in_loss(calling: list[Line], backward: Line | None, entered: Collection[Code
     search = Search(stack, Call(stack))
     losses: list[Expression] = []
     for depth, (code, _) in enumerate(calling):
-        nodes = list(own_nodes(f)) if (f := stack.functions[depth]) is not None else []
+        nodes = own_nodes(f) if (f := stack.functions[depth]) is not None else []
         if backward is not None and backward[0] is code:
             calls = (n for n in nodes if isinstance(n, ast.Call) and spans(n, backward[1]))
             for call in calls:
@@ -290,7 +290,7 @@ def _dropped_value(frame: FrameType, nodes: list[ast.AST], call: ast.Call) -> Dr
 def _calls(frame: FrameType) -> tuple[list[ast.AST], list[ast.Call]]:
     """The nodes of the function of a frame, and the calls on its line."""
     function = function_of(frame.f_code)
-    nodes = list(own_nodes(function)) if isinstance(function, (ast.FunctionDef, ast.Module)) else []
+    nodes = own_nodes(function) if isinstance(function, (ast.FunctionDef, ast.Module)) else []
     return nodes, [n for n in nodes if isinstance(n, ast.Call) and covers_line(n, frame.f_lineno)]
 
 

@@ -14,7 +14,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from ..recording.frames import variables
-from .ast_cache import called_name, covers_line, function_of, given, own_nodes, parts_of, source_of
+from .ast_cache import called_name, covers_line, function_of, given, own_of, parts_of, source_of
 from .call_resolver import Found, Scope, entered, first_argument, resolve, searched
 
 ATTRIBUTE = "module"
@@ -52,8 +52,8 @@ def taken_out(
         after = made_at.line if made_at is not None and made_at.code is user.f_code else 0
         named = [
             statement
-            for statement in (own_nodes(node) if node is not None else ())
-            if isinstance(statement, ast.Assign) and after < statement.lineno
+            for statement in (own_of(node, ast.Assign) if node is not None else ())
+            if after < statement.lineno
             if any(resolve(target, scope) is model for target in _targets(statement))
         ]
         named.sort(key=lambda s: (s.lineno <= line, s.lineno), reverse=True)
