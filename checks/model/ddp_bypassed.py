@@ -213,8 +213,8 @@ def _fix(wrapped: Wrapped, wrapper: str, last: Bypassed, handed: str) -> str:
         name = handed.removesuffix(OF_WRAPPER) if handed.endswith(OF_WRAPPER) else wrapper
         return f"pass the wrapper on: `{name}`, not `{handed}`"
     return (
-        f"{called + ': ' if wrapped.by else 'call the wrapper: '}`{wrapper}(x)`, not "
-        f"`{wrapper}.module(x)` or the inner model; call other methods from `forward`"
+        f"{called + ': ' if wrapped.by else 'call the wrapper: '}`{wrapper}(...)`, not "
+        f"`{wrapper}.module(...)` or the inner model; call other methods from `forward`"
     )
 
 
@@ -274,7 +274,12 @@ def _cause(kind: str, last: Bypassed) -> str:
             f"the program did not keep the wrapper of {kind} and trains the model itself, so "
             "nothing averages its gradients"
         )
+    ran = f"This forward ran on {kind} itself"
+    if last.call_site < 0 and not last.within:
+        ran = (
+            f"Before this backward none ran: {kind} was called itself, or its parameters were read"
+        )
     return (
-        f"DDP synchronises gradients only after its own forward. This forward ran on {kind} "
-        "itself, so each rank applied its own gradients"
+        f"DDP synchronises gradients only after its own forward. {ran}, so each rank applied its "
+        "own gradients"
     )

@@ -1,5 +1,6 @@
 """DDP301: what is unused on all ranks, with the cause, and what must stay silent."""
 
+import weakref
 from types import SimpleNamespace
 
 import msgspec
@@ -11,6 +12,7 @@ from wraps import BRANCH, codes, rank, skipped, unused, use, wrap
 
 from ddpdoctor.events import CallSite, Edited, GatheredWhole, OptimizerSeen, Place, Wrapped
 from ddpdoctor.probe.training.tracked_model import Model
+from ddpdoctor.probe.watchers.graph import unused_parameters
 from ddpdoctor.probe.watchers.graph.unused_parameters import CallWatch, UnusedParameterWatch
 from ddpdoctor.report.findings import Severity
 
@@ -328,3 +330,15 @@ def test_a_module_that_learns_on_one_rank_is_no_error():
     learns = rank(*allowed(times=7), ranks=range(2))
     run = make_run({0: rank(*allowed(), ranks=range(2)), 1: learns})
     assert all(f.severity is Severity.NOTE for f in UnusedParameter().examine(run))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_what_an_unsynchronised_backward_of_the_step_used_is_not_unused(allowed):
+    """Unless DDP waits for its gradient, which only the synchronised backward can bring."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    parameters[0].grad, parameters[1].grad = torch.ones(2), torch.zeros(2)
+    model = SimpleNamespace(
+        find_unused=allowed, static_graph=False, parameters=[weakref.ref(p) for p in parameters]
+    )
+    left = unused_parameters._without_those_before(model, (0, 1, 2))
+    assert left == ((1, 2) if allowed else (0, 1, 2))

@@ -19,6 +19,7 @@ from ...recording.torch_compat import compiling, ready_indices, without_gradient
 from ...recording.watcher import Watcher, on
 from ...source.call_resolver import setting_in_frames
 from ...source.source_text import always_mentioned, branch_around
+from ...tensors.tensor_watch import grad_of
 from ...training import lifecycle, optimizer_models
 from ...training.records import Backward, Forward
 from ...training.tracked_model import Model
@@ -205,6 +206,8 @@ class UnusedParameterWatch(Watcher):
     ) -> None:
         watched = self._watched[model]
         _count(watched, untouched)
+        if untouched and model.unsynced:
+            untouched = _without_those_before(model, untouched)
         if untouched != watched.unused:
             self._emit(recorder, model, untouched, model.synced_backwards, site)
 
@@ -329,6 +332,15 @@ def _branches(recorder: Recorder, model: Model, unused: tuple[int, ...]) -> dict
 def _emit_use_if_due(recorder: Recorder, model: Model, watched: Watched) -> None:
     if watched.examined & (watched.examined - 1) == 0:
         _emit_use(recorder, model, watched)
+
+
+def _without_those_before(model: Model, untouched: tuple[int, ...]) -> tuple[int, ...]:
+    """Without parameters that have a gradient from a backward of the same step that was not
+    synchronised, where DDP allows parameters to be unused."""
+    if not (model.find_unused or model.static_graph):
+        return untouched
+    gradients = {p: grad_of(model.parameters[p]()) for p in untouched}
+    return tuple(p for p, g in gradients.items() if g is None or (g.is_cpu and not g.any()))
 
 
 def _count(watched: Watched, unused: tuple[int, ...]) -> None:
