@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from ddpdoctor.checks.hang.first_failure import FirstFailure
 from recordings import PID, WALL, make_run, site, started, steps
-from tapes import START
+from tapes import START, stall
 from torch._utils import ExceptionWrapper
 
 from ddpdoctor.events import (
@@ -208,6 +208,18 @@ def test_what_failed_before_somebody_stopped_the_others(by: str) -> None:
         nodes={0: [Stopped(at=START + 4.5, by=by, reason="SIGTERM")]},
     )
     assert [f.ranks for f in found(run)] == ([] if by == "doctor" else [(1,)])
+
+
+@pytest.mark.parametrize(("since", "ranks"), [(3.2, [(1,)]), (1.0, [])])
+def test_what_failed_before_the_run_stood_still(since: float, ranks: list[tuple[int, ...]]) -> None:
+    """A rank raises, and its process does not end; until somebody stops the run."""
+    stood_still = stall(START + since + 12, START + since)
+    run = make_run(
+        {0: [], 1: raised(3)},
+        ended={0: -15, 1: 1},
+        nodes={0: [stood_still, Stopped(at=START + 90, by="terminate", reason="SIGTERM")]},
+    )
+    assert [f.ranks for f in found(run)] == ranks
 
 
 def test_one_rank_alone_is_interrupted() -> None:

@@ -252,13 +252,16 @@ def failures(run: Run) -> list[Failure]:
 
 def _before(found: list[Failure], run: Run) -> list[Failure]:
     """The exceptions and exits that a run of which somebody else than ddpdoctor stopped one node,
-    or all, had before."""
+    or all, had before; where it stood still, before that: a rank may raise, and not end."""
     nodes = run.nodes.values()
     doctor = any((s := stopped_in(node, run.attempt)) and s.by == "doctor" for node in nodes)
-    if doctor or run.stall is not None:
+    if doctor:
         return []
     times = [at for node in nodes if (at := stopped_at(node, run.attempt)) is not None]
     until = min(times, default=0.0) - SEEN_S
+    if run.stall is not None:
+        stall, seen = run.stall
+        until = min(until, seen - (stall.at - stall.since) + SEEN_S)
     return [
         f
         for f in found
