@@ -209,8 +209,12 @@ def test_what_each_rank_has_for_itself_is_not_reported() -> None:
     own = []
     for rank in (0, 1):
         path = f"/data/part-{rank}.pt"
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": "29500"}
-        argv = ("train.py", f"--out=logs/{rank}")
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": "29500",
+            "PMI_FD": str(9 + rank),
+        }  # fmt: skip
+        given = (f"--local-rank={4 + rank}", "--node_rank", str(7 + rank))
+        argv = ("train.py", f"--out=logs/{rank}", *given)
         own.append(
             [
                 started(rank, 2, environment=environment, argv=argv),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import subprocess
@@ -22,6 +23,7 @@ from ddpdoctor.events import (
     ExceptionRaised,
     GroupDestroyed,
     RankExiting,
+    Site,
     SpawnEnded,
     ThreadFailed,
 )
@@ -179,6 +181,27 @@ def test_what_is_handled_where_a_process_exits(
     assert [(e.kind, e.frames[-1].line, e.caught) for e in raised] == expected
     if status or caught:
         assert (leaving.how, leaving.status) == (how, status)
+
+
+@pytest.mark.parametrize("statement", ["exit()", "quit(3)"])
+def test_the_line_that_calls_exit_of_the_site_module(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statement: str
+) -> None:
+    monkeypatch.setattr(current, "recorder", recorder)
+    monkeypatch.setattr(exits, "_ending", exits._Ending())
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    exits._wrap_exits()
+    script = str(tmp_path / "train.py")
+    try:
+        with pytest.raises(SystemExit) as left:
+            exec(compile(f"\n{statement}", script, "exec"), {"__name__": "__main__"})
+    finally:
+        restore()
+    exits._leaving()
+    (leaving,) = (e for e in events(recorder) if isinstance(e, RankExiting))
+    (site,) = (e for e in events(recorder) if isinstance(e, Site) and e.id == leaving.site)
+    assert (leaving.how, leaving.status) == ("sys.exit", left.value.code or 0)
+    assert (site.file, site.line) == (script, 2)
 
 
 @pytest.mark.parametrize("cause", ["", " from None", " from error"])

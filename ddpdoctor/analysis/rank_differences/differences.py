@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -31,9 +32,13 @@ ABSENT = None
 
 OWN_VARIABLES = re.compile(
     r"(environment|changed)\..*"
-    r"(RANK|PROCID|LOCALID|NODEID|TASK|HOSTNAME|NODENAME|VISIBLE_DEVICES|GTIDS|IPADDR|ERROR_FILE|TEMP_FILE)"
+    r"(RANK|PROCID|LOCALID|NODEID|TASK|HOSTNAME|NODENAME|VISIBLE_DEVICES|GTIDS|IPADDR|ERROR_FILE|TEMP_FILE"
+    r"|PMIX?_)"
 )
 """Environment variables that launchers set for each process, or each node, by itself."""
+
+OWN_OPTION = re.compile(r"--?(\w+[-_])?rank(=.*)?")
+"""An option by which a launcher tells a process its rank: `--local-rank=0`."""
 
 ENDINGS = (ExceptionRaised, GroupDestroyed, RankExiting)
 """How a rank ended is what a finding is about, and no reason for it."""
@@ -237,8 +242,15 @@ def _value(rank: Rank, event: Event, field: str) -> Any:
     value = getattr(event, field)
     if isinstance(event, RankStarted) and field == "argv" and value:
         # Nodes may have folders of their own: `script_digest` tells other scripts apart.
-        return (posixpath.basename(value[0]), *value[1:])
+        options = pairwise(value)
+        others = (given for last, given in options if not _tells_rank(last, given))
+        return (posixpath.basename(value[0]), *others)
     return str(rank.location(value) or "") if field.endswith("site") else value
+
+
+def _tells_rank(last: str, given: str) -> bool:
+    """Whether an argument, after the last one, is the rank that the launcher gave."""
+    return bool(OWN_OPTION.fullmatch(given) or (OWN_OPTION.fullmatch(last) and "=" not in last))
 
 
 def _first(

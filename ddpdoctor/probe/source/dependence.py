@@ -475,11 +475,8 @@ def results_of(function: ast.AST | None) -> Iterator[ast.expr]:
 
 def _is_declared(function: ast.AST | None, name: str) -> bool:
     """Whether a function says `global name` or `nonlocal name`."""
-    if function is None:
-        return False
-    said = [n.names for n in own_of(function, ast.Global)]
-    said += [n.names for n in own_of(function, ast.Nonlocal)]
-    return any(name in names for names in said)
+    nodes = own_of(function, ast.Global, ast.Nonlocal) if function is not None else ()
+    return any(name in getattr(node, "names", ()) for node in nodes)
 
 
 def _encloses(stack: Stack, depth: int, inner: int) -> bool:

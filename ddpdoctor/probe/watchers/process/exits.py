@@ -6,6 +6,7 @@ attributed to the exception that the program caught just before.
 
 from __future__ import annotations
 
+import _sitebuiltins
 import atexit
 import contextlib
 import multiprocessing.util
@@ -149,7 +150,7 @@ def _note_thread(recorder: Recorder, args: threading.ExceptHookArgs) -> None:
 
 
 def _wrap_exits() -> None:
-    leave, vanish = sys.exit, os._exit
+    leave, vanish, quit = sys.exit, os._exit, _sitebuiltins.Quitter.__call__
     finish = multiprocessing.util._exit_function  # type: ignore[attr-defined]
 
     def exit(status: Any = None, /) -> NoReturn:
@@ -161,6 +162,12 @@ def _wrap_exits() -> None:
         elif threading.current_thread() is threading.main_thread():  # others end only themselves
             guarded("sys.exit", lambda recorder: _note_exit(recorder, status))
         leave(status)
+
+    def __call__(quitter: Any, code: Any = None) -> NoReturn:
+        # `exit()` and `quit()` of the `site` module raise `SystemExit` by themselves.
+        if threading.current_thread() is threading.main_thread():
+            guarded("sys.exit", lambda recorder: _note_exit(recorder, code))
+        quit(quitter, code)
 
     def _exit(status: int) -> NoReturn:
         if current_recorder() is not None and not _ending.emitted:
@@ -182,6 +189,7 @@ def _wrap_exits() -> None:
 
     for owner, name, original, wrapper in (
         (sys, "exit", leave, exit),
+        (_sitebuiltins.Quitter, "__call__", quit, __call__),
         (os, "_exit", vanish, _exit),
         (multiprocessing.util, "_exit_function", finish, _exit_function),
     ):
