@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ddpdoctor.analysis.manual_sync.synced_replicas import member_of, synced_replicas
+from ddpdoctor.analysis.manual_sync.synced_replicas import averaged_replicas, member_of
 from ddpdoctor.analysis.models.wrap_options import reduced
 from ddpdoctor.analysis.rank_differences import ONLY_SOME
 from ddpdoctor.analysis.replicas import optimizer_options, skipped_steps, state_loading, uncompared
@@ -210,7 +210,7 @@ class HyperparameterSkew(Check):
 
 
 def _copies(run: Run) -> list[Replicas]:
-    return [*replicas(run), *synced_replicas(run), *_in_pieces(run)]
+    return [*replicas(run), *averaged_replicas(run), *_in_pieces(run)]
 
 
 def _in_pieces(run: Run) -> Iterator[Replicas]:

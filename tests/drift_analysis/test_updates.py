@@ -116,3 +116,24 @@ def test_a_rate_of_its_own_on_each_rank_explains_what_differs():
 
 def test_rates_of_ranks_whose_gradients_differ_are_their_own_affair():
     assert [f.code for f in told_with_rates(0.1, 0.2, own=(1,))] == ["DDP402"]
+
+
+def test_a_rate_that_parts_copies_which_had_been_kept_equal():
+    """Each rank sets it by its own loss from some step on, and later looks see the parameters."""
+    rows = {}
+    for rank in (0, 1):
+        rates = [
+            Hyperparameters(at=step, optimizer=0, step=step, groups=({"lr": lr},), site=2)
+            for step, lr in ((0, 0.1), (3, 0.2 + 0.1 * rank))
+        ]
+        parted = [
+            msgspec.structs.replace(state, parameters=state.parameters + 7 * rank, each="")
+            if state.step == 4
+            else msgspec.structs.replace(state, each="")
+            for state in states(rank)
+        ]
+        rows[rank] = [*rates, *parted]
+    checks = [ParameterDrift(), HyperparameterSkew()]
+    (found,) = diagnose(run_with(rows), checks).findings
+    assert (found.check, found.steps.first) == ("hyperparameter-skew", 3)
+    assert [c.code for c in found.consequences] == ["DDP402"]

@@ -12,10 +12,11 @@ from ..replicas.replicas import Replicas
 from .copies import Copies, trained_copies
 
 
-def synced_replicas(run: Run) -> Iterator[Replicas]:
-    """Those whose gradients agree from the first step on, unless `once_kept_equal` judges them."""
+def averaged_replicas(run: Run) -> Iterator[Replicas]:
+    """Those whose gradients the program averages, whatever became of the parameters: their options
+    have to be the same, too."""
     for copies in trained_copies(run):
-        if equal_gradients(copies):
+        if copies.kept_equal or equal_gradients(copies):
             yield as_replicas(copies)
 
 
