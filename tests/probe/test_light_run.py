@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from ddpdoctor.events import NotObserved
 from ddpdoctor.probe.recording import recorder as recording
 from ddpdoctor.probe.recording.recorder import Recorder
 from ddpdoctor.probe.training.accumulate_grad import LastGradient, nodes_of
+from ddpdoctor.probe.training.steady_state import Plan
 from ddpdoctor.probe.training.tracked_model import Model
 from ddpdoctor.report.findings import Finding, Report
 from ddpdoctor.storage.run_folder import EventWriter
@@ -137,3 +139,22 @@ def test_the_last_gradient_of_a_backward() -> None:
     module(torch.ones(2, 4)).sum().backward()
     assert last.at == 0
     del node
+
+
+def test_long_calls_of_light_steps_are_counted_one_by_one() -> None:
+    """Sums hide that a loader pauses once in an epoch; what a backward waited is known later."""
+    ring = SimpleNamespace(step=7, count=0, elsewhere=0.0, mark_phase=lambda *_: None)
+    loads, backward = (
+        SimpleNamespace(
+            logged=-1, site=n, backward=b, inside_s=0.0, before_s=0.0, following=None, wall_s=0.0
+        )
+        for n, b in ((3, None), (4, object()))
+    )
+    plan: Any = SimpleNamespace(
+        ring=ring, gaps=[], long=[], loads=loads, owed=None, wraps=0, first=loads, elsewhere=0.0
+    )
+    for call, began, ended in ((loads, 1.0, 1.4), (loads, 1.5, 1.51), (backward, 1.52, 2.0)):
+        plan.began, plan.left = began, began
+        Plan.leave(plan, call, ended)
+    assert plan.long == [(loads, pytest.approx(0.4), 7)]
+    assert plan.gaps == []

@@ -105,6 +105,9 @@ class LightRun:
         if plan.loads is not None:
             every.insert(0, plan.loads)
         gaps, plan.gaps = plan.gaps, []
+        for one, seconds, step in plan.long:
+            plan.ring.add_long(one.site << 4 | _phase(one), seconds, step)
+        plan.long.clear()
         for one in every:
             stretches.append((Phase.USER, before.site, one.before_s, 0.0))
             for _, seconds, step in (gap for gap in gaps if gap[0] is one):

@@ -146,7 +146,9 @@ class Plan:
         owed: the first call of light steps that is over and not accounted for; `wraps`: so many
             times since then the last call of a step was passed.
         gaps: before which calls the program's own code took long, for how long without waiting, and
-            in which step; `elsewhere`: as of the ring, at the end of the last call.
+            in which step; `long`: the calls that took long themselves, but for backwards, of which
+            it is not known yet what they waited. `elsewhere`: as of the ring, at the end of the
+            last call.
     """
 
     model: Model
@@ -172,6 +174,7 @@ class Plan:
     wraps: int = 0
     elsewhere: float = 0.0
     gaps: list[tuple[PlannedCall, float, int]] = field(default_factory=list)
+    long: list[tuple[PlannedCall, float, int]] = field(default_factory=list)
 
     def load_at(self, recorder: Recorder, site: int) -> None:
         """A batch is loaded at this line."""
@@ -219,6 +222,8 @@ class Plan:
         elsewhere, self.elsewhere = self.elsewhere, ring.elsewhere
         if gap >= LONG_S and (gap := gap - max(0.0, ring.elsewhere - elsewhere)) >= LONG_S:
             self.gaps.append((call, gap, ring.step))
+        if now - began >= LONG_S and call.backward is None:
+            self.long.append((call, now - began, ring.step))
         call.inside_s += now - began
         call.before_s += began - self.left
         self.inside, self.last, self.left = None, call, now
