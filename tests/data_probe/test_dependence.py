@@ -71,6 +71,18 @@ FOUND = {
                   "        if self.loss < best:\n            save()\n"
                   "t = Trainer()\nt.validate()\nt.keep()"),
     "comprehension": ("loss", "loss = sum([x for x in held_out])\nif loss < best:\n    save()"),
+    "a metric object, by whatever its methods are called": (
+        "acc", "class Metric:\n    def __init__(self):\n        self.seen = []\n"
+               "    def calc(self, x):\n        self.seen.append(x)\n"
+               "    def result(self):\n        return sum(self.seen)\n"
+               "metric = Metric()\ndef validate():\n    for x in held_out:\n"
+               "        metric.calc(x)\n    return metric.result()\n"
+               "acc = validate()\nif acc < best:\n    save()"),
+    "a metric that is called": (
+        "acc", "class Metric:\n    seen = 0\n    def __call__(self, x):\n"
+               "        self.seen = self.seen + x\n    def compute(self):\n"
+               "        return self.seen\nmetric = Metric()\nfor x in held_out:\n    metric(x)\n"
+               "acc = metric.compute()\nif acc < best:\n    save()"),
     "a meter of a function around it": (
         "loss", "def validate():\n    meter = []\n    def rounds():\n"
                 "        for x in held_out:\n            meter.append(x)\n"

@@ -279,6 +279,11 @@ def covers_line(node: ast.AST, line: int) -> bool:
     return _first_line(node, line) <= line <= (getattr(node, "end_lineno", None) or line)
 
 
+def spans(node: ast.AST, line: int) -> bool:
+    """`covers_line`; False for nodes without a position."""
+    return hasattr(node, "lineno") and covers_line(node, line)
+
+
 def _first_line(node: ast.AST, unknown: int = 0) -> int:
     """The first line of a node: that of its first decorator, if it has one."""
     first: int = getattr(node, "lineno", unknown)

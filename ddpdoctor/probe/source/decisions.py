@@ -13,9 +13,9 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ..recording.code_locations import classify
-from .ast_cache import Function, Source, called_name, dotted, given, own_nodes, source_of
+from .ast_cache import Function, Source, called_name, dotted, given, own_nodes, source_of, spans
 from .call_resolver import Scope, resolve
-from .dependence import NO_RESULT, Expression, Line, Loop, Search, Stack, names, spans
+from .dependence import NO_RESULT, Expression, Line, Loop, Search, Stack, names
 
 COMPARED_AT_MOST = 8
 """Values of one function: more are compared in code that works on data."""

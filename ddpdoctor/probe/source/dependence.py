@@ -18,7 +18,6 @@ from .ast_cache import (
     Source,
     attribute_of,
     called_name,
-    covers_line,
     dotted,
     function_of,
     given,
@@ -27,6 +26,7 @@ from .ast_cache import (
     owner_of,
     reaches,
     source_of,
+    spans,
 )
 from .call_graph import is_users, methods_called
 from .call_resolver import Scope, resolve
@@ -180,6 +180,9 @@ def _statements(function: ast.AST) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
             yield node, given(node)
         elif isinstance(node, ast.Call) and called_name(node) in INTO:
             yield node, [node]
+        elif isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
+            # Its result is not used: it is called for what it does to its object.
+            yield call, given(call) if called_name(call) not in (*_KNOWN, *INTO) else []
 
 
 class Loop:
@@ -414,8 +417,8 @@ def _targets(node: ast.AST) -> list[tuple[str, ast.expr | None, ast.expr | None]
         targets = [node.target]
     elif isinstance(node, ast.Call) and called_name(node) in INTO:
         targets = node.args[:1]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        targets = [node.func.value]
+    elif isinstance(node, ast.Call):
+        targets = [node.func.value if isinstance(node.func, ast.Attribute) else node.func]
     else:
         targets = [node] if isinstance(node, ast.expr) else []
     pairs = [(target, alone) for target in targets]
@@ -493,7 +496,3 @@ def _is_inside(source: Source, function: ast.AST | None, outer: ast.AST | None) 
     while function is not None and function is not outer:
         function = source.parents.get(function)
     return function is not None
-
-
-def spans(node: ast.AST, line: int) -> bool:
-    return hasattr(node, "lineno") and covers_line(node, line)

@@ -19,8 +19,9 @@ from .ast_cache import (
     own_nodes,
     parts_of,
     source_of,
+    spans,
 )
-from .dependence import INTO, Expression, Line, Search, Stack, results_of, spans
+from .dependence import INTO, Expression, Line, Search, Stack, results_of
 
 LINES_LIMIT = 100
 """Lines from the head of a function to the call: longer functions are no mere helpers."""
