@@ -221,7 +221,14 @@ COMPARED: dict[type[Event], Compared] = {
         "epoch", "step sampler_epoch batches seed epochs_set joined site", "loader", "epoch"
     ),
     e.EpochEnded: _row(
-        "end of an epoch", "batches samples backwards exhausted evaluated", "loader", "epoch"
+        "end of an epoch", "batches samples backwards exhausted evaluated", "loader", "epoch",
+        words={
+            "batches": "the number of batches in an epoch",
+            "samples": "the number of samples in an epoch",
+            "backwards": "the number of batches in an epoch that a backward followed",
+            "exhausted": "whether an epoch was read to its end",
+            "evaluated": "the number of batches in an epoch that were evaluated",
+        },
     ),
     # What went wrong.
     e.ExceptionRaised: _row("exception", "kind message"),
