@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddpdoctor.probe.tensors.autograd_nodes import leaves_of, means
+from ddpdoctor.probe.tensors.autograd_nodes import communicates, leaves_of, means
 
 
 def test_only_the_model_of_the_loss_is_reached() -> None:
@@ -52,3 +52,32 @@ def test_losses_whose_terms_are_means(loss: Any, factors: list[float]) -> None:
     found = means(loss(X * W).grad_fn, 100)
     assert sorted(map(abs, found)) == pytest.approx(sorted(factors))
     assert means(loss(X * W).grad_fn, 1) in ((), found)
+
+
+class SumOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (grad,) = grads
+        torch.distributed.all_reduce(grad)
+        return grad
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return -grads[0]
+
+
+def test_functions_whose_backward_exchanges_gradients() -> None:
+    x = torch.ones(1, requires_grad=True)
+    assert communicates(SumOfRanks.apply(x).grad_fn)
+    assert not communicates(Reversed.apply(x).grad_fn)
+    assert not communicates((x * 2).grad_fn)

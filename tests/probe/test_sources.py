@@ -275,3 +275,23 @@ def test_the_calls_on_an_object() -> None:
     assert called("model.head") == ["update"]
     assert called("model.head.update(batch)[0]") == ["run"]
     assert called("batch") == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "divisor"),
+    [
+        ("loss = loss / world_size", "world_size"),
+        ("loss = sum(losses) / len(losses); log = loss.detach() / world_size", ""),
+        ("return total / 2, total.detach() / 2 / world_size", ""),
+        ("log = loss.item() / world_size", ""),
+        ("log = loss.detach().mean().div(world_size)", ""),
+        ("loss = (loss + other.detach()) / world_size", "world_size"),
+        ("loss = loss.mean().div(world_size)", "world_size"),
+    ],
+)
+def test_divisions_of_values_without_gradients_do_not_count(
+    tmp_path: Path, statement: str, divisor: str
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"def train():\n    {statement}\n")
+    assert division.divided_by_world_size(str(path), 2) == divisor

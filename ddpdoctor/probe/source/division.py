@@ -175,14 +175,17 @@ def _multipliers(node: ast.AST) -> list[ast.expr]:
 
 
 def _divisors(node: ast.AST, names: _Names) -> list[ast.expr]:
-    """What a node divides by; for `x * name`, also the divisor in `name = 1 / n`."""
+    """What a node divides by; for `x * name`, also the divisor in `name = 1 / n`. Not what a value
+    is divided by of which no gradient comes back."""
+    if isinstance(node, ast.BinOp) and _is_detached(node.left):
+        return []
     if isinstance(node, ast.BinOp):
         operation, operands = node.op, [node.left, node.right]
     elif isinstance(node, ast.AugAssign):
         operation, operands = node.op, [node.value]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr in ("div", "div_", "true_divide"):
-            return list(node.args)
+            return [] if _is_detached(node.func.value) else list(node.args)
         if node.func.attr in ("mul", "mul_"):
             return [d for a in node.args for d in _divisors(names.meaning(a), names)]
         return []
@@ -194,6 +197,18 @@ def _divisors(node: ast.AST, names: _Names) -> list[ast.expr]:
         quotients = [names.meaning(o) for o in operands if _names(o)]
         return [d for q in quotients for d in _quotient(q)]
     return []
+
+
+def _is_detached(node: ast.expr) -> bool:
+    """Whether an expression is, or is computed from, `x.detach()`, `x.item()` or the like alone."""
+    if isinstance(node, ast.BinOp):
+        return _is_detached(node.left) and not isinstance(node.op, (ast.Add, ast.Sub))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _DETACHES or _is_detached(node.func.value)
+    return isinstance(node, ast.Attribute) and node.attr == "data"
+
+
+_DETACHES = ("detach", "item", "tolist", "numpy")
 
 
 def _quotient(node: ast.expr) -> list[ast.expr]:

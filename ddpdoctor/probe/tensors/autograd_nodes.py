@@ -28,6 +28,18 @@ FORMS = (
 KINDS = frozenset(f"{kind}Backward" for kind in LINEAR)
 
 
+_BETWEEN_RANKS = ("allreduce", "allgather", "reducescatter", "alltoall")
+
+
+def communicates(node: Any) -> bool:
+    """Whether a node's backward exchanges gradients between ranks: a differentiable collective of
+    torch's, or a function of the program's own whose `backward` calls one."""
+    own = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    names = getattr(getattr(own, "__code__", None), "co_names", ())
+    said = "".join((node.name(), *names)).replace("_", "").lower()
+    return any(word in said for word in _BETWEEN_RANKS)
+
+
 def nodes_of(starts: Iterable[Any], most: int) -> list[Any]:
     """The nodes that a backward from these reaches, breadth first, up to `most`."""
     order = list(dict.fromkeys(starts))

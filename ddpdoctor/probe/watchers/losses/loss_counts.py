@@ -19,7 +19,7 @@ from ...recording.frames import variables
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...source.ast_cache import last_name, parts_of
-from ...tensors.autograd_nodes import divisor_of, terms_of
+from ...tensors.autograd_nodes import communicates, divisor_of, terms_of
 from ...tensors.tensor_watch import writes
 from ...training import lifecycle
 from ...training.records import Backward
@@ -183,8 +183,8 @@ def _divisor(root: Any, counts: list[_Count], size: int) -> tuple[float, _Count]
 def _divisor_in(path: list[Any], counts: list[_Count], size: int) -> tuple[float, _Count] | None:
     found: tuple[float, _Count] | None = None
     for node in path:
-        divisor, name = divisor_of(node), node.name()
-        if "AllReduce" in name or "AllGather" in name or abs(divisor * size - 1) < 1e-6:
+        divisor = divisor_of(node)
+        if communicates(node) or abs(divisor * size - 1) < 1e-6:
             return None
         if found is None and divisor >= SMALLEST_COUNT and divisor != size:
             equal = (c for c in counts if divisor in c.sums(size))

@@ -25,6 +25,7 @@ from ...recording.watcher import Watcher, on
 from ...source.division import divided_by_world_size, loss_divided
 from ...tensors.autograd_nodes import (
     SUMS,
+    communicates,
     divisor_of,
     is_of_a_device,
     reduction_of,
@@ -186,7 +187,6 @@ class LossScaling(Watcher):
         undone = unread = False
         reduction, weight, rows = "", 1.0, 0
         for _ in range(NODES_FOLLOWED):
-            name = node.name()
             divisor = divisor_of(node)
             unread |= is_of_a_device(node)
             weight /= divisor or 1.0
@@ -195,7 +195,7 @@ class LossScaling(Watcher):
             # Multiplied by the world size too, or summed over the ranks by a differentiable
             # collective: then the division is right.
             undone |= any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes)
-            undone |= "AllReduce" in name or "AllGather" in name
+            undone |= communicates(node)
             reduction = reduction_of(node)
             ahead = [n for n, _ in node.next_functions if n is not None]
             if reduction:
@@ -384,10 +384,10 @@ def _divided_terms(
     for path in terms_of(root, TERM_NODES):
         divided: dict[Any, tuple[float, Model | Sharded]] = {}
         for node, ahead in zip(path, [*path[1:], None], strict=True):
-            divisor, name = divisor_of(node), node.name()
+            divisor = divisor_of(node)
             if any(size > 1 and abs(divisor * size - 1) < 1e-6 for size in sizes):
                 break
-            if "AllReduce" in name or "AllGather" in name:
+            if communicates(node):
                 break
             if divisor > 1 and (model := sizes.get(int(divisor))) and divisor == int(divisor):
                 divided[node] = divisor, model

@@ -18,7 +18,7 @@ from ...recording.recorder import Recorder
 from ...recording.torch_compat import made_at, saved
 from ...recording.watcher import Watcher, on
 from ...source.division import multiplied_by_world_size
-from ...tensors.autograd_nodes import divisor_of, is_of_a_device, reduction_of
+from ...tensors.autograd_nodes import communicates, divisor_of, is_of_a_device, reduction_of
 from ...tensors.limits import GRAPH_NODES
 from ...training import lifecycle
 from ...training.records import Backward
@@ -216,7 +216,7 @@ def _of_other_ranks(root: Any) -> bool:
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         if custom and not any(known in name for known in OF_TORCH):
             return True
-        if any(word in name for word in ("AllReduce", "AllGather", "ReduceScatter", "AllToAll")):
+        if communicates(node):
             return True
         ahead = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= ahead
