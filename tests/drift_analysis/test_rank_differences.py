@@ -306,3 +306,21 @@ def test_nodes_that_hold_the_same_script_in_folders_of_their_own() -> None:
 
     assert run("abc", "abc") == []
     assert run("abc", "abd") == ["script_digest"]
+
+
+def test_loaders_that_ranks_iterate_in_another_order_are_the_same() -> None:
+    """Ranks number the loaders that they iterate."""
+    rows = [
+        [
+            loader(loader=small, length=8, site=LINE),
+            loader(loader=1 - small, length=96, site=OTHER),
+            event(EpochEnded, loader=small, epoch=0, batches=2, samples=8, backwards=0,
+                  exhausted=True),
+            event(EpochEnded, loader=1 - small, epoch=0, batches=24, samples=96, backwards=24,
+                  exhausted=True),
+        ]
+        for small in (0, 1)
+    ]  # fmt: skip
+    assert not found(*rows)
+    (differs,) = found(rows[0], [*rows[1][:1], loader(loader=0, length=99, site=OTHER)])[:1]
+    assert (differs.field, {*differs.values.values()}) == ("length", {96, 99})

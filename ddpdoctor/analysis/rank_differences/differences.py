@@ -15,6 +15,7 @@ from ...events import (
     ExceptionRaised,
     GroupDestroyed,
     GroupReady,
+    LoaderSeen,
     RankExiting,
     RankStarted,
     Wrapped,
@@ -245,7 +246,17 @@ def _value(rank: Rank, event: Event, field: str) -> Any:
         options = pairwise(value)
         others = (given for last, given in options if not _tells_rank(last, given))
         return (posixpath.basename(value[0]), *others)
+    if field == "loader":
+        return _loader(rank, value)
     return str(rank.location(value) or "") if field.endswith("site") else value
+
+
+def _loader(rank: Rank, number: int) -> object:
+    """Which loader a rank means by a number: it counts those that it iterates, in that order, and
+    not every rank need iterate the same ones first."""
+    seen = next((e for e in rank.of(LoaderSeen) if e.loader == number), None)
+    spot = rank.location(seen.site) if seen is not None else None
+    return number if seen is None or spot is None else (str(spot), seen.made)
 
 
 def _tells_rank(last: str, given: str) -> bool:
