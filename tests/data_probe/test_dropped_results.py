@@ -7,6 +7,7 @@ import torch
 
 from ddpdoctor.events import ResultDropped, decode
 from ddpdoctor.probe.collectives.call_hooks import Call, Issued
+from ddpdoctor.probe.collectives.process_groups import ProcessGroups
 from ddpdoctor.probe.recording import recorder
 from ddpdoctor.probe.watchers.manual_sync.unused_allreduce import DroppedResults
 from ddpdoctor.storage.run_folder import EventWriter
@@ -122,6 +123,15 @@ def test_copies_made_in_the_call_and_handles(program, function, told):
     for _ in range(3):
         program.names[function](torch.ones(2))
     assert [name for name, *_ in program.dropped()] == told
+
+
+@pytest.mark.parametrize(("others", "told"), [({}, 1), ({0: frozenset({1})}, 1),
+                                              ({0: frozenset()}, 0)])  # fmt: skip
+def test_a_rank_that_is_alone_in_a_group_loses_nothing(program, monkeypatch, others, told):
+    monkeypatch.setattr(ProcessGroups.current, "others", others)
+    for _ in range(3):
+        program.names["reduces"](torch.ones(2))
+    assert len(program.dropped()) == told
 
 
 def test_the_code_of_a_file_itself(program, tmp_path):

@@ -88,8 +88,8 @@ def dropped_results(run: Run) -> Iterator[dict[str, Any]]:
             fix = "leave out `async_op=True`; or keep what it returns, and call `wait()` on that "
             fix += "before the result is read"
         elif event.copy:
-            summary += f"`{name}` is a copy, and what it was copied from keeps this rank's own "
-            summary += "values"
+            summary += f"`{name}` is a copy, and what it was copied from stays as it is on each "
+            summary += "rank (right only where the call is to wait for the other ranks)"
             cause = "`all_reduce` changes the tensor that it is given, which is a copy here"
             fix = f"use `{name}` after the call, in place of what it was copied from"
             if not name.isidentifier():

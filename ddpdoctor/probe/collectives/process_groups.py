@@ -56,6 +56,10 @@ class ProcessGroups(Watcher):
         """Global ranks of the other members of a group, by its number; empty if unknown."""
         return self.others.get(group, frozenset())
 
+    def alone(self, group: int) -> bool:
+        """Whether this rank is known to be the only member of a group, by its number."""
+        return self.others.get(group) == frozenset()
+
     def exist(self) -> bool:
         """Whether the default group exists."""
         return self.created > 0

@@ -20,6 +20,7 @@ from typing import Any
 from ....events import ResultDropped
 from ...collectives import call_hooks
 from ...collectives.call_hooks import Call, Issued
+from ...collectives.process_groups import ProcessGroups
 from ...recording.recorder import Recorder
 from ...recording.watcher import Watcher, on
 from ...source.passthrough import Dropped, dropped, handle_dropped, returned_and_dropped
@@ -61,7 +62,8 @@ class DroppedResults(Watcher):
 
     @on(call_hooks.called)
     def _called(self, recorder: Recorder, call: Call) -> None:
-        self.op = "" if call.p2p or call.op == "barrier" else call.op
+        alone = ProcessGroups.current.alone(call.group)
+        self.op = "" if call.p2p or call.op == "barrier" or alone else call.op
         frame = self._caller(recorder, handle=False)
         if frame is None or self.op == "broadcast":
             return
