@@ -386,7 +386,7 @@ def _evaluated(group: Replicas, found: Divergence) -> Steps | None:
 
 SYNC_NORM = "`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before the wrap"
 REDUCE = (
-    "average the buffers over the ranks before they are used or saved "
+    "average the buffers over the ranks, on every rank, before they are used or saved "
     "(`for b in model.buffers(): if b.is_floating_point(): dist.all_reduce(b); b /= world_size`)"
 )
 

@@ -175,7 +175,8 @@ class Monitor:
             self._look_at_processes()
             self._judge_for_ranks(attempt)
             now = time.monotonic()
-            live = [r for r in self.run.ranks.values() if r.pid in self.rank_pids()]
+            pids = self.rank_pids()
+            live = [r for r in self.run.ranks.values() if r.pid in pids]
             self._late_ranks.look(live, self._began, now)
             if now - self._sampled >= SAMPLE_S:
                 self._sampled = now

@@ -38,7 +38,7 @@ OWN_VARIABLES = re.compile(
 )
 """Environment variables that launchers set for each process, or each node, by itself."""
 
-OWN_OPTION = re.compile(r"--?(\w+[-_])?rank(=.*)?")
+OWN_OPTION = re.compile(r"--?((local|global|node|machine|dist)[-_])?rank(=.*)?")
 """An option by which a launcher tells a process its rank: `--local-rank=0`."""
 
 ENDINGS = (ExceptionRaised, GroupDestroyed, RankExiting)
