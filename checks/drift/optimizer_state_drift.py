@@ -226,7 +226,7 @@ class OptimizerStateDrift(Check):
             return
         rank = group.any.rank
         taken = {n: e.step for n, e in uneven.began.items()}
-        epoch = uneven.began[rank.rank].epoch
+        epoch = uneven.number
         first = min(taken.values())
         last = max(m.last_step for m in group.members.values())
         made = next(iter(group.any.of(OptimizerSeen)), None)

@@ -236,14 +236,15 @@ LEFT_OUT = UNEVEN_STEPS
 
 
 def under_join(
-    *, equal_before=True, state=True, gradients=(7, 7), after=(5, 6), joined=True, then=4
+    *, equal_before=True, state=True, gradients=(7, 7), after=(5, 6), joined=True, then=4, apart=1
 ):
-    """Two epochs: rank 0 takes two steps in the first, rank 1 one; both take two in the second."""
+    """Two epochs: rank 0 takes two steps in the first, rank 1 one; both take two in the second.
+    The loader counts them `apart`, where it also evaluates."""
     ranks = {}
     for n, begin in enumerate((2, 1)):
         values = {begin: 1 if equal_before else n, begin + 1: after[n]}
         ranks[n] = [
-            *(EpochBegan(at=0, loader=0, epoch=e, step=s, site=OTHER, joined=joined)
+            *(EpochBegan(at=0, loader=0, epoch=e * apart, step=s, site=OTHER, joined=joined)
               for e, s in ((0, 0), (1, begin), (2, begin + then))),
             digests("parameters", {k: [9, 9, 9, v] for k, v in values.items()},
                     backwards=tuple(k + 1 for k in values)),
@@ -254,8 +255,10 @@ def under_join(
     return list(OptimizerStateDrift().examine(run_of(ranks, count=0, left_out=LEFT_OUT)))
 
 
-def test_join_copies_the_model_and_not_the_state():
-    (finding,) = under_join()
+@pytest.mark.parametrize("apart", [1, 2])
+def test_join_copies_the_model_and_not_the_state(apart):
+    (finding,) = under_join(apart=apart)
+    assert "from epoch 1 on" in finding.summary
     assert finding.ranks == (0, 1)
     assert finding.evidence["differ"] == "1 of 4 parameters, after 1 step of the epoch"
     assert finding.rule == "uneven-join"

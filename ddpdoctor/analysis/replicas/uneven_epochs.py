@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,11 +17,13 @@ class UnevenEpoch:
     gradients agree.
 
     Attributes:
+        number: of the epoch, among those of its loader under `Join`.
         began: by rank, the record of its begin.
         steps: from the begin until the parameters were seen to differ.
         positions: of the parameters that differ then.
     """
 
+    number: int
     began: dict[int, EpochBegan]
     steps: int
     positions: tuple[int, ...]
@@ -35,21 +38,29 @@ def diverging(group: Replicas) -> UnevenEpoch | None:
     for key in sorted(set.intersection(*(set(e) for e in epochs.values()))):
         began = {n: e[key] for n, e in epochs.items()}
         uneven = len({e.step for e in began.values()}) > 1
-        if uneven and (found := _diverging(group, began)) is not None:
+        if uneven and (found := _diverging(group, key[1], began)) is not None:
             return found
     return None
 
 
 def _joined_epochs(member: Member) -> dict[tuple[int, int], EpochBegan]:
-    return {(e.loader, e.epoch): e for e in member.rank.of(EpochBegan) if e.joined}
+    """The epochs under `Join` by loader and number: ranks may iterate it to evaluate, too."""
+    counts: Counter[int] = Counter()
+    found: dict[tuple[int, int], EpochBegan] = {}
+    for event in member.rank.of(EpochBegan):
+        if event.joined:
+            found[event.loader, counts[event.loader]] = event
+            counts[event.loader] += 1
+    return found
 
 
-def _diverging(group: Replicas, began: dict[int, EpochBegan]) -> UnevenEpoch | None:
+def _diverging(group: Replicas, number: int, began: dict[int, EpochBegan]) -> UnevenEpoch | None:
     gradients = dict(_differing(group, "gradients", began))
     parameters = dict(_differing(group, "parameters", began))
     if gradients.get(0) or parameters.get(0) != ():
         return None
-    return next((UnevenEpoch(began, n, differ) for n, differ in parameters.items() if differ), None)
+    parted = ((steps, differ) for steps, differ in parameters.items() if differ)
+    return next((UnevenEpoch(number, began, *found) for found in parted), None)
 
 
 def _differing(
