@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from ddpdoctor.probe.training.tracked_model import Model
-from ddpdoctor.probe.watchers.gradients.watched_parameters import named_where_written, to_watch
+from ddpdoctor.probe.watchers.gradients.watched_parameters import (
+    named_where_written,
+    only_place,
+    to_watch,
+)
 
 
 class Tower(torch.nn.Module):
@@ -46,6 +50,8 @@ def test_parameters_that_the_source_names_where_it_writes(
     model.names = list(parameters)
     found = named_where_written(model, [(code, 1)])
     assert [model.names[p] for p in found] == named
+    assert only_place(found, found) == ((str(file), 2, "train") if named else None)
+    assert only_place(found, [*found, 40]) is None  # which is not named
     assert {*found} <= {*to_watch(range(len(parameters)), found)}
 
 

@@ -132,12 +132,13 @@ def _target(node: ast.AST) -> ast.AST | None:
 _NO_NAMES = ("data", "grad", "module")
 
 
-def paths_written(source: Source) -> frozenset[tuple[str, ...]]:
+def paths_written(source: Source) -> frozenset[tuple[tuple[str, ...], int]]:
     """The attributes that statements of a file write to in place, without the variable that they
-    are read from: `("head", "scale")` for `model.module.head.scale.data.clamp_(0)`."""
+    are read from, and the line: `("head", "scale")` for `model.module.head.scale.data.clamp_(0)`.
+    """
     targets = (_target(node) for node in source.nodes)
-    paths = {_path(target) for target in targets if target is not None}
-    return frozenset(path for path in paths if path)
+    paths = {(_path(t), t.lineno) for t in targets if isinstance(t, ast.expr)}
+    return frozenset((path, line) for path, line in paths if path)
 
 
 def _path(target: ast.AST) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from .limits import (
     STEPS_OVERDUE,
     TRACED_AT_MOST,
 )
-from .watched_parameters import named_where_written, to_watch
+from .watched_parameters import Named, named_where_written, only_place, to_watch
 
 
 class ModelEdits:
@@ -82,7 +82,7 @@ class ModelEdits:
         self.parameters: dict[int, TensorWatch] = {}
         self.states: dict[int, TensorWatch] = {}
         self.lines: dict[int, list[Line]] = {}
-        self.named: list[int] = []
+        self.named: Named = {}
         self.emitted: dict[tuple[str, int], Edited] = {}
         self.sites: dict[tuple[str, bool], tuple[int, ...]] = {}
         self.divisors: dict[tuple[str, bool], str] = {}
@@ -365,6 +365,8 @@ class ManualEdits(Watcher):
             lines = inplace_statements(edits.lines.get(holding.optimizer, []), running(recorder))
             if lines:
                 event = replace(event, searched=recorder.sites.number(*lines[0]))
+            elif (place := only_place(edits.named, differing)) is not None:
+                event = replace(event, searched=recorder.sites.place(*place))
         if sites:
             event = replace(event, site=sites[0], more=sites[1:])
         key, told = (kind, holding.optimizer), _without_step(event)
@@ -414,7 +416,7 @@ def _follow_up(recorder: Recorder, edits: ModelEdits, event: Edited, by_program:
         edits.look_at(recorder.step + 1)
 
 
-def _positions_to_look_at(recorder: Recorder, positions: list[int], named: list[int]) -> list[int]:
+def _positions_to_look_at(recorder: Recorder, positions: list[int], named: Named) -> list[int]:
     """All positions if the user asked for this step (`--every`), else a sample."""
     asked = recorder.every and recorder.step % recorder.every == 0
     return list(positions) if asked else to_watch(positions, named)
