@@ -33,13 +33,19 @@ class LateRanks:
             began: when the run did; `now`: both on the monotonic clock.
         """
         rings = [(rank, rank.ring) for rank in live if rank.ring is not None]
-        if not any(_held(ring, now) and _waits(ring) for _, ring in rings):
-            return
-        for rank, ring in rings:
-            works = ring.phase in _AT_WORK and ring.step > 0 and not waits(ring)
-            if works and _held(ring, now) and now >= self._next.get(rank.pid, 0.0):
+        waiting = {rank.pid for rank, ring in rings if _held(ring, now) and _waits(ring)}
+        for rank, ring in rings if waiting else ():
+            due = now >= self._next.get(rank.pid, 0.0) and _held(ring, now)
+            if due and _may_work(ring) and waiting - {rank.pid}:
                 self._next[rank.pid] = now + (now - began) / ASKED_PER_AGE
                 ask(rank, ASK_LINES)
+
+
+def _may_work(ring: Ring) -> bool:
+    """Whether a rank works on its own, or may do so: in a backward, where it is shows whether it
+    waits there or is in a hook."""
+    at_work = ring.phase in _AT_WORK and not waits(ring)
+    return ring.step > 0 and (at_work or ring.phase is Phase.BACKWARD)
 
 
 def _held(ring: Ring, now: float) -> bool:

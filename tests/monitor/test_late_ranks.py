@@ -52,7 +52,8 @@ def test_a_rank_that_works_while_another_waits(asked: list[int], phase: Phase, o
         [rank(0, Phase.USER, NOW - 1), rank(1, Phase.BACKWARD, NOW - 0.001)],
         [rank(0, Phase.USER, NOW - 0.001), WAITS],
         [rank(0, Phase.USER, NOW - 1, CALL), WAITS],
-        [rank(0, Phase.BACKWARD, NOW - 1), WAITS],
+        [rank(0, Phase.BACKWARD, NOW - 1)],
+        [rank(0, Phase.BACKWARD, NOW - 1), rank(1, Phase.USER, NOW)],
         [rank(0, Phase.LEAVING, NOW - 1), WAITS],
         # Before the first step data are read and models compiled.
         [rank(0, Phase.USER, NOW - 1, step=0), WAITS],
@@ -62,6 +63,13 @@ def test_a_rank_that_works_while_another_waits(asked: list[int], phase: Phase, o
 def test_nobody_is_asked(asked: list[int], ranks: list[Any]) -> None:
     LateRanks().look(ranks, 0.0, NOW)
     assert asked == []
+
+
+def test_ranks_that_are_all_in_a_backward(asked: list[int]) -> None:
+    """One of them may work in a hook while the others wait."""
+    # What DDP reduces counts as a call from the begin of the backward on.
+    LateRanks().look([rank(n, Phase.BACKWARD, NOW - 1, CALL) for n in (0, 1)], 0.0, NOW)
+    assert asked == [0, 1]
 
 
 def test_a_rank_is_asked_less_often_the_longer_the_run_lasts(asked: list[int]) -> None:
