@@ -115,6 +115,9 @@ FOUND = {
 }  # fmt: skip
 
 NONE = {
+    "through a file": "import json, io\nfile = io.StringIO()\nseen = []\n"
+                      "for x in held_out:\n    seen.append(x)\njson.dump(seen, file)\n"
+                      "loss = sum(json.loads(file.getvalue()))\nif loss < best:\n    save()",
     "always": "loss = evaluate()\nsave()",
     "another number": "loss = evaluate()\nother = 3\nif other < best:\n    save()",
     "the training loss": "mean = 0\nfor x in train:\n    mean += x\nloss = evaluate()\n"

@@ -6,7 +6,7 @@ import ast
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from types import CodeType
 from typing import Any, TypeVar
@@ -78,6 +78,12 @@ class Source:
     @cached_property
     def assignments(self) -> Assignments:
         return Assignments(self)
+
+    @cached_property
+    def imported(self) -> frozenset[str]:
+        """The names of modules that it imports, and of what it imports from them."""
+        every = (n.names for n in self.nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
+        return frozenset(a.asname or a.name for names in every for a in names)
 
     @cached_property
     def defined(self) -> dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -228,6 +234,13 @@ def _walk_own(node: ast.AST) -> list[ast.AST]:
         children = ast.iter_child_nodes(found[-1])
         ahead += reversed([c for c in children if not isinstance(c, (Function, Defined))])
     return found[1:]
+
+
+def results_of(function: ast.AST | None) -> Iterator[ast.expr]:
+    """What a function returns."""
+    for node in own_of(function, ast.Return) if function is not None else ():
+        if node.value is not None:
+            yield node.value
 
 
 def reaches(function: ast.AST, assigned: ast.AST, used: ast.AST) -> bool:

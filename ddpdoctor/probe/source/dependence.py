@@ -25,6 +25,7 @@ from .ast_cache import (
     own_of,
     owner_of,
     reaches,
+    results_of,
     source_of,
     spans,
 )
@@ -45,6 +46,9 @@ _KNOWN = ("append", "update", "add", "extend", "insert", "step", "push", "setdef
 """Methods that hand their arguments over to their object."""
 INTO = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
 """Functions of `torch.distributed` that write their result into the first argument."""
+
+_NOT_KEPT = (*_KNOWN, *INTO, "write", "dump", "put", "send", "set", "save", "store", "publish")
+"""What hands its arguments to a file, a store or another process, or is known above."""
 
 Line: TypeAlias = tuple[CodeType, int]
 """A running function and the line that it executes. A list of them is a stack, innermost first."""
@@ -162,6 +166,8 @@ def _given(source: Source, function: ast.AST) -> dict[str, list[Given]]:
     found: dict[str, list[Given]] = {}
     for node, values in _statements(function):
         for target, into, alone in _targets(node):
+            if target in source.imported:  # `json.dump(x, f)` leaves nothing in `json`
+                continue
             got = values if alone is None else [alone]
             found.setdefault(target, []).append(Given(node, into, got))
             for end in (i for i, letter in enumerate(target) if letter == "."):
@@ -182,7 +188,7 @@ def _statements(function: ast.AST) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
             yield node, [node]
         elif isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
             # Its result is not used: it is called for what it does to its object.
-            yield call, given(call) if called_name(call) not in (*_KNOWN, *INTO) else []
+            yield call, given(call) if called_name(call) not in _NOT_KEPT else []
 
 
 class Loop:
@@ -467,13 +473,6 @@ def names(node: ast.expr) -> Iterator[ast.expr]:
                 yield from names(child.iter)
             elif isinstance(child, ast.expr):
                 yield from names(child)
-
-
-def results_of(function: ast.AST | None) -> Iterator[ast.expr]:
-    """What a function returns."""
-    for node in own_of(function, ast.Return) if function is not None else ():
-        if node.value is not None:
-            yield node.value
 
 
 def _is_declared(function: ast.AST | None, name: str) -> bool:

@@ -18,10 +18,11 @@ from .ast_cache import (
     last_name,
     own_nodes,
     parts_of,
+    results_of,
     source_of,
     spans,
 )
-from .dependence import INTO, Expression, Line, Search, Stack, results_of
+from .dependence import INTO, Expression, Line, Search, Stack
 
 LINES_LIMIT = 100
 """Lines from the head of a function to the call: longer functions are no mere helpers."""
