@@ -78,6 +78,9 @@ FOUND = {
                "metric = Metric()\ndef validate():\n    for x in held_out:\n"
                "        metric.calc(x)\n    return metric.result()\n"
                "acc = validate()\nif acc < best:\n    save()"),
+    "an imported list": (
+        "history[-1]", "from keyword import softkwlist as history\nfor x in held_out:\n"
+                       "    history.append(x)\nif history[-1] < best:\n    save()"),
     "a metric that is called": (
         "acc", "class Metric:\n    seen = 0\n    def __call__(self, x):\n"
                "        self.seen = self.seen + x\n    def compute(self):\n"

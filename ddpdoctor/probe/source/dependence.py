@@ -166,7 +166,8 @@ def _given(source: Source, function: ast.AST) -> dict[str, list[Given]]:
     found: dict[str, list[Given]] = {}
     for node, values in _statements(function):
         for target, into, alone in _targets(node):
-            if target in source.imported:  # `json.dump(x, f)` leaves nothing in `json`
+            acts = isinstance(node, ast.Call) and called_name(node) not in _KNOWN
+            if acts and target in source.imported:  # `json.dump(x, f)` leaves nothing in `json`
                 continue
             got = values if alone is None else [alone]
             found.setdefault(target, []).append(Given(node, into, got))
